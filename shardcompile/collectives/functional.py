@@ -1,0 +1,242 @@
+"""The collectives for direct use: sizes as Python ints, a process group instead of its name, awaited or not.
+
+All are differentiable, also twice, and trace into one node and its wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardcompile.collectives import transport
+from shardcompile.collectives.ops import wait
+from shardcompile.errors import CollectiveError
+from shardcompile.layout import CHUNK_KEY
+
+_ops = torch.ops.shardcompile
+
+
+def _checked(sizes: Sequence[int], group: ProcessGroup) -> list[int]:
+    if len(sizes) != group.size() or any(s < 0 for s in sizes):
+        raise CollectiveError(f"a group of {group.size()} ranks needs as many sizes of at least 0, got {sizes}")
+    return list(sizes)
+
+
+def _finish(out: Tensor, async_op: bool) -> Tensor:
+    return out if async_op else wait(out)
+
+
+def all_gather_v(
+    x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup, *, async_op: bool = False
+) -> Tensor:
+    """Concatenate every rank's block along `dim`: Shard to Replicate.
+
+        rank 0  [a a a]
+        rank 1  [b b b b b]   ->   [a a a b b b b b c]   on every rank
+        rank 2  [c]
+
+    Backward: `reduce_scatter_v` with the same sizes.
+
+    Args:
+        x: this rank's block, [..., sizes[rank], ...] at `dim`.
+        dim: the dim along which blocks differ, 0 <= dim < x.ndim.
+        sizes: every rank's block size in elements of `dim`; zeros allowed.
+        group: the process group.
+        async_op: return at once; `wait` completes the result.
+
+    Raises:
+        CollectiveError: `x` is not of the stated size, or the number of sizes is wrong.
+    """
+    sizes = _checked(sizes, group)
+    out = _ops.all_gather_v(x, dim, sum(sizes), sizes, CHUNK_KEY, [], group.group_name)
+    return _finish(out, async_op)
+
+
+def reduce_scatter_v(
+    x: Tensor,
+    dim: int,
+    sizes: Sequence[int],
+    group: ProcessGroup,
+    *,
+    reduce_op: str = "sum",
+    async_op: bool = False,
+) -> Tensor:
+    """Reduce every rank's `x` and keep this rank's block along `dim`: Partial to Shard.
+
+    Backward (sum and avg): `all_gather_v` with the same sizes.
+
+    Args:
+        x: a term of the reduction, the same shape on every rank, extent sum(sizes) at `dim`.
+        dim: the dim that is divided.
+        sizes: every rank's block size.
+        group: the process group.
+        reduce_op: sum, avg, product, max or min.
+        async_op: return at once; `wait` completes the result.
+    """
+    sizes = _checked(sizes, group)
+    out = _ops.reduce_scatter_v(
+        x, dim, sizes[group.rank()], reduce_op, sizes, CHUNK_KEY, [], group.group_name
+    )
+    return _finish(out, async_op)
+
+
+def all_to_all_v(
+    x: Tensor,
+    src_dim: int,
+    dst_dim: int,
+    src_sizes: Sequence[int],
+    dst_sizes: Sequence[int],
+    group: ProcessGroup,
+    *,
+    async_op: bool = False,
+) -> Tensor:
+    """From blocks of `src_dim` to blocks of `dst_dim`: Shard(src_dim) to Shard(dst_dim).
+
+    Backward: the same with the two swapped.
+
+    Args:
+        x: [..., src_sizes[rank] at src_dim, ..., sum(dst_sizes) at dst_dim, ...].
+        src_dim: the dim that is divided now.
+        dst_dim: the dim that is divided afterwards.
+        src_sizes: every rank's block size along `src_dim`.
+        dst_sizes: every rank's block size along `dst_dim`.
+        group: the process group.
+        async_op: return at once; `wait` completes the result.
+    """
+    src_sizes, dst_sizes = _checked(src_sizes, group), _checked(dst_sizes, group)
+    out = _ops.all_to_all_v(
+        x,
+        src_dim,
+        dst_dim,
+        sum(src_sizes),
+        dst_sizes[group.rank()],
+        *(src_sizes, CHUNK_KEY, []),
+        *(dst_sizes, CHUNK_KEY, []),
+        group.group_name,
+    )
+    return _finish(out, async_op)
+
+
+def fetch_ranges(
+    x: Tensor,
+    dim: int,
+    src_sizes: Sequence[int],
+    dst_sizes: Sequence[int],
+    group: ProcessGroup,
+    *,
+    before: int = 0,
+    after: int = 0,
+    async_op: bool = False,
+) -> Tensor:
+    """Give every rank its block of another cut of the same dim, widened by a halo if asked for.
+
+    Each rank holds rows of the global extent as `src_sizes` says and fetches those of `dst_sizes`, `before` rows
+    more in front and `after` rows more behind, as far as the global extent goes. Empty blocks get no halo.
+
+    Backward: every row's gradients go back to its owner and are added there.
+
+    Args:
+        x: [..., src_sizes[rank] at dim, ...].
+        dim: the dim that is divided.
+        src_sizes: every rank's block size now.
+        dst_sizes: every rank's block size afterwards; the same sum.
+        group: the process group.
+        before: halo rows in front.
+        after: halo rows behind.
+        async_op: return at once; `wait` completes the result.
+
+    Raises:
+        CollectiveError: the two cuts have different sums.
+    """
+    src_sizes, dst_sizes = _checked(src_sizes, group), _checked(dst_sizes, group)
+    if sum(src_sizes) != sum(dst_sizes):
+        raise CollectiveError(f"the cuts {src_sizes} and {dst_sizes} hold different numbers of rows")
+    start, end = transport.running_ends(dst_sizes)[group.rank()]
+    if end > start:
+        start, end = max(start - before, 0), min(end + after, sum(src_sizes))
+    out = _ops.fetch_ranges(
+        x,
+        dim,
+        sum(src_sizes),
+        end - start,
+        *(src_sizes, CHUNK_KEY, []),
+        *(dst_sizes, CHUNK_KEY, []),
+        before,
+        after,
+        group.group_name,
+    )
+    return _finish(out, async_op)
+
+
+def all_reduce(x: Tensor, group: ProcessGroup, *, reduce_op: str = "sum", async_op: bool = False) -> Tensor:
+    """Reduce every rank's `x`: Partial to Replicate.
+
+    Args:
+        x: a term of the reduction, the same shape on every rank.
+        group: the process group.
+        reduce_op: sum, avg, product, max or min.
+        async_op: return at once; `wait` completes the result.
+    """
+    return _finish(torch.ops._c10d_functional.all_reduce(x, reduce_op, group.group_name), async_op)
+
+
+def all_gather_even(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Concatenate tensors of one shape along their first dim."""
+    return wait(torch.ops._c10d_functional.all_gather_into_tensor(x, group.size(), group.group_name))
+
+
+def broadcast(x: Tensor, src: int, group: ProcessGroup) -> Tensor:
+    """The value that rank `src` of the group holds, on every rank.
+
+    Args:
+        x: the value on rank `src`; elsewhere anything of its shape and dtype.
+        src: rank in the group.
+        group: the process group.
+    """
+    out = x.contiguous().clone()
+    if out.numel():
+        flat = out.view(torch.uint8) if out.ndim else out.view(1).view(torch.uint8)
+        dist.broadcast(flat, group=group, group_src=src)
+    return out
+
+
+def scatter_v(
+    x: Tensor | None,
+    dim: int,
+    sizes: Sequence[int],
+    src: int,
+    group: ProcessGroup,
+    *,
+    like: Tensor,
+) -> Tensor:
+    """Hand every rank its block of a tensor that rank `src` holds; nobody receives more than its own block.
+
+    Args:
+        x: the whole tensor on rank `src`, [..., sum(sizes) at dim, ...]; ignored elsewhere.
+        dim: the dim that is divided.
+        sizes: every rank's block size.
+        src: rank in the group.
+        group: the process group.
+        like: a tensor of the whole tensor's shape, dtype and device; its values are not read (a meta tensor will do
+            but for the device).
+    """
+    sizes = _checked(sizes, group)
+    me = group.rank()
+    shape = list(like.shape)
+    shape[dim] = sizes[me]
+    ranges = transport.running_ends(sizes)
+    if me == src:
+        assert x is not None, "the source rank has to hold the tensor"
+        blocks = [x.narrow(dim, a, b - a).contiguous() for a, b in ranges]
+        works = transport.exchange(group, [(p, b) for p, b in enumerate(blocks) if p != me], [])
+        out = blocks[me].clone()
+    else:
+        out = torch.empty(shape, dtype=like.dtype, device=like.device)
+        works = transport.exchange(group, [], [(src, out)])
+    for work in works:
+        work.wait()
+    return out

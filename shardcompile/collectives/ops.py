@@ -1,0 +1,330 @@
+"""The ops of the namespace ``shardcompile``: schemas, implementations, fake implementations, gradients.
+
+Conventions. A cut is passed as three arguments: `sizes` (the group's block sizes, empty if not known while tracing),
+`key` (stands for the sizes of a dynamic cut; 0 is torch.chunk) and `nest` (which part of the key's cut belongs to
+this group); see `shardcompile.layout.GroupCut`. Extents of outputs are passed as symbols, so that no op has to
+invent one. The payload comes first and the group name last, as Inductor expects of a collective. Results are
+complete after `wait`. Outputs are stored with `dim` slowest, so that rows arrive in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcompile import compat
+from shardcompile.collectives import transport
+from shardcompile.collectives.transport import Range
+from shardcompile.errors import CollectiveError
+from shardcompile.layout import GroupCut
+
+_LIBRARY = torch.library.Library("shardcompile", "DEF")
+_CUT = "SymInt[] sizes, SymInt key, int[] nest"
+_TWO_CUTS = (
+    "SymInt[] src_sizes, SymInt src_key, int[] src_nest, SymInt[] dst_sizes, SymInt dst_key, int[] dst_nest"
+)
+
+_SCHEMAS = (
+    f"all_gather_v(Tensor input, int dim, SymInt total, {_CUT}, str group_name) -> Tensor",
+    f"reduce_scatter_v(Tensor input, int dim, SymInt block, str reduce_op, {_CUT}, str group_name) -> Tensor",
+    f"all_to_all_v(Tensor input, int src_dim, int dst_dim, SymInt total, SymInt block, {_TWO_CUTS}, "
+    "str group_name) -> Tensor",
+    f"fetch_ranges(Tensor input, int dim, SymInt total, SymInt block, {_TWO_CUTS}, int before, int after, "
+    "str group_name) -> Tensor",
+    f"return_ranges(Tensor input, int dim, SymInt total, SymInt block, {_TWO_CUTS}, int before, int after, "
+    "str group_name) -> Tensor",
+    f"take_block(Tensor input, int dim, SymInt block, {_CUT}, str group_name) -> Tensor",
+    f"place_block(Tensor input, int dim, SymInt total, {_CUT}, str group_name) -> Tensor",
+)
+for _schema in _SCHEMAS:
+    # CUDA graphs cannot hold these: which rows move is decided on the host, at run time.
+    _LIBRARY.define(_schema, tags=[torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe])
+
+_ops = torch.ops.shardcompile
+COLLECTIVES = (
+    _ops.all_gather_v,
+    _ops.reduce_scatter_v,
+    _ops.all_to_all_v,
+    _ops.fetch_ranges,
+    _ops.return_ranges,
+)
+"""Ops that communicate."""
+
+OPS = (*COLLECTIVES, _ops.take_block, _ops.place_block)
+"""All ops of the namespace."""
+
+
+def wait(x: Tensor) -> Tensor:
+    """Complete an asynchronous collective; keeps it alive in a graph even if its result is empty on this rank."""
+    return torch.ops._c10d_functional.wait_tensor(x)
+
+
+def _empty_rows_first(x: Tensor, dim: int, extent: Any) -> Tensor:
+    """An uninitialised tensor like `x` with another extent of `dim`, stored with `dim` slowest."""
+    shape = [extent, *(s for d, s in enumerate(x.shape) if d != dim)]
+    return x.new_empty(shape).movedim(0, dim)
+
+
+def _blocks(
+    x: Tensor, dim: int, total: int, cut: tuple[Sequence[int], int, Sequence[int]], group: Any, what: str
+) -> list[Range]:
+    """Ranges of all blocks, after checking that this rank's own one fits."""
+    sizes = GroupCut.resolve(total, *cut, group.size())
+    if sum(sizes) != total:
+        raise CollectiveError(f"{what}: block sizes {sizes} along dim {dim} add up to {sum(sizes)}, not to {total}")
+    return transport.running_ends(sizes)
+
+
+def _check_block(x: Tensor, dim: int, block: Range, rank: int, what: str) -> None:
+    if x.shape[dim] != block[1] - block[0]:
+        raise CollectiveError(
+            f"{what}: rank {rank} of the group holds {x.shape[dim]} rows along dim {dim} (shape {tuple(x.shape)}), "
+            f"its layout says {block[1] - block[0]}"
+        )
+
+
+def _all_gather_v(
+    x: Tensor, dim: int, total: int, sizes: list[int], key: int, nest: list[int], group_name: str
+) -> Tensor:
+    group = compat.process_group(group_name)
+    blocks = _blocks(x, dim, total, (sizes, key, nest), group, "all_gather_v")
+    _check_block(x, dim, blocks[group.rank()], group.rank(), "all_gather_v")
+    out = _empty_rows_first(x, dim, total)
+    rows = transport.rows_first(x, dim)
+    transport.gather_rows(group, rows, [b - a for a, b in blocks], out.movedim(dim, 0))
+    return out
+
+
+def _reduce_scatter_v(
+    x: Tensor, dim: int, block: int, reduce_op: str, sizes: list[int], key: int, nest: list[int], group_name: str
+) -> Tensor:
+    group = compat.process_group(group_name)
+    blocks = _blocks(x, dim, x.shape[dim], (sizes, key, nest), group, "reduce_scatter_v")
+    rows = transport.rows_first(x, dim)
+    parts = rows.new_empty([group.size() * block, *rows.shape[1:]])
+    from_peers = [(r * block, (r + 1) * block) for r in range(group.size())]
+    works = transport.send_ranges(group, rows, blocks, parts, from_peers)
+    out = _empty_rows_first(x, dim, block)
+    target = out.movedim(dim, 0)
+
+    def reduce() -> None:
+        target.copy_(transport.reduce_rows(parts.view(group.size(), *target.shape), reduce_op))
+
+    compat.register_work(out, transport.ThenWork(works, reduce))
+    return out
+
+
+def _all_to_all_v(
+    x: Tensor,
+    src_dim: int,
+    dst_dim: int,
+    total: int,
+    block: int,
+    src_sizes: list[int],
+    src_key: int,
+    src_nest: list[int],
+    dst_sizes: list[int],
+    dst_key: int,
+    dst_nest: list[int],
+    group_name: str,
+) -> Tensor:
+    group = compat.process_group(group_name)
+    me = group.rank()
+    src = _blocks(x, src_dim, total, (src_sizes, src_key, src_nest), group, "all_to_all_v")
+    dst = _blocks(x, dst_dim, x.shape[dst_dim], (dst_sizes, dst_key, dst_nest), group, "all_to_all_v")
+    _check_block(x, src_dim, src[me], me, "all_to_all_v")
+    out = _empty_rows_first(x.narrow(dst_dim, dst[me][0], block), src_dim, total)
+    target = out.movedim(src_dim, 0)
+    target[src[me][0] : src[me][1]].copy_(x.narrow(dst_dim, dst[me][0], block).movedim(src_dim, 0))
+    peers = [p for p in range(group.size()) if p != me]
+    sends = [(p, transport.rows_first(x.narrow(dst_dim, dst[p][0], dst[p][1] - dst[p][0]), src_dim)) for p in peers]
+    receives = [(p, target[src[p][0] : src[p][1]]) for p in peers]
+    transport.register_all(out, transport.exchange(group, sends, receives))
+    return out
+
+
+def _widened(ranges: Sequence[Range], before: int, after: int, total: int) -> list[Range]:
+    """Every non-empty range with a halo on both sides, within the global extent."""
+    return [(max(a - before, 0), min(b + after, total)) if b > a else (a, b) for a, b in ranges]
+
+
+def _fetch_ranges(
+    x: Tensor,
+    dim: int,
+    total: int,
+    block: int,
+    src_sizes: list[int],
+    src_key: int,
+    src_nest: list[int],
+    dst_sizes: list[int],
+    dst_key: int,
+    dst_nest: list[int],
+    before: int,
+    after: int,
+    group_name: str,
+) -> Tensor:
+    group = compat.process_group(group_name)
+    me = group.rank()
+    held = _blocks(x, dim, total, (src_sizes, src_key, src_nest), group, "fetch_ranges")
+    wanted = _blocks(x, dim, total, (dst_sizes, dst_key, dst_nest), group, "fetch_ranges")
+    wanted = _widened(wanted, before, after, total)
+    _check_block(x, dim, held[me], me, "fetch_ranges")
+    out = _empty_rows_first(x, dim, block)
+    to_peers = [transport.shifted(transport.overlap(held[me], w), -held[me][0]) for w in wanted]
+    from_peers = [transport.shifted(transport.overlap(h, wanted[me]), -wanted[me][0]) for h in held]
+    rows, target = transport.rows_first(x, dim), out.movedim(dim, 0)
+    transport.register_all(out, transport.send_ranges(group, rows, to_peers, target, from_peers))
+    return out
+
+
+def _return_ranges(
+    x: Tensor,
+    dim: int,
+    total: int,
+    block: int,
+    src_sizes: list[int],
+    src_key: int,
+    src_nest: list[int],
+    dst_sizes: list[int],
+    dst_key: int,
+    dst_nest: list[int],
+    before: int,
+    after: int,
+    group_name: str,
+) -> Tensor:
+    group = compat.process_group(group_name)
+    me = group.rank()
+    held = _blocks(x, dim, total, (src_sizes, src_key, src_nest), group, "return_ranges")
+    wanted = _blocks(x, dim, total, (dst_sizes, dst_key, dst_nest), group, "return_ranges")
+    wanted = _widened(wanted, before, after, total)
+    _check_block(x, dim, wanted[me], me, "return_ranges")
+    rows = transport.rows_first(x, dim)
+    to_peers = [transport.shifted(transport.overlap(h, wanted[me]), -wanted[me][0]) for h in held]
+    back = [transport.shifted(transport.overlap(held[me], w), -held[me][0]) for w in wanted]
+    ends = transport.running_ends([b - a for a, b in back])
+    parts = rows.new_empty([ends[-1][1], *rows.shape[1:]])
+    works = transport.send_ranges(group, rows, to_peers, parts, ends)
+    out = _empty_rows_first(x, dim, block)
+    target = out.movedim(dim, 0).zero_()
+
+    def accumulate() -> None:
+        for (a, b), (start, end) in zip(back, ends, strict=True):
+            target[a:b].add_(parts[start:end])
+
+    compat.register_work(out, transport.ThenWork(works, accumulate))
+    return out
+
+
+def _take_block(
+    x: Tensor, dim: int, block: int, sizes: list[int], key: int, nest: list[int], group_name: str
+) -> Tensor:
+    group = compat.process_group(group_name)
+    blocks = _blocks(x, dim, x.shape[dim], (sizes, key, nest), group, "take_block")
+    out = _empty_rows_first(x, dim, block)
+    return out.copy_(x.narrow(dim, blocks[group.rank()][0], block))
+
+
+def _place_block(
+    x: Tensor, dim: int, total: int, sizes: list[int], key: int, nest: list[int], group_name: str
+) -> Tensor:
+    group = compat.process_group(group_name)
+    blocks = _blocks(x, dim, total, (sizes, key, nest), group, "place_block")
+    out = _empty_rows_first(x, dim, total).zero_()
+    out.narrow(dim, blocks[group.rank()][0], x.shape[dim]).copy_(x)
+    return out
+
+
+def _fake_all_to_all_v(x: Tensor, src_dim: int, dst_dim: int, total: Any, block: Any, *_: Any) -> Tensor:
+    narrowed = x.new_empty([block if d == dst_dim else s for d, s in enumerate(x.shape)])
+    return _empty_rows_first(narrowed, src_dim, total)
+
+
+_IMPLEMENTATIONS = {
+    "all_gather_v": (_all_gather_v, lambda x, dim, total, *_: _empty_rows_first(x, dim, total)),
+    "reduce_scatter_v": (_reduce_scatter_v, lambda x, dim, block, *_: _empty_rows_first(x, dim, block)),
+    "all_to_all_v": (_all_to_all_v, _fake_all_to_all_v),
+    "fetch_ranges": (_fetch_ranges, lambda x, dim, total, block, *_: _empty_rows_first(x, dim, block)),
+    "return_ranges": (_return_ranges, lambda x, dim, total, block, *_: _empty_rows_first(x, dim, block)),
+    "take_block": (_take_block, lambda x, dim, block, *_: _empty_rows_first(x, dim, block)),
+    "place_block": (_place_block, lambda x, dim, total, *_: _empty_rows_first(x, dim, total)),
+}
+for _name, (_real, _fake) in _IMPLEMENTATIONS.items():
+    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardcompile::{_name}", _fake, lib=_LIBRARY)
+
+
+# Gradients. Every op is linear (reduce_scatter_v for sum and avg); its gradient is its adjoint.
+
+
+def _all_gather_v_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    dim, _, *cut_and_group = ctx.args
+    out = _ops.reduce_scatter_v(grad, dim, ctx.shape[dim], "sum", *cut_and_group)
+    return (wait(out), *[None] * len(ctx.args))
+
+
+def _reduce_scatter_v_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    dim, _, reduce_op, *cut_and_group = ctx.args
+    if reduce_op not in ("sum", "avg"):
+        raise CollectiveError(f"reduce_scatter_v with {reduce_op} has no gradient; only sum and avg have")
+    out = wait(_ops.all_gather_v(grad, dim, ctx.shape[dim], *cut_and_group))
+    if reduce_op == "avg":
+        out = out / compat.process_group(cut_and_group[-1]).size()
+    return (out, *[None] * len(ctx.args))
+
+
+def _all_to_all_v_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    src_dim, dst_dim, _, _, *cuts, group_name = ctx.args
+    back = (*cuts[3:], *cuts[:3])
+    out = _ops.all_to_all_v(grad, dst_dim, src_dim, ctx.shape[dst_dim], ctx.shape[src_dim], *back, group_name)
+    return (wait(out), *[None] * len(ctx.args))
+
+
+def _fetch_ranges_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    dim, total, _, *rest = ctx.args
+    out = _ops.return_ranges(grad, dim, total, ctx.shape[dim], *rest)
+    return (wait(out), *[None] * len(ctx.args))
+
+
+def _return_ranges_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    dim, total, _, *rest = ctx.args
+    out = _ops.fetch_ranges(grad, dim, total, ctx.shape[dim], *rest)
+    return (wait(out), *[None] * len(ctx.args))
+
+
+def _take_block_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    dim, _, *rest = ctx.args
+    return (_ops.place_block(grad, dim, ctx.shape[dim], *rest), *[None] * len(ctx.args))
+
+
+def _place_block_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    dim, _, *rest = ctx.args
+    return (_ops.take_block(grad, dim, ctx.shape[dim], *rest), *[None] * len(ctx.args))
+
+
+_GRADIENTS = {
+    "all_gather_v": _all_gather_v_grad,
+    "reduce_scatter_v": _reduce_scatter_v_grad,
+    "all_to_all_v": _all_to_all_v_grad,
+    "fetch_ranges": _fetch_ranges_grad,
+    "return_ranges": _return_ranges_grad,
+    "take_block": _take_block_grad,
+    "place_block": _place_block_grad,
+}
+
+
+def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.shape = inputs[0].shape
+    ctx.args = inputs[1:]
+
+
+for _name, _gradient in _GRADIENTS.items():
+    torch.library.register_autograd(
+        f"shardcompile::{_name}", _gradient, setup_context=_keep_arguments, lib=_LIBRARY
+    )
+
+for _packet in COLLECTIVES:
+    compat.lower_as_collective(_packet.default)
+compat.count_as_collective(COLLECTIVES)

@@ -1,0 +1,159 @@
+"""Moving rows between the ranks of one process group.
+
+Everything here runs at run time, on real tensors, with sizes that all ranks of the group agree on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from shardcompile.compat import register_work
+
+Range = tuple[int, int]
+"""First row and end row."""
+
+PAD_LIMIT = 1.25
+"""NCCL only: the most that a padded all-gather may move, relative to the blocks, before exact sends are taken.
+
+Its one ring kernel beats grouped sends at equal bytes; the limit is an estimate, not measured by this project.
+"""
+
+
+class ThenWork(Work):
+    """Work that is complete when other works are, and a last local step has run."""
+
+    def __init__(self, works: Sequence[Work], then: Callable[[], None]) -> None:
+        super().__init__()
+        self._works = list(works)
+        self._then: Callable[[], None] | None = then
+
+    def wait(self, timeout: object = None) -> bool:
+        """Wait for the works, then run the last step, once."""
+        for work in self._works:
+            work.wait()
+        if self._then is not None:
+            self._then()
+            self._then = None
+        return True
+
+
+def rows_first(x: Tensor, dim: int) -> Tensor:
+    """`x` with `dim` moved to the front, contiguous: rows are then ranges of memory."""
+    return x.movedim(dim, 0).contiguous().resolve_conj().resolve_neg()
+
+
+def exchange(
+    group: ProcessGroup, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+) -> list[Work]:
+    """Start sends to and receives from ranks of the group; empty messages are skipped on both sides.
+
+    Args:
+        group: the process group.
+        sends: pairs of a peer's rank in the group and a contiguous tensor.
+        receives: the same, to be written.
+    """
+    sends = [(peer, t) for peer, t in sends if t.numel()]
+    receives = [(peer, t) for peer, t in receives if t.numel()]
+    if group.name() == "nccl":
+        return _grouped_exchange(group, sends, receives)
+    works = [group.recv([t], peer, 0) for peer, t in receives]
+    works += [group.send([t], peer, 0) for peer, t in sends]
+    return works
+
+
+def _grouped_exchange(
+    group: ProcessGroup, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+) -> list[Work]:
+    # NCCL knows neither bool nor complex; rows are moved as bytes.
+    messages = [dist.P2POp(dist.irecv, t.view(torch.uint8), group=group, group_peer=p) for p, t in receives]
+    messages += [dist.P2POp(dist.isend, t.view(torch.uint8), group=group, group_peer=p) for p, t in sends]
+    return dist.batch_isend_irecv(messages) if messages else []
+
+
+def send_ranges(
+    group: ProcessGroup, rows: Tensor, to_peers: Sequence[Range], out: Tensor, from_peers: Sequence[Range]
+) -> list[Work]:
+    """Send a range of rows to every peer, and receive one from every peer, straight into place.
+
+    Args:
+        group: the process group.
+        rows: contiguous, [n, ...].
+        to_peers: for each rank of the group the range of `rows` that it gets.
+        out: contiguous, [m, ...], written.
+        from_peers: for each rank of the group the range of `out` that it fills.
+    """
+    me = group.rank()
+    mine, place = to_peers[me], from_peers[me]
+    if mine[1] > mine[0]:
+        out[place[0] : place[1]].copy_(rows[mine[0] : mine[1]])
+    others = [p for p in range(group.size()) if p != me]
+    sends = [(p, rows[to_peers[p][0] : to_peers[p][1]]) for p in others]
+    receives = [(p, out[from_peers[p][0] : from_peers[p][1]]) for p in others]
+    return exchange(group, sends, receives)
+
+
+def gather_rows(group: ProcessGroup, rows: Tensor, sizes: Sequence[int], out: Tensor) -> None:
+    """Start to gather every rank's rows into `out`; `wait_tensor(out)` completes it."""
+    if group.name() == "nccl" and max(sizes) * len(sizes) <= PAD_LIMIT * sum(sizes):
+        _gather_padded(group, rows, sizes, out)
+        return
+    ends = running_ends(sizes)
+    whole = [(0, rows.shape[0])] * len(sizes)
+    register_all(out, send_ranges(group, rows, whole, out, ends))
+
+
+def _gather_padded(group: ProcessGroup, rows: Tensor, sizes: Sequence[int], out: Tensor) -> None:
+    size = max(sizes)
+    padded = rows
+    if rows.shape[0] < size:
+        padded = rows.new_zeros([size, *rows.shape[1:]])
+        padded[: rows.shape[0]].copy_(rows)
+    start = torch.ops._c10d_functional.all_gather_into_tensor(padded, len(sizes), group.group_name)
+
+    def unpack() -> None:
+        gathered = torch.ops._c10d_functional.wait_tensor(start)
+        torch.cat([gathered[r * size : r * size + n] for r, n in enumerate(sizes)], out=out)
+
+    register_work(out, ThenWork([], unpack))
+
+
+def reduce_rows(parts: Tensor, reduce_op: str) -> Tensor:
+    """Reduce over the first dim, in rank order."""
+    if reduce_op == "sum":
+        return parts.sum(0, dtype=parts.dtype)
+    if reduce_op == "avg":
+        return parts.mean(0)
+    if reduce_op == "product":
+        return parts.prod(0, dtype=parts.dtype)
+    return parts.amax(0) if reduce_op == "max" else parts.amin(0)
+
+
+def running_ends(sizes: Sequence[int]) -> list[Range]:
+    """First and end row of every block."""
+    ranges, start = [], 0
+    for size in sizes:
+        ranges.append((start, start + size))
+        start += size
+    return ranges
+
+
+def overlap(a: Range, b: Range) -> Range:
+    """Rows that both ranges hold; empty ranges come out as (n, n)."""
+    start, end = max(a[0], b[0]), min(a[1], b[1])
+    return (start, max(start, end))
+
+
+def shifted(a: Range, by: int) -> Range:
+    """The range moved by a number of rows."""
+    return (a[0] + by, a[1] + by)
+
+
+def register_all(out: Tensor, works: Sequence[Work]) -> None:
+    """Have `wait_tensor(out)` wait for all works."""
+    for work in works:
+        register_work(out, work)

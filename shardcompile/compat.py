@@ -1,0 +1,149 @@
+"""The one door to private names of torch. Supported range: 2.11 to 2.15.
+
+Every private name that shardcompile relies on is imported here, with the versions in which it was seen. A test
+asserts that all of them exist in the installed version, so that an upgrade breaks in one file with one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx.experimental._config as _symbolic_shapes_config
+from torch._C._distributed_c10d import _register_work  # 2.11 - 2.15
+from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.11 - 2.15
+from torch._guards import CompileContext, detect_fake_mode  # 2.11 - 2.15
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake  # 2.11 - 2.15
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources  # 2.11 - 2.15
+from torch.distributed.distributed_c10d import _resolve_process_group  # 2.11 - 2.15
+from torch.distributed.tensor.debug import _comm_mode  # 2.11 - 2.15
+from torch.utils._python_dispatch import return_and_correct_aliasing  # 2.11 - 2.15
+
+__all__ = [
+    "FakeTensorMode",
+    "count_as_collective",
+    "current_mesh",
+    "detect_fake_mode",
+    "group_name_of",
+    "is_fake",
+    "lower_as_collective",
+    "process_group",
+    "register_work",
+    "return_and_correct_aliasing",
+    "size_hint",
+    "trace_size_obliviously",
+]
+
+
+def process_group(name: str) -> ProcessGroup:
+    """The process group with this name."""
+    return _resolve_process_group(name)
+
+
+def group_name_of(mesh: DeviceMesh, mesh_dim: int) -> str:
+    """Name of the process group of this rank along a mesh dim."""
+    return mesh.get_group(mesh_dim).group_name
+
+
+def register_work(tensor: torch.Tensor, work: torch.distributed.Work) -> None:
+    """Have `wait_tensor(tensor)` wait for `work`; several works of one tensor are all awaited."""
+    _register_work(tensor, work)
+
+
+def current_mesh() -> DeviceMesh:
+    """The mesh of the innermost ``with mesh:``.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    current = getattr(DeviceMesh, "_get_current_mesh", None)  # where it lives moved between 2.11 and 2.15
+    if current is not None:
+        return current()
+    return _mesh_resources.get_current_mesh()
+
+
+def size_hint(value: Any, default: int = 64) -> int:
+    """The number to reckon costs with for a size that may be symbolic; installs no guard."""
+    if isinstance(value, int):
+        return value
+    hint = value.node.hint
+    return default if hint is None else int(hint)
+
+
+def count_as_collective(op_packets: Sequence[Any]) -> None:
+    """Have CommDebugMode count these ops."""
+    for packet in op_packets:
+        _comm_mode.NATIVE_TO_PY_MAPPING[packet] = packet
+
+
+def lower_as_collective(op: torch._ops.OpOverload) -> None:
+    """Have Inductor treat an op as a collective: keep its order, and its send buffer alive until the wait.
+
+    As an ordinary fallback the buffer would be reused while it is still being sent.
+    """
+    from torch._inductor import ir
+    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
+
+    def lowering(*args: Any) -> Any:
+        return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(op, *args))
+
+    add_layout_constraint(op, constrain_to_fx_strides)
+    register_lowering(op, type_promotion_kind=None)(lowering)
+
+
+def trace_size_obliviously() -> None:
+    """Make the compilation that is running, if there is one, trace without specialising on sizes of 0 and 1.
+
+    A block may be empty or of one row on any rank in any call; a graph that is specialised on it would have to be
+    compiled again, on that rank alone. The switch is torch's own (`backed_size_oblivious`), is read all through a
+    compilation, and goes back to what it was when the compilation ends.
+    """
+    if _symbolic_shapes_config.backed_size_oblivious or CompileContext.try_get() is None:
+        return
+    _symbolic_shapes_config.backed_size_oblivious = True
+    _on_compile_end(lambda: setattr(_symbolic_shapes_config, "backed_size_oblivious", False))
+
+
+def _on_compile_end(action: Callable[[], None]) -> None:
+    def run_once(_: Any) -> None:
+        action()
+        _compile_callbacks.remove_end_callback(run_once)
+
+    _compile_callbacks.register_end_callback(run_once)
+
+
+def decomposition_of(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
+    """The op in terms of other ops, from torch's own table, or None."""
+    from torch._decomp import decomposition_table  # 2.11 - 2.15
+
+    return decomposition_table.get(op)
+
+
+def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The op that returns what `op` writes to its argument, or None."""
+    namespace, name = op._schema.name.split("::")
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+    for candidate in (name, name.removesuffix("_")):
+        packet = getattr(getattr(torch.ops, namespace), candidate, None)
+        for overload in packet.overloads() if packet is not None else ():
+            found = getattr(packet, overload)
+            arguments = [(a.name, str(a.type)) for a in found._schema.arguments]
+            if arguments == wanted and not found._schema.is_mutable:
+                return found
+    return None
+
+
+def is_compiling() -> bool:
+    """Whether Dynamo is compiling something in this thread."""
+    return CompileContext.try_get() is not None
+
+
+def mark_weakly_dynamic(x: torch.Tensor, dims: set[int]) -> None:
+    """Have Dynamo give these dims symbols of their own, as `torch._dynamo.maybe_mark_dynamic` would.
+
+    Set directly: the public function refuses fake tensors and is a frame of Python for each dim.
+    """
+    x._dynamo_weak_dynamic_indices = dims  # type: ignore[attr-defined]
+    x._has_dynamo_dim_marking = True  # type: ignore[attr-defined]

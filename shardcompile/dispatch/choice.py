@@ -1,0 +1,201 @@
+"""Choosing among the strategies of a rule: the cheapest legal one by bytes moved.
+
+Pure: works on layouts only, so that every rank chooses alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from shardcompile.layout import Cut, IntLike, Layout
+from shardcompile.plan import Plan, find_plan
+from shardcompile.rules import Strategy, replicate_all
+
+_MAX_COMBINATIONS = 256
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """How one output is laid out.
+
+    Attributes:
+        placements: one for each mesh dim.
+        cuts: by tensor dim.
+    """
+
+    placements: tuple[Placement, ...]
+    cuts: dict[int, Cut]
+
+    def layout(self, like: Layout, shape: Sequence[IntLike], dtype: object) -> Layout:
+        """The output's layout, once its global shape and dtype are known."""
+        cuts = [self.cuts.get(d) for d in range(len(shape))]
+        return Layout.of(like.mesh, self.placements, shape, dtype, cuts)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A chosen way to run an op.
+
+    Attributes:
+        plans: how each tensor input gets to the layout that is needed.
+        outputs: how each output is laid out.
+        nbytes: what the plans move.
+    """
+
+    plans: tuple[Plan, ...]
+    outputs: tuple[OutputPlan, ...]
+    nbytes: int
+
+    @property
+    def communicates(self) -> bool:
+        """Whether any input has to be exchanged between ranks."""
+        return any(p.communicates for p in self.plans)
+
+
+def choose(
+    layouts: Sequence[Layout], strategies: Iterable[Strategy], outputs: int, in_place: bool = False
+) -> Choice | None:
+    """The cheapest legal way to run an op, or None if there is none (only possible in place).
+
+    Args:
+        layouts: of the tensor inputs, all on one mesh.
+        strategies: the legal ways along one mesh dim; replicating everything is added.
+        outputs: number of outputs.
+        in_place: whether the first input is written to, so that it must stay as it is.
+    """
+    table = [*strategies, replicate_all(len(layouts), outputs)]
+    world = len(layouts[0].placements)
+    candidates = [_usable(layouts, table, m) for m in range(world)]
+    natural = tuple(next((s for s in c if _is_natural(layouts, s, m)), None) for m, c in enumerate(candidates))
+    if all(s is not None for s in natural):
+        found = _cheapest(layouts, [natural], in_place)  # type: ignore[list-item]
+        if found is not None and found.nbytes == 0 and not any(p.steps for p in found.plans):
+            return found
+    combinations = itertools.islice(itertools.product(*candidates), _MAX_COMBINATIONS)
+    return _cheapest(layouts, combinations, in_place)
+
+
+def _is_natural(layouts: Sequence[Layout], strategy: Strategy, mesh_dim: int) -> bool:
+    return all(x.placements[mesh_dim] == p for x, p in zip(layouts, strategy.inputs, strict=True))
+
+
+def _usable(layouts: Sequence[Layout], table: Sequence[Strategy], mesh_dim: int) -> list[Strategy]:
+    """Strategies worth pricing: no new sharding unless some input is cut by this mesh dim already.
+
+    Whole tensors stay whole even where cutting them would be free: results are then where a reader expects them.
+    """
+    now = [x.placements[mesh_dim] for x in layouts]
+    any_cut = any(isinstance(p, Shard) for p in now)
+    usable = []
+    for strategy in table:
+        if any(isinstance(w, Partial) and h != w for h, w in zip(now, strategy.inputs, strict=True)):
+            continue
+        if any(isinstance(w, Shard) for w in strategy.inputs) and not any_cut:
+            continue
+        usable.append(strategy)
+    return usable
+
+
+def _cheapest(
+    layouts: Sequence[Layout], combinations: Iterable[Sequence[Strategy]], in_place: bool
+) -> Choice | None:
+    best: tuple[tuple[int, int], Choice] | None = None
+    for combination in combinations:
+        for choice in _assemble(layouts, combination):
+            if in_place and not _keeps_first(layouts[0], choice):
+                continue
+            cost = (choice.nbytes, sum(len(p.steps) for p in choice.plans))
+            if best is None or cost < best[0]:
+                best = (cost, choice)
+    return None if best is None else best[1]
+
+
+def _keeps_first(layout: Layout, choice: Choice) -> bool:
+    if choice.plans[0].steps or (choice.outputs and choice.outputs[0].placements != layout.placements):
+        return False
+    return all(
+        cut is None or cut.same_blocks(choice.outputs[0].cuts.get(d)) for d, cut in enumerate(layout.cuts)
+    )
+
+
+def _assemble(layouts: Sequence[Layout], combination: Sequence[Strategy]) -> Iterator[Choice]:
+    """The choices that one strategy for each mesh dim leads to: one for each cut that could be taken over."""
+    groups: dict[int, tuple[Strategy, list[int]]] = {}
+    for mesh_dim, strategy in enumerate(combination):
+        groups.setdefault(id(strategy), (strategy, []))[1].append(mesh_dim)
+    sharding = [(s, dims) for s, dims in groups.values() if any(isinstance(p, Shard) for p in s.inputs)]
+    options = [_cut_options(layouts, s, tuple(dims)) for s, dims in sharding]
+    for cuts in itertools.product(*options):
+        chosen = {id(s): cut for (s, _), cut in zip(sharding, cuts, strict=True)}
+        choice = _with_cuts(layouts, combination, chosen)
+        if choice is not None:
+            yield choice
+
+
+def _cut_options(layouts: Sequence[Layout], strategy: Strategy, mesh_dims: tuple[int, ...]) -> list[Cut]:
+    """The cuts that inputs have along the axis; torch.chunk's if none has one over just these mesh dims."""
+    options: list[Cut] = []
+    extent: IntLike = 0
+    parts = [layouts[0].mesh.shape[m] for m in mesh_dims]
+    for layout, placement in zip(layouts, strategy.inputs, strict=True):
+        if not isinstance(placement, Shard):
+            continue
+        extent = layout.shape[placement.dim]
+        cut = layout.cuts[placement.dim]
+        if cut is not None and set(cut.mesh_dims) == set(mesh_dims) and not any(cut is o for o in options):
+            options.append(cut)
+    return options or [Cut.chunk(mesh_dims, parts, extent)]
+
+
+def _with_cuts(layouts: Sequence[Layout], combination: Sequence[Strategy], chosen: dict[int, Cut]) -> Choice | None:
+    plans = []
+    for index, layout in enumerate(layouts):
+        placements = tuple(s.inputs[index] for s in combination)
+        cuts = _collect(placements, combination, chosen, {})
+        if cuts is None:
+            return None
+        target = Layout.of(layout.mesh, placements, layout.shape, layout.dtype, [cuts.get(d) for d in range(layout.ndim)])
+        plans.append(find_plan(layout, target))
+    outputs = []
+    for index in range(len(combination[0].outputs)):
+        placements = tuple(s.outputs[index] for s in combination)
+        cuts = _collect(placements, combination, chosen, {id(s): s for s in combination})
+        if cuts is None:
+            return None
+        outputs.append(OutputPlan(placements, cuts))
+    return Choice(tuple(plans), tuple(outputs), sum(p.nbytes for p in plans))
+
+
+def _collect(
+    placements: Sequence[Placement], combination: Sequence[Strategy], chosen: dict[int, Cut], transforms: dict[int, Strategy]
+) -> dict[int, Cut] | None:
+    """Cuts by tensor dim; None if two strategies cut one dim, or a cut cannot be expressed."""
+    cuts: dict[int, Cut] = {}
+    owner: dict[int, int] = {}
+    for placement, strategy in zip(placements, combination, strict=True):
+        if not isinstance(placement, Shard):
+            continue
+        if owner.setdefault(placement.dim, id(strategy)) != id(strategy):
+            return None
+        cut: Cut | None = chosen[id(strategy)]
+        if id(strategy) in transforms and strategy.on_cut is not None:
+            assert cut is not None
+            cut = strategy.on_cut(cut)
+        if cut is None:
+            return None
+        cuts[placement.dim] = cut
+    return cuts
+
+
+def whole_plan(layout: Layout) -> Plan:
+    """How a tensor gets to every rank whole."""
+    return find_plan(layout, layout.replicated())
+
+
+def is_whole(placements: Sequence[Placement]) -> bool:
+    """Whether all placements are Replicate."""
+    return all(isinstance(p, Replicate) for p in placements)

@@ -1,0 +1,232 @@
+"""Ops written in terms of other ops on the same, global, tensors.
+
+They are right on any layout because every op that they use is. Each is taken where its op would otherwise have to
+gather a cut dim; the counts in them (`numel`, `shape`) are global ones, never those of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def _dims(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return list(range(x.ndim))
+    return [dim % max(x.ndim, 1)] if isinstance(dim, int) else [d % max(x.ndim, 1) for d in dim]
+
+
+def _count(x: Tensor, dims: Sequence[int]) -> Any:
+    """Elements that a reduction over `dims` combines."""
+    return math.prod([x.shape[d] for d in dims]) if x.ndim else 1
+
+
+def _mean_dim(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    dims = _dims(x, dim)
+    return aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype) / _count(x, dims)
+
+
+def _mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    return _mean_dim(x, None, dtype=dtype)
+
+
+def _moments(x: Tensor, dim: Any, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
+    """Variance and mean by two passes, as stable as the plain kernels."""
+    dims = _dims(x, dim)
+    count = _count(x, dims)
+    mean = aten.sum.dim_IntList(x, dims, True) / count
+    deviation = x - mean
+    square = deviation * deviation.conj() if x.is_complex() else deviation * deviation
+    total = aten.sum.dim_IntList(square.real if x.is_complex() else square, dims, keepdim)
+    degrees = count - (1 if correction is None else correction)
+    degrees = torch.sym_max(degrees, 0) if not isinstance(degrees, float) else max(degrees, 0.0)
+    if not keepdim and x.ndim:
+        mean = aten.squeeze.dims(mean, dims)
+    return total / degrees, mean
+
+
+def _var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    return _moments(x, dim, correction, keepdim)[0]
+
+
+def _std(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    return _var(x, dim, correction=correction, keepdim=keepdim).sqrt()
+
+
+def _var_mean(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    return _moments(x, dim, correction, keepdim)
+
+
+def _std_mean(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    variance, mean = _moments(x, dim, correction, keepdim)
+    return variance.sqrt(), mean
+
+
+def _vector_norm(
+    x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    x = x if dtype is None else x.to(dtype)
+    dims = _dims(x, dim)
+    size = x.abs()
+    if ord == math.inf:
+        return aten.amax.default(size, dims, keepdim)
+    if ord == -math.inf:
+        return aten.amin.default(size, dims, keepdim)
+    if ord == 0:
+        return aten.sum.dim_IntList((x != 0).to(size.dtype), dims, keepdim)
+    if ord == 1:
+        return aten.sum.dim_IntList(size, dims, keepdim)
+    if ord == 2:
+        return aten.sum.dim_IntList(size * size, dims, keepdim).sqrt()
+    return aten.sum.dim_IntList(size**ord, dims, keepdim) ** (1.0 / ord)
+
+
+def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    dims = _dims(x, dim)
+    x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+    top = aten.amax.default(x, dims, True)
+    top = torch.where(top.abs() == math.inf, torch.zeros_like(top), top)
+    out = aten.sum.dim_IntList((x - top).exp(), dims, True).log() + top
+    return out if keepdim or not x.ndim else aten.squeeze.dims(out, dims)
+
+
+def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    wide = _widened(x)
+    unnormalised = (wide - aten.amax.default(wide, [dim], True)).exp()
+    out = unnormalised / aten.sum.dim_IntList(unnormalised, [dim], True)
+    return out if half_to_float else out.to(x.dtype)
+
+
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    wide = _widened(x)
+    shifted = wide - aten.amax.default(wide, [dim], True)
+    out = shifted - aten.sum.dim_IntList(shifted.exp(), [dim], True).log()
+    return out if half_to_float else out.to(x.dtype)
+
+
+def _widened(x: Tensor) -> Tensor:
+    """Half precision is reduced in single precision, as the plain kernels do."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _softmax_backward(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    product = _widened(grad) * _widened(out)
+    result = product - _widened(out) * aten.sum.dim_IntList(product, [dim], True)
+    return result.to(dtype)
+
+
+def _log_softmax_backward(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    wide = _widened(grad)
+    result = wide - _widened(out).exp() * aten.sum.dim_IntList(wide, [dim], True)
+    return result.to(dtype)
+
+
+def _positions(x: Tensor, dim: int) -> Tensor:
+    """The index along `dim` of every element, laid out like `x`: plain, so a copy of the whole range on every rank."""
+    shape = [1] * x.ndim
+    shape[dim] = -1
+    return torch.arange(x.shape[dim], device=x.device).view(shape)
+
+
+def _arg_extremum(x: Tensor, best: Tensor, dim: int, keepdim: bool) -> Tensor:
+    """The first index along `dim` at which `x` equals the extremum; a NaN counts as one."""
+    hit = x == best
+    if x.is_floating_point():
+        hit = hit | (x.isnan() & best.isnan())
+    where = torch.where(hit, _positions(x, dim), x.shape[dim])
+    return aten.amin.default(where, [dim], keepdim)
+
+
+def _extremum_dim(reduce: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    def decomposed(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+        if x.ndim == 0:
+            return x.clone(), torch.zeros_like(x, dtype=torch.int64)
+        dim = dim % x.ndim
+        best = reduce(x, [dim], True)
+        index = _arg_extremum(x, best, dim, keepdim)
+        return (best if keepdim else aten.squeeze.dims(best, [dim])), index
+
+    return decomposed
+
+
+def _arg(reduce: Any) -> Callable[..., Tensor]:
+    def decomposed(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        if dim is not None or x.ndim <= 1:
+            return _extremum_dim(reduce)(x, 0 if dim is None else dim, keepdim)[1]
+        # Over everything: the smallest flat index among the hits.
+        best = reduce(x, [], True)
+        hit = x == best
+        if x.is_floating_point():
+            hit = hit | (x.isnan() & best.isnan())
+        flat: Any = 0
+        for d in range(x.ndim):
+            flat = flat * x.shape[d] + _positions(x, d)
+        index = aten.amin.default(torch.where(hit, flat, x.numel()), [], False)
+        return index.reshape([1] * x.ndim) if keepdim else index
+
+    return decomposed
+
+
+def _mse_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    return _reduced((x - target) ** 2, reduction)
+
+
+def _reduced(x: Tensor, reduction: int) -> Tensor:
+    """None, mean or sum, numbered as in ``torch.nn._reduction``."""
+    if reduction == 0:
+        return x
+    return x.mean() if reduction == 1 else x.sum()
+
+
+def _layer_norm(x: Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    dims = list(range(x.ndim - len(shape), x.ndim))
+    wide = _widened(x)
+    variance, mean = _moments(wide, dims, 0, True)
+    scale = (variance + eps).rsqrt()
+    out = (wide - mean) * scale
+    out = out if weight is None else out * weight
+    out = out if bias is None else out + bias
+    return out.to(x.dtype), mean, scale
+
+
+def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = aten.mm.default(a, b)
+    product = product if alpha == 1 else product * alpha
+    return product + (bias if beta == 1 else bias * beta)
+
+
+def _baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = aten.bmm.default(a, b)
+    product = product if alpha == 1 else product * alpha
+    return product + (bias if beta == 1 else bias * beta)
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.mean.dim: _mean_dim,
+    aten.mean.default: _mean,
+    aten.var.correction: _var,
+    aten.std.correction: _std,
+    aten.var_mean.correction: _var_mean,
+    aten.std_mean.correction: _std_mean,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.logsumexp.default: _logsumexp,
+    aten._softmax.default: _softmax,
+    aten._log_softmax.default: _log_softmax,
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._log_softmax_backward_data.default: _log_softmax_backward,
+    aten.max.dim: _extremum_dim(aten.amax.default),
+    aten.min.dim: _extremum_dim(aten.amin.default),
+    aten.argmax.default: _arg(aten.amax.default),
+    aten.argmin.default: _arg(aten.amin.default),
+    aten.mse_loss.default: _mse_loss,
+    aten.native_layer_norm.default: _layer_norm,
+    aten.addmm.default: _addmm,
+    aten.baddbmm.default: _baddbmm,
+}
+"""By op, what is run when the op itself would have to gather."""

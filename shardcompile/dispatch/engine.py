@@ -1,0 +1,475 @@
+"""The engine: unwrap, ask the rule, redistribute inputs, run the op on blocks, wrap.
+
+What is decided for a call depends on its op, the layouts and strides of its tensors and its other arguments only,
+never on the rank or on local values. In eager mode the decision is made once and kept; inside a trace, where sizes
+are symbols, it is made for every call.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from shardcompile import compat, config
+from shardcompile.dispatch.choice import Choice, OutputPlan, choose, whole_plan
+from shardcompile.dispatch.decompositions import DECOMPOSITIONS
+from shardcompile.dispatch.handlers import Handlers
+from shardcompile.dispatch.local_ops import LOCAL_OPS
+from shardcompile.dispatch.random import RANDOM_OPS
+from shardcompile.errors import LayoutError, UnsupportedOpError
+from shardcompile.layout import Layout, Spec, contiguous_stride
+from shardcompile.plan import Plan, find_plan
+from shardcompile.redistribute import run_plan
+from shardcompile.rules import OpCall, Rule, TensorArg, find_rule, is_pointwise, pointwise_rule
+
+log = logging.getLogger("shardcompile")
+_CACHE: dict[Any, _Entry] = {}
+_CACHE_LIMIT = 1 << 15
+_FELL_BACK: set[OpOverload] = set()
+_POINTWISE = Rule(pointwise_rule, None, "torch.Tag.pointwise")
+
+
+def clear_cache() -> None:
+    """Forget all decisions, after a rule has changed."""
+    _CACHE.clear()
+
+
+def dispatch(cls: type, op: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op whose arguments hold at least one sharded tensor.
+
+    Args:
+        cls: the class of sharded tensors.
+        op: the overload.
+        types: classes of the arguments, as `__torch_dispatch__` gets them.
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
+    try:
+        key = _key(cls, op, args, kwargs)
+        entry = _CACHE.get(key)
+    except TypeError:  # a symbolic size cannot be hashed
+        key = entry = None
+    if entry is None:
+        if Handlers.ops and op in Handlers.ops:
+            return Handlers.ops[op](op, types, args, kwargs)
+        entry = _decide(cls, op, args, kwargs)
+        if key is not None:
+            if len(_CACHE) >= _CACHE_LIMIT:
+                _CACHE.clear()
+            _CACHE[key] = entry
+    return entry.run(cls, args, kwargs)
+
+
+def _key(cls: type, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    key: list[Any] = [op]
+    for a in args:
+        _extend_key(key, cls, a)
+    for name, a in kwargs.items():
+        key.append(name)
+        _extend_key(key, cls, a)
+    return tuple(key)
+
+
+def _extend_key(key: list[Any], cls: type, a: Any) -> None:
+    if type(a) is cls:
+        key.append(a._spec)
+    elif isinstance(a, (list, tuple)):
+        key.append(len(a))
+        for b in a:
+            _extend_key(key, cls, b)
+    elif isinstance(a, Tensor):
+        key.extend((tuple(a.shape), a.stride(), a.dtype, a.device))
+    else:  # 1, 1.0 and True are equal but not the same argument
+        key.append(type(a))
+        key.append(a)
+
+
+class _Entry:
+    """What is done for a call."""
+
+    def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class _Composed(_Entry):
+    """Run a function of sharded tensors instead."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.function(*args, **kwargs)
+
+
+class _Local(_Entry):
+    """Bring the inputs to the layouts that are needed, run the op on blocks, wrap the results."""
+
+    def __init__(
+        self,
+        op: OpOverload,
+        choice: Choice,
+        specs: Sequence[Any],
+        arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None,
+    ) -> None:
+        self.op = op
+        self.function = LOCAL_OPS.get(op, op)
+        self.plans = [p if p.steps else None for p in choice.plans]
+        self.specs = specs
+        self.arguments = arguments
+        self.mutates = op._schema.is_mutable
+        self.aliases = op.is_view
+        self.moved = self.aliases and any(p is not None for p in self.plans)
+        self.single = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
+
+    def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plans = iter(self.plans)
+        local_args = tuple([_localize(cls, a, plans) for a in args])
+        local_kwargs = {k: _localize(cls, a, plans) for k, a in kwargs.items()} if kwargs else kwargs
+        if self.arguments is not None:
+            local_args = self.arguments(local_args)
+        out = self.function(*local_args, **local_kwargs)
+        if self.mutates:
+            return args[0]
+        if self.single:
+            wrapped = out if self.specs[0] is None else cls._wrap(out, self.specs[0])
+        else:
+            wrapped = _wrap_all(cls, out, self.specs)
+        if self.aliases:
+            return self._as_view(args, kwargs, wrapped)
+        return wrapped
+
+    def _as_view(self, args: tuple[Any, ...], kwargs: dict[str, Any], wrapped: Any) -> Any:
+        if self.moved:
+            for out in wrapped if isinstance(wrapped, (list, tuple)) else [wrapped]:
+                out._is_copy = True
+            return wrapped
+        return compat.return_and_correct_aliasing(self.op, args, kwargs, wrapped)
+
+
+def _localize(cls: type, a: Any, plans: Iterator[Plan | None]) -> Any:
+    if isinstance(a, Tensor):
+        plan = next(plans)
+        local = a._local_tensor if type(a) is cls else a
+        return local if plan is None else run_plan(plan, local)
+    if isinstance(a, (list, tuple)):
+        return [_localize(cls, b, plans) for b in a]
+    return a
+
+
+def _wrap_all(cls: type, out: Any, specs: Sequence[Any]) -> Any:
+    if len(specs) == 1 and isinstance(specs[0], list):
+        return [t if s is None else cls._wrap(t, s) for t, s in zip(out, specs[0], strict=True)]
+    return tuple([t if s is None or t is None else cls._wrap(t, s) for t, s in zip(out, specs, strict=True)])
+
+
+def _decide(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        if op in RANDOM_OPS:
+            return _Composed(RANDOM_OPS[op])
+        raise UnsupportedOpError(f"{op}: no sharded form of this random op; {_tensors_text(cls, args, kwargs)}")
+    call = _describe(cls, op, args, kwargs)
+    mutated = _mutated(op, args, kwargs)
+    if mutated is not None:
+        return _decide_mutation(cls, call, mutated, args, kwargs)
+    return _decide_functional(cls, call, args, kwargs)
+
+
+def _decide_functional(cls: type, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
+    op = call.op
+    rule = _rule_of(op)
+    if rule is not None:
+        choice = choose(_layouts(call), rule.strategies(call), len(op._schema.returns))
+        assert choice is not None, "replicating everything is always possible"
+        if not (choice.communicates and op in DECOMPOSITIONS):
+            return _local_entry(cls, call, rule, choice, args, kwargs)
+    if op in DECOMPOSITIONS:
+        return _Composed(DECOMPOSITIONS[op])
+    composite = _composite(op)
+    if composite is not None:
+        return _Composed(composite)
+    return _fallback(cls, call, args, kwargs)
+
+
+def _rule_of(op: OpOverload) -> Rule | None:
+    return find_rule(op) or (_POINTWISE if is_pointwise(op) else None)
+
+
+def _composite(op: OpOverload) -> Callable[..., Any] | None:
+    """The op in terms of others, if torch has it so: its own kernel, or its table of decompositions."""
+    if op._can_decompose():
+        return op.decompose
+    return compat.decomposition_of(op)
+
+
+def _layouts(call: OpCall) -> list[Layout]:
+    return [t.layout for t in call.tensors]
+
+
+# Describing a call
+
+
+def _describe(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpCall:
+    mesh = _common_mesh(cls, op, args, kwargs)
+    tensors: list[TensorArg] = []
+
+    def describe(a: Any) -> Any:
+        if isinstance(a, Tensor):
+            layout = a._spec.layout if type(a) is cls else _plain_layout(mesh, a)
+            tensors.append(TensorArg(layout))
+            return tensors[-1]
+        if isinstance(a, (list, tuple)):
+            return [describe(b) for b in a]
+        return a
+
+    described = tuple(describe(a) for a in args)
+    named = {k: describe(a) for k, a in kwargs.items()}
+    return OpCall(op, described, named, tuple(tensors))
+
+
+def _plain_layout(mesh: Any, x: Tensor) -> Layout:
+    replicate = torch.distributed.tensor.Replicate()
+    return Layout.of(mesh, (replicate,) * len(mesh.shape), tuple(x.shape), x.dtype, (None,) * x.ndim)
+
+
+def _common_mesh(cls: type, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    mesh = None
+    for x in _tensors([*args, *kwargs.values()]):
+        if type(x) is not cls:
+            _refuse_foreign(op, x)
+        elif mesh is None:
+            mesh = x._spec.layout.mesh
+        elif x._spec.layout.mesh is not mesh and x._spec.layout.mesh != mesh:
+            raise LayoutError(
+                f"{op}: tensors on two meshes, {mesh} and {x._spec.layout.mesh}; bring them to one mesh first "
+                "(full_tensor() and distribute_tensor())"
+            )
+    if mesh is None:
+        raise UnsupportedOpError(f"{op} was called without a sharded tensor")
+    return mesh
+
+
+def _refuse_foreign(op: OpOverload, x: Tensor) -> None:
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(x, DTensor):
+        raise UnsupportedOpError(
+            f"{op} mixes a ShardTensor and a DTensor ({x.placements}); convert one: ShardTensor.from_dtensor(x) or "
+            "y.to_dtensor()"
+        )
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for a in values:
+        if isinstance(a, Tensor):
+            yield a
+        elif isinstance(a, (list, tuple)):
+            yield from _tensors(a)
+
+
+def _tensors_text(cls: type, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    return "; ".join(
+        f"input {i}: {x._spec.layout.describe() if type(x) is cls else f'plain {tuple(x.shape)}'}"
+        for i, x in enumerate(_tensors([*args, *kwargs.values()]))
+    )
+
+
+# Running on blocks
+
+
+def _local_entry(
+    cls: type, call: OpCall, rule: Rule, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Entry:
+    specs = _output_specs(cls, call, choice.outputs, args, kwargs)
+    arguments = None
+    if rule.local_args is not None:
+        layouts = [s.layout for s in (specs[0] if isinstance(specs[0], list) else specs) if s is not None]
+        coordinate = layouts[0].mesh.get_coordinate()
+        local_args = rule.local_args
+
+        def arguments(local: tuple[Any, ...]) -> tuple[Any, ...]:
+            return local_args(call, local, layouts, lambda layout: layout.local_shape(coordinate))
+
+    return _Local(call.op, choice, specs, arguments)
+
+
+def _output_specs(
+    cls: type, call: OpCall, outputs: Sequence[OutputPlan], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Any]:
+    """Specs of the outputs, their global shapes, strides and dtypes being what the op gives for global inputs."""
+    like = call.tensors[0].layout
+
+    def spec(meta: Any, plan: OutputPlan) -> Any:
+        if isinstance(meta, (list, tuple)):
+            return [spec(m, plan) for m in meta]
+        if not isinstance(meta, Tensor):
+            return None
+        return Spec.of(plan.layout(like, tuple(meta.shape), meta.dtype), tuple(meta.stride()))
+
+    meta = global_meta(cls, call.op, args, kwargs)
+    metas = meta if isinstance(meta, tuple) and len(call.op._schema.returns) > 1 else (meta,)
+    return [spec(m, plan) for m, plan in zip(metas, outputs, strict=True)]
+
+
+_EAGER_FAKE_MODE: Any = None
+
+
+def global_meta(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the op gives on tensors of the global shapes, without computing it.
+
+    Errors that plain PyTorch raises for these shapes are raised here, on all ranks alike.
+    """
+    global _EAGER_FAKE_MODE
+    mode = compat.detect_fake_mode([_inner(cls, x) for x in _tensors([*args, *kwargs.values()])])
+    if mode is None:
+        if _EAGER_FAKE_MODE is None:
+            _EAGER_FAKE_MODE = compat.FakeTensorMode()
+        mode = _EAGER_FAKE_MODE
+
+    def fake(a: Any) -> Any:
+        if isinstance(a, Tensor):
+            inner = _inner(cls, a)
+            return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=inner.device)
+        if isinstance(a, (list, tuple)):
+            return [fake(b) for b in a]
+        return a
+
+    with mode, torch._C.DisableTorchFunctionSubclass():
+        return op(*[fake(a) for a in args], **{k: fake(a) for k, a in kwargs.items()})
+
+
+def _inner(cls: type, x: Tensor) -> Tensor:
+    return x._local_tensor if type(x) is cls else x
+
+
+# Ops that write to an argument
+
+
+def _mutated(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The argument that is written to: a position, the name of a keyword argument, or None."""
+    if not op._schema.is_mutable:
+        return None
+    for i, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return i if i < len(args) else argument.name
+    return None
+
+
+def _decide_mutation(
+    cls: type, call: OpCall, mutated: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Entry:
+    target = args[mutated] if isinstance(mutated, int) else kwargs[mutated]
+    if not isinstance(target, Tensor) or type(target) is not cls:
+        raise UnsupportedOpError(
+            f"{call.op} would write a sharded result into a plain tensor or a list; use the functional form "
+            f"({_tensors_text(cls, args, kwargs)})"
+        )
+    if mutated == 0:
+        rule = _rule_of(call.op)
+        if rule is not None:
+            choice = choose(_layouts(call), rule.strategies(call), len(call.op._schema.returns), in_place=True)
+            if choice is not None:
+                return _InPlace(call.op, choice)
+    functional = compat.functional_variant(call.op)
+    if functional is None:
+        raise UnsupportedOpError(f"{call.op} writes to its argument and has no functional form to run instead")
+    return _Written(functional, mutated)
+
+
+class _InPlace(_Local):
+    """Write to this rank's block."""
+
+    def __init__(self, op: OpOverload, choice: Choice) -> None:
+        super().__init__(op, choice, [None], None)
+
+    def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _refuse_copy(self.op, args[0])
+        return super().run(cls, args, kwargs)
+
+
+class _Written(_Entry):
+    """Compute the functional form, then write its result to the block of the argument."""
+
+    def __init__(self, functional: OpOverload, mutated: Any) -> None:
+        self.functional = functional
+        self.mutated = mutated
+
+    def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(self.mutated, int):
+            target, source_args, source_kwargs = args[self.mutated], args, kwargs
+        else:
+            target = kwargs[self.mutated]
+            source_args, source_kwargs = args, {k: v for k, v in kwargs.items() if k != self.mutated}
+        _refuse_copy(self.functional, target)
+        result = self.functional(*source_args, **source_kwargs)
+        if tuple(result.shape) != tuple(target.shape):
+            raise UnsupportedOpError(f"{self.functional}: out has shape {tuple(target.shape)}, not {tuple(result.shape)}")
+        layout = result._spec.layout.with_dtype(target.dtype)
+        local = run_plan(find_plan(layout, target._spec.layout), result._local_tensor.to(target.dtype))
+        target._local_tensor.copy_(local)
+        return target
+
+
+def _refuse_copy(op: OpOverload, target: Any) -> None:
+    if getattr(target, "_is_copy", False):
+        raise UnsupportedOpError(
+            f"{op} writes to a view that had to be copied, because a block cannot hold it; the write would not reach "
+            f"the tensor that was viewed ({target._spec.layout.describe()}). Write to the tensor itself, or clone first"
+        )
+
+
+# The last resort
+
+
+def _fallback(cls: type, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
+    plans = tuple(whole_plan(t.layout) for t in call.tensors)
+    nbytes = sum(p.nbytes for p in plans)
+    text = f"{call.op} has no rule: run on full values on every rank, {nbytes} B moved ({_tensors_text(cls, args, kwargs)})"
+    if config.fallback == "error":
+        raise UnsupportedOpError(f"{text}; shardcompile.config.fallback is 'error'. Register a rule: register_sharding")
+    if call.op not in _FELL_BACK:
+        _FELL_BACK.add(call.op)
+        log.info(text)
+        if config.fallback == "warn":
+            warnings.warn(text, stacklevel=2)
+    return _Gathered(call.op, plans, call.tensors[0].layout)
+
+
+class _Gathered(_Entry):
+    """Gather all inputs, run the op on full values, keep the results replicated."""
+
+    def __init__(self, op: OpOverload, plans: Sequence[Plan], like: Layout) -> None:
+        self.op = op
+        self.plans = [p if p.steps else None for p in plans]
+        self.mesh = like.mesh
+
+    def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plans = iter(self.plans)
+        local_args = [_localize(cls, a, plans) for a in args]
+        local_kwargs = {k: _localize(cls, a, plans) for k, a in kwargs.items()}
+        return self._wrap(cls, self.op(*local_args, **local_kwargs))
+
+    def _wrap(self, cls: type, out: Any) -> Any:
+        if isinstance(out, (list, tuple)):
+            return type(out)(self._wrap(cls, o) for o in out)
+        if not isinstance(out, Tensor):
+            return out
+        wrapped = cls._wrap(out, Spec.of(_plain_layout(self.mesh, out), tuple(out.stride())))
+        wrapped._is_copy = self.op.is_view and any(p is not None for p in self.plans)
+        return wrapped
+
+
+def replicated_spec(mesh: Any, x: Tensor) -> Spec:
+    """The spec of a plain tensor that is the same on every rank."""
+    return Spec.of(_plain_layout(mesh, x), tuple(x.stride()))
+
+
+def contiguous_spec(layout: Layout) -> Spec:
+    """The spec of a contiguous tensor of this layout."""
+    return Spec.of(layout, contiguous_stride(layout.shape))

@@ -1,0 +1,66 @@
+"""Local kernels that need help on blocks: reductions that refuse an empty dim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def lowest(dtype: torch.dtype) -> Any:
+    """The value that never wins a maximum."""
+    if dtype is torch.bool:
+        return False
+    return -float("inf") if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def highest(dtype: torch.dtype) -> Any:
+    """The value that never wins a minimum."""
+    if dtype is torch.bool:
+        return True
+    return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _may_be_empty(extent: int | torch.SymInt) -> bool:
+    return not isinstance(extent, int) or extent == 0
+
+
+def _padded(x: Tensor, dims: list[int], value: Any) -> Tensor:
+    """`x` with one neutral row along dims that may be empty on this rank; Inductor fuses it into the reduction."""
+    pad = [0] * (2 * x.ndim)
+    for dim in dims:
+        if _may_be_empty(x.shape[dim]):
+            pad[2 * (x.ndim - 1 - dim % x.ndim) + 1] = 1
+    if not any(pad):
+        return x
+    if x.dtype is torch.bool:  # constant_pad_nd of a bool wants a number
+        return aten.constant_pad_nd(x.to(torch.uint8), pad, int(value)).to(torch.bool)
+    return aten.constant_pad_nd(x, pad, value)
+
+
+def _extremum(op: Any, neutral: Callable[[torch.dtype], Any]) -> Callable[..., Tensor]:
+    def local(x: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+        dims = list(range(x.ndim)) if dim is None or len(dim) == 0 else list(dim)
+        return op(_padded(x, dims, neutral(x.dtype)) if x.ndim else x, dim, keepdim)
+
+    return local
+
+
+def _whole_extremum(op: Any, neutral: Callable[[torch.dtype], Any]) -> Callable[..., Tensor]:
+    def local(x: Tensor) -> Tensor:
+        return op(_padded(x, list(range(x.ndim)), neutral(x.dtype)), [], False) if x.ndim else x.clone()
+
+    return local
+
+
+LOCAL_OPS: dict[Any, Callable[..., Any]] = {
+    aten.amax.default: _extremum(aten.amax.default, lowest),
+    aten.amin.default: _extremum(aten.amin.default, highest),
+    aten.max.default: _whole_extremum(aten.amax.default, lowest),
+    aten.min.default: _whole_extremum(aten.amin.default, highest),
+}
+"""By op, what runs on a block in its place."""

@@ -1,0 +1,130 @@
+"""Random ops.
+
+What is guaranteed: a replicated value is the same on every rank; blocks on different ranks are independent;
+`torch.manual_seed` on every rank makes a run reproducible; compiled and eager code obey the same contract. Values differ
+from those of a single process, and between compiled and eager code.
+
+How: the default CPU generator gives one seed per call. Along mesh dims that replicate, the first rank's seed is taken
+over by the others; along mesh dims that shard, the rank's position is mixed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Partial, Shard
+
+from shardcompile import compat
+from shardcompile.collectives import wait
+from shardcompile.errors import UnsupportedOpError
+from shardcompile.layout import Layout
+
+aten = torch.ops.aten
+_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
+_LIBRARY.define(
+    "random_block(Tensor like, Tensor seed, str kind, str[] group_names) -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.nondeterministic_seeded],
+)
+_MIX = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits: neighbouring positions give unrelated seeds
+
+
+def _random_block(like: Tensor, seed: Tensor, kind: str, group_names: list[str]) -> Tensor:
+    position = 0
+    for name in group_names:
+        group = compat.process_group(name)
+        position = position * group.size() + group.rank()
+    generator = torch.Generator(like.device)
+    generator.manual_seed((int(seed.item()) + position * _MIX) % (1 << 63))
+    out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    return out.uniform_(generator=generator) if kind == "uniform" else out.normal_(generator=generator)
+
+
+_LIBRARY.impl("random_block", _random_block, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "shardcompile::random_block", lambda like, seed, kind, groups: like.new_empty(like.shape), lib=_LIBRARY
+)
+
+
+def _agreed_seed(layout: Layout, device: torch.device) -> Tensor:
+    """A seed that all ranks along the replicating mesh dims share."""
+    groups = [
+        compat.group_name_of(layout.mesh, m) for m, p in enumerate(layout.placements) if not isinstance(p, Shard)
+    ]
+    seed = torch.randint(0, 1 << 62, (1,), dtype=torch.int64)
+    if not groups:
+        return seed
+    seed = seed.to(device)
+    for name in groups:
+        seed = wait(torch.ops._c10d_functional.broadcast(seed, 0, name))
+    return seed
+
+
+def _block(x: Any, kind: str, dtype: torch.dtype | None = None) -> Tensor:
+    """Random numbers laid out like `x`."""
+    layout: Layout = x._spec.layout
+    if any(isinstance(p, Partial) for p in layout.placements):
+        raise UnsupportedOpError(f"random numbers for terms of a pending reduction: {layout.describe()}; reduce first")
+    like = x._local_tensor if dtype is None else x._local_tensor.to(dtype)
+    positions = [compat.group_name_of(layout.mesh, m) for m, p in enumerate(layout.placements) if isinstance(p, Shard)]
+    local = torch.ops.shardcompile.random_block(like, _agreed_seed(layout, like.device), kind, positions)
+    return type(x)._wrap_like(x, local)
+
+
+def _numbers_like(kind: str) -> Callable[..., Tensor]:
+    def run(x: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+        return _block(_reduced(x), kind, dtype)
+
+    return run
+
+
+def _reduced(x: Any) -> Any:
+    """Only the shape of `x` counts: a pending reduction is dropped."""
+    return aten.zeros_like.default(x) if x._spec.layout.is_partial else x
+
+
+def _refill(kind: str, transform: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An in-place op that fills its argument."""
+
+    def run(x: Any, *args: Any, generator: Any = None) -> Tensor:
+        if generator is not None:
+            raise UnsupportedOpError("random ops on sharded tensors take their seeds from the default generator only")
+        dtype = x.dtype if x.dtype.is_floating_point else torch.float32
+        return aten.copy_.default(x, transform(_block(x, kind, dtype), *args))
+
+    return run
+
+
+def _bernoulli(x: Any, p: float | None = None, *, generator: Any = None) -> Tensor:
+    if generator is not None:
+        raise UnsupportedOpError("random ops on sharded tensors take their seeds from the default generator only")
+    x = _settled(x)
+    return aten.lt.Tensor(_block(x, "uniform"), x).to(x.dtype) if p is None else (_block(x, "uniform") < p).to(x.dtype)
+
+
+def _settled(x: Any) -> Any:
+    return x.redistribute(placements=x._spec.layout.reduced().placements) if x._spec.layout.is_partial else x
+
+
+def _native_dropout(x: Any, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    x = _settled(x)
+    if train is False:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    keep = _block(x, "uniform", torch.float32) >= p
+    scale = 0.0 if p >= 1 else 1 / (1 - p)
+    return x * keep * scale, keep
+
+
+RANDOM_OPS: dict[Any, Callable[..., Any]] = {
+    aten.rand_like.default: _numbers_like("uniform"),
+    aten.randn_like.default: _numbers_like("normal"),
+    aten.uniform_.default: _refill("uniform", lambda u, low=0.0, high=1.0: u * (high - low) + low),
+    aten.normal_.default: _refill("normal", lambda z, mean=0.0, std=1.0: z * std + mean),
+    aten.bernoulli_.float: _refill("uniform", lambda u, p=0.5: u < p),
+    aten.bernoulli.default: _bernoulli,
+    aten.bernoulli.p: _bernoulli,
+    aten.native_dropout.default: _native_dropout,
+}
+"""By op, its sharded form."""

@@ -1,0 +1,29 @@
+"""Errors of shardcompile.
+
+All derive from `RuntimeError`: a `TypeError` raised inside an operator's dispatch is swallowed by Python's binary
+operators (``x + y`` would then only say "unsupported operand").
+"""
+
+
+class ShardError(RuntimeError):
+    """Base class of every error that shardcompile raises on purpose."""
+
+
+class LayoutError(ShardError):
+    """A layout is malformed, or does not fit the tensor, the mesh or the other ranks."""
+
+
+class RedistributeError(ShardError):
+    """There is no way, or no meaningful way, from one layout to another."""
+
+
+class UnsupportedOpError(ShardError):
+    """An operation cannot be carried out on this layout without giving a wrong result."""
+
+
+class RuleError(ShardError):
+    """A sharding rule is malformed, or registered twice."""
+
+
+class CollectiveError(ShardError):
+    """The arguments of a collective disagree with the layout it was given."""

@@ -1,0 +1,14 @@
+"""Layouts: pure, rank-invariant descriptions of how a tensor is spread over a mesh."""
+
+from shardcompile.layout.cut import CHUNK_KEY as CHUNK_KEY
+from shardcompile.layout.cut import Cut as Cut
+from shardcompile.layout.cut import GroupCut as GroupCut
+from shardcompile.layout.cut import IntLike as IntLike
+from shardcompile.layout.cut import chunk_sizes as chunk_sizes
+from shardcompile.layout.cut import sizes_of_key as sizes_of_key
+from shardcompile.layout.layout import Layout as Layout
+from shardcompile.layout.layout import normalize_placements as normalize_placements
+from shardcompile.layout.mesh import Mesh as Mesh
+from shardcompile.layout.mesh import MeshShape as MeshShape
+from shardcompile.layout.spec import Spec as Spec
+from shardcompile.layout.spec import contiguous_stride as contiguous_stride

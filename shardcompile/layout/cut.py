@@ -1,0 +1,332 @@
+"""Cuts: how one tensor dim is divided into blocks over one or several mesh dims.
+
+A cut is the same object on every rank: it holds the sizes of *all* blocks. It comes in three kinds, because tracing
+treats them differently:
+
+* ``chunk``: what `torch.chunk` gives for the extent; no sizes are stored and the extent may be symbolic;
+* ``fixed``: Python ints, part of what a compiled graph is specialised on;
+* ``dynamic``: run-time data. In eager mode the sizes are ints; inside a trace only their `key`, a symbol, is known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from shardcompile.errors import LayoutError
+
+Kind = Literal["chunk", "fixed", "dynamic"]
+IntLike = int | torch.SymInt
+
+CHUNK_KEY = 0
+"""The key that stands for "what torch.chunk gives"."""
+
+_KEY_BASE = 1 << 60
+_TABLE_LIMIT = 1 << 24  # block sizes kept by key in all, 128 MiB; the oldest go first
+
+
+def chunk_sizes(extent: int, parts: int) -> tuple[int, ...]:
+    """Sizes of the blocks that `torch.chunk` makes, padded with zeros to `parts` blocks.
+
+    >>> chunk_sizes(9, 4)
+    (3, 3, 3, 0)
+    """
+    if parts == 1:
+        return (extent,)
+    full = -(-extent // parts)
+    return tuple(max(min(extent - i * full, full), 0) for i in range(parts))
+
+
+def chunk_block(extent: IntLike, parts: int, index: int) -> IntLike:
+    """Size of block `index` of `chunk_sizes(extent, parts)`, for extents that may be symbolic."""
+    full = (extent + parts - 1) // parts
+    return torch.sym_max(torch.sym_min(extent - index * full, full), 0)
+
+
+class _SizeTable:
+    """Sizes by key, so that an op inside a compiled graph can look up the cut it is called with.
+
+    Keys are derived from the sizes themselves, so that they agree between ranks, processes and warm starts.
+    """
+
+    def __init__(self) -> None:
+        self._by_key: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        self._by_sizes: dict[tuple[int, ...], int] = {}
+        self._stored = 0
+
+    def key_of(self, sizes: tuple[int, ...]) -> int:
+        key = self._by_sizes.get(sizes)
+        if key is not None:
+            return key
+        digest = hashlib.blake2b(array("q", sizes).tobytes(), digest_size=8).digest()
+        key = _KEY_BASE + int.from_bytes(digest, "big") % _KEY_BASE
+        if self._by_key.setdefault(key, sizes) != sizes:
+            raise LayoutError(f"two cuts share the key {key}: {self._by_key[key]} and {sizes}; use another cut")
+        self._by_sizes[sizes] = key
+        self._stored += len(sizes)
+        self._evict()
+        return key
+
+    def sizes_of(self, key: int) -> tuple[int, ...]:
+        sizes = self._by_key.get(key)
+        if sizes is None:
+            raise LayoutError(
+                f"the cut with key {key} is no longer known in this process: more than {_TABLE_LIMIT} block sizes "
+                "were used since it was made. Keep fewer steps in flight, or raise the limit."
+            )
+        return sizes
+
+    def _evict(self) -> None:
+        while self._stored > _TABLE_LIMIT and len(self._by_key) > 1:
+            _, sizes = self._by_key.popitem(last=False)
+            del self._by_sizes[sizes]
+            self._stored -= len(sizes)
+
+
+_TABLE = _SizeTable()
+
+
+def sizes_of_key(key: int) -> tuple[int, ...]:
+    """All block sizes of the dynamic cut with this key.
+
+    Raises:
+        LayoutError: the key is unknown in this process.
+    """
+    return _TABLE.sizes_of(key)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one tensor dim is divided over mesh dims.
+
+    Attributes:
+        kind: ``chunk``, ``fixed`` or ``dynamic``.
+        mesh_dims: the mesh dims that divide the dim, outermost first.
+        parts: extents of those mesh dims.
+        extent: global extent of the tensor dim.
+        blocks: sizes of all blocks, outermost mesh dim slowest; None if they are not known while tracing.
+        key: stands for the sizes inside a graph; `CHUNK_KEY` for a chunk cut.
+        block: while tracing, this rank's block size, if the trace has a symbol for it.
+        inner: the number of neighbouring blocks of `key` that make one block of this cut.
+        scale: elements of this dim for one of `key`'s; more than 1 where trailing dims were flattened into the dim.
+    """
+
+    kind: Kind
+    mesh_dims: tuple[int, ...]
+    parts: tuple[int, ...]
+    extent: IntLike
+    blocks: tuple[int, ...] | None
+    key: IntLike
+    block: IntLike | None = None
+    inner: int = 1
+    scale: int = 1
+
+    @staticmethod
+    def chunk(mesh_dims: Sequence[int], parts: Sequence[int], extent: IntLike) -> Cut:
+        """The cut of `torch.chunk`, applied to each mesh dim in turn."""
+        blocks = None
+        if isinstance(extent, int):
+            blocks = (extent,)
+            for count in parts:
+                blocks = tuple(itertools.chain.from_iterable(chunk_sizes(b, count) for b in blocks))
+        return Cut("chunk", tuple(mesh_dims), tuple(parts), extent, blocks, CHUNK_KEY)
+
+    @staticmethod
+    def of_sizes(
+        mesh_dims: Sequence[int], parts: Sequence[int], sizes: Sequence[int], kind: Kind = "dynamic"
+    ) -> Cut:
+        """A cut with the given block sizes.
+
+        Raises:
+            LayoutError: a size is negative, or there are not as many as the mesh has blocks.
+        """
+        blocks = tuple(int(s) for s in sizes)
+        wanted = math.prod(parts)
+        if len(blocks) != wanted:
+            raise LayoutError(
+                f"a dim sharded by mesh dims {tuple(mesh_dims)} of extents {tuple(parts)} needs {wanted} block "
+                f"sizes, got {len(blocks)}: {blocks}"
+            )
+        if any(b < 0 for b in blocks):
+            raise LayoutError(f"block sizes must not be negative, got {blocks}")
+        return Cut(kind, tuple(mesh_dims), tuple(parts), sum(blocks), blocks, _TABLE.key_of(blocks))
+
+    @staticmethod
+    def traced(
+        mesh_dims: Sequence[int], parts: Sequence[int], extent: IntLike, key: IntLike, block: IntLike
+    ) -> Cut:
+        """A dynamic cut inside a trace, where only the symbols that stand for it are known."""
+        return Cut("dynamic", tuple(mesh_dims), tuple(parts), extent, None, key, block)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether the sizes are unknown because the cut is part of a trace."""
+        return self.blocks is None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of all blocks, outermost mesh dim slowest.
+
+        Raises:
+            LayoutError: inside a trace, where a graph serves every layout.
+        """
+        if self.blocks is None:
+            raise LayoutError(
+                f"the sizes of a {self.kind} cut are not known while tracing: the graph serves every layout. "
+                "Read them outside of the compiled function, or use a fixed cut."
+            )
+        return self.blocks
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all blocks have the same size."""
+        return len(set(self.sizes)) == 1
+
+    def block_index(self, coordinate: Sequence[int]) -> int:
+        """Position in `sizes` of the block at a mesh coordinate."""
+        index = 0
+        for mesh_dim, count in zip(self.mesh_dims, self.parts, strict=True):
+            index = index * count + coordinate[mesh_dim]
+        return index
+
+    def local_size(self, coordinate: Sequence[int]) -> IntLike:
+        """Size of the block at a mesh coordinate; inside a trace, of this rank's block."""
+        if self.blocks is not None:
+            return self.blocks[self.block_index(coordinate)]
+        if self.block is not None:
+            return self.block
+        if self.kind == "chunk":
+            size = self.extent
+            for mesh_dim, count in zip(self.mesh_dims, self.parts, strict=True):
+                size = chunk_block(size, count, coordinate[mesh_dim])
+            return size
+        raise LayoutError(f"the size of this rank's block of mesh dims {self.mesh_dims} has no symbol in the trace")
+
+    def offset(self, coordinate: Sequence[int]) -> int:
+        """Where the block at a mesh coordinate starts in the global dim."""
+        return sum(self.sizes[: self.block_index(coordinate)])
+
+    def coarsen(self) -> Cut | None:
+        """The cut that is left when the innermost mesh dim is gathered; None if nothing is."""
+        if len(self.mesh_dims) == 1:
+            return None
+        outer, parts, count = self.mesh_dims[:-1], self.parts[:-1], self.parts[-1]
+        if self.kind == "chunk":
+            return Cut.chunk(outer, parts, self.extent)
+        blocks = self.blocks
+        if blocks is not None:
+            blocks = tuple(sum(blocks[i : i + count]) for i in range(0, len(blocks), count))
+        return replace(self, mesh_dims=outer, parts=parts, blocks=blocks, block=None, inner=self.inner * count)
+
+    def scaled(self, factor: int) -> Cut:
+        """The cut of a dim into which `factor` trailing elements for each of its own were flattened."""
+        if factor == 1:
+            return self
+        blocks = None if self.blocks is None else tuple(b * factor for b in self.blocks)
+        block = None if self.block is None else self.block * factor
+        if self.kind == "chunk":
+            if blocks is None:
+                raise LayoutError("a chunk cut of a symbolic extent cannot be flattened with trailing dims")
+            return Cut.of_sizes(self.mesh_dims, self.parts, blocks, "fixed")
+        return replace(self, extent=self.extent * factor, blocks=blocks, block=block, scale=self.scale * factor)
+
+    def unscaled(self, factor: int) -> Cut | None:
+        """The cut of the leading dim when `factor` trailing elements are split off; None if a block would split."""
+        if factor == 1:
+            return self
+        if self.kind != "chunk" and self.scale % factor == 0:
+            blocks = None if self.blocks is None else tuple(b // factor for b in self.blocks)
+            block = None if self.block is None else self.block // factor
+            scale = self.scale // factor
+            return replace(self, extent=self.extent // factor, blocks=blocks, block=block, scale=scale)
+        if self.blocks is None or any(b % factor for b in self.blocks):
+            return None
+        kind: Kind = "fixed" if self.kind == "chunk" else self.kind
+        return Cut.of_sizes(self.mesh_dims, self.parts, [b // factor for b in self.blocks], kind)
+
+    def prefix(self, depth: int) -> Cut | None:
+        """The cut over the first `depth` mesh dims only."""
+        cut: Cut | None = self
+        while cut is not None and len(cut.mesh_dims) > depth:
+            cut = cut.coarsen()
+        return cut if depth else None
+
+    def same_blocks(self, other: Cut | None) -> bool:
+        """Whether both divide a dim into the same blocks on the same ranks.
+
+        Inside a trace the answer for two dynamic cuts compares their keys, which installs a guard. A dynamic cut and
+        another kind count as different there, which costs an exchange that moves nothing if they were the same.
+        """
+        if self is other:
+            return True
+        if other is None or self.mesh_dims != other.mesh_dims or self.parts != other.parts:
+            return False
+        if self.blocks is not None and other.blocks is not None:
+            return self.blocks == other.blocks
+        if self.kind == other.kind == "chunk":
+            return bool(self.extent == other.extent)
+        if (self.inner, self.scale) != (other.inner, other.scale) or "chunk" in (self.kind, other.kind):
+            return False
+        return bool(self.key == other.key)
+
+    def group_ref(self, coordinate: Sequence[int]) -> GroupCut:
+        """What a collective over the innermost mesh dim needs to know, for the group at a mesh coordinate."""
+        count = self.parts[-1]
+        first = self.block_index(coordinate) // count * count
+        if self.blocks is not None and self.kind != "dynamic":
+            return GroupCut(list(self.blocks[first : first + count]), CHUNK_KEY, [])
+        if self.kind == "chunk":
+            return GroupCut([], CHUNK_KEY, [])
+        nest = [self.inner, first, self.scale]
+        return GroupCut([], self.key, nest if nest != [1, 0, 1] else [])
+
+    def describe(self) -> str:
+        """Sizes as text, e.g. ``[3,5]``; ``[?]`` while tracing."""
+        return "[?]" if self.blocks is None else f"[{','.join(map(str, self.blocks))}]"
+
+
+@dataclass(frozen=True)
+class GroupCut:
+    """The blocks of one process group, as arguments of a collective op.
+
+    Attributes:
+        sizes: block sizes in group order; empty if `key` tells.
+        key: key of the whole cut, `CHUNK_KEY` for torch.chunk of what the group holds together.
+        nest: empty, or (number of blocks of `key` that make one block here, index of the group's first block,
+            elements here for one of `key`'s).
+    """
+
+    sizes: list[int]
+    key: IntLike
+    nest: list[int]
+
+    @staticmethod
+    def resolve(
+        total: int, sizes: Sequence[int], key: int, nest: Sequence[int], world_size: int
+    ) -> tuple[int, ...]:
+        """Block sizes in group order, at run time.
+
+        Args:
+            total: what the group's blocks add up to.
+            sizes: as in `GroupCut`.
+            key: as in `GroupCut`.
+            nest: as in `GroupCut`.
+            world_size: number of ranks in the group.
+        """
+        if sizes:
+            return tuple(sizes)
+        if key == CHUNK_KEY:
+            return chunk_sizes(total, world_size)
+        blocks = _TABLE.sizes_of(key)
+        if not nest:
+            return blocks
+        inner, first, scale = nest
+        return tuple(sum(blocks[(first + i) * inner : (first + i + 1) * inner]) * scale for i in range(world_size))

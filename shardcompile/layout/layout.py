@@ -1,0 +1,271 @@
+"""The layout of a sharded tensor: the same object on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from shardcompile.errors import LayoutError
+from shardcompile.layout.cut import Cut, IntLike
+from shardcompile.layout.mesh import Mesh
+
+REDUCE_OPS = ("sum", "avg", "product", "max", "min")
+"""Reductions that a `Partial` placement may name."""
+
+_INTERNED: dict[Layout, Layout] = {}
+_INTERNED_LIMIT = 1 << 16
+
+
+class Layout:
+    """Mesh, placements, global shape, dtype and the cut of every sharded dim.
+
+    Immutable, hashable and picklable. Which rank it is used on is a parameter of its queries, never part of it.
+    Inside a trace the shape and the cuts may hold symbols; such a layout compares by identity.
+
+    Attributes:
+        mesh: the mesh of ranks.
+        placements: one for each mesh dim.
+        shape: global shape.
+        dtype: element type.
+        cuts: for each tensor dim its `Cut`, or None if it is not sharded.
+        is_traced: whether it holds symbols.
+    """
+
+    __slots__ = ("__weakref__", "_hash", "cuts", "dtype", "is_traced", "mesh", "placements", "shape")
+
+    mesh: Any
+    placements: tuple[Placement, ...]
+    shape: tuple[IntLike, ...]
+    dtype: torch.dtype
+    cuts: tuple[Cut | None, ...]
+    is_traced: bool
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        placements: Sequence[Placement],
+        shape: Sequence[IntLike],
+        dtype: torch.dtype,
+        cuts: Sequence[Cut | None],
+    ) -> None:
+        self.mesh = mesh
+        self.placements = tuple(placements)
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self.cuts = tuple(cuts)
+        self.is_traced = any(c is not None and c.is_traced for c in cuts) or not all(type(s) is int for s in shape)
+        self._hash = (
+            object.__hash__(self)
+            if self.is_traced
+            else hash((mesh, self.placements, self.shape, dtype, self.cuts))
+        )
+
+    @staticmethod
+    def of(
+        mesh: Mesh,
+        placements: Sequence[Placement],
+        shape: Sequence[IntLike],
+        dtype: torch.dtype,
+        cuts: Sequence[Cut | None],
+    ) -> Layout:
+        """The layout with these parts; equal layouts are the same object as a rule."""
+        layout = Layout(mesh, placements, shape, dtype, cuts)
+        if layout.is_traced:
+            return layout
+        if len(_INTERNED) >= _INTERNED_LIMIT:
+            _INTERNED.clear()
+        return _INTERNED.setdefault(layout, layout)
+
+    @staticmethod
+    def chunked(
+        mesh: Mesh, placements: Sequence[Placement], shape: Sequence[IntLike], dtype: torch.dtype
+    ) -> Layout:
+        """The layout in which every sharded dim has the cut of torch.chunk.
+
+        Args:
+            mesh: the mesh of ranks.
+            placements: one for each mesh dim; several mesh dims may shard one tensor dim, the first one outermost.
+            shape: global shape.
+            dtype: element type.
+        """
+        placements = normalize_placements(placements, mesh, len(shape))
+        cuts: list[Cut | None] = [None] * len(shape)
+        for dim, mesh_dims in enumerate(mesh_dims_by_tensor_dim(placements, len(shape))):
+            if mesh_dims:
+                cuts[dim] = Cut.chunk(mesh_dims, [mesh.shape[m] for m in mesh_dims], shape[dim])
+        return Layout.of(mesh, placements, shape, dtype, cuts)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Layout) or self.is_traced or other.is_traced or self._hash != other._hash:
+            return False
+        return (
+            self.shape == other.shape
+            and self.dtype == other.dtype
+            and self.placements == other.placements
+            and self.cuts == other.cuts
+            and self.mesh == other.mesh
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout.of, (self.mesh, self.placements, self.shape, self.dtype, self.cuts)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+        return self
+
+    def __repr__(self) -> str:
+        return f"Layout({self.describe()})"
+
+    @property
+    def ndim(self) -> int:
+        """Number of tensor dims."""
+        return len(self.shape)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole tensor."""
+        return all(type(p) is Replicate for p in self.placements)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a reduction is pending on some mesh dim."""
+        return any(isinstance(p, Partial) for p in self.placements)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks hold blocks of the same shape."""
+        return all(cut is None or cut.is_even for cut in self.cuts)
+
+    def cut_of(self, dim: int) -> Cut:
+        """The cut of a sharded tensor dim.
+
+        Raises:
+            LayoutError: the dim is not sharded.
+        """
+        cut = self.cuts[dim]
+        if cut is None:
+            raise LayoutError(f"tensor dim {dim} is not sharded in {self.describe()}")
+        return cut
+
+    def sizes(self, dim: int) -> tuple[int, ...]:
+        """Sizes of all blocks along a sharded tensor dim, outermost mesh dim slowest."""
+        return self.cut_of(dim).sizes
+
+    def local_shape(self, coordinate: Sequence[int]) -> tuple[IntLike, ...]:
+        """Shape of the block that the rank at a mesh coordinate holds."""
+        return tuple(
+            extent if cut is None else cut.local_size(coordinate)
+            for extent, cut in zip(self.shape, self.cuts, strict=True)
+        )
+
+    def offset(self, coordinate: Sequence[int], dim: int) -> int:
+        """Where the block of a mesh coordinate starts along a tensor dim; 0 if the dim is not sharded."""
+        cut = self.cuts[dim]
+        return 0 if cut is None else cut.offset(coordinate)
+
+    def offsets(self, coordinate: Sequence[int]) -> tuple[int, ...]:
+        """Where the block of a mesh coordinate starts, for every tensor dim."""
+        return tuple(self.offset(coordinate, d) for d in range(self.ndim))
+
+    def block_slices(self, coordinate: Sequence[int]) -> tuple[slice, ...]:
+        """Index of the block of a mesh coordinate in the global tensor."""
+        shape = self.local_shape(coordinate)
+        return tuple(slice(o, o + int(s)) for o, s in zip(self.offsets(coordinate), shape, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global tensor."""
+        return math.prod(int(s) for s in self.shape) * self.dtype.itemsize
+
+    def with_dtype(self, dtype: torch.dtype) -> Layout:
+        """The same layout for another element type."""
+        return self if dtype is self.dtype else Layout.of(self.mesh, self.placements, self.shape, dtype, self.cuts)
+
+    def replicated(self) -> Layout:
+        """The layout in which every rank holds the whole tensor."""
+        placements = (Replicate(),) * len(self.placements)
+        return Layout.of(self.mesh, placements, self.shape, self.dtype, (None,) * self.ndim)
+
+    def reduced(self) -> Layout:
+        """The same layout with every pending reduction carried out."""
+        if not self.is_partial:
+            return self
+        placements = [Replicate() if isinstance(p, Partial) else p for p in self.placements]
+        return Layout.of(self.mesh, placements, self.shape, self.dtype, self.cuts)
+
+    def describe_placements(self) -> str:
+        """Placements and sizes in short, e.g. ``S(0)[3,5], P(sum)``."""
+        return ", ".join(self._describe_mesh_dim(m) for m in range(len(self.placements)))
+
+    def _describe_mesh_dim(self, mesh_dim: int) -> str:
+        placement = self.placements[mesh_dim]
+        if isinstance(placement, Partial):
+            return f"P({placement.reduce_op})"
+        if not isinstance(placement, Shard):
+            return "R"
+        cut = self.cut_of(placement.dim)
+        last = cut.mesh_dims[-1] == mesh_dim
+        order = "" if list(cut.mesh_dims) == sorted(cut.mesh_dims) else f"<{cut.mesh_dims.index(mesh_dim)}>"
+        return f"S({placement.dim}){order}{cut.describe() if last else ''}"
+
+    def describe(self) -> str:
+        """One line: dtype, global shape, and what each mesh dim does with it."""
+        names = self.mesh.mesh_dim_names or tuple(map(str, range(len(self.placements))))
+        parts = (f"{n}: {self._describe_mesh_dim(m)}" for m, n in enumerate(names))
+        return f"{short_dtype(self.dtype)}[{', '.join(map(str, self.shape))}] {', '.join(parts)}"
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """`torch.float32` as ``f32``, and so on."""
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i")):
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return name
+
+
+def mesh_dims_by_tensor_dim(placements: Sequence[Placement], ndim: int) -> list[tuple[int, ...]]:
+    """For each tensor dim the mesh dims that shard it, in mesh order."""
+    return [
+        tuple(m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim) for dim in range(ndim)
+    ]
+
+
+def normalize_placements(placements: Sequence[Placement], mesh: Mesh, ndim: int) -> tuple[Placement, ...]:
+    """Check placements against a mesh and a number of tensor dims; negative shard dims become positive.
+
+    Raises:
+        LayoutError: not one placement per mesh dim, a shard dim out of range, an unknown reduction or placement.
+    """
+    placements = tuple(placements)
+    if len(placements) != len(mesh.shape):
+        raise LayoutError(
+            f"a mesh of {len(mesh.shape)} dims needs as many placements, got {len(placements)}: {list(placements)}"
+        )
+    return tuple(_normalize(p, ndim) for p in placements)
+
+
+def _normalize(placement: Placement, ndim: int) -> Placement:
+    if type(placement) is Shard:
+        dim = placement.dim
+        if not -ndim <= dim < ndim:
+            raise LayoutError(f"{placement} is out of range for a tensor of {ndim} dims")
+        return placement if dim >= 0 else Shard(dim + ndim)
+    if type(placement) is Replicate:
+        return placement
+    if type(placement) is Partial:
+        if placement.reduce_op not in REDUCE_OPS:
+            raise LayoutError(f"{placement}: the reduction must be one of {', '.join(REDUCE_OPS)}")
+        return placement
+    raise LayoutError(
+        f"placement {placement!r} is not supported; use Shard, Replicate or Partial of "
+        "torch.distributed.tensor.placement_types (several Shards of one dim for nested sharding)"
+    )

@@ -1,0 +1,69 @@
+"""A layout together with the strides of the global tensor: what a ShardTensor is, besides its data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardcompile.layout.cut import IntLike
+from shardcompile.layout.layout import Layout
+
+_INTERNED: dict[Spec, Spec] = {}
+_INTERNED_LIMIT = 1 << 16
+
+
+class Spec:
+    """A `Layout` and global strides. Immutable and hashable; equal ones are the same object as a rule.
+
+    Attributes:
+        layout: the layout.
+        stride: strides of the global tensor in elements, as plain PyTorch would have them.
+    """
+
+    __slots__ = ("_hash", "layout", "stride")
+
+    def __init__(self, layout: Layout, stride: tuple[IntLike, ...]) -> None:
+        self.layout = layout
+        self.stride = stride
+        self._hash = hash((layout, stride)) if self._is_plain() else object.__hash__(self)
+
+    def _is_plain(self) -> bool:
+        return not self.layout.is_traced and all(type(s) is int for s in self.stride)
+
+    @staticmethod
+    def of(layout: Layout, stride: Sequence[IntLike]) -> Spec:
+        """The spec with these parts."""
+        spec = Spec(layout, tuple(stride))
+        if not spec._is_plain():
+            return spec
+        if len(_INTERNED) >= _INTERNED_LIMIT:
+            _INTERNED.clear()
+        return _INTERNED.setdefault(spec, spec)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Spec) or self._hash != other._hash:
+            return False
+        return self._is_plain() and self.layout == other.layout and self.stride == other.stride
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Spec:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Spec.of, (self.layout, self.stride)
+
+    def __repr__(self) -> str:
+        return f"Spec({self.layout.describe()}, stride={self.stride})"
+
+
+def contiguous_stride(shape: Sequence[IntLike]) -> tuple[IntLike, ...]:
+    """Strides of a contiguous tensor of this shape."""
+    strides: list[IntLike] = []
+    step: IntLike = 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step = step * (max(extent, 1) if isinstance(extent, int) else extent)
+    return tuple(reversed(strides))

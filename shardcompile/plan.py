@@ -1,0 +1,335 @@
+"""Plans: the cheapest way from one layout to another, as data.
+
+A plan is a list of steps, each on one mesh dim. The search is Dijkstra's algorithm over layouts; the cost of a step is
+the bytes that it moves between ranks, which depends on the real block sizes, then the number of messages' rounds. It
+reads global shapes and cuts only, so that every rank finds the same plan. Pure: no tensors, no process groups.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, TypeVar
+
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from shardcompile.compat import size_hint
+from shardcompile.errors import RedistributeError
+from shardcompile.layout import Cut, IntLike, Layout
+
+_T = TypeVar("_T")
+StepKind = Literal["all_gather_v", "reduce_scatter_v", "all_reduce", "all_to_all_v", "fetch_ranges", "take_block"]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One move on one mesh dim.
+
+    Attributes:
+        kind: the collective, or ``take_block`` for a local slice.
+        mesh_dim: the mesh dim it works on.
+        src: layout before.
+        dst: layout after.
+        nbytes: bytes that ranks send to one another, all ranks together; an estimate while tracing.
+    """
+
+    kind: StepKind
+    mesh_dim: int
+    src: Layout
+    dst: Layout
+    nbytes: int
+
+    def __str__(self) -> str:
+        move = f"{self.src.describe_placements()} -> {self.dst.describe_placements()}"
+        return f"{move}: {self.kind}, {self.nbytes} B"
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Steps from one layout to another.
+
+    Attributes:
+        src: layout before.
+        dst: layout after.
+        steps: in order; none if both lay the data out alike.
+    """
+
+    src: Layout
+    dst: Layout
+    steps: tuple[Step, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that ranks send to one another, all ranks and steps together."""
+        return sum(s.nbytes for s in self.steps)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether any step is more than a local slice."""
+        return any(s.kind != "take_block" for s in self.steps)
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return f"{self.src.describe_placements()}: nothing to do"
+        return "\n".join(map(str, self.steps))
+
+
+def find_plan(src: Layout, dst: Layout) -> Plan:
+    """The plan of fewest bytes from `src` to `dst`, cached for layouts without symbols.
+
+    Raises:
+        RedistributeError: the global shapes, dtypes or meshes differ, or no sequence of steps means anything.
+    """
+    if src is dst:
+        return Plan(src, dst, ())
+    if src.is_traced or dst.is_traced:
+        return _search(src, dst)
+    return _search_cached(src, dst)
+
+
+@lru_cache(maxsize=1 << 14)
+def _search_cached(src: Layout, dst: Layout) -> Plan:
+    return _search(src, dst)
+
+
+def _search(src: Layout, dst: Layout) -> Plan:
+    _check_meaningful(src, dst)
+    planner = _Planner(src, dst)
+    order = itertools.count()  # ties: first found first, the same on every rank
+    start = planner.start()
+    frontier: list[tuple[int, int, int, _State, tuple[Step, ...]]] = [(0, 0, next(order), start, ())]
+    done: set[_State] = set()
+    while frontier:
+        nbytes, rounds, _, state, steps = heapq.heappop(frontier)
+        if state in done:
+            continue
+        done.add(state)
+        if planner.is_goal(state):
+            return Plan(src, dst, steps)
+        for step, after in planner.moves(state):
+            cost = (nbytes + step.nbytes, rounds + (step.kind != "take_block"), next(order))
+            heapq.heappush(frontier, (*cost, after, (*steps, step)))
+    raise RedistributeError(f"no way from {src.describe()} to {dst.describe()}")
+
+
+def _check_meaningful(src: Layout, dst: Layout) -> None:
+    if src.dtype is not dst.dtype or len(src.shape) != len(dst.shape):
+        raise RedistributeError(f"{src.describe()} and {dst.describe()} are not layouts of the same tensor")
+    for a, b in zip(src.shape, dst.shape, strict=True):
+        if isinstance(a, int) and isinstance(b, int) and a != b:
+            raise RedistributeError(f"{src.describe()} and {dst.describe()} have different global shapes")
+    if src.mesh is not dst.mesh and src.mesh != dst.mesh:
+        raise RedistributeError(
+            f"redistribution from mesh {src.mesh} to another mesh {dst.mesh} is not supported; use one mesh, or go "
+            "through full_tensor() and distribute_tensor()"
+        )
+    for mesh_dim, (a, b) in enumerate(zip(src.placements, dst.placements, strict=True)):
+        if isinstance(b, Partial) and a != b:
+            raise RedistributeError(
+                f"mesh dim {mesh_dim}: from {a} to {b} has no meaning as a redistribution, a value has no unique "
+                f"split into terms; redistribute to Replicate or Shard instead ({src.describe()})"
+            )
+
+
+# For each tensor dim where its cut comes from (0 source, 1 target) and how many mesh dims of it are left,
+# and for each mesh dim its placement.
+_State = tuple[tuple[tuple[int, int], ...], tuple[Placement, ...]]
+
+
+class _Planner:
+    """States and moves between two layouts."""
+
+    def __init__(self, src: Layout, dst: Layout) -> None:
+        self.src, self.dst = src, dst
+        self._prefixes: dict[tuple[int, int, int], Cut | None] = {}
+        self._layouts: dict[_State, Layout] = {}
+        # A dim whose cut does not change needs no second name for the same state.
+        self._unchanged = [
+            a is not None and a.same_blocks(b) for a, b in zip(src.cuts, dst.cuts, strict=True)
+        ]
+
+    def start(self) -> _State:
+        return tuple((0, len(c.mesh_dims) if c else 0) for c in self.src.cuts), self.src.placements
+
+    def is_goal(self, state: _State) -> bool:
+        cuts, placements = state
+        if placements != self.dst.placements:
+            return False
+        return all(self._arrived(dim, *name) for dim, name in enumerate(cuts))
+
+    def _arrived(self, dim: int, origin: int, depth: int) -> bool:
+        target = self.dst.cuts[dim]
+        if depth != (len(target.mesh_dims) if target else 0):
+            return False
+        return depth == 0 or origin == 1 or self._unchanged[dim]
+
+    def cut(self, dim: int, origin: int, depth: int) -> Cut | None:
+        key = (dim, origin, depth)
+        if key not in self._prefixes:
+            whole = (self.src, self.dst)[origin].cuts[dim]
+            self._prefixes[key] = whole.prefix(depth) if whole and depth else None
+        return self._prefixes[key]
+
+    def layout(self, state: _State) -> Layout:
+        if state not in self._layouts:
+            cuts = [self.cut(dim, *name) for dim, name in enumerate(state[0])]
+            self._layouts[state] = Layout.of(self.src.mesh, state[1], self.src.shape, self.src.dtype, cuts)
+        return self._layouts[state]
+
+    def moves(self, state: _State) -> Iterator[tuple[Step, _State]]:
+        cuts, placements = state
+        for mesh_dim, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                yield from self._moves_from_shard(state, mesh_dim, placement.dim)
+                continue
+            kind: StepKind = "take_block" if isinstance(placement, Replicate) else "reduce_scatter_v"
+            for dim in range(len(cuts)):
+                grown = self._grow(cuts, dim, mesh_dim)
+                if grown is not None:
+                    yield self._step(kind, mesh_dim, state, grown, Shard(dim))
+            if isinstance(placement, Partial):
+                yield self._step("all_reduce", mesh_dim, state, cuts, Replicate())
+
+    def _moves_from_shard(self, state: _State, mesh_dim: int, dim: int) -> Iterator[tuple[Step, _State]]:
+        cuts, _ = state
+        origin, depth = cuts[dim]
+        cut = self.cut(dim, origin, depth)
+        assert cut is not None, "a sharded dim has a cut"
+        if cut.mesh_dims[-1] != mesh_dim:
+            return  # only the innermost mesh dim can move: the others' blocks are not contiguous
+        shrunk = _replaced(cuts, dim, (origin if depth > 1 else 0, depth - 1))
+        yield self._step("all_gather_v", mesh_dim, state, shrunk, Replicate())
+        for other in range(len(cuts)):
+            grown = None if other == dim else self._grow(shrunk, other, mesh_dim)
+            if grown is not None:
+                yield self._step("all_to_all_v", mesh_dim, state, grown, Shard(other))
+        recut = self._grow(shrunk, dim, mesh_dim)
+        if recut is not None and origin == 0 and not self._unchanged[dim]:
+            yield self._step("fetch_ranges", mesh_dim, state, recut, Shard(dim))
+
+    def _grow(
+        self, cuts: tuple[tuple[int, int], ...], dim: int, mesh_dim: int
+    ) -> tuple[tuple[int, int], ...] | None:
+        """`cuts` with `mesh_dim` as the next one to divide `dim`, in the target's cut, or None if it is not."""
+        origin, depth = cuts[dim]
+        after = self.cut(dim, 1, depth + 1)
+        if after is None or len(after.mesh_dims) != depth + 1 or after.mesh_dims[-1] != mesh_dim:
+            return None
+        if depth:
+            now, wanted = self.cut(dim, origin, depth), self.cut(dim, 1, depth)
+            assert now is not None
+            if not now.same_blocks(wanted):
+                return None
+        return _replaced(cuts, dim, (1, depth + 1))
+
+    def _step(
+        self,
+        kind: StepKind,
+        mesh_dim: int,
+        state: _State,
+        cuts: tuple[tuple[int, int], ...],
+        placement: Placement,
+    ) -> tuple[Step, _State]:
+        after: _State = (cuts, _replaced(state[1], mesh_dim, placement))
+        src, dst = self.layout(state), self.layout(after)
+        return Step(kind, mesh_dim, src, dst, moved_bytes(kind, mesh_dim, src, dst)), after
+
+
+def _replaced(values: tuple[_T, ...], index: int, value: _T) -> tuple[_T, ...]:
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def moved_bytes(kind: StepKind, mesh_dim: int, src: Layout, dst: Layout) -> int:
+    """Bytes that ranks send to one another in one step, all ranks of the mesh together.
+
+    Each is the least that any algorithm can move: a gather brings every rank what it lacks; a reduction of n bytes
+    over w ranks moves 2 n (w - 1) (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009), half of
+    it if the result stays scattered; an exchange moves the rows that change hands.
+    """
+    if kind == "take_block":
+        return 0
+    world = src.mesh.shape[mesh_dim]
+    whole = math.prod(size_hint(s) for s in src.shape) * src.dtype.itemsize
+    copies = math.prod(
+        src.mesh.shape[m] for m, p in enumerate(src.placements) if m != mesh_dim and not isinstance(p, Shard)
+    )
+    if kind in ("all_gather_v", "reduce_scatter_v"):
+        return copies * whole * (world - 1)
+    if kind == "all_reduce":
+        return 2 * copies * whole * (world - 1)
+    return round(copies * whole * (1 - _kept_share(kind, mesh_dim, src, dst)))
+
+
+def _kept_share(kind: StepKind, mesh_dim: int, src: Layout, dst: Layout) -> float:
+    """The share of the tensor that is on its rank already before an exchange."""
+    world = src.mesh.shape[mesh_dim]
+    a, b = _cut_by(src, mesh_dim), _cut_by(dst, mesh_dim)
+    if a.blocks is None or b.blocks is None or not size_hint(a.extent) or not size_hint(b.extent):
+        return 1 / world
+    if kind == "all_to_all_v":
+        return sum(
+            x * y for x, y in zip(_by_rank(a), _by_rank(b), strict=True)
+        ) / (size_hint(a.extent) * size_hint(b.extent)) * _groups(a) * _groups(b) / max(_groups(a), _groups(b))
+    kept = 0
+    ends_a, ends_b = list(itertools.accumulate(a.blocks)), list(itertools.accumulate(b.blocks))
+    for size_a, end_a, size_b, end_b in zip(a.blocks, ends_a, b.blocks, ends_b, strict=True):
+        kept += max(0, min(end_a, end_b) - max(end_a - size_a, end_b - size_b))
+    return kept / size_hint(a.extent)
+
+
+def _groups(cut: Cut) -> int:
+    return math.prod(cut.parts[:-1])
+
+
+def _by_rank(cut: Cut) -> list[float]:
+    """Average block size of each rank of the innermost mesh dim."""
+    assert cut.blocks is not None
+    world = cut.parts[-1]
+    groups = _groups(cut)
+    return [sum(cut.blocks[r::world]) / groups for r in range(world)]
+
+
+def _cut_by(layout: Layout, mesh_dim: int) -> Cut:
+    for cut in layout.cuts:
+        if cut is not None and cut.mesh_dims[-1] == mesh_dim:
+            return cut
+    raise AssertionError(f"mesh dim {mesh_dim} is not the innermost of any cut of {layout.describe()}")
+
+
+def target_layout(
+    src: Layout,
+    placements: tuple[Placement, ...],
+    cuts: dict[int, Cut] | None = None,
+) -> Layout:
+    """The layout that `src` gets by redistribution to `placements`.
+
+    Without a stated cut, a tensor dim that was sharded by the same mesh dims keeps its cut, and any other gets the
+    chunk cut.
+
+    Args:
+        src: layout now.
+        placements: normalised, one for each mesh dim.
+        cuts: for tensor dims whose cut is stated.
+    """
+    new_cuts: list[Cut | None] = []
+    for dim, extent in enumerate(src.shape):
+        mesh_dims = tuple(m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim)
+        new_cuts.append(_target_cut(src, dim, extent, mesh_dims, (cuts or {}).get(dim)))
+    return Layout.of(src.mesh, placements, src.shape, src.dtype, new_cuts)
+
+
+def _target_cut(
+    src: Layout, dim: int, extent: IntLike, mesh_dims: tuple[int, ...], stated: Cut | None
+) -> Cut | None:
+    if not mesh_dims:
+        return None
+    if stated is not None:
+        return stated
+    now = src.cuts[dim]
+    if now is not None and set(now.mesh_dims) == set(mesh_dims):
+        return now
+    return Cut.chunk(mesh_dims, [src.mesh.shape[m] for m in mesh_dims], extent)

@@ -1,0 +1,114 @@
+"""Carrying out a plan on this rank's block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Partial, Shard
+
+from shardcompile import compat
+from shardcompile.collectives import wait
+from shardcompile.layout import Cut, Layout
+from shardcompile.plan import Plan, Step
+
+_ops = torch.ops.shardcompile
+
+
+def run_plan(plan: Plan, local: Tensor, *, async_op: bool = False) -> Tensor:
+    """Bring this rank's block from the plan's source layout to its target layout.
+
+    Args:
+        plan: from `find_plan`.
+        local: this rank's block in the layout `plan.src`.
+        async_op: leave the last collective for the caller to wait for.
+    """
+    for step in plan.steps:
+        local = _RUNNERS[step.kind](step, local)
+        if step.kind != "take_block" and not (async_op and step is plan.steps[-1]):
+            local = wait(local)
+    return local
+
+
+def _coordinate(layout: Layout) -> Sequence[int]:
+    coordinate = layout.mesh.get_coordinate()
+    if coordinate is None:
+        raise AssertionError("ranks outside of the mesh hold no tensors of it")
+    return coordinate
+
+
+def _shard_dim(layout: Layout, mesh_dim: int) -> tuple[int, Cut]:
+    placement = layout.placements[mesh_dim]
+    assert isinstance(placement, Shard)
+    return placement.dim, layout.cut_of(placement.dim)
+
+
+def _extent_after_gather(layout: Layout, dim: int) -> int | torch.SymInt:
+    cut = layout.cuts[dim]
+    return layout.shape[dim] if cut is None else cut.local_size(_coordinate(layout))
+
+
+def _cut_arguments(cut: Cut, layout: Layout) -> tuple[list[int], int | torch.SymInt, list[int]]:
+    ref = cut.group_ref(_coordinate(layout))
+    return ref.sizes, ref.key, ref.nest
+
+
+def _group(step: Step) -> str:
+    return compat.group_name_of(step.src.mesh, step.mesh_dim)
+
+
+def _all_gather(step: Step, x: Tensor) -> Tensor:
+    dim, cut = _shard_dim(step.src, step.mesh_dim)
+    total = _extent_after_gather(step.dst, dim)
+    return _ops.all_gather_v(x, dim, total, *_cut_arguments(cut, step.src), _group(step))
+
+
+def _all_reduce(step: Step, x: Tensor) -> Tensor:
+    placement = step.src.placements[step.mesh_dim]
+    assert isinstance(placement, Partial)
+    return torch.ops._c10d_functional.all_reduce(x, placement.reduce_op, _group(step))
+
+
+def _reduce_scatter(step: Step, x: Tensor) -> Tensor:
+    placement = step.src.placements[step.mesh_dim]
+    assert isinstance(placement, Partial)
+    dim, cut = _shard_dim(step.dst, step.mesh_dim)
+    block = cut.local_size(_coordinate(step.dst))
+    arguments = _cut_arguments(cut, step.dst)
+    return _ops.reduce_scatter_v(x, dim, block, placement.reduce_op, *arguments, _group(step))
+
+
+def _all_to_all(step: Step, x: Tensor) -> Tensor:
+    src_dim, src_cut = _shard_dim(step.src, step.mesh_dim)
+    dst_dim, dst_cut = _shard_dim(step.dst, step.mesh_dim)
+    total = _extent_after_gather(step.dst, src_dim)
+    block = dst_cut.local_size(_coordinate(step.dst))
+    cuts = (*_cut_arguments(src_cut, step.src), *_cut_arguments(dst_cut, step.dst))
+    return _ops.all_to_all_v(x, src_dim, dst_dim, total, block, *cuts, _group(step))
+
+
+def _fetch_ranges(step: Step, x: Tensor) -> Tensor:
+    dim, src_cut = _shard_dim(step.src, step.mesh_dim)
+    _, dst_cut = _shard_dim(step.dst, step.mesh_dim)
+    outer = dst_cut.coarsen()
+    total = step.dst.shape[dim] if outer is None else outer.local_size(_coordinate(step.dst))
+    block = dst_cut.local_size(_coordinate(step.dst))
+    cuts = (*_cut_arguments(src_cut, step.src), *_cut_arguments(dst_cut, step.dst))
+    return _ops.fetch_ranges(x, dim, total, block, *cuts, 0, 0, _group(step))
+
+
+def _take_block(step: Step, x: Tensor) -> Tensor:
+    dim, cut = _shard_dim(step.dst, step.mesh_dim)
+    block = cut.local_size(_coordinate(step.dst))
+    return _ops.take_block(x, dim, block, *_cut_arguments(cut, step.dst), _group(step))
+
+
+_RUNNERS = {
+    "all_gather_v": _all_gather,
+    "all_reduce": _all_reduce,
+    "reduce_scatter_v": _reduce_scatter,
+    "all_to_all_v": _all_to_all,
+    "fetch_ranges": _fetch_ranges,
+    "take_block": _take_block,
+}

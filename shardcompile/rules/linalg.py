@@ -1,0 +1,45 @@
+"""Products of matrices and vectors."""
+
+from __future__ import annotations
+
+import torch
+
+from shardcompile.rules.notation import multilinear
+from shardcompile.rules.pointwise import is_one
+from shardcompile.rules.registry import register
+from shardcompile.rules.strategy import OpCall, Strategy, TensorArg, along
+
+aten = torch.ops.aten
+
+
+def _broadcast_dim(bias: TensorArg, dim: int, ndim: int) -> int | None:
+    """The dim of a broadcast term that runs along output dim `dim`, if it has one."""
+    own = dim - (ndim - bias.ndim)
+    return None if own < 0 or is_one(bias.shape[own]) else own
+
+
+def _addmm(call: OpCall) -> list[Strategy]:
+    """``bias + a @ b``: the bias must be added once, so the contracted axis stays whole."""
+    bias = call.tensors[0]
+    return [
+        along([_broadcast_dim(bias, 0, 2), 0, None], [0]),
+        along([_broadcast_dim(bias, 1, 2), None, 1], [1]),
+    ]
+
+
+def _baddbmm(call: OpCall) -> list[Strategy]:
+    bias = call.tensors[0]
+    return [
+        along([_broadcast_dim(bias, 0, 3), 0, 0], [0]),
+        along([_broadcast_dim(bias, 1, 3), 1, None], [1]),
+        along([_broadcast_dim(bias, 2, 3), None, 2], [2]),
+    ]
+
+
+register(aten.mm.default, multilinear("m k, k n -> m n"))
+register(aten.bmm.default, multilinear("b m k, b k n -> b m n"))
+register(aten.mv.default, multilinear("m k, k -> m"))
+register(aten.dot.default, multilinear("k, k -> "))
+register(aten.vdot.default, multilinear("k, k -> "))
+register(aten.addmm.default, _addmm)
+register(aten.baddbmm.default, _baddbmm)

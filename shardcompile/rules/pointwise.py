@@ -1,0 +1,108 @@
+"""Pointwise ops: every op that torch tags as such, and the ones that keep a shape without being tagged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from shardcompile.layout import IntLike
+from shardcompile.rules.registry import register
+from shardcompile.rules.strategy import OpCall, Strategy, along, partial
+
+aten = torch.ops.aten
+_REDUCE_OPS = ("sum", "avg", "product", "max", "min")
+
+
+def is_one(extent: IntLike) -> bool:
+    """Whether an extent is 1 for sure; a symbolic extent never broadcasts."""
+    return isinstance(extent, int) and extent == 1
+
+
+def broadcast_axes(call: OpCall) -> list[list[int | None]]:
+    """For each output dim, the dim of each tensor that runs along it, or None where the tensor is broadcast."""
+    ndim = max((t.ndim for t in call.tensors), default=0)
+    axes = []
+    for dim in range(ndim):
+        dims = [dim - (ndim - t.ndim) for t in call.tensors]
+        extents = [t.shape[d] if d >= 0 else 1 for t, d in zip(call.tensors, dims, strict=True)]
+        spread = all(is_one(e) for e in extents)
+        axes.append([d if d >= 0 and (spread or not is_one(e)) else None for d, e in zip(dims, extents, strict=True)])
+    return axes
+
+
+def pointwise(call: OpCall) -> Iterable[Strategy]:
+    """Every output dim may be cut; the inputs that run along it are cut alike."""
+    outputs = len(call.op._schema.returns)
+    for dim, dims in enumerate(broadcast_axes(call)):
+        yield along(dims, [dim] * outputs)
+
+
+def _with_partials(*patterns: str) -> Any:
+    """`pointwise`, and patterns of partial inputs that the op commutes with.
+
+    A pattern has one letter for each tensor: p for partial, r for whole. It holds for sums and averages.
+    """
+
+    def rule(call: OpCall) -> Iterable[Strategy]:
+        yield from pointwise(call)
+        for pattern in patterns:
+            if len(pattern) == len(call.tensors):
+                for op in ("sum", "avg"):
+                    yield partial([op if c == "p" else None for c in pattern], [op])
+
+    return rule
+
+
+def _value_free(call: OpCall) -> Iterable[Strategy]:
+    """Ops whose result does not depend on the values: a partial input need not be reduced."""
+    yield from pointwise(call)
+    for op in _REDUCE_OPS:
+        yield partial([op], [None])
+
+
+def _any_partial(call: OpCall) -> Iterable[Strategy]:
+    """Ops that only copy: every pending reduction passes."""
+    yield from pointwise(call)
+    for op in _REDUCE_OPS:
+        yield partial([op] * len(call.tensors), [op])
+
+
+def _to_copy(call: OpCall) -> Iterable[Strategy]:
+    """A cast passes on a sum if no rounding to integers comes in between."""
+    yield from pointwise(call)
+    dtype = call.kwargs.get("dtype") or call.tensors[0].dtype
+    if dtype.is_floating_point and call.tensors[0].dtype.is_floating_point:
+        for op in ("sum", "avg"):
+            yield partial([op], [op])
+
+
+def is_pointwise(op: OpOverload) -> bool:
+    """Whether torch tags the op as pointwise."""
+    return torch.Tag.pointwise in op.tags
+
+
+register([aten.neg.default, aten.mul.Scalar, aten.div.Scalar, aten.positive], _with_partials("p"))
+register([aten.mul.Tensor], _with_partials("p", "pr", "rp"))
+register([aten.div.Tensor], _with_partials("p", "pr"))
+register([aten.add.Tensor, aten.sub.Tensor], _with_partials("pp"))
+register([aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh.default], _any_partial)
+register([aten._to_copy.default], _to_copy)
+register(
+    [
+        *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default),
+    ],
+    _value_free,
+)
+register(
+    [
+        *(aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default),
+        *(aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor),
+        *(aten.where.self, aten.gelu_backward.default, aten.threshold_backward.default),
+        *(aten.silu_backward.default, aten.sigmoid_backward.default, aten.tanh_backward.default),
+        *(aten._conj.default, aten.resolve_conj.default, aten.resolve_neg.default),
+    ],
+    pointwise,
+)

@@ -1,0 +1,85 @@
+"""The table of rules: one entry per op."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch._ops import OpOverload, OpOverloadPacket
+
+from shardcompile.errors import RuleError
+from shardcompile.layout import Layout
+from shardcompile.rules.notation import parse_notation
+from shardcompile.rules.strategy import OpCall, Strategy
+
+Strategies = Callable[[OpCall], Iterable[Strategy]]
+LocalArgs = Callable[[OpCall, tuple[Any, ...], Sequence[Layout], Callable[[Layout], tuple[Any, ...]]], tuple[Any, ...]]
+"""From the call, the local arguments, the output layouts and a function that gives this rank's shape of a layout, to
+the positional arguments of the local call."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How an op runs on blocks.
+
+    Attributes:
+        strategies: the legal ways along one mesh dim, besides replicating everything.
+        local_args: how arguments that speak of global sizes are turned into local ones.
+        origin: where it was registered.
+    """
+
+    strategies: Strategies
+    local_args: LocalArgs | None = None
+    origin: str = ""
+
+
+_RULES: dict[OpOverload, Rule] = {}
+
+
+def overloads(op: OpOverload | OpOverloadPacket) -> list[OpOverload]:
+    """An overload itself, or all overloads of a packet."""
+    if isinstance(op, OpOverload):
+        return [op]
+    return [getattr(op, name) for name in op.overloads()]
+
+
+def register(
+    op: OpOverload | OpOverloadPacket | Sequence[OpOverload | OpOverloadPacket],
+    rule: str | Strategies,
+    local_args: LocalArgs | None = None,
+) -> None:
+    """Register the rule of one or several ops.
+
+    Args:
+        op: an overload, a packet (all of its overloads), or several.
+        rule: a notation such as ``"m k, k n -> m n"``, or a function from an `OpCall` to strategies.
+        local_args: how arguments that speak of global sizes are turned into local ones.
+
+    Raises:
+        RuleError: the notation is malformed or does not fit the op, or the op has a rule already.
+    """
+    frame = inspect.stack()[1]
+    origin = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
+    for item in op if isinstance(op, (list, tuple)) else [op]:
+        for overload in overloads(item):
+            if overload in _RULES:
+                raise RuleError(f"{overload} already has a rule, from {_RULES[overload].origin} (again: {origin})")
+            strategies = parse_notation(rule, overload) if isinstance(rule, str) else rule
+            _RULES[overload] = Rule(strategies, local_args, origin)
+
+
+def find_rule(op: OpOverload) -> Rule | None:
+    """The rule of an op, or None."""
+    return _RULES.get(op)
+
+
+def replace_rule(op: OpOverload, rule: Rule) -> None:
+    """Put a user's rule in place of ours."""
+    _RULES[op] = rule
+
+
+def registered_ops() -> list[OpOverload]:
+    """All ops that have a rule."""
+    return list(_RULES)

@@ -1,0 +1,3 @@
+"""The sharded tensor."""
+
+from shardcompile.tensor.core import ShardTensor as ShardTensor

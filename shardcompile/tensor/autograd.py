@@ -1,0 +1,100 @@
+"""Differentiable crossings: between layouts, and between plain and sharded tensors.
+
+The gradient of Replicate is Replicate or a pending sum that is carried out before it leaves, of Partial Replicate, of
+Shard the same Shard. A gradient arrives in whatever layout the backward pass left it in and is redistributed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcompile.dispatch.engine import replicated_spec
+from shardcompile.layout import Layout, Spec, contiguous_stride
+from shardcompile.plan import find_plan
+from shardcompile.redistribute import run_plan
+
+
+def brought_to(x: Any, layout: Layout, async_op: bool = False) -> Any:
+    """`x` in another layout, without autograd."""
+    plan = find_plan(x._spec.layout, layout)
+    local = run_plan(plan, x._local_tensor, async_op=async_op) if plan.steps else x._local_tensor.clone()
+    return type(x)._wrap(local, Spec.of(layout, x._spec.stride))
+
+
+class Redistribute(torch.autograd.Function):
+    """From one layout to another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, layout: Layout, async_op: bool, backward_dtype: torch.dtype | None) -> Any:
+        """Redistribute, and remember where the gradient has to go."""
+        ctx.source = x._spec.layout
+        ctx.backward_dtype = backward_dtype
+        return brought_to(x, layout, async_op)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        """Bring the gradient to the source's layout."""
+        dtype = grad.dtype
+        if ctx.backward_dtype is not None:
+            grad = grad.to(ctx.backward_dtype)
+        grad = redistributed(grad, ctx.source.reduced().with_dtype(grad.dtype))
+        return grad.to(dtype), None, None, None
+
+
+def redistributed(x: Any, layout: Layout, async_op: bool = False, backward_dtype: torch.dtype | None = None) -> Any:
+    """`x` in another layout, differentiably; `x` itself if it has that layout."""
+    if x._spec.layout == layout:
+        return x
+    return Redistribute.apply(x, layout, async_op, backward_dtype)
+
+
+class FromLocal(torch.autograd.Function):
+    """From this rank's block to the sharded tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, cls: Any, spec: Spec) -> Any:
+        """Wrap a block."""
+        ctx.layout = spec.layout
+        return cls._wrap(local.view_as(local), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        """Hand out this rank's block of the gradient."""
+        grad = redistributed(grad, ctx.layout.reduced().with_dtype(grad.dtype))
+        return ToLocal.apply(grad, None), None, None
+
+
+class ToLocal(torch.autograd.Function):
+    """From the sharded tensor to this rank's block."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, grad_layout: Layout | None) -> Tensor:
+        """Unwrap the block."""
+        ctx.cls = type(x)
+        ctx.layout = grad_layout if grad_layout is not None else x._spec.layout
+        return x._local_tensor.view_as(x._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Take the block of the gradient as such."""
+        layout = ctx.layout.with_dtype(grad.dtype)
+        spec = Spec.of(layout, contiguous_stride(layout.shape))
+        return FromLocal.apply(grad, ctx.cls, spec), None
+
+
+class Promote(torch.autograd.Function):
+    """From a plain tensor, the same on every rank, to a replicated one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cls: Any, mesh: Any) -> Any:
+        """Wrap the whole value."""
+        return cls._wrap(x.view_as(x), replicated_spec(mesh, x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        """Complete the gradient before it leaves."""
+        grad = redistributed(grad, grad._spec.layout.replicated())
+        return ToLocal.apply(grad, None), None, None

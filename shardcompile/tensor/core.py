@@ -1,0 +1,450 @@
+"""`ShardTensor`: a tensor over a device mesh whose blocks may have any size on any rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Partial, Placement
+
+from shardcompile import compat
+from shardcompile.dispatch import Handlers, clear_cache, dispatch
+from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpError
+from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, normalize_placements
+from shardcompile.plan import target_layout
+from shardcompile.tensor import construct
+from shardcompile.tensor.autograd import FromLocal, Promote, Redistribute, ToLocal, redistributed
+from shardcompile.tensor.metadata import Metadata, keys_tensor, marked_dims, metadata_of, spec_from_parts, stable_hash
+
+ShardingShapes = construct.ShardingShapes
+
+
+class ShardTensor(torch.Tensor):
+    """A tensor whose blocks, of any size, lie on the ranks of a mesh.
+
+    It has the global shape and behaves as the plain tensor would; `to_local` gives this rank's block. Made by
+    `from_local`, `scatter_tensor`, `distribute_tensor` and the factories.
+    """
+
+    _local_tensor: Tensor
+    _spec: Spec
+    _keys: Tensor | None
+    _flat: tuple[list[str], Metadata] | None
+    _is_copy: bool
+    _align_grad: bool
+
+    __slots__ = ("_align_grad", "_flat", "_is_copy", "_keys", "_local_tensor", "_spec")
+
+    @staticmethod
+    def __new__(cls, local: Tensor, spec: Spec, requires_grad: bool = False) -> ShardTensor:
+        """Wrap a block; for users there is `from_local`."""
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            spec.layout.shape,
+            strides=spec.stride,
+            dtype=local.dtype,
+            device=local.device,
+            layout=local.layout,
+            requires_grad=requires_grad,
+        )
+        self._local_tensor = local
+        self._spec = spec
+        self._keys = None
+        self._flat = None
+        return self
+
+    @classmethod
+    def _wrap(cls, local: Tensor, spec: Spec) -> ShardTensor:
+        return cls.__new__(cls, local, spec)
+
+    @staticmethod
+    def _wrap_like(x: ShardTensor, local: Tensor) -> ShardTensor:
+        layout = x._spec.layout.with_dtype(local.dtype)
+        return type(x)._wrap(local, Spec.of(layout, x._spec.stride))
+
+    # What the compiler asks for
+
+    def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
+        flat = self._flat
+        if flat is None:
+            metadata = metadata_of(self._spec.layout)
+            names = ["_local_tensor", "_cut_keys"] if metadata.dynamic_dims else ["_local_tensor"]
+            flat = self._flat = (names, metadata)
+        if flat[1].cuts:
+            self._prepare_trace()
+        return flat
+
+    def _prepare_trace(self) -> None:
+        """Have a trace that is starting treat sharded extents, blocks and keys as dynamic."""
+        if not compat.is_compiling() or getattr(self, "_is_param", False):
+            return
+        compat.trace_size_obliviously()
+        compat.mark_weakly_dynamic(self._local_tensor, marked_dims(self._spec.layout))
+        if len(self.__tensor_flatten_names()) > 1:
+            keys = self._cut_keys
+            compat.mark_weakly_dynamic(keys, set(range(1, keys.ndim)))
+
+    def __tensor_flatten_names(self) -> list[str]:
+        assert self._flat is not None
+        return self._flat[0]
+
+    @property
+    def _cut_keys(self) -> Tensor:
+        if self._keys is None:
+            layout = self._spec.layout
+            self._keys = keys_tensor(layout, metadata_of(layout), self._local_tensor)
+        return self._keys
+
+    @property
+    def _dynamo_weak_dynamic_indices(self) -> set[int]:
+        # Read by Dynamo on the outer tensor. A property, so that eager ops do not pay for setting it.
+        dims = set() if getattr(self, "_is_param", False) else marked_dims(self._spec.layout)
+        if not dims:
+            raise AttributeError("_dynamo_weak_dynamic_indices")
+        return dims
+
+    @_dynamo_weak_dynamic_indices.setter
+    def _dynamo_weak_dynamic_indices(self, dims: set[int]) -> None:
+        """Dynamo copies the attribute between tensors; ours follows from the layout."""
+
+    @property
+    def _has_dynamo_dim_marking(self) -> bool:
+        return hasattr(self, "_dynamo_weak_dynamic_indices")
+
+    @_has_dynamo_dim_marking.setter
+    def _has_dynamo_dim_marking(self, value: bool) -> None:
+        """See `_dynamo_weak_dynamic_indices`."""
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, Tensor], metadata: Metadata, shape: Sequence[IntLike], stride: Sequence[IntLike]
+    ) -> ShardTensor:
+        local = inner["_local_tensor"]
+        keys = inner.get("_cut_keys")
+        values = () if keys is None else keys.shape[1:]
+        self = ShardTensor(local, spec_from_parts(metadata, local, values, shape, stride))
+        self._keys = keys
+        if keys is not None and not compat.is_compiling():
+            self._align_grad = True
+        return self
+
+    @classmethod
+    def __metadata_guard__(cls, saved: Metadata, now: Metadata) -> bool:
+        return saved is now
+
+    def _stable_hash_for_caching(self) -> str:
+        names, metadata = self.__tensor_flatten__()
+        return stable_hash(metadata, [self, *(getattr(self, n) for n in names)], self.requires_grad)
+
+    def __coerce_tangent_metadata__(self) -> ShardTensor:
+        layout = self._spec.layout
+        return redistributed(self, layout.reduced()) if layout.is_partial else self
+
+    def __coerce_same_metadata_as_tangent__(
+        self, metadata: Metadata, expected_type: type | None = None
+    ) -> ShardTensor | None:
+        if expected_type is not None and expected_type is not type(self):
+            return None
+        layout = target_layout(self._spec.layout, metadata.placements)
+        if metadata_of(layout.with_dtype(metadata.dtype)) is not metadata:
+            raise RedistributeError(
+                f"a gradient in the layout {self._spec.layout.describe()} reached a compiled function whose output "
+                f"has placements {metadata.placements} and other blocks; redistribute the gradient to the output's "
+                "layout"
+            )
+        return redistributed(self, layout)
+
+    # Ops
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return dispatch(cls, op, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if Handlers.functions or Handlers.names:
+            handler = Handlers.functions.get(func) or Handlers.names.get(getattr(func, "__qualname__", ""))
+            if handler is not None:
+                return handler(func, types, args, kwargs)
+        mesh, plain = _survey(cls, args)
+        if kwargs:
+            also_mesh, also_plain = _survey(cls, kwargs.values())
+            mesh, plain = mesh or also_mesh, plain or also_plain
+        if plain and mesh is not None and torch.is_grad_enabled() and func not in _TAKES_LEAVES:
+            args = tuple(_promoted(cls, mesh, a) for a in args)
+            kwargs = {k: _promoted(cls, mesh, a) for k, a in kwargs.items()}
+        with torch._C.DisableTorchFunctionSubclass():
+            special = _FUNCTIONS.get(func)
+            return func(*args, **kwargs) if special is None else special(func, *args, **kwargs)
+
+    # Construction and conversion
+
+    @classmethod
+    def from_local(
+        cls,
+        local_tensor: Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        sharding_shapes: ShardingShapes = "infer",
+        *,
+        global_shape: Sequence[int] | None = None,
+        run_check: bool = False,
+    ) -> ShardTensor:
+        """The sharded tensor of which every rank holds a block. Differentiable.
+
+        Args:
+            local_tensor: this rank's block; any number of rows along sharded dims, also none.
+            device_mesh: the mesh; the current one (``with mesh:``) by default.
+            placements: one for each mesh dim; Replicate by default.
+            sharding_shapes: ``"infer"``: ranks exchange their shapes in one small collective and check them.
+                ``"chunk"``: the blocks are those of torch.chunk for `global_shape`. Or a mapping from mesh dim to the
+                sizes (or whole shapes) of all blocks along it. The last two do not communicate.
+            global_shape: needed for ``"chunk"``, checked otherwise.
+            run_check: compare layout and replicated values across ranks, whatever `sharding_shapes` is.
+
+        Raises:
+            LayoutError: the blocks, placements, sizes or ranks do not fit together.
+        """
+        mesh = device_mesh or compat.current_mesh()
+        layout = construct.layout_of_block(local_tensor, mesh, placements, sharding_shapes, global_shape, run_check)
+        return FromLocal.apply(local_tensor, cls, Spec.of(layout, contiguous_stride(layout.shape)))
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        sharding_shapes: Mapping[int, Sequence[Any]] | None = None,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> ShardTensor:
+        """The same tensor in another layout. Differentiable, also twice.
+
+        Args:
+            device_mesh: must be this tensor's mesh, if given.
+            placements: one for each mesh dim; the present ones by default.
+            sharding_shapes: from mesh dim to the sizes of all blocks along it. Without it a tensor dim that is sharded
+                and stays sharded keeps its cut, and a newly sharded one gets torch.chunk's.
+            async_op: do not wait for the last collective; the first op on the result does.
+            forward_dtype: cast to it before anything is moved; the result has it.
+            backward_dtype: cast the gradient to it before it is moved back.
+
+        Raises:
+            RedistributeError: there is no meaningful way, e.g. to Partial.
+            LayoutError: the placements or sizes do not fit the tensor or the mesh.
+        """
+        source = self if forward_dtype is None else self.to(forward_dtype)
+        now = source._spec.layout
+        if device_mesh is not None and device_mesh != now.mesh:
+            raise RedistributeError(
+                f"redistribution from mesh {now.mesh} to another mesh {device_mesh} is not supported; go through "
+                "full_tensor() and distribute_tensor()"
+            )
+        wanted = now.placements if placements is None else normalize_placements(placements, now.mesh, self.ndim)
+        for before, after in zip(now.placements, wanted, strict=True):
+            if isinstance(after, Partial) and before != after:
+                raise RedistributeError(f"Partial cannot be a target: {now.describe()} to {list(wanted)}")
+        cuts = construct.stated_cuts(now, wanted, sharding_shapes, fixed=now.is_traced)
+        return redistributed(source, target_layout(now, wanted, cuts), async_op, backward_dtype)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """This rank's block. Differentiable.
+
+        Args:
+            grad_placements: placements that the gradient of the block will have; this tensor's by default.
+
+        Raises:
+            RedistributeError: a reduction is pending, so that the block is a term and not a value.
+        """
+        layout = self._spec.layout
+        if layout.is_partial:
+            raise RedistributeError(
+                f"the block of {layout.describe()} is a term of a pending reduction, not a value; "
+                "redistribute to Replicate or Shard first, or take full_tensor()"
+            )
+        grad_layout = None
+        if grad_placements is not None:
+            grad_layout = target_layout(layout, normalize_placements(grad_placements, layout.mesh, self.ndim))
+        return ToLocal.apply(self, grad_layout)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The whole tensor, as a plain one, on every rank. Differentiable.
+
+        Args:
+            grad_placements: placements that the gradient will have; Replicate by default.
+        """
+        whole = redistributed(self, self._spec.layout.replicated())
+        return whole.to_local(grad_placements=grad_placements)
+
+    @classmethod
+    def from_dtensor(cls, x: Any) -> ShardTensor:
+        """A DTensor as a ShardTensor; no data moves. Differentiable."""
+        placements = normalize_placements(x.placements, x.device_mesh, x.ndim)
+        layout = Layout.chunked(x.device_mesh, placements, tuple(x.shape), x.dtype)
+        return FromLocal.apply(x.to_local(), cls, Spec.of(layout, tuple(x.stride())))
+
+    def to_dtensor(self) -> Any:
+        """This tensor as a DTensor; no data moves. Differentiable.
+
+        Raises:
+            LayoutError: a cut is not torch.chunk's, the only one that DTensor knows.
+        """
+        from torch.distributed.tensor import DTensor
+
+        layout = self._spec.layout
+        for dim, cut in enumerate(layout.cuts):
+            if cut is None:
+                continue
+            chunk = Layout.chunked(layout.mesh, layout.placements, layout.shape, layout.dtype).cuts[dim]
+            if not cut.same_blocks(chunk):
+                raise LayoutError(
+                    f"DTensor knows only torch.chunk's cut; dim {dim} of {layout.describe()} has another. First "
+                    f"redistribute(sharding_shapes={{{cut.mesh_dims[-1]}: {list(chunk.sizes if chunk else ())}}})"
+                )
+        local = ToLocal.apply(self, None)
+        return DTensor.from_local(
+            local, layout.mesh, layout.placements, run_check=False, shape=self.shape, stride=self.stride()
+        )
+
+    # Queries
+
+    @property
+    def sharding(self) -> Layout:
+        """Mesh, placements, global shape, dtype and all block sizes."""
+        return self._spec.layout
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh."""
+        return self._spec.layout.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One for each mesh dim."""
+        return self._spec.layout.placements
+
+    def offsets(self, mesh_dim: int | None = None) -> tuple[int, ...] | int:
+        """Where this rank's block starts, in elements.
+
+        Args:
+            mesh_dim: only along the tensor dim that this mesh dim shards; for all tensor dims by default.
+        """
+        layout = self._spec.layout
+        coordinate = layout.mesh.get_coordinate()
+        if mesh_dim is None:
+            return layout.offsets(coordinate)
+        placement = layout.placements[mesh_dim]
+        return layout.offset(coordinate, placement.dim) if placement.is_shard() else 0  # type: ignore[attr-defined]
+
+    def backward(
+        self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:
+        """As `torch.Tensor.backward`; a pending reduction is carried out first, so that its gradient is the whole's."""
+        source = redistributed(self, self._spec.layout.reduced())
+        if gradient is not None and type(gradient) is ShardTensor:
+            gradient = redistributed(gradient, source._spec.layout.with_dtype(gradient.dtype))
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.Tensor.backward(source, gradient, retain_graph, create_graph, inputs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"ShardTensor({self._spec.layout.describe()}, local={self._local_tensor}{grad})"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return rebuild, (self._local_tensor.detach(), self._spec, self.requires_grad)
+
+    # Extension points
+
+    @staticmethod
+    def register_dispatch_handler(op: Any, handler: Callable[..., Any]) -> None:
+        """Have ``handler(op, types, args, kwargs)`` run in place of our dispatch of `op`, below autograd."""
+        Handlers.ops[op] = handler
+        clear_cache()
+
+    @staticmethod
+    def register_function_handler(function: Callable[..., Any], handler: Callable[..., Any]) -> None:
+        """Have ``handler(func, types, args, kwargs)`` run in place of a Python function of torch, above autograd."""
+        Handlers.functions[function] = handler
+
+    @staticmethod
+    def register_named_function_handler(name: str, handler: Callable[..., Any]) -> None:
+        """As `register_function_handler`, for functions known by their qualified name only."""
+        Handlers.names[name] = handler
+
+
+def rebuild(local: Tensor, spec: Spec, requires_grad: bool) -> ShardTensor:
+    """Inverse of pickling."""
+    return ShardTensor(local, spec, requires_grad)
+
+
+def _survey(cls: type, values: Any) -> tuple[Any, bool]:
+    """The mesh of the first sharded tensor, and whether there is a plain one that wants a gradient."""
+    mesh, plain = None, False
+    for a in values:
+        if isinstance(a, Tensor):
+            if isinstance(a, cls):
+                mesh = mesh or a._spec.layout.mesh  # type: ignore[attr-defined]
+                if getattr(a, "_align_grad", False):
+                    _align_gradient(a)
+            elif a.requires_grad:
+                plain = True
+        elif isinstance(a, (list, tuple)) and a and not isinstance(a[0], (int, str)):
+            also_mesh, also_plain = _survey(cls, a)
+            mesh, plain = mesh or also_mesh, plain or also_plain
+    return mesh, plain
+
+
+def _align_gradient(x: Any) -> None:
+    """Have gradients of a compiled function's output arrive in the output's layout, as its backward was compiled."""
+    if not x.requires_grad or x.is_leaf:
+        return
+    x._align_grad = False
+    layout = x._spec.layout.reduced()
+    x.register_hook(lambda grad: redistributed(grad, layout.with_dtype(grad.dtype)))
+
+
+def _promoted(cls: Any, mesh: Any, a: Any) -> Any:
+    if isinstance(a, Tensor):
+        if isinstance(a, cls) or not a.requires_grad or _is_dtensor(a):
+            return a
+        return Promote.apply(a, cls, mesh)
+    if type(a) in (list, tuple):
+        return type(a)(_promoted(cls, mesh, b) for b in a)
+    return a
+
+
+def _is_dtensor(a: Tensor) -> bool:
+    return type(a).__name__ == "DTensor"
+
+
+def _product(func: Callable[..., Any], x: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+    """`linear` and `matmul`, which flatten all leading dims of `x` into one.
+
+    A cut dim can only be flattened as the leading one, so it is moved there first.
+    """
+    if isinstance(x, ShardTensor) and x.ndim > 2 and isinstance(weight, Tensor) and weight.ndim <= 2:
+        layout = x._spec.layout
+        cut = [d for d in range(x.ndim - 1) if layout.cuts[d] is not None]
+        if cut and any(not isinstance(e, int) or e != 1 for e in layout.shape[: cut[0]]):
+            return func(x.movedim(cut[0], 0), weight, *args, **kwargs).movedim(0, cut[0])
+    return func(x, weight, *args, **kwargs)
+
+
+_TAKES_LEAVES = {torch.autograd.grad, torch.autograd.backward}
+"""Functions to which a plain tensor is a place in the autograd graph, not a value."""
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.linear: _product,
+    torch.matmul: _product,
+    torch.Tensor.matmul: _product,
+    torch.Tensor.__matmul__: _product,
+}

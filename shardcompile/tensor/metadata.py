@@ -1,0 +1,142 @@
+"""What a sharded tensor tells the compiler about itself, besides its inner tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Placement, Shard
+
+from shardcompile import compat
+from shardcompile.layout import Cut, IntLike, Layout, Spec, sizes_of_key
+
+CutKind = tuple[int, str, tuple[int, ...], int, int, tuple[int, ...]]
+"""Tensor dim, kind, mesh dims, inner, scale, and the sizes of a fixed cut."""
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The part of a spec that a graph is specialised on: everything but extents and dynamic sizes.
+
+    Equal metadata is the same object, so that the guard on it is a comparison of identities.
+    """
+
+    mesh: Any
+    placements: tuple[Placement, ...]
+    dtype: torch.dtype
+    cuts: tuple[CutKind, ...]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Metadata:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return intern_metadata, (self.mesh, self.placements, self.dtype, self.cuts)
+
+    @property
+    def dynamic_dims(self) -> list[int]:
+        """Tensor dims whose key is in the shape of the inner tensor ``_cut_keys``."""
+        return [dim for dim, kind, *_ in self.cuts if kind == "dynamic"]
+
+    def stable_text(self) -> str:
+        """The same text for the same metadata in every process; tells ranks of a mesh apart."""
+        mesh = self.mesh
+        return repr(
+            (
+                mesh.device_type,
+                mesh.mesh.tolist(),
+                mesh.mesh_dim_names,
+                mesh.get_coordinate(),
+                [compat.group_name_of(mesh, m) for m in range(mesh.ndim)],
+                [str(p) for p in self.placements],
+                str(self.dtype),
+                self.cuts,
+            )
+        )
+
+
+_INTERNED: dict[Metadata, Metadata] = {}
+
+
+def intern_metadata(
+    mesh: Any, placements: tuple[Placement, ...], dtype: torch.dtype, cuts: tuple[CutKind, ...]
+) -> Metadata:
+    """The metadata with these parts."""
+    metadata = Metadata(mesh, placements, dtype, cuts)
+    return _INTERNED.setdefault(metadata, metadata)
+
+
+def metadata_of(layout: Layout) -> Metadata:
+    """The metadata of a layout."""
+    cuts = tuple(
+        (d, c.kind, c.mesh_dims, c.inner, c.scale, c.sizes if c.kind == "fixed" else ())
+        for d, c in enumerate(layout.cuts)
+        if c is not None
+    )
+    return intern_metadata(layout.mesh, layout.placements, layout.dtype, cuts)
+
+
+def keys_tensor(layout: Layout, metadata: Metadata, like: Tensor) -> Tensor:
+    """An empty tensor whose shape carries the keys of the dynamic cuts into a graph.
+
+    The zero comes first and strides are 0, so that no storage size overflows.
+    """
+    keys = [layout.cut_of(d).key for d in metadata.dynamic_dims]
+    return like.new_empty_strided([0, *keys], [0] * (1 + len(keys)), dtype=torch.uint8)
+
+
+_RUNTIME_SPECS: dict[Any, Spec] = {}
+_RUNTIME_SPECS_LIMIT = 1 << 14
+
+
+def spec_from_parts(
+    metadata: Metadata, local: Tensor, keys: Sequence[IntLike], shape: Sequence[IntLike], stride: Sequence[IntLike]
+) -> Spec:
+    """The spec that unflattening gives: with sizes looked up by key at run time, with symbols inside a trace."""
+    shape, stride = tuple(shape), tuple(stride)
+    plain = all(type(s) is int for s in (*keys, *shape, *stride))
+    if plain:
+        cache_key = (metadata, tuple(keys), shape, stride)
+        found = _RUNTIME_SPECS.get(cache_key)
+        if found is not None:
+            return found
+    by_dim = dict(zip(metadata.dynamic_dims, keys, strict=True))
+    cuts: list[Cut | None] = [None] * len(shape)
+    for kind in metadata.cuts:
+        cuts[kind[0]] = _cut(metadata, kind, by_dim.get(kind[0], 0), shape[kind[0]], local)
+    spec = Spec.of(Layout.of(metadata.mesh, metadata.placements, shape, metadata.dtype, cuts), stride)
+    if plain:
+        if len(_RUNTIME_SPECS) >= _RUNTIME_SPECS_LIMIT:
+            _RUNTIME_SPECS.clear()
+        _RUNTIME_SPECS[cache_key] = spec
+    return spec
+
+
+def _cut(metadata: Metadata, parts_of: CutKind, key: IntLike, extent: IntLike, local: Tensor) -> Cut:
+    dim, kind, mesh_dims, inner, scale, sizes = parts_of
+    parts = [metadata.mesh.shape[m] for m in mesh_dims]
+    if kind == "fixed":
+        return Cut.of_sizes(mesh_dims, parts, sizes, "fixed")
+    if kind == "chunk":
+        cut = Cut.chunk(mesh_dims, parts, extent)
+        return cut if cut.blocks is not None else replace(cut, block=local.shape[dim])
+    if type(key) is not int or type(extent) is not int:
+        return replace(Cut.traced(mesh_dims, parts, extent, key, local.shape[dim]), inner=inner, scale=scale)
+    base = sizes_of_key(key)
+    blocks = tuple(sum(base[i : i + inner]) * scale for i in range(0, len(base), inner))
+    return Cut("dynamic", mesh_dims, tuple(parts), extent, blocks, key, inner=inner, scale=scale)
+
+
+def stable_hash(metadata: Metadata, tensors: Sequence[Tensor], requires_grad: bool) -> str:
+    """A hash for the compiler's caches: shapes, strides and metadata, the same in every process."""
+    shapes = [(str(tuple(t.shape)), str(t.stride()), str(t.device)) for t in tensors]
+    text = repr((metadata.stable_text(), shapes, requires_grad))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def marked_dims(layout: Layout) -> set[int]:
+    """Sharded tensor dims: their extents may differ from call to call."""
+    return {p.dim for p in layout.placements if isinstance(p, Shard)}

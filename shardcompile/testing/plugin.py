@@ -1,0 +1,224 @@
+"""The pytest plugin: `@pytest.mark.ranks(n)` runs a test function on every rank of a standing pool.
+
+    @pytest.mark.ranks(4)                                     # on four ranks
+    @pytest.mark.ranks(2, 3)                                  # on two, then on three
+    @pytest.mark.ranks(4, backend="gloo", timeout=120)        # the defaults, in seconds
+
+The function runs in other processes, which start on first use (seconds) and stay (milliseconds per test).
+There, the default process group has exactly `n` ranks. Fixtures, `setup_method` and its kin run once, in
+pytest's process: the values that fixtures return, like those of `parametrize`, are pickled to the ranks, so
+every rank gets the same `tmp_path`. `monkeypatch` patches the rank that uses it.
+
+Before a test, a rank seeds its random numbers with 0. After it, the rank resets Dynamo and destroys the
+process groups that the test created, and with them its multi-dimensional meshes: do not cache those.
+
+An exception on any rank fails the test with that rank's traceback. So do a rank that dies, one that still
+runs at the timeout, and a collective that only some ranks joined. A skip or an xfail counts if all agree.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import shlex
+import sys
+import unittest
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from shardcompile.testing.messages import Kind, Outcome, RunTest
+from shardcompile.testing.pool import PoolStartError, RankPool, RankPools, RunResult
+from shardcompile.testing.report import describe
+
+_MARK = "ranks(*world_sizes, backend='gloo', timeout=120): run the test on every rank of a pool of processes."
+_WORLD_SIZE = "_ranks_world_size"
+_POOLS = pytest.StashKey[RankPools]()
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The arguments of the mark."""
+
+    world_sizes: tuple[int, ...]
+    backend: str = "gloo"
+    timeout: float = 120.0
+
+    def __post_init__(self) -> None:
+        if not self.world_sizes or not all(isinstance(n, int) and n > 0 for n in self.world_sizes):
+            raise ValueError("needs one or more world sizes, such as ranks(2, 3)")
+        if self.timeout <= 0:
+            raise ValueError(f"needs a timeout in seconds, got {self.timeout}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", _MARK)
+    args = _pytest_args(config)
+    config.stash[_POOLS] = RankPools(lambda world_size, backend: RankPool(world_size, backend, args))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _POOLS in config.stash:
+        config.stash[_POOLS].close()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    # Arguments that are wrong fail at the test's setup: here they would take the whole file with them.
+    mark = metafunc.definition.get_closest_marker("ranks")
+    if mark is not None and len(mark.args) > 1:
+        metafunc.fixturenames.append(_WORLD_SIZE)
+        metafunc.parametrize(_WORLD_SIZE, mark.args, ids=[f"ranks={n}" for n in mark.args])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # Without this, such a test would pass in pytest's own process, on no rank at all.
+    if _read_mark(item) is not None and not _is_plain_function(item):
+        pytest.fail(
+            "ranks: only plain functions and methods run on ranks, not unittest, async or doctest", pytrace=False
+        )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    ranks = _read_mark(pyfuncitem)
+    if ranks is None:
+        return None
+    world_size = _world_size(pyfuncitem, ranks)
+    _skip_without_gpus(world_size, ranks.backend)
+    test = _message(pyfuncitem)
+    try:
+        pool = pyfuncitem.config.stash[_POOLS].get(world_size, ranks.backend)
+    except PoolStartError as error:
+        pytest.fail(str(error), pytrace=False)
+    run = pool.run(test, ranks.timeout)
+    _hand_over_outputs(pyfuncitem, run.outputs)
+    _judge(run)
+    return True
+
+
+def _pytest_args(config: pytest.Config) -> tuple[str, ...]:
+    """The command line of the pytest inside each rank: what decides how it imports a test module."""
+    return (
+        f"--rootdir={config.rootpath}",
+        f"--import-mode={config.getoption('importmode')}",
+        f"--assert={config.getoption('assertmode')}",
+        f"--config-file={os.devnull}",
+        f"--override-ini=python_files={shlex.join(config.getini('python_files'))}",
+        f"--override-ini=consider_namespace_packages={config.getini('consider_namespace_packages')}",
+        "--noconftest",
+        "--capture=no",
+        "-pno:cacheprovider",
+    )
+
+
+def _read_mark(item: pytest.Item) -> _Ranks | None:
+    mark = item.get_closest_marker("ranks")
+    if mark is None:
+        return None
+    try:
+        return _Ranks(mark.args, **mark.kwargs)
+    except (TypeError, ValueError) as error:
+        pytest.fail(f"ranks: {error}", pytrace=False)
+
+
+def _is_plain_function(item: pytest.Item) -> bool:
+    if not isinstance(item, pytest.Function) or inspect.iscoroutinefunction(item.function):
+        return False
+    return item.cls is None or not issubclass(item.cls, unittest.TestCase)
+
+
+def _world_size(item: pytest.Function, ranks: _Ranks) -> int:
+    if len(ranks.world_sizes) == 1:
+        return ranks.world_sizes[0]
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or _WORLD_SIZE not in callspec.params:
+        # Such a mark appears only after the tests were parametrized.
+        pytest.fail("ranks: a mark inside `pytest.param` takes one world size", pytrace=False)
+    return int(callspec.params[_WORLD_SIZE])
+
+
+def _skip_without_gpus(world_size: int, backend: str) -> None:
+    if "nccl" not in backend:
+        return
+    import torch
+
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"{backend} needs {world_size} GPUs, found {torch.cuda.device_count()}")
+
+
+def _message(item: pytest.Function) -> RunTest:
+    classes = [node.name for node in item.listchain() if isinstance(node, pytest.Class)]
+    return RunTest(
+        path=str(item.path),
+        names=(*classes, item.originalname),
+        arguments=_pickled_arguments(item),
+        sys_path=tuple(sys.path),
+        warning_filters=_warning_filters(item),
+    )
+
+
+def _pickled_arguments(item: pytest.Function) -> dict[str, bytes]:
+    names = [name for name in inspect.signature(item.obj).parameters if name in item.funcargs]
+    pickled = {}
+    for name in names:
+        value = item.funcargs[name]
+        if isinstance(value, pytest.MonkeyPatch):
+            value = pytest.MonkeyPatch()  # ours remembers what to undo here; each rank replaces it by its own
+        try:
+            pickled[name] = pickle.dumps(value)
+        except Exception as error:  # pickle lets through whatever the value's `__reduce__` raises
+            pytest.fail(_unpicklable(name, error), pytrace=False)
+    return pickled
+
+
+def _unpicklable(name: str, error: Exception) -> str:
+    return (
+        f"ranks: the argument `{name}` cannot be sent to the ranks: {type(error).__name__}: {error}\n"
+        "A fixture runs in pytest's process, and only a value that pickles reaches the others. "
+        "Build this one inside the test, or in a helper function that the test calls."
+    )
+
+
+def _warning_filters(item: pytest.Function) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    config = item.config
+    # Marks closest to the test come first, and the filter that is added last wins.
+    marks = [text for mark in item.iter_markers("filterwarnings") for text in mark.args]
+    return (
+        tuple(config.getini("filterwarnings")),
+        tuple(config.getoption("pythonwarnings") or ()),
+        tuple(reversed(marks)),
+    )
+
+
+def _hand_over_outputs(item: pytest.Function, outputs: Sequence[str]) -> None:
+    for rank, output in enumerate(outputs):
+        if output:
+            # The first word decides what `--show-capture` and junit take it for.
+            item.add_report_section("call", f"stdout and stderr of rank {rank}", output)
+            if item.config.getoption("capture") == "no":
+                print(f"--- rank {rank}\n{output}", end="")
+
+
+def _judge(run: RunResult) -> None:
+    kinds = {outcome.kind for outcome in run.outcomes}
+    if kinds == {Kind.SKIPPED}:
+        raise pytest.skip.Exception(_reason(run.outcomes), _use_item_location=True)
+    if kinds == {Kind.XFAILED}:
+        pytest.xfail(_reason(run.outcomes))
+    if kinds != {Kind.PASSED}:
+        pytest.fail(describe(run.outcomes), pytrace=False)
+    if not run.in_step:
+        pytest.fail(_OUT_OF_STEP, pytrace=False)
+
+
+def _reason(outcomes: Sequence[Outcome]) -> str:
+    return outcomes[0].detail
+
+
+_OUT_OF_STEP = (
+    "the test passed on every rank, but the ranks did not meet in a barrier after it: some rank started a "
+    "collective that others did not join, or lost its process group (then its output says so)"
+)

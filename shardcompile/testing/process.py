@@ -1,0 +1,130 @@
+"""One rank, seen from pytest: a process, a connection to it, and what it prints."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import Pipe
+
+from shardcompile.testing.messages import Kind, Outcome
+
+_OUTPUT_BYTES = 64 * 1024  # kept of the output, from its end
+_DEATH_SECONDS = 2.0  # between a closed connection and the end of the process
+
+# The interpreter starts fresh, so it must be told where pytest finds modules before it can import ours.
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "import shardcompile.testing.worker as worker; worker.main(int(sys.argv[2]))"
+)
+
+
+class RankProcess:
+    """A process that serves one rank.
+
+    Attributes:
+        connection: readable when the rank has answered, or died.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        """Start the process; it waits for its `Setup`."""
+        self.connection, theirs = Pipe()
+        self._output = _nameless_file()
+        command = [sys.executable, "-u", "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                env=_environment(rank, world_size),
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for pytest; and a session of its own can be killed as one
+            )
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.poll() is None
+
+    def send(self, message: object) -> None:
+        """Send a message. To a dead rank that does nothing: who waits for the reply will see."""
+        with contextlib.suppress(OSError):
+            self.connection.send(message)
+
+    def reply(self) -> object:
+        """What the rank answered, a `DIED` outcome, or None where there is no answer yet."""
+        was_alive = self.alive  # looked at first: what it sent before it died is still to be read
+        if self.connection.poll():
+            try:
+                return self.connection.recv()
+            except (EOFError, OSError):
+                return Outcome(Kind.DIED, self._cause_of_death())
+        return None if was_alive else Outcome(Kind.DIED, self._cause_of_death())
+
+    def output(self) -> str:
+        """What the rank printed since the last `clear_output`, stdout and stderr together."""
+        size = os.fstat(self._output).st_size
+        skipped = max(0, size - _OUTPUT_BYTES)
+        text = os.pread(self._output, _OUTPUT_BYTES, skipped).decode(errors="replace")
+        return f"[{skipped} bytes left out]\n{text}" if skipped else text
+
+    def clear_output(self) -> None:
+        """Forget what the rank printed."""
+        os.ftruncate(self._output, 0)
+        os.lseek(self._output, 0, os.SEEK_SET)  # the rank shares this offset, and now writes there too
+
+    def print_stack(self) -> None:
+        """Ask the rank to print where it is. That works inside a collective too, but takes a moment."""
+        if self.alive:
+            self._process.send_signal(signal.SIGUSR1)
+
+    def wait(self, deadline: float) -> None:
+        """Wait until the process ends or `time.monotonic()` reaches the deadline."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+
+    def kill(self) -> None:
+        """Kill the process and those that it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: not permitted on a zombie
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self.connection.close()
+        os.close(self._output)
+
+    def _cause_of_death(self) -> str:
+        self.wait(time.monotonic() + _DEATH_SECONDS)
+        code = self._process.poll()
+        if code is None:
+            return "closed its connection"
+        if code >= 0:
+            return f"exit code {code}"
+        with contextlib.suppress(ValueError):  # real-time signals have no name
+            return f"killed by {signal.Signals(-code).name}"
+        return f"killed by signal {-code}"
+
+
+def _nameless_file() -> int:
+    """A descriptor of a file without a name, so that nothing stays behind however we end."""
+    descriptor, name = tempfile.mkstemp(prefix="shardcompile-rank-")
+    os.unlink(name)
+    return descriptor
+
+
+def _environment(rank: int, world_size: int) -> dict[str, str]:
+    preferred = {"GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
+    kept = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    ours = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of compilers inside each rank
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
+    return preferred | kept | ours

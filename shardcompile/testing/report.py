@@ -1,0 +1,39 @@
+"""Turns the outcomes of all ranks into one text that names the rank to look at first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from shardcompile.testing.messages import Kind, Outcome
+
+# What a collective says where a peer went away (gloo in torch 2.13 to 2.15, NCCL's "remote error" family).
+_PEER_WENT_AWAY = re.compile(
+    r"gloo/transport|Connection (closed|reset|refused)|Broken pipe|ncclRemoteError|remote process exited"
+)
+
+
+def rank_to_blame(outcomes: Sequence[Outcome]) -> int | None:
+    """The lowest rank that failed by itself, rather than because another one did.
+
+    Returns:
+        The rank, or None if no rank failed, died or hung.
+    """
+    broken = [rank for rank, outcome in enumerate(outcomes) if outcome.kind in (Kind.FAILED, Kind.DIED)]
+    by_itself = [rank for rank in broken if not _PEER_WENT_AWAY.search(outcomes[rank].traceback)]
+    hung = [rank for rank, outcome in enumerate(outcomes) if outcome.kind is Kind.RUNNING]
+    return next(iter(by_itself or broken or hung), None)
+
+
+def describe(outcomes: Sequence[Outcome]) -> str:
+    """The report of a test that did not end the same good way on every rank."""
+    blamed = rank_to_blame(outcomes)
+    others = [f"  rank {rank}: {_sentence(each)}" for rank, each in enumerate(outcomes) if rank != blamed]
+    if blamed is None:
+        return "\n".join(["the ranks disagree about how the test ended", "", *others])
+    headline = f"rank {blamed} of {len(outcomes)} {_sentence(outcomes[blamed])}"
+    return "\n".join([headline, "", *outcomes[blamed].traceback.splitlines(), "", *others])
+
+
+def _sentence(outcome: Outcome) -> str:
+    return f"{outcome.kind.value}: {outcome.detail}" if outcome.detail else outcome.kind.value

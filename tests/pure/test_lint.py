@@ -1,0 +1,54 @@
+"""The import contracts of .importlinter hold, and each of them can fail."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
+    code = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    return subprocess.run(
+        [sys.executable, "-c", code, "--no-cache"], cwd=root, capture_output=True, text=True, timeout=120
+    )
+
+
+def add_line(package: Path, module: str, line: str = "") -> None:
+    """Adds a line of code to a module of the package, be it a file, a package, or not there yet."""
+    path = package / module
+    path = path / "planted.py" if (path / "__init__.py").exists() else path.with_suffix(".py")
+    with path.open("a") as file:
+        file.write(f"\n{line}\n")
+
+
+def test_import_contracts_hold():
+    result = lint_imports(ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    "importer, imported, contract",
+    [
+        ("errors", "layout", "Dependencies point down"),
+        ("rules", "redistribute", "Dependencies point down"),
+        ("dispatch", "passes", "Only the entry points import the passes"),
+        ("passes", "plan", "The passes do not know the plans"),
+        ("demo", "passes", "The demo does not import the passes"),
+    ],
+)
+def test_import_contracts_can_fail(tmp_path: Path, importer: str, imported: str, contract: str):
+    for folder in ("passes", "shardcompile"):
+        shutil.copytree(
+            ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    shutil.copy(ROOT / ".importlinter", tmp_path)
+    add_line(tmp_path / "shardcompile", imported)
+    add_line(tmp_path / "shardcompile", importer, f"import shardcompile.{imported}")
+
+    result = lint_imports(tmp_path)
+    assert result.returncode != 0, result.stdout
+    assert f"{contract} BROKEN" in result.stdout
