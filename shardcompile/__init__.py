@@ -1,5 +1,25 @@
 """Run and train PyTorch models on unevenly sharded tensors under `torch.compile`."""
 
-__version__ = "0.1.0"
-
+from shardcompile import config as config
+from shardcompile.api import distribute_module as distribute_module
+from shardcompile.api import distribute_tensor as distribute_tensor
+from shardcompile.api import empty as empty
+from shardcompile.api import full as full
+from shardcompile.api import local_map as local_map
+from shardcompile.api import ones as ones
+from shardcompile.api import rand as rand
+from shardcompile.api import randn as randn
+from shardcompile.api import register_sharding as register_sharding
+from shardcompile.api import scatter_tensor as scatter_tensor
+from shardcompile.api import zeros as zeros
+from shardcompile.errors import CollectiveError as CollectiveError
+from shardcompile.errors import LayoutError as LayoutError
+from shardcompile.errors import RedistributeError as RedistributeError
+from shardcompile.errors import RuleError as RuleError
+from shardcompile.errors import ShardError as ShardError
+from shardcompile.errors import UnsupportedOpError as UnsupportedOpError
+from shardcompile.layout import Layout as Layout
 from shardcompile.tensor import ShardTensor as ShardTensor
+from shardcompile.visualize import visualize_sharding as visualize_sharding
+
+__version__ = "0.1.0"

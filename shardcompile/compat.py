@@ -140,10 +140,15 @@ def is_compiling() -> bool:
     return CompileContext.try_get() is not None
 
 
-def mark_weakly_dynamic(x: torch.Tensor, dims: set[int]) -> None:
+def mark_weakly_dynamic(x: torch.Tensor, hints: dict[int, int]) -> None:
     """Have Dynamo give these dims symbols of their own, as `torch._dynamo.maybe_mark_dynamic` would.
 
-    Set directly: the public function refuses fake tensors and is a frame of Python for each dim.
+    Set directly: the public function refuses fake tensors, takes no hint, and is a frame of Python for each dim.
+
+    Args:
+        x: an input of the function that is compiled.
+        hints: by dim, the number to take decisions with in place of the present extent.
     """
-    x._dynamo_weak_dynamic_indices = dims  # type: ignore[attr-defined]
+    x._dynamo_weak_dynamic_indices = set(hints)  # type: ignore[attr-defined]
+    x._dynamo_hint_overrides = hints  # type: ignore[attr-defined]
     x._has_dynamo_dim_marking = True  # type: ignore[attr-defined]

@@ -13,4 +13,5 @@ from shardcompile.collectives.functional import all_to_all_v as all_to_all_v
 from shardcompile.collectives.functional import broadcast as broadcast
 from shardcompile.collectives.functional import fetch_ranges as fetch_ranges
 from shardcompile.collectives.functional import reduce_scatter_v as reduce_scatter_v
-from shardcompile.collectives.functional import scatter_v as scatter_v
+from shardcompile.collectives.functional import receive_block as receive_block
+from shardcompile.collectives.functional import send_blocks as send_blocks

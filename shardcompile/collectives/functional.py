@@ -204,39 +204,23 @@ def broadcast(x: Tensor, src: int, group: ProcessGroup) -> Tensor:
     return out
 
 
-def scatter_v(
-    x: Tensor | None,
-    dim: int,
-    sizes: Sequence[int],
-    src: int,
-    group: ProcessGroup,
-    *,
-    like: Tensor,
-) -> Tensor:
-    """Hand every rank its block of a tensor that rank `src` holds; nobody receives more than its own block.
+def send_blocks(blocks: dict[int, Tensor]) -> None:
+    """Send every rank its block, exactly.
 
     Args:
-        x: the whole tensor on rank `src`, [..., sum(sizes) at dim, ...]; ignored elsewhere.
-        dim: the dim that is divided.
-        sizes: every rank's block size.
-        src: rank in the group.
-        group: the process group.
-        like: a tensor of the whole tensor's shape, dtype and device; its values are not read (a meta tensor will do
-            but for the device).
+        blocks: by global rank.
     """
-    sizes = _checked(sizes, group)
-    me = group.rank()
-    shape = list(like.shape)
-    shape[dim] = sizes[me]
-    ranges = transport.running_ends(sizes)
-    if me == src:
-        assert x is not None, "the source rank has to hold the tensor"
-        blocks = [x.narrow(dim, a, b - a).contiguous() for a, b in ranges]
-        works = transport.exchange(group, [(p, b) for p, b in enumerate(blocks) if p != me], [])
-        out = blocks[me].clone()
-    else:
-        out = torch.empty(shape, dtype=like.dtype, device=like.device)
-        works = transport.exchange(group, [], [(src, out)])
-    for work in works:
+    rows = [(rank, block.contiguous().resolve_conj().resolve_neg()) for rank, block in blocks.items()]
+    for work in transport.exchange(dist.group.WORLD, rows, []):
         work.wait()
-    return out
+
+
+def receive_block(out: Tensor, src: int) -> None:
+    """Receive what rank `src` sends with `send_blocks`.
+
+    Args:
+        out: contiguous, written.
+        src: global rank.
+    """
+    for work in transport.exchange(dist.group.WORLD, [], [(src, out)]):
+        work.wait()

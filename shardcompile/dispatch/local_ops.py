@@ -62,5 +62,8 @@ LOCAL_OPS: dict[Any, Callable[..., Any]] = {
     aten.amin.default: _extremum(aten.amin.default, highest),
     aten.max.default: _whole_extremum(aten.amax.default, lowest),
     aten.min.default: _whole_extremum(aten.amin.default, highest),
+    # The rule names the dims that go: on a block, others may have extent 1 as well.
+    aten.squeeze.default: aten.squeeze.dims,
+    aten.squeeze.dim: aten.squeeze.dims,
 }
 """By op, what runs on a block in its place."""

@@ -221,3 +221,35 @@ def _check_ranks(local: Tensor, layout: Layout, problem: str | None) -> None:
 def _checksum(local: Tensor) -> int:
     data = local.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
     return int.from_bytes(hashlib.blake2b(bytes(data.tolist()), digest_size=7).digest(), "big")
+
+
+def agreed_metadata(
+    tensor: Tensor | None, source: tuple[int, ...], mesh: DeviceMesh, request: str, everywhere: bool = False
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of the tensor that one rank holds, after checking that all ranks ask for the same.
+
+    Args:
+        tensor: what this rank holds.
+        source: mesh coordinate of the rank that counts.
+        mesh: the mesh.
+        request: the other arguments of the call, as text.
+        everywhere: whether every rank must hold a tensor of that shape and dtype.
+
+    Raises:
+        LayoutError: on every rank.
+    """
+    held = [-1] * (2 + _MAX_DIMS) if tensor is None else [_DTYPES.index(tensor.dtype), tensor.ndim]
+    shape = [] if tensor is None else [*tensor.shape, *[0] * (_MAX_DIMS - tensor.ndim)]
+    rows = _exchange([_digest(request), *held, *shape], mesh)
+    _require_same(rows, 0, "other arguments", lambda r: f"digest {r[0]:x}; here {request}")
+    announced = rows[source]
+    if announced[2] < 0:
+        raise LayoutError(f"the source at mesh coordinate {source} holds no tensor")
+    if everywhere:
+        for coordinate, row in rows.items():
+            if row != announced:
+                raise LayoutError(
+                    f"the ranks hold different tensors: shape {row[3 : 3 + max(row[2], 0)]} at mesh coordinate "
+                    f"{coordinate}, {announced[3 : 3 + announced[2]]} at {source} (or another dtype)"
+                )
+    return tuple(announced[3 : 3 + announced[2]]), _DTYPES[announced[1]]

@@ -12,12 +12,20 @@ from torch.distributed.tensor.placement_types import Partial, Placement
 
 from shardcompile import compat
 from shardcompile.dispatch import Handlers, clear_cache, dispatch
-from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpError
+from shardcompile.errors import LayoutError, RedistributeError
 from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, normalize_placements
 from shardcompile.plan import target_layout
 from shardcompile.tensor import construct
-from shardcompile.tensor.autograd import FromLocal, Promote, Redistribute, ToLocal, redistributed
-from shardcompile.tensor.metadata import Metadata, keys_tensor, marked_dims, metadata_of, spec_from_parts, stable_hash
+from shardcompile.tensor.autograd import FromLocal, Promote, ToLocal, redistributed
+from shardcompile.tensor.metadata import (
+    Metadata,
+    block_hints,
+    extent_hints,
+    keys_tensor,
+    metadata_of,
+    spec_from_parts,
+    stable_hash,
+)
 
 ShardingShapes = construct.ShardingShapes
 
@@ -82,14 +90,9 @@ class ShardTensor(torch.Tensor):
         if not compat.is_compiling() or getattr(self, "_is_param", False):
             return
         compat.trace_size_obliviously()
-        compat.mark_weakly_dynamic(self._local_tensor, marked_dims(self._spec.layout))
-        if len(self.__tensor_flatten_names()) > 1:
-            keys = self._cut_keys
-            compat.mark_weakly_dynamic(keys, set(range(1, keys.ndim)))
-
-    def __tensor_flatten_names(self) -> list[str]:
-        assert self._flat is not None
-        return self._flat[0]
+        compat.mark_weakly_dynamic(self._local_tensor, block_hints(self._spec.layout))
+        keys = self._cut_keys
+        compat.mark_weakly_dynamic(keys, {d: keys.shape[d] for d in range(1, keys.ndim)})
 
     @property
     def _cut_keys(self) -> Tensor:
@@ -101,14 +104,22 @@ class ShardTensor(torch.Tensor):
     @property
     def _dynamo_weak_dynamic_indices(self) -> set[int]:
         # Read by Dynamo on the outer tensor. A property, so that eager ops do not pay for setting it.
-        dims = set() if getattr(self, "_is_param", False) else marked_dims(self._spec.layout)
-        if not dims:
-            raise AttributeError("_dynamo_weak_dynamic_indices")
-        return dims
+        return set(self._dynamo_hint_overrides)
 
     @_dynamo_weak_dynamic_indices.setter
     def _dynamo_weak_dynamic_indices(self, dims: set[int]) -> None:
         """Dynamo copies the attribute between tensors; ours follows from the layout."""
+
+    @property
+    def _dynamo_hint_overrides(self) -> dict[int, int]:
+        layout = self._spec.layout
+        if getattr(self, "_is_param", False) or all(c is None for c in layout.cuts):
+            raise AttributeError("_dynamo_hint_overrides")
+        return extent_hints(layout)
+
+    @_dynamo_hint_overrides.setter
+    def _dynamo_hint_overrides(self, hints: dict[int, int]) -> None:
+        """See `_dynamo_weak_dynamic_indices`."""
 
     @property
     def _has_dynamo_dim_marking(self) -> bool:

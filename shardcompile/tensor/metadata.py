@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor.placement_types import Placement, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from shardcompile import compat
 from shardcompile.layout import Cut, IntLike, Layout, Spec, sizes_of_key
@@ -137,6 +138,18 @@ def stable_hash(metadata: Metadata, tensors: Sequence[Tensor], requires_grad: bo
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def marked_dims(layout: Layout) -> set[int]:
-    """Sharded tensor dims: their extents may differ from call to call."""
-    return {p.dim for p in layout.placements if isinstance(p, Shard)}
+def extent_hints(layout: Layout) -> dict[int, int]:
+    """By sharded dim, the global extent that compilers take decisions with: at least 2.
+
+    Extents of 0 and 1 make strides ambiguous, and code that is tuned for them serves no other call.
+    """
+    return {d: max(compat.size_hint(layout.shape[d]), 2) for d, c in enumerate(layout.cuts) if c is not None}
+
+
+def block_hints(layout: Layout) -> dict[int, int]:
+    """By sharded dim, the block size that compilers take decisions with: the same on every rank, and at least 2.
+
+    With its own size as the hint a rank with an empty block would compile other code than the others.
+    """
+    extents = extent_hints(layout)
+    return {d: max(-(-extents[d] // math.prod(c.parts)), 2) for d, c in enumerate(layout.cuts) if c is not None}

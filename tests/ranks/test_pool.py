@@ -471,15 +471,11 @@ def test_pool_that_died_between_tests_is_replaced_with_a_warning() -> None:
 
 
 @pytest.mark.parametrize(("module", "loads_torch"), [("plugin", False), ("cleanup", True)])
-def test_only_the_ranks_side_loads_torch(module: str, loads_torch: bool) -> None:
-    # A stand-in for the package, whose own `__init__` may well load torch.
-    code = (
-        "import sys, types; package = types.ModuleType('shardcompile'); package.__path__ = [sys.argv[1]]; "
-        "sys.modules['shardcompile'] = package; "
-        f"import shardcompile.testing.{module}; print('torch' in sys.modules)"
-    )
-    command = [sys.executable, "-c", code, *shardcompile.__path__]
-    assert subprocess.check_output(command, text=True).strip() == str(loads_torch)
+def test_only_the_ranks_side_loads_torch(module: str, loads_torch: bool, tmp_path: Path) -> None:
+    code = f"import sys, shardcompile.testing.{module}; print('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths_to_testing_only(tmp_path))}
+    output = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert output.strip() == str(loads_torch)
 
 
 # --- helpers
@@ -493,16 +489,22 @@ def start(folder: Path, tests: str, import_mode: str) -> subprocess.Popen[str]:
     # The plugin is blocked under its installed name and loaded by its module: it need not be installed.
     plugin = ["-p", "no:shardcompile", "-p", "shardcompile.testing.plugin"]
     options = ["-p", "no:cacheprovider", "--junitxml=result.xml", "-o", "junit_logging=all"]
-    repository = str(Path(shardcompile.__path__[0]).parent)
-    paths = [repository, *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
         [sys.executable, "-m", "pytest", *plugin, *options],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTEST_ADDOPTS": ""},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths_to_testing_only(folder)), "PYTEST_ADDOPTS": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def paths_to_testing_only(folder: Path) -> list[str]:
+    """Where `shardcompile.testing` is found without the rest, which each of a dozen ranks would load."""
+    package = folder / "stand_in" / "shardcompile"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(f"__path__ = {[*shardcompile.__path__]!r}\n")
+    return [str(package.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
 
 
 def run_to_end(folder: Path, tests: str, import_mode: str) -> Session:

@@ -1,0 +1,354 @@
+"""Functions that make, scatter and map sharded tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from shardcompile import compat
+from shardcompile.collectives import broadcast, receive_block, send_blocks
+from shardcompile.dispatch import clear_cache
+from shardcompile.errors import LayoutError, RuleError
+from shardcompile.layout import Layout, Spec, contiguous_stride, normalize_placements
+from shardcompile.plan import target_layout
+from shardcompile.rules import OpCall, Rule, Strategy, replace_rule
+from shardcompile.tensor import ShardTensor
+from shardcompile.tensor.autograd import FromLocal, ToLocal
+from shardcompile.tensor.construct import agreed_metadata, stated_cuts
+
+SizesByMeshDim = Mapping[int, Sequence[Any]]
+
+
+def _layout(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement] | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    sharding_shapes: SizesByMeshDim | None,
+) -> Layout:
+    """The layout that is asked for, torch.chunk's where no sizes are stated."""
+    wanted = normalize_placements(placements or [Replicate()] * mesh.ndim, mesh, len(shape))
+    if any(isinstance(p, Partial) for p in wanted):
+        raise LayoutError(f"Partial cannot be a target: {list(wanted)}; use Replicate or Shard")
+    whole = Layout.chunked(mesh, [Replicate()] * mesh.ndim, tuple(shape), dtype)
+    return target_layout(whole, wanted, stated_cuts(whole, wanted, sharding_shapes, fixed=False))
+
+
+def scatter_tensor(
+    tensor: Tensor | None,
+    global_src: int,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    global_shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    *,
+    sharding_shapes: SizesByMeshDim | None = None,
+) -> ShardTensor:
+    """Spread a tensor that one rank holds; every other rank receives its own part only.
+
+    Args:
+        tensor: the whole tensor on the source rank; ignored elsewhere.
+        global_src: global rank of the source; it must be in the mesh.
+        mesh: the mesh.
+        placements: one for each mesh dim, no Partial.
+        global_shape: shape of the tensor; announced by the source if not given.
+        dtype: element type; announced by the source if not given.
+        requires_grad: whether the result is a leaf that wants a gradient.
+        sharding_shapes: from mesh dim to the sizes of all blocks along it; torch.chunk's by default.
+
+    Raises:
+        LayoutError: on every rank: the source is not in the mesh, its tensor is not of the stated shape and dtype, or
+            the placements or sizes do not fit.
+    """
+    source = _coordinate_of(mesh, global_src)
+    request = repr((list(placements), global_src, global_shape and tuple(global_shape), dtype, sharding_shapes))
+    shape, found = agreed_metadata(tensor, source, mesh, request)
+    if global_shape is not None and tuple(global_shape) != tuple(shape):
+        raise LayoutError(f"rank {global_src} holds shape {tuple(shape)}, not the stated {tuple(global_shape)}")
+    if dtype is not None and dtype != found:
+        raise LayoutError(f"rank {global_src} holds {found}, not the stated {dtype}")
+    layout = _layout(mesh, placements, shape, found, sharding_shapes)
+    local = _scattered(tensor, source, layout)
+    return ShardTensor(local, Spec.of(layout, contiguous_stride(layout.shape)), requires_grad)
+
+
+def _coordinate_of(mesh: DeviceMesh, global_rank: int) -> tuple[int, ...]:
+    places = (mesh.mesh == global_rank).nonzero().tolist()
+    if not places:
+        raise LayoutError(f"rank {global_rank} is not in the mesh {mesh}")
+    return tuple(places[0])
+
+
+def _scattered(tensor: Tensor | None, source: tuple[int, ...], layout: Layout) -> Tensor:
+    """This rank's block: sent to one rank of each block first, then broadcast along the mesh dims that replicate."""
+    mesh = layout.mesh
+    me = tuple(mesh.get_coordinate())
+    copies = [m for m, p in enumerate(layout.placements) if isinstance(p, Replicate)]
+    local = torch.empty(layout.local_shape(me), dtype=layout.dtype, device=mesh.device_type)
+    if me == source:
+        assert tensor is not None, "the source holds the tensor"
+        others = [c for c in _coordinates(mesh) if c != me and all(c[m] == source[m] for m in copies)]
+        send_blocks({int(mesh.mesh[c]): tensor.detach()[layout.block_slices(c)] for c in others})
+        local.copy_(tensor.detach()[layout.block_slices(me)])
+    elif all(me[m] == source[m] for m in copies):
+        receive_block(local, int(mesh.mesh[source]))
+    for i, mesh_dim in enumerate(copies):
+        if all(me[m] == source[m] for m in copies[i + 1 :]):
+            local = broadcast(local, source[mesh_dim], mesh.get_group(mesh_dim))
+    return local
+
+
+def _coordinates(mesh: DeviceMesh) -> list[tuple[int, ...]]:
+    return list(itertools.product(*[range(n) for n in mesh.shape]))
+
+
+def distribute_tensor(
+    tensor: Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+    sharding_shapes: SizesByMeshDim | None = None,
+) -> ShardTensor:
+    """Spread a tensor of which every rank holds a copy, as in `torch.distributed.tensor`.
+
+    Args:
+        tensor: a leaf; a tensor of the same shape and dtype on every rank.
+        device_mesh: the mesh; the current one by default.
+        placements: one for each mesh dim; Replicate by default.
+        src_data_rank: rank in each mesh dim whose data counts; None: every rank takes its block of its own copy,
+            without communication.
+        sharding_shapes: from mesh dim to the sizes of all blocks along it; torch.chunk's by default.
+
+    Raises:
+        LayoutError: the placements or sizes do not fit, or the ranks pass different shapes.
+    """
+    mesh = device_mesh or compat.current_mesh()
+    if isinstance(tensor, ShardTensor):
+        return tensor.redistribute(mesh, placements, sharding_shapes=sharding_shapes)
+    placements = placements or [Replicate()] * mesh.ndim
+    if src_data_rank is None:
+        layout = _layout(mesh, placements, tuple(tensor.shape), tensor.dtype, sharding_shapes)
+        local = tensor.detach()[layout.block_slices(mesh.get_coordinate())].clone()
+        return ShardTensor(local, Spec.of(layout, contiguous_stride(layout.shape)), tensor.requires_grad)
+    source = tuple(src_data_rank if n > src_data_rank else 0 for n in mesh.shape)
+    request = repr((list(placements), sharding_shapes))
+    shape, dtype = agreed_metadata(tensor, source, mesh, request, everywhere=True)
+    layout = _layout(mesh, placements, shape, dtype, sharding_shapes)
+    local = _scattered(tensor, source, layout)
+    return ShardTensor(local, Spec.of(layout, contiguous_stride(layout.shape)), tensor.requires_grad)
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+    input_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
+    output_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
+) -> nn.Module:
+    """Spread the parameters of a module, as in `torch.distributed.tensor`.
+
+    Args:
+        module: changed in place and returned.
+        device_mesh: the mesh; the current one by default.
+        partition_fn: ``(name, submodule, mesh)``, replaces parameters of each submodule. Those that it leaves plain
+            stay plain: a plain parameter is the same on every rank and gets a whole gradient.
+        input_fn: ``(module, inputs, mesh)``, called before `forward`.
+        output_fn: ``(module, outputs, mesh)``, called after it.
+    """
+    mesh = device_mesh or compat.current_mesh()
+    if partition_fn is not None:
+        for name, submodule in module.named_modules():
+            partition_fn(name, submodule, mesh)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda mod, _, outputs: output_fn(mod, outputs, mesh))
+    return module
+
+
+# Factories
+
+
+def _factory(fill: Callable[[ShardTensor], Any]) -> Callable[..., ShardTensor]:
+    def make(
+        *size: Any,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        sharding_shapes: SizesByMeshDim | None = None,
+    ) -> ShardTensor:
+        mesh = device_mesh or compat.current_mesh()
+        shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
+        layout = _layout(mesh, placements, shape, dtype or torch.get_default_dtype(), sharding_shapes)
+        local = torch.empty(layout.local_shape(mesh.get_coordinate()), dtype=layout.dtype, device=mesh.device_type)
+        tensor = ShardTensor(local, Spec.of(layout, contiguous_stride(layout.shape)))
+        with torch.no_grad():
+            fill(tensor)
+        return tensor.requires_grad_(requires_grad)
+
+    return make
+
+
+empty = _factory(lambda t: None)
+empty.__doc__ = "As `torch.empty`, with device_mesh, placements and sharding_shapes."
+zeros = _factory(lambda t: t.zero_())
+zeros.__doc__ = "As `torch.zeros`, with device_mesh, placements and sharding_shapes."
+ones = _factory(lambda t: t.fill_(1))
+ones.__doc__ = "As `torch.ones`, with device_mesh, placements and sharding_shapes."
+rand = _factory(lambda t: t.uniform_())
+rand.__doc__ = "As `torch.rand`, with device_mesh, placements and sharding_shapes."
+randn = _factory(lambda t: t.normal_())
+randn.__doc__ = "As `torch.randn`, with device_mesh, placements and sharding_shapes."
+
+
+def full(size: Sequence[int], fill_value: Any, *, dtype: torch.dtype | None = None, **kwargs: Any) -> ShardTensor:
+    """As `torch.full`, with device_mesh, placements and sharding_shapes."""
+    dtype = dtype or torch.tensor(fill_value).dtype
+    requires_grad = kwargs.pop("requires_grad", False)
+    with torch.no_grad():
+        tensor = empty(size, dtype=dtype, **kwargs).fill_(fill_value)
+    return tensor.requires_grad_(requires_grad)
+
+
+# Extension points
+
+
+def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the legal placements of an op, as in `torch.distributed.tensor.experimental`.
+
+    The decorated function gets the op's arguments, with an object that has ``shape``, ``ndim``, ``dtype`` and
+    ``layout`` for each tensor, and returns a list of pairs ``(output placements, input placements)`` that are legal
+    along one mesh dim; None stands for an argument that is no tensor. Inputs that are sharded are cut alike, and so are
+    sharded outputs. A rule of ours for the op is replaced.
+
+    Args:
+        op: an overload, or a list of them.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        def strategies(call: OpCall) -> list[Strategy]:
+            return [_strategy(call, outs, ins) for outs, ins in function(*call.args, **call.kwargs)]
+
+        for overload in op if isinstance(op, (list, tuple)) else [op]:
+            replace_rule(overload, Rule(strategies, None, function.__qualname__))
+        clear_cache()
+        return function
+
+    return decorate
+
+
+def _strategy(call: OpCall, outputs: Sequence[Any], inputs: Sequence[Any]) -> Strategy:
+    kept = tuple(p for p in inputs if p is not None)
+    returns = len(call.op._schema.returns)
+    if len(kept) != len(call.tensors) or len(outputs) != returns:
+        raise RuleError(
+            f"register_sharding of {call.op}: {len(kept)} input and {len(outputs)} output placements for "
+            f"{len(call.tensors)} tensors and {returns} results"
+        )
+    for placement, tensor in zip(kept, call.tensors, strict=True):
+        if isinstance(placement, Shard) and not -tensor.ndim <= placement.dim < tensor.ndim:
+            raise RuleError(f"register_sharding of {call.op}: {placement} is out of range for {tensor.layout.describe()}")
+    return Strategy(kept, tuple(outputs))
+
+
+def local_map(
+    func: Callable[..., Any],
+    out_placements: Any,
+    in_placements: Sequence[Any] | None = None,
+    device_mesh: DeviceMesh | None = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> Callable[..., Any]:
+    """Run a function of plain tensors on the blocks.
+
+    Args:
+        func: gets this rank's blocks, returns blocks.
+        out_placements: placements of the result, or a tuple of them for several results. A result that is sharded along
+            a tensor dim of the extent that an input has there in its block is taken to be cut like that input.
+        in_placements: required placements of each argument, None for what is no sharded tensor.
+        device_mesh: the mesh of the result; the inputs' by default.
+        redistribute_inputs: bring inputs to `in_placements`, instead of raising if they differ.
+
+    Raises:
+        LayoutError: an input is placed otherwise, or the cut of a result does not follow from any input.
+    """
+
+    def mapped(*args: Any) -> Any:
+        tensors = [a for a in args if isinstance(a, ShardTensor)]
+        mesh = device_mesh or (tensors[0].device_mesh if tensors else compat.current_mesh())
+        wanted = list(in_placements) if in_placements is not None else [None] * len(args)
+        placed = [_placed(a, w, redistribute_inputs) for a, w in zip(args, wanted, strict=True)]
+        results = func(*[_block(a) for a in placed])
+        several = isinstance(results, tuple)
+        sources = [a._spec.layout for a in placed if isinstance(a, ShardTensor)]
+        outs = results if several else (results,)
+        targets = out_placements if several else (out_placements,)
+        wrapped = tuple(
+            o if p is None else _from_block(o, mesh, p, sources) for o, p in zip(outs, targets, strict=True)
+        )
+        return wrapped if several else wrapped[0]
+
+    return mapped
+
+
+def _placed(a: Any, wanted: Sequence[Placement] | None, may_redistribute: bool) -> Any:
+    if not isinstance(a, ShardTensor) or wanted is None:
+        return a
+    target = normalize_placements(wanted, a.device_mesh, a.ndim)
+    if a.placements == target:
+        return a
+    if not may_redistribute:
+        raise LayoutError(
+            f"local_map: an input is laid out as {a.sharding.describe()}, not as {list(target)}; redistribute it, or "
+            "pass redistribute_inputs=True"
+        )
+    return a.redistribute(placements=target)
+
+
+def _block(a: Any) -> Any:
+    return ToLocal.apply(a, None) if isinstance(a, ShardTensor) else a
+
+
+def _from_block(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], sources: Sequence[Layout]) -> Any:
+    wanted = normalize_placements(placements, mesh, local.ndim)
+    shape: list[Any] = list(local.shape)
+    cuts: list[Any] = [None] * local.ndim
+    coordinate = mesh.get_coordinate()
+    for dim in range(local.ndim):
+        mesh_dims = tuple(m for m, p in enumerate(wanted) if isinstance(p, Shard) and p.dim == dim)
+        if not mesh_dims:
+            continue
+        found = [c for s in sources for c in s.cuts if c is not None and set(c.mesh_dims) == set(mesh_dims)]
+        fitting = [c for c in found if c.local_size(coordinate) is local.shape[dim] or c.local_size(coordinate) == local.shape[dim]]
+        if not fitting:
+            raise LayoutError(
+                f"local_map: a result of block shape {tuple(local.shape)} is to be sharded along dim {dim} by mesh dims "
+                f"{mesh_dims}, but no input is cut so; return to_local() results and use ShardTensor.from_local"
+            )
+        cuts[dim], shape[dim] = fitting[0], fitting[0].extent
+    layout = Layout.of(mesh, wanted, shape, local.dtype, cuts)
+    return FromLocal.apply(local, ShardTensor, Spec.of(layout, contiguous_stride(layout.shape)))
+
+
+__all__ = [
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
+    "full",
+    "local_map",
+    "ones",
+    "rand",
+    "randn",
+    "register_sharding",
+    "scatter_tensor",
+    "zeros",
+]
