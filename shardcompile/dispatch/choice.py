@@ -16,6 +16,9 @@ from shardcompile.plan import Plan, find_plan
 from shardcompile.rules import Strategy, replicate_all
 
 _MAX_COMBINATIONS = 256
+_LEAVING = 4
+"""Weight of bytes that take a tensor away from the dims by which it is cut: a gather or a change of dim is mostly
+followed by the way back, forward and backward. Chosen so that a network whose points are sharded stays so."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,13 @@ class Choice:
         plans: how each tensor input gets to the layout that is needed.
         outputs: how each output is laid out.
         nbytes: what the plans move.
+        cost: the same, weighted by what it will entail.
     """
 
     plans: tuple[Plan, ...]
     outputs: tuple[OutputPlan, ...]
     nbytes: int
+    cost: int
 
     @property
     def communicates(self) -> bool:
@@ -108,7 +113,7 @@ def _cheapest(
         for choice in _assemble(layouts, combination):
             if in_place and not _keeps_first(layouts[0], choice):
                 continue
-            cost = (choice.nbytes, sum(len(p.steps) for p in choice.plans))
+            cost = (choice.cost, sum(len(p.steps) for p in choice.plans))
             if best is None or cost < best[0]:
                 best = (cost, choice)
     return None if best is None else best[1]
@@ -167,7 +172,12 @@ def _with_cuts(layouts: Sequence[Layout], combination: Sequence[Strategy], chose
         if cuts is None:
             return None
         outputs.append(OutputPlan(placements, cuts))
-    return Choice(tuple(plans), tuple(outputs), sum(p.nbytes for p in plans))
+    return Choice(tuple(plans), tuple(outputs), sum(p.nbytes for p in plans), sum(map(_cost, plans)))
+
+
+def _cost(plan: Plan) -> int:
+    leaves = any(isinstance(a, Shard) and a != b for a, b in zip(plan.src.placements, plan.dst.placements, strict=True))
+    return plan.nbytes * (_LEAVING if leaves else 1)
 
 
 def _collect(

@@ -474,7 +474,7 @@ def test_pool_that_died_between_tests_is_replaced_with_a_warning() -> None:
 def test_only_the_ranks_side_loads_torch(module: str, loads_torch: bool, tmp_path: Path) -> None:
     code = f"import sys, shardcompile.testing.{module}; print('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths_to_testing_only(tmp_path))}
-    output = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    output = subprocess.check_output([sys.executable, "-c", code], env=environment, cwd=tmp_path, text=True)
     assert output.strip() == str(loads_torch)
 
 
