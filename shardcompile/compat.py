@@ -19,7 +19,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources  # 2.11 - 2.15
 from torch.distributed.distributed_c10d import _resolve_process_group  # 2.11 - 2.15
 from torch.distributed.tensor.debug import _comm_mode  # 2.11 - 2.15
-from torch.utils._python_dispatch import return_and_correct_aliasing  # 2.11 - 2.15
 
 __all__ = [
     "FakeTensorMode",
@@ -31,7 +30,7 @@ __all__ = [
     "lower_as_collective",
     "process_group",
     "register_work",
-    "return_and_correct_aliasing",
+    "share_storage",
     "size_hint",
     "trace_size_obliviously",
 ]
@@ -152,3 +151,13 @@ def mark_weakly_dynamic(x: torch.Tensor, hints: dict[int, int]) -> None:
     x._dynamo_weak_dynamic_indices = set(hints)  # type: ignore[attr-defined]
     x._dynamo_hint_overrides = hints  # type: ignore[attr-defined]
     x._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
+
+
+def share_storage(view: torch.Tensor, base: torch.Tensor) -> None:
+    """Have a wrapper that is a view of another one say so: same storage, as the compiler's alias analysis expects."""
+    torch._functionalize_unsafe_set(view, base)  # 2.11 - 2.15
+
+
+def kernel_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """What `op(...)` calls, without the frame of Python around it."""
+    return op._op  # 2.11 - 2.15

@@ -40,58 +40,83 @@ def clear_cache() -> None:
     _CACHE.clear()
 
 
-def dispatch(cls: type, op: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op whose arguments hold at least one sharded tensor.
+def dispatch(
+    cls: Any, op: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Run an op whose arguments hold at least one sharded tensor; the `__torch_dispatch__` of its class.
 
     Args:
         cls: the class of sharded tensors.
         op: the overload.
-        types: classes of the arguments, as `__torch_dispatch__` gets them.
+        types: classes of the arguments.
         args: positional arguments.
         kwargs: keyword arguments.
     """
+    # The common case first, and without a call for each argument: this is the cost of every eager op.
+    key: list[Any] = [id(op)]
+    for a in args:
+        if type(a) is cls:
+            key.append(id(a._spec))
+        else:
+            _extend_key(key, cls, a)
+    if kwargs:
+        for name, a in kwargs.items():
+            key.append(name)
+            _extend_key(key, cls, a)
+    else:
+        kwargs = {}
     try:
-        key = _key(cls, op, args, kwargs)
-        entry = _CACHE.get(key)
+        entry = _CACHE.get(tuple(key))
     except TypeError:  # a symbolic size cannot be hashed
-        key = entry = None
+        entry = None
     if entry is None:
-        if Handlers.ops and op in Handlers.ops:
+        if op in Handlers.ops:
             return Handlers.ops[op](op, types, args, kwargs)
         entry = _decide(cls, op, args, kwargs)
-        if key is not None:
-            if len(_CACHE) >= _CACHE_LIMIT:
-                _CACHE.clear()
-            _CACHE[key] = entry
+        _remember(cls, key, entry, args, kwargs)
     return entry.run(cls, args, kwargs)
 
 
-def _key(cls: type, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    key: list[Any] = [op]
-    for a in args:
-        _extend_key(key, cls, a)
-    for name, a in kwargs.items():
-        key.append(name)
-        _extend_key(key, cls, a)
-    return tuple(key)
-
-
 def _extend_key(key: list[Any], cls: type, a: Any) -> None:
-    if type(a) is cls:
-        key.append(a._spec)
-    elif isinstance(a, (list, tuple)):
+    """Add what a decision depends on; specs by identity, which the entry keeps alive."""
+    kind = type(a)
+    key.append(kind)  # 1, 1.0 and True are equal but not the same argument
+    if kind is cls:
+        key.append(id(a._spec))
+    elif kind is list or kind is tuple:
+        if a and type(a[0]) is int:
+            key.append(tuple(a))
+            return
         key.append(len(a))
         for b in a:
             _extend_key(key, cls, b)
     elif isinstance(a, Tensor):
         key.extend((tuple(a.shape), a.stride(), a.dtype, a.device))
-    else:  # 1, 1.0 and True are equal but not the same argument
-        key.append(type(a))
+    else:
         key.append(a)
 
 
+def _remember(cls: type, key: list[Any], entry: _Entry, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    specs = [x._spec for x in _tensors([*args, *kwargs.values()]) if type(x) is cls]
+    if not all(s.is_plain for s in specs):
+        return
+    entry.specs_by_id = specs
+    if len(_CACHE) >= _CACHE_LIMIT:
+        _CACHE.clear()
+    try:
+        _CACHE[tuple(key)] = entry
+    except TypeError:  # a symbolic size among the other arguments
+        return
+
+
 class _Entry:
-    """What is done for a call."""
+    """What is done for a call.
+
+    Attributes:
+        specs_by_id: the specs whose identities are in the cache key.
+    """
+
+    specs_by_id: Sequence[Spec] = ()
 
     def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
@@ -119,7 +144,7 @@ class _Local(_Entry):
         arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None,
     ) -> None:
         self.op = op
-        self.function = LOCAL_OPS.get(op, op)
+        self.function = LOCAL_OPS.get(op) or compat.kernel_of(op)
         self.plans = [p if p.steps else None for p in choice.plans]
         self.specs = specs
         self.arguments = arguments
@@ -128,7 +153,7 @@ class _Local(_Entry):
         self.moved = self.aliases and any(p is not None for p in self.plans)
         self.single = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
 
-    def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plans = iter(self.plans)
         local_args = tuple([_localize(cls, a, plans) for a in args])
         local_kwargs = {k: _localize(cls, a, plans) for k, a in kwargs.items()} if kwargs else kwargs
@@ -150,7 +175,9 @@ class _Local(_Entry):
             for out in wrapped if isinstance(wrapped, (list, tuple)) else [wrapped]:
                 out._is_copy = True
             return wrapped
-        return compat.return_and_correct_aliasing(self.op, args, kwargs, wrapped)
+        for out in wrapped if isinstance(wrapped, (list, tuple)) else [wrapped]:
+            compat.share_storage(out, args[0])
+        return wrapped
 
 
 def _localize(cls: type, a: Any, plans: Iterator[Plan | None]) -> Any:
@@ -296,7 +323,15 @@ def _local_entry(
         def arguments(local: tuple[Any, ...]) -> tuple[Any, ...]:
             return local_args(call, local, layouts, lambda layout: layout.local_shape(coordinate))
 
-    return _Local(call.op, choice, specs, arguments)
+    simple = arguments is None and not any(p.steps for p in choice.plans) and _is_simple(call, specs)
+    return (_Direct if simple else _Local)(call.op, choice, specs, arguments)
+
+
+def _is_simple(call: OpCall, specs: Sequence[Any]) -> bool:
+    """Whether a call has one fresh tensor as its result and no tensors inside of lists or keyword arguments."""
+    direct = sum(isinstance(a, TensorArg) for a in call.args)
+    fresh = not call.op.is_view and not call.op._schema.is_mutable
+    return fresh and direct == len(call.tensors) and len(specs) == 1 and isinstance(specs[0], Spec)
 
 
 def _output_specs(
@@ -382,14 +417,27 @@ def _decide_mutation(
     return _Written(functional, mutated)
 
 
+class _Direct(_Local):
+    """Run the op on the blocks as they are: one result, tensors as positional arguments only."""
+
+    def run(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = self.function(*[a._local_tensor if type(a) is cls else a for a in args], **kwargs)
+        return cls._wrap(out, self.specs[0])
+
+
 class _InPlace(_Local):
     """Write to this rank's block."""
 
     def __init__(self, op: OpOverload, choice: Choice) -> None:
         super().__init__(op, choice, [None], None)
+        self.direct = not any(self.plans)
 
-    def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        _refuse_copy(self.op, args[0])
+    def run(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args[0]._is_copy:
+            _refuse_copy(self.op, args[0])
+        if self.direct and not kwargs:
+            self.function(*[a._local_tensor if type(a) is cls else a for a in args])
+            return args[0]
         return super().run(cls, args, kwargs)
 
 

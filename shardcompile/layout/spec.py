@@ -17,23 +17,24 @@ class Spec:
     Attributes:
         layout: the layout.
         stride: strides of the global tensor in elements, as plain PyTorch would have them.
+        shape: global shape.
+        is_plain: whether it holds no symbols.
     """
 
-    __slots__ = ("_hash", "layout", "stride")
+    __slots__ = ("_hash", "is_plain", "layout", "shape", "stride")
 
     def __init__(self, layout: Layout, stride: tuple[IntLike, ...]) -> None:
         self.layout = layout
         self.stride = stride
-        self._hash = hash((layout, stride)) if self._is_plain() else object.__hash__(self)
-
-    def _is_plain(self) -> bool:
-        return not self.layout.is_traced and all(type(s) is int for s in self.stride)
+        self.shape = layout.shape
+        self.is_plain = not layout.is_traced and all(type(s) is int for s in stride)
+        self._hash = hash((layout, stride)) if self.is_plain else object.__hash__(self)
 
     @staticmethod
     def of(layout: Layout, stride: Sequence[IntLike]) -> Spec:
         """The spec with these parts."""
         spec = Spec(layout, tuple(stride))
-        if not spec._is_plain():
+        if not spec.is_plain:
             return spec
         if len(_INTERNED) >= _INTERNED_LIMIT:
             _INTERNED.clear()
@@ -44,7 +45,7 @@ class Spec:
             return True
         if not isinstance(other, Spec) or self._hash != other._hash:
             return False
-        return self._is_plain() and self.layout == other.layout and self.stride == other.stride
+        return self.is_plain and self.layout == other.layout and self.stride == other.stride
 
     def __hash__(self) -> int:
         return self._hash

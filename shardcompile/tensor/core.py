@@ -30,6 +30,10 @@ from shardcompile.tensor.metadata import (
 ShardingShapes = construct.ShardingShapes
 
 
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+_FUNCTION_HANDLERS, _NAMED_HANDLERS = Handlers.functions, Handlers.names
+
+
 class ShardTensor(torch.Tensor):
     """A tensor whose blocks, of any size, lie on the ranks of a mesh.
 
@@ -39,34 +43,24 @@ class ShardTensor(torch.Tensor):
 
     _local_tensor: Tensor
     _spec: Spec
-    _keys: Tensor | None
-    _flat: tuple[list[str], Metadata] | None
-    _is_copy: bool
-    _align_grad: bool
-
-    __slots__ = ("_align_grad", "_flat", "_is_copy", "_keys", "_local_tensor", "_spec")
+    # Defaults on the class: an eager op sets only what it has to.
+    _keys: Tensor | None = None
+    _flat: tuple[list[str], Metadata] | None = None
+    _is_copy: bool = False
+    _align_grad: bool = False
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: Spec, requires_grad: bool = False) -> ShardTensor:
         """Wrap a block; for users there is `from_local`."""
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            spec.layout.shape,
-            strides=spec.stride,
-            dtype=local.dtype,
-            device=local.device,
-            layout=local.layout,
-            requires_grad=requires_grad,
-        )
-        self._local_tensor = local
-        self._spec = spec
-        self._keys = None
-        self._flat = None
-        return self
+        self = cls._wrap(local, spec)
+        return self.requires_grad_() if requires_grad else self
 
     @classmethod
     def _wrap(cls, local: Tensor, spec: Spec) -> ShardTensor:
-        return cls.__new__(cls, local, spec)
+        self = _make_wrapper(cls, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device)
+        self._local_tensor = local
+        self._spec = spec
+        return self
 
     @staticmethod
     def _wrap_like(x: ShardTensor, local: Tensor) -> ShardTensor:
@@ -170,23 +164,20 @@ class ShardTensor(torch.Tensor):
 
     # Ops
 
-    @classmethod
-    def __torch_dispatch__(
-        cls, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return dispatch(cls, op, types, args, kwargs or {})
+    __torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if Handlers.functions or Handlers.names:
-            handler = Handlers.functions.get(func) or Handlers.names.get(getattr(func, "__qualname__", ""))
+        if _FUNCTION_HANDLERS or _NAMED_HANDLERS:
+            handler = _FUNCTION_HANDLERS.get(func) or _NAMED_HANDLERS.get(getattr(func, "__qualname__", ""))
             if handler is not None:
-                return handler(func, types, args, kwargs)
+                return handler(func, types, args, kwargs or {})
         mesh, plain = _survey(cls, args)
-        if kwargs:
+        if kwargs is None:
+            kwargs = {}
+        elif kwargs:
             also_mesh, also_plain = _survey(cls, kwargs.values())
             mesh, plain = mesh or also_mesh, plain or also_plain
         if plain and mesh is not None and torch.is_grad_enabled() and func not in _TAKES_LEAVES:
@@ -397,17 +388,16 @@ def rebuild(local: Tensor, spec: Spec, requires_grad: bool) -> ShardTensor:
     return ShardTensor(local, spec, requires_grad)
 
 
-def _survey(cls: type, values: Any) -> tuple[Any, bool]:
+def _survey(cls: Any, values: Any) -> tuple[Any, bool]:
     """The mesh of the first sharded tensor, and whether there is a plain one that wants a gradient."""
     mesh, plain = None, False
     for a in values:
-        if isinstance(a, Tensor):
-            if isinstance(a, cls):
-                mesh = mesh or a._spec.layout.mesh  # type: ignore[attr-defined]
-                if getattr(a, "_align_grad", False):
-                    _align_gradient(a)
-            elif a.requires_grad:
-                plain = True
+        if type(a) is cls:
+            mesh = a._spec.layout.mesh
+            if a._align_grad:
+                _align_gradient(a)
+        elif isinstance(a, Tensor):
+            plain = plain or a.requires_grad
         elif isinstance(a, (list, tuple)) and a and not isinstance(a[0], (int, str)):
             also_mesh, also_plain = _survey(cls, a)
             mesh, plain = mesh or also_mesh, plain or also_plain

@@ -1,0 +1,435 @@
+"""Runs a function on sharded inputs and on full ones, forward and backward, and compares."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+from torch.utils import _pytree as pytree
+
+import shardcompile as sc
+from shardcompile import ShardTensor
+
+SHOW_AFTER_SECONDS = 25.0
+
+
+@dataclass(frozen=True)
+class Input:
+    """An argument of a case.
+
+    Attributes:
+        shape: global shape.
+        kind: what it is filled with, see `fill`.
+        high: upper bound of an index.
+        sharded: whether it is laid out in every way; a plain tensor otherwise.
+        grad: whether it wants a gradient.
+    """
+
+    shape: tuple[int, ...]
+    kind: str = "normal"
+    high: int = 0
+    sharded: bool = True
+    grad: bool = True
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+def F(*shape: int, kind: str = "normal", dtype: torch.dtype = torch.float64) -> Input:
+    """A sharded tensor of numbers that wants a gradient."""
+    return Input(shape, kind, dtype=dtype)
+
+
+def P(*shape: int, kind: str = "normal") -> Input:
+    """A plain parameter: it must get a plain, complete gradient."""
+    return Input(shape, kind, sharded=False)
+
+
+def I(high: int, *shape: int, low_is_negative: bool = False, sharded: bool = True) -> Input:  # noqa: E743
+    """An index tensor with values in [0, high), or in [-high, high)."""
+    kind = "signed index" if low_is_negative else "index"
+    return Input(shape, kind, high, sharded, grad=False, dtype=torch.int64)
+
+
+def B(*shape: int, sharded: bool = True) -> Input:
+    """A tensor of bools."""
+    return Input(shape, "bool", sharded=sharded, grad=False, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function of tensors, and its arguments.
+
+    Attributes:
+        name: for messages, unique.
+        run: the function.
+        inputs: its arguments.
+        refuses: part of the text of the `ShardError` that it may raise in place of a value.
+        tolerance: relative and absolute, in place of that of the dtype.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    inputs: tuple[Input, ...]
+    refuses: str | None = None
+    tolerance: float | None = None
+
+
+def case(name: str, run: Callable[..., Any], *inputs: Input, **options: Any) -> Case:
+    """A `Case`."""
+    return Case(name, run, inputs, **options)
+
+
+# Full values
+
+
+def _seed(*what: object) -> int:
+    return zlib.crc32(repr(what).encode())
+
+
+def fill(spec: Input, generator: torch.Generator) -> Tensor:
+    """A full value. Numbers are multiples of 1/64, so that a sum of terms is exact and keeps its ties."""
+    shape = spec.shape
+    if spec.kind == "index":
+        return torch.randint(0, spec.high, shape, generator=generator)
+    if spec.kind == "signed index":
+        return torch.randint(-spec.high, spec.high, shape, generator=generator)
+    if spec.kind == "permutation":
+        return torch.randperm(spec.high, generator=generator)
+    if spec.kind == "bool":
+        return torch.rand(shape, generator=generator) < 0.5
+    if spec.kind == "int":
+        return torch.randint(-4, 5, shape, generator=generator).to(spec.dtype)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    x = {
+        "normal": lambda: x,
+        "positive": lambda: x.abs() + 0.5,
+        "unit": lambda: torch.rand(shape, generator=generator, dtype=torch.float64) * 0.8 + 0.1,
+        "ties": lambda: x.sign() * 2,
+        "nan": lambda: torch.where(x > 1.2, float("nan"), x),
+        "zeros": lambda: torch.where(x > 0, 0.0, x),
+        "inf": lambda: torch.where(x > 0.3, -float("inf"), x),
+        "regular": lambda: x + 4 * torch.eye(shape[-1], dtype=torch.float64) if len(shape) > 1 else x,
+    }[spec.kind]()
+    if spec.dtype.is_complex:
+        x = torch.complex(x, torch.randn(shape, generator=generator, dtype=torch.float64))
+        return x.to(spec.dtype)
+    return ((x * 64).round() / 64).to(spec.dtype)
+
+
+# Layouts
+
+
+def uneven(extent: int, parts: int, style: int) -> list[int]:
+    """Block sizes: an empty block, blocks of one, in an order that depends on `style`."""
+    style = style % 4
+    if style == 3:
+        return list(sc.layout.chunk_sizes(extent, parts))
+    sizes = [0] * parts
+    big, small = ((0, 2), (1, 0), (2, 1))[style] if parts > 2 else ((0, 1), (1, 0), (0, 1))[style]
+    few = min(2 if style == 0 else 1, extent)
+    sizes[big] += extent - few
+    sizes[small] += few
+    return sizes
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one input is laid out: placements, and the style of its cuts."""
+
+    placements: tuple[Placement, ...]
+    style: int
+
+    def __str__(self) -> str:
+        names = {Shard: lambda p: f"S({p.dim})", Replicate: lambda p: "R", Partial: lambda p: f"P({p.reduce_op})"}
+        return f"[{', '.join(names[type(p)](p) for p in self.placements)}]~{self.style}"
+
+
+def _single(spec: Input) -> list[tuple[Placement, ...]]:
+    ways: list[tuple[Placement, ...]] = [(Shard(d),) for d in range(len(spec.shape))]
+    ways.append((Replicate(),))
+    if spec.is_float:
+        ways.append((Partial("sum"),))
+    return ways
+
+
+def _double(spec: Input) -> list[tuple[Placement, ...]]:
+    last = len(spec.shape) - 1
+    ways: list[tuple[Placement, ...]] = []
+    if last >= 1:
+        ways.append((Shard(0), Shard(1)))
+    if last >= 0:
+        ways += [(Shard(0), Shard(0)), (Replicate(), Shard(0))]
+    if last >= 0 and spec.is_float:
+        ways.append((Partial("sum"), Shard(0)))
+    return ways or [(Partial("sum") if spec.is_float else Replicate(), Replicate())]
+
+
+def ways_of(case: Case, mesh_ndim: int, limit: int) -> list[tuple[Way | None, ...]]:
+    """Layouts of all inputs: alike in all of them, then a sample of the rest; None for a plain input."""
+    one = _single if mesh_ndim == 1 else _double
+    options = [one(i) if i.sharded else [None] for i in case.inputs]
+    longest = max(options, key=len)
+    aligned = []
+    for n, wanted in enumerate(longest):
+        if wanted is not None:
+            choice = [None if o == [None] else (wanted if wanted in o else o[n % len(o)]) for o in options]
+            aligned.append(tuple(None if c is None else Way(c, n) for c in choice))
+    everything = list(itertools.product(*options))
+    random.Random(_seed(case.name, mesh_ndim)).shuffle(everything)
+    mixed = [
+        tuple(None if c is None else Way(c, n + i) for i, c in enumerate(choice))
+        for n, choice in enumerate(everything)
+    ]
+    seen = {tuple(None if w is None else w.placements for w in ways) for ways in aligned}
+    several = sum(i.sharded for i in case.inputs) > 1
+    extra = [ways for ways in mixed if several or tuple(w and w.placements for w in ways) not in seen]
+    return [*aligned, *extra][: max(limit, len(aligned))] if several else [*aligned, *extra][:limit]
+
+
+def lay_out(full: Tensor, mesh: DeviceMesh, way: Way, seed: int) -> ShardTensor:
+    """A full value, known on every rank, as a sharded tensor. Does not communicate."""
+    coordinate = mesh.get_coordinate()
+    term = full
+    for mesh_dim, placement in enumerate(way.placements):
+        if isinstance(placement, Partial):
+            term = _term(term, coordinate[mesh_dim], mesh.shape[mesh_dim], seed + mesh_dim)
+    sizes: dict[int, list[int]] = {}
+    whole = [Replicate() if isinstance(p, Partial) else p for p in way.placements]
+    for dim, extent in enumerate(full.shape):
+        mesh_dims = [m for m, p in enumerate(whole) if isinstance(p, Shard) and p.dim == dim]
+        if mesh_dims:
+            parts = 1
+            for m in mesh_dims:
+                parts *= mesh.shape[m]
+            sizes[mesh_dims[-1]] = uneven(extent, parts, way.style)
+    block = sc.distribute_tensor(
+        term, mesh, whole, src_data_rank=None, sharding_shapes=sizes
+    )
+    return ShardTensor.from_local(block._local_tensor, mesh, way.placements, sizes)
+
+
+def _term(x: Tensor, index: int, count: int, seed: int) -> Tensor:
+    """Term `index` of `count` that add up to `x`, exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    others = [torch.randint(-3, 4, x.shape, generator=generator).to(x.dtype) for _ in range(count - 1)]
+    return x - sum(others) if index == 0 else others[index - 1]
+
+
+# Running and comparing
+
+
+@contextmanager
+def shown_if_slow(text: str) -> Iterator[None]:
+    """Print `text` if the block takes long: a hung rank is killed without saying where it was."""
+    timer = threading.Timer(SHOW_AFTER_SECONDS, print, [f"still running: {text}"], {"flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@dataclass
+class Outcome:
+    """What a run gave.
+
+    Attributes:
+        values: leaves of the result, full.
+        structure: of the result.
+        gradients: of the inputs, full; None where there is none.
+        problems: what is wrong in itself, whatever the values.
+        layouts: of the results, to compare between ranks.
+    """
+
+    values: list[Any]
+    structure: Any
+    gradients: list[Tensor | None]
+    problems: list[str]
+    layouts: str = ""
+
+
+def run_plain(case: Case, full: Sequence[Tensor]) -> Outcome:
+    """The oracle: plain PyTorch on full tensors."""
+    inputs = [x.detach().clone().requires_grad_(i.grad) for i, x in zip(case.inputs, full, strict=True)]
+    values, structure = pytree.tree_flatten(case.run(*inputs))
+    _backward(case, values)
+    return Outcome([_detached(v) for v in values], structure, [x.grad for x in inputs], [])
+
+
+def run_sharded(
+    case: Case,
+    full: Sequence[Tensor],
+    mesh: DeviceMesh,
+    ways: Sequence[Way | None],
+    function: Callable[..., Any] | None = None,
+) -> Outcome:
+    """The same on sharded inputs."""
+    inputs: list[Tensor] = []
+    for n, (spec, x, way) in enumerate(zip(case.inputs, full, ways, strict=True)):
+        given = x.detach().clone() if way is None else lay_out(x, mesh, way, _seed(case.name, n)).detach()
+        inputs.append(given.requires_grad_(spec.grad))
+    values, structure = pytree.tree_flatten((function or case.run)(*inputs))
+    problems = [p for v in values for p in _check_block(v)]
+    layouts = "; ".join(v._spec.layout.describe() for v in values if isinstance(v, ShardTensor))
+    _backward(case, values)
+    gradients: list[Tensor | None] = []
+    for n, (x, way) in enumerate(zip(inputs, ways, strict=True)):
+        gradient = x.grad
+        if gradient is not None and way is None and isinstance(gradient, ShardTensor):
+            problems.append(f"the gradient of plain input {n} is sharded: {gradient._spec.layout.describe()}")
+        problems += _check_block(gradient)
+        gradients.append(_whole(gradient))
+    return Outcome([_whole(_detached(v)) for v in values], structure, gradients, problems, layouts)
+
+
+def _whole(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, ShardTensor) else x
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def _check_block(x: Any) -> list[str]:
+    if not isinstance(x, ShardTensor):
+        return []
+    layout, local = x._spec.layout, x._local_tensor
+    expected = layout.local_shape(layout.mesh.get_coordinate())
+    problems = []
+    if tuple(local.shape) != tuple(expected) or local.dtype != layout.dtype:
+        problems.append(f"the block is {local.dtype} {tuple(local.shape)}, its layout {layout.describe()}")
+    if isinstance(local, ShardTensor):
+        problems.append("the block is a sharded tensor itself")
+    return problems
+
+
+def _backward(case: Case, values: Sequence[Any]) -> None:
+    """Gradients of a weighted sum of all results; of a lone scalar, its own."""
+    outputs = [v for v in values if isinstance(v, Tensor) and v.requires_grad]
+    if not outputs:
+        return
+    if len(outputs) == 1 and outputs[0].ndim == 0 and not outputs[0].is_complex():
+        outputs[0].backward()
+        return
+    total: Any = 0
+    for n, v in enumerate(outputs):
+        full = _whole(v)
+        full = torch.view_as_real(full) if full.is_complex() else full
+        generator = torch.Generator().manual_seed(_seed(case.name, n))
+        total = total + (full * torch.randn(full.shape, generator=generator, dtype=torch.float64)).sum()
+    total.backward()
+
+
+_TOLERANCES = {
+    torch.float64: 1e-9,
+    torch.complex128: 1e-9,
+    torch.float32: 2e-5,
+    torch.complex64: 2e-5,
+    torch.bfloat16: 3e-2,
+    torch.float16: 4e-3,
+}
+
+
+def differences(got: Outcome, want: Outcome, tolerance: float | None = None) -> list[str]:
+    """Everything in which two outcomes differ, as text."""
+    found = list(got.problems)
+    if got.structure != want.structure:
+        return [*found, f"the result is {got.structure}, plain PyTorch gives {want.structure}"]
+    for n, (a, b) in enumerate(zip(got.values, want.values, strict=True)):
+        found += _difference(f"result {n}", a, b, tolerance)
+    for n, (a, b) in enumerate(zip(got.gradients, want.gradients, strict=True)):
+        found += _difference(f"gradient of input {n}", a, b, tolerance)
+    return found
+
+
+def _difference(what: str, got: Any, want: Any, tolerance: float | None) -> list[str]:
+    if not isinstance(want, Tensor) or not isinstance(got, Tensor):
+        same = type(got) is type(want) and (got == want or (got != got and want != want))
+        same = same or (isinstance(got, float) and isinstance(want, float) and abs(got - want) < 1e-9)
+        return [] if same else [f"{what} is {got!r}, not {want!r}"]
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return [f"{what} is {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"]
+    limit = tolerance if tolerance is not None else _TOLERANCES.get(want.dtype, 0.0)
+    if torch.allclose(got, want, rtol=limit, atol=limit, equal_nan=True):
+        return []
+    return [f"{what} differs by {(got - want).abs().max() if got.numel() and got.dtype is not torch.bool else '?'}:\n"
+            f"{got}\nis not\n{want}"]
+
+
+def check(
+    case: Case,
+    mesh: DeviceMesh,
+    limit: int = 12,
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+) -> list[str]:
+    """All that is wrong with a case, over its layouts.
+
+    Args:
+        case: the case.
+        mesh: of one or two dims.
+        limit: how many layouts are tried where several inputs are sharded.
+        wrap: what is done to the function on sharded inputs, e.g. compiling it.
+    """
+    generator = torch.Generator().manual_seed(_seed(case.name))
+    full = [fill(i, generator) for i in case.inputs]
+    want: Outcome | Exception
+    try:
+        want = run_plain(case, full)
+    except Exception as error:
+        want = error
+    failures = []
+    for ways in ways_of(case, mesh.ndim, limit):
+        label = f"{case.name} {' '.join('plain' if w is None else str(w) for w in ways)}"
+        with shown_if_slow(label):
+            function = case.run if wrap is None else wrap(case.run)
+            found = _check_one(case, full, mesh, ways, function, want)
+        failures += [f"{label}: {text}" for text in found]
+    return failures
+
+
+def _check_one(
+    case: Case,
+    full: Sequence[Tensor],
+    mesh: DeviceMesh,
+    ways: Sequence[Way | None],
+    function: Callable[..., Any],
+    want: Outcome | Exception,
+) -> list[str]:
+    try:
+        got = run_sharded(case, full, mesh, ways, function)
+    except Exception as error:
+        if isinstance(want, Exception):
+            return [] if isinstance(error, (type(want), sc.ShardError)) else [f"{type(error).__name__}: {error}"]
+        if isinstance(error, sc.ShardError) and case.refuses is not None and case.refuses in str(error):
+            return []
+        if RAISE:
+            raise
+        return [f"{type(error).__name__}: {error}"]
+    if isinstance(want, Exception):
+        return [f"gives a value; plain PyTorch raises {type(want).__name__}: {want}"]
+    return differences(got, want, case.tolerance)
+
+
+RAISE = False
+
+
+def agree(failures: list[str]) -> list[str]:
+    """Failures of all ranks, on all ranks alike."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, failures)
+    return [f"rank {rank}: {text}" for rank, found in enumerate(everyone) for text in found]
