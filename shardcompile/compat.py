@@ -26,6 +26,7 @@ __all__ = [
     "current_mesh",
     "detect_fake_mode",
     "group_name_of",
+    "is_compiling",
     "is_fake",
     "lower_as_collective",
     "process_group",
@@ -92,25 +93,27 @@ def lower_as_collective(op: torch._ops.OpOverload) -> None:
     register_lowering(op, type_promotion_kind=None)(lowering)
 
 
+def is_compiling() -> bool:
+    """Whether Dynamo is compiling something in this thread."""
+    return CompileContext.try_get() is not None
+
+
 def trace_size_obliviously() -> None:
-    """Make the compilation that is running, if there is one, trace without specialising on sizes of 0 and 1.
+    """Make the compilation that is running trace without specialising on sizes of 0 and 1.
 
     A block may be empty or of one row on any rank in any call; a graph that is specialised on it would have to be
     compiled again, on that rank alone. The switch is torch's own (`backed_size_oblivious`), is read all through a
     compilation, and goes back to what it was when the compilation ends.
     """
-    if _symbolic_shapes_config.backed_size_oblivious or CompileContext.try_get() is None:
+    if _symbolic_shapes_config.backed_size_oblivious:
         return
     _symbolic_shapes_config.backed_size_oblivious = True
-    _on_compile_end(lambda: setattr(_symbolic_shapes_config, "backed_size_oblivious", False))
 
+    def restore(_: Any) -> None:
+        _symbolic_shapes_config.backed_size_oblivious = False
+        _compile_callbacks.remove_end_callback(restore)
 
-def _on_compile_end(action: Callable[[], None]) -> None:
-    def run_once(_: Any) -> None:
-        action()
-        _compile_callbacks.remove_end_callback(run_once)
-
-    _compile_callbacks.register_end_callback(run_once)
+    _compile_callbacks.register_end_callback(restore)
 
 
 def decomposition_of(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
@@ -132,11 +135,6 @@ def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | Non
             if arguments == wanted and not found._schema.is_mutable:
                 return found
     return None
-
-
-def is_compiling() -> bool:
-    """Whether Dynamo is compiling something in this thread."""
-    return CompileContext.try_get() is not None
 
 
 def mark_weakly_dynamic(x: torch.Tensor, hints: dict[int, int]) -> None:

@@ -1,6 +1,7 @@
 """The collectives for direct use: sizes as Python ints, a process group instead of its name, awaited or not.
 
-All are differentiable, also twice, and trace into one node and its wait.
+Those that take a process group and no rank are differentiable, also twice, where the reduction is sum or avg, and
+trace into one node and its wait.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ def _checked(sizes: Sequence[int], group: ProcessGroup) -> list[int]:
     return list(sizes)
 
 
+def _normalized(x: Tensor, dim: int) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise CollectiveError(f"dim {dim} is out of range for a tensor of {x.ndim} dims")
+    return dim % x.ndim
+
+
 def _finish(out: Tensor, async_op: bool) -> Tensor:
     return out if async_op else wait(out)
 
@@ -43,7 +50,7 @@ def all_gather_v(
 
     Args:
         x: this rank's block, [..., sizes[rank], ...] at `dim`.
-        dim: the dim along which blocks differ, 0 <= dim < x.ndim.
+        dim: the dim along which blocks differ.
         sizes: every rank's block size in elements of `dim`; zeros allowed.
         group: the process group.
         async_op: return at once; `wait` completes the result.
@@ -51,7 +58,7 @@ def all_gather_v(
     Raises:
         CollectiveError: `x` is not of the stated size, or the number of sizes is wrong.
     """
-    sizes = _checked(sizes, group)
+    sizes, dim = _checked(sizes, group), _normalized(x, dim)
     out = _ops.all_gather_v(x, dim, sum(sizes), sizes, CHUNK_KEY, [], group.group_name)
     return _finish(out, async_op)
 
@@ -76,8 +83,11 @@ def reduce_scatter_v(
         group: the process group.
         reduce_op: sum, avg, product, max or min.
         async_op: return at once; `wait` completes the result.
+
+    Raises:
+        CollectiveError: `x` is not of extent sum(sizes), or there is no such reduction of this dtype.
     """
-    sizes = _checked(sizes, group)
+    sizes, dim = _checked(sizes, group), _normalized(x, dim)
     out = _ops.reduce_scatter_v(
         x, dim, sizes[group.rank()], reduce_op, sizes, CHUNK_KEY, [], group.group_name
     )
@@ -108,6 +118,11 @@ def all_to_all_v(
         async_op: return at once; `wait` completes the result.
     """
     src_sizes, dst_sizes = _checked(src_sizes, group), _checked(dst_sizes, group)
+    src_dim, dst_dim = _normalized(x, src_dim), _normalized(x, dst_dim)
+    if src_dim == dst_dim:
+        raise CollectiveError(
+            f"all_to_all_v needs two different dims, got dim {src_dim} twice; fetch_ranges changes the cut of one dim"
+        )
     out = _ops.all_to_all_v(
         x,
         src_dim,
@@ -152,7 +167,7 @@ def fetch_ranges(
     Raises:
         CollectiveError: the two cuts have different sums.
     """
-    src_sizes, dst_sizes = _checked(src_sizes, group), _checked(dst_sizes, group)
+    src_sizes, dst_sizes, dim = _checked(src_sizes, group), _checked(dst_sizes, group), _normalized(x, dim)
     if sum(src_sizes) != sum(dst_sizes):
         raise CollectiveError(f"the cuts {src_sizes} and {dst_sizes} hold different numbers of rows")
     start, end = transport.running_ends(dst_sizes)[group.rank()]
@@ -180,7 +195,13 @@ def all_reduce(x: Tensor, group: ProcessGroup, *, reduce_op: str = "sum", async_
         group: the process group.
         reduce_op: sum, avg, product, max or min.
         async_op: return at once; `wait` completes the result.
+
+    Raises:
+        CollectiveError: there is no such reduction of this dtype.
     """
+    transport.check_reduction(reduce_op, x.dtype)
+    if reduce_op == "avg":  # torch knows the gradient of sum only
+        x, reduce_op = x / group.size(), "sum"
     return _finish(torch.ops._c10d_functional.all_reduce(x, reduce_op, group.group_name), async_op)
 
 
@@ -190,14 +211,14 @@ def all_gather_even(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def broadcast(x: Tensor, src: int, group: ProcessGroup) -> Tensor:
-    """The value that rank `src` of the group holds, on every rank.
+    """The value that rank `src` of the group holds, on every rank. Not differentiable.
 
     Args:
         x: the value on rank `src`; elsewhere anything of its shape and dtype.
         src: rank in the group.
         group: the process group.
     """
-    out = x.contiguous().clone()
+    out = x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     if out.numel():
         flat = out.view(torch.uint8) if out.ndim else out.view(1).view(torch.uint8)
         dist.broadcast(flat, group=group, group_src=src)

@@ -101,6 +101,7 @@ def _all_gather_v(
 def _reduce_scatter_v(
     x: Tensor, dim: int, block: int, reduce_op: str, sizes: list[int], key: int, nest: list[int], group_name: str
 ) -> Tensor:
+    transport.check_reduction(reduce_op, x.dtype)
     group = compat.process_group(group_name)
     blocks = _blocks(x, dim, x.shape[dim], (sizes, key, nest), group, "reduce_scatter_v")
     rows = transport.rows_first(x, dim)

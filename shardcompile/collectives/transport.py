@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from shardcompile.compat import register_work
+from shardcompile.errors import CollectiveError
+from shardcompile.layout.layout import REDUCE_OPS
 
 Range = tuple[int, int]
 """First row and end row."""
@@ -120,6 +122,18 @@ def _gather_padded(group: ProcessGroup, rows: Tensor, sizes: Sequence[int], out:
         torch.cat([gathered[r * size : r * size + n] for r, n in enumerate(sizes)], out=out)
 
     register_work(out, ThenWork([], unpack))
+
+
+def check_reduction(reduce_op: str, dtype: torch.dtype) -> None:
+    """Refuse what `reduce_rows` cannot do, before anything is sent.
+
+    Raises:
+        CollectiveError: there is no such reduction of this dtype.
+    """
+    known = reduce_op in REDUCE_OPS
+    ordered, divisible = not dtype.is_complex, dtype.is_floating_point or dtype.is_complex
+    if not known or (reduce_op == "avg" and not divisible) or (reduce_op in ("max", "min") and not ordered):
+        raise CollectiveError(f"there is no reduction {reduce_op} of {dtype}")
 
 
 def reduce_rows(parts: Tensor, reduce_op: str) -> Tensor:

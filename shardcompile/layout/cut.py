@@ -16,8 +16,8 @@ import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 import torch
 
@@ -65,6 +65,7 @@ class _SizeTable:
     def key_of(self, sizes: tuple[int, ...]) -> int:
         key = self._by_sizes.get(sizes)
         if key is not None:
+            self._by_key.move_to_end(key)
             return key
         digest = hashlib.blake2b(array("q", sizes).tobytes(), digest_size=8).digest()
         key = _KEY_BASE + int.from_bytes(digest, "big") % _KEY_BASE
@@ -74,6 +75,9 @@ class _SizeTable:
         self._stored += len(sizes)
         self._evict()
         return key
+
+    def find(self, key: int) -> tuple[int, ...] | None:
+        return self._by_key.get(key)
 
     def sizes_of(self, key: int) -> tuple[int, ...]:
         sizes = self._by_key.get(key)
@@ -117,6 +121,7 @@ class Cut:
         block: while tracing, this rank's block size, if the trace has a symbol for it.
         inner: the number of neighbouring blocks of `key` that make one block of this cut.
         scale: elements of this dim for one of `key`'s; more than 1 where trailing dims were flattened into the dim.
+        carrier: while tracing, the tensor whose shape brought the key into the graph; not part of the value.
     """
 
     kind: Kind
@@ -128,6 +133,7 @@ class Cut:
     block: IntLike | None = None
     inner: int = 1
     scale: int = 1
+    carrier: object = field(default=None, compare=False, repr=False)
 
     @staticmethod
     def chunk(mesh_dims: Sequence[int], parts: Sequence[int], extent: IntLike) -> Cut:
@@ -288,9 +294,20 @@ class Cut:
         nest = [self.inner, first, self.scale]
         return GroupCut([], self.key, nest if nest != [1, 0, 1] else [])
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The sizes that the key stands for come along: another process may not know them."""
+        known = _TABLE.find(self.key) if self.kind == "dynamic" and isinstance(self.key, int) else None
+        return _restored, (known, *(getattr(self, f.name) for f in fields(self)))
+
     def describe(self) -> str:
         """Sizes as text, e.g. ``[3,5]``; ``[?]`` while tracing."""
         return "[?]" if self.blocks is None else f"[{','.join(map(str, self.blocks))}]"
+
+
+def _restored(known: tuple[int, ...] | None, *values: Any) -> Cut:
+    if known is not None:
+        _TABLE.key_of(known)
+    return Cut(*values)
 
 
 @dataclass(frozen=True)
@@ -327,6 +344,6 @@ class GroupCut:
             return chunk_sizes(total, world_size)
         blocks = _TABLE.sizes_of(key)
         if not nest:
-            return blocks
+            return blocks[:world_size]  # of a nested cut, the first group's
         inner, first, scale = nest
         return tuple(sum(blocks[(first + i) * inner : (first + i + 1) * inner]) * scale for i in range(world_size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from shardcompile.layout.mesh import Mesh
 REDUCE_OPS = ("sum", "avg", "product", "max", "min")
 """Reductions that a `Partial` placement may name."""
 
+_PARTS = ("mesh", "placements", "shape", "dtype", "cuts")
 _INTERNED: dict[Layout, Layout] = {}
 _INTERNED_LIMIT = 1 << 16
 
@@ -43,6 +45,7 @@ class Layout:
     dtype: torch.dtype
     cuts: tuple[Cut | None, ...]
     is_traced: bool
+    _hash: int
 
     def __init__(
         self,
@@ -52,17 +55,19 @@ class Layout:
         dtype: torch.dtype,
         cuts: Sequence[Cut | None],
     ) -> None:
-        self.mesh = mesh
-        self.placements = tuple(placements)
-        self.shape = tuple(shape)
-        self.dtype = dtype
-        self.cuts = tuple(cuts)
-        self.is_traced = any(c is not None and c.is_traced for c in cuts) or not all(type(s) is int for s in shape)
-        self._hash = (
-            object.__hash__(self)
-            if self.is_traced
-            else hash((mesh, self.placements, self.shape, dtype, self.cuts))
-        )
+        parts = (mesh, tuple(placements), tuple(shape), dtype, tuple(cuts))
+        traced = any(c is not None and c.is_traced for c in cuts) or not all(type(s) is int for s in shape)
+        fix = object.__setattr__
+        for name, value in zip(_PARTS, parts, strict=True):
+            fix(self, name, value)
+        fix(self, "is_traced", traced)
+        fix(self, "_hash", object.__hash__(self) if traced else hash(parts))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"layouts cannot be changed, they are shared: {name}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"layouts cannot be changed, they are shared: {name}")
 
     @staticmethod
     def of(
@@ -243,14 +248,28 @@ def normalize_placements(placements: Sequence[Placement], mesh: Mesh, ndim: int)
     """Check placements against a mesh and a number of tensor dims; negative shard dims become positive.
 
     Raises:
-        LayoutError: not one placement per mesh dim, a shard dim out of range, an unknown reduction or placement.
+        LayoutError: not one placement per mesh dim, a shard dim out of range, an unknown reduction or placement,
+            reductions that do not commute.
     """
     placements = tuple(placements)
     if len(placements) != len(mesh.shape):
         raise LayoutError(
             f"a mesh of {len(mesh.shape)} dims needs as many placements, got {len(placements)}: {list(placements)}"
         )
-    return tuple(_normalize(p, ndim) for p in placements)
+    placements = tuple(_normalize(p, ndim) for p in placements)
+    _check_reductions_commute(placements)
+    return placements
+
+
+def _check_reductions_commute(placements: Sequence[Placement]) -> None:
+    """The value of a tensor with two pending reductions must not depend on which is carried out first."""
+    pending = [(m, p) for m, p in enumerate(placements) if isinstance(p, Partial)]
+    for (a, p), (b, q) in itertools.pairwise(pending):
+        if p != q and {p.reduce_op, q.reduce_op} != {"sum", "avg"}:
+            raise LayoutError(
+                f"mesh dims {a} and {b} ({p}, {q}): these reductions do not commute, so that the value would depend "
+                "on their order; reduce one of them first"
+            )
 
 
 def _normalize(placement: Placement, ndim: int) -> Placement:

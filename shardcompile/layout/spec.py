@@ -23,12 +23,26 @@ class Spec:
 
     __slots__ = ("_hash", "is_plain", "layout", "shape", "stride")
 
+    layout: Layout
+    stride: tuple[IntLike, ...]
+    shape: tuple[IntLike, ...]
+    is_plain: bool
+    _hash: int
+
     def __init__(self, layout: Layout, stride: tuple[IntLike, ...]) -> None:
-        self.layout = layout
-        self.stride = stride
-        self.shape = layout.shape
-        self.is_plain = not layout.is_traced and all(type(s) is int for s in stride)
-        self._hash = hash((layout, stride)) if self.is_plain else object.__hash__(self)
+        plain = not layout.is_traced and all(type(s) is int for s in stride)
+        fix = object.__setattr__
+        fix(self, "layout", layout)
+        fix(self, "stride", stride)
+        fix(self, "shape", layout.shape)
+        fix(self, "is_plain", plain)
+        fix(self, "_hash", hash((layout, stride)) if plain else object.__hash__(self))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"specs cannot be changed, they are shared: {name}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"specs cannot be changed, they are shared: {name}")
 
     @staticmethod
     def of(layout: Layout, stride: Sequence[IntLike]) -> Spec:

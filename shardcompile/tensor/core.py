@@ -31,6 +31,7 @@ ShardingShapes = construct.ShardingShapes
 
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
+_UNMARKED = AttributeError("no dim of this tensor may vary")
 _FUNCTION_HANDLERS, _NAMED_HANDLERS = Handlers.functions, Handlers.names
 
 
@@ -46,6 +47,8 @@ class ShardTensor(torch.Tensor):
     # Defaults on the class: an eager op sets only what it has to.
     _keys: Tensor | None = None
     _flat: tuple[list[str], Metadata] | None = None
+    _may_vary: bool = True
+    _hints: dict[int, int] | None = None
     _is_copy: bool = False
     _align_grad: bool = False
 
@@ -60,7 +63,16 @@ class ShardTensor(torch.Tensor):
         self = _make_wrapper(cls, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device)
         self._local_tensor = local
         self._spec = spec
+        if type(local) is not Tensor:
+            self._carry_keys()
         return self
+
+    def _carry_keys(self) -> None:
+        """Inside a trace the tensor that carries the keys is made along with the result, while tracing is on."""
+        layout = self._spec.layout
+        metadata = metadata_of(layout)
+        if metadata.dynamic_dims:
+            self._keys = keys_tensor(layout, metadata, self._local_tensor)
 
     @staticmethod
     def _wrap_like(x: ShardTensor, local: Tensor) -> ShardTensor:
@@ -75,18 +87,20 @@ class ShardTensor(torch.Tensor):
             metadata = metadata_of(self._spec.layout)
             names = ["_local_tensor", "_cut_keys"] if metadata.dynamic_dims else ["_local_tensor"]
             flat = self._flat = (names, metadata)
-        if flat[1].cuts:
-            self._prepare_trace()
+            # Parameters are static, and so is a tensor inside a trace already.
+            plain = type(self._local_tensor) in (Tensor, torch.nn.Parameter)
+            self._may_vary = plain and bool(metadata.cuts) and not getattr(self, "_is_param", False)
+        if self._may_vary and compat.is_compiling():
+            self._prepare_trace(flat[1])
         return flat
 
-    def _prepare_trace(self) -> None:
+    def _prepare_trace(self, metadata: Metadata) -> None:
         """Have a trace that is starting treat sharded extents, blocks and keys as dynamic."""
-        if not compat.is_compiling() or getattr(self, "_is_param", False):
-            return
         compat.trace_size_obliviously()
         compat.mark_weakly_dynamic(self._local_tensor, block_hints(self._spec.layout))
-        keys = self._cut_keys
-        compat.mark_weakly_dynamic(keys, {d: keys.shape[d] for d in range(1, keys.ndim)})
+        if metadata.dynamic_dims:
+            keys = self._cut_keys
+            compat.mark_weakly_dynamic(keys, {d: keys.shape[d] for d in range(1, keys.ndim)})
 
     @property
     def _cut_keys(self) -> Tensor:
@@ -95,33 +109,37 @@ class ShardTensor(torch.Tensor):
             self._keys = keys_tensor(layout, metadata_of(layout), self._local_tensor)
         return self._keys
 
-    @property
-    def _dynamo_weak_dynamic_indices(self) -> set[int]:
-        # Read by Dynamo on the outer tensor. A property, so that eager ops do not pay for setting it.
-        return set(self._dynamo_hint_overrides)
-
-    @_dynamo_weak_dynamic_indices.setter
-    def _dynamo_weak_dynamic_indices(self, dims: set[int]) -> None:
-        """Dynamo copies the attribute between tensors; ours follows from the layout."""
+    # Read by Dynamo on the outer tensor. Properties, so that eager ops do not pay for setting them.
 
     @property
     def _dynamo_hint_overrides(self) -> dict[int, int]:
-        layout = self._spec.layout
-        if getattr(self, "_is_param", False) or all(c is None for c in layout.cuts):
-            raise AttributeError("_dynamo_hint_overrides")
-        return extent_hints(layout)
+        hints = self._hints
+        if hints is None:
+            hints = self._hints = {} if getattr(self, "_is_param", False) else extent_hints(self._spec.layout)
+        if not hints:
+            raise _UNMARKED
+        return hints
 
-    @_dynamo_hint_overrides.setter
-    def _dynamo_hint_overrides(self, hints: dict[int, int]) -> None:
-        """See `_dynamo_weak_dynamic_indices`."""
+    @property
+    def _dynamo_weak_dynamic_indices(self) -> set[int]:
+        return set(self._dynamo_hint_overrides)
 
     @property
     def _has_dynamo_dim_marking(self) -> bool:
-        return hasattr(self, "_dynamo_weak_dynamic_indices")
+        if not self._may_vary:
+            raise _UNMARKED
+        return bool(self._dynamo_hint_overrides)
+
+    # Dynamo copies them between tensors; ours follow from the layout.
+
+    @_dynamo_hint_overrides.setter
+    def _dynamo_hint_overrides(self, hints: dict[int, int]) -> None: ...
+
+    @_dynamo_weak_dynamic_indices.setter
+    def _dynamo_weak_dynamic_indices(self, dims: set[int]) -> None: ...
 
     @_has_dynamo_dim_marking.setter
-    def _has_dynamo_dim_marking(self, value: bool) -> None:
-        """See `_dynamo_weak_dynamic_indices`."""
+    def _has_dynamo_dim_marking(self, value: bool) -> None: ...
 
     @staticmethod
     def __tensor_unflatten__(
@@ -129,9 +147,9 @@ class ShardTensor(torch.Tensor):
     ) -> ShardTensor:
         local = inner["_local_tensor"]
         keys = inner.get("_cut_keys")
-        values = () if keys is None else keys.shape[1:]
-        self = ShardTensor(local, spec_from_parts(metadata, local, values, shape, stride))
-        self._keys = keys
+        spec = spec_from_parts(metadata, local, keys, shape, stride)
+        self = _make_wrapper(ShardTensor, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device)
+        self._local_tensor, self._spec, self._keys = local, spec, keys
         if keys is not None and not compat.is_compiling():
             self._align_grad = True
         return self
@@ -406,11 +424,12 @@ def _survey(cls: Any, values: Any) -> tuple[Any, bool]:
 
 def _align_gradient(x: Any) -> None:
     """Have gradients of a compiled function's output arrive in the output's layout, as its backward was compiled."""
-    if not x.requires_grad or x.is_leaf:
-        return
     x._align_grad = False
-    layout = x._spec.layout.reduced()
-    x.register_hook(lambda grad: redistributed(grad, layout.with_dtype(grad.dtype)))
+    with torch._C.DisableTorchFunctionSubclass():
+        if not x.requires_grad or x.is_leaf:
+            return
+        layout = x._spec.layout.reduced()
+        x.register_hook(lambda grad: redistributed(grad, layout.with_dtype(grad.dtype)))
 
 
 def _promoted(cls: Any, mesh: Any, a: Any) -> Any:

@@ -83,9 +83,15 @@ def metadata_of(layout: Layout) -> Metadata:
 def keys_tensor(layout: Layout, metadata: Metadata, like: Tensor) -> Tensor:
     """An empty tensor whose shape carries the keys of the dynamic cuts into a graph.
 
-    The zero comes first and strides are 0, so that no storage size overflows.
+    The zero comes first and strides are 0, so that no storage size overflows. Inside a trace the tensor that brought
+    the same keys in is used again, so that ops add nothing to the graph.
     """
-    keys = [layout.cut_of(d).key for d in metadata.dynamic_dims]
+    cuts = [layout.cut_of(d) for d in metadata.dynamic_dims]
+    carrier = cuts[0].carrier
+    if isinstance(carrier, Tensor) and carrier.ndim == 1 + len(cuts) and all(c.carrier is carrier for c in cuts):
+        if all(carrier.shape[1 + i] is c.key or carrier.shape[1 + i] == c.key for i, c in enumerate(cuts)):
+            return carrier
+    keys = [c.key for c in cuts]
     return like.new_empty_strided([0, *keys], [0] * (1 + len(keys)), dtype=torch.uint8)
 
 
@@ -94,20 +100,22 @@ _RUNTIME_SPECS_LIMIT = 1 << 14
 
 
 def spec_from_parts(
-    metadata: Metadata, local: Tensor, keys: Sequence[IntLike], shape: Sequence[IntLike], stride: Sequence[IntLike]
+    metadata: Metadata, local: Tensor, carrier: Tensor | None, shape: Sequence[IntLike], stride: Sequence[IntLike]
 ) -> Spec:
     """The spec that unflattening gives: with sizes looked up by key at run time, with symbols inside a trace."""
     shape, stride = tuple(shape), tuple(stride)
+    keys = () if carrier is None else tuple(carrier.shape[1:])
     plain = all(type(s) is int for s in (*keys, *shape, *stride))
     if plain:
-        cache_key = (metadata, tuple(keys), shape, stride)
+        cache_key = (metadata, keys, shape, stride)
         found = _RUNTIME_SPECS.get(cache_key)
         if found is not None:
             return found
     by_dim = dict(zip(metadata.dynamic_dims, keys, strict=True))
     cuts: list[Cut | None] = [None] * len(shape)
     for kind in metadata.cuts:
-        cuts[kind[0]] = _cut(metadata, kind, by_dim.get(kind[0], 0), shape[kind[0]], local)
+        cut = _cut(metadata, kind, by_dim.get(kind[0], 0), shape[kind[0]], local)
+        cuts[kind[0]] = cut if cut.blocks is not None else replace(cut, carrier=carrier)
     spec = Spec.of(Layout.of(metadata.mesh, metadata.placements, shape, metadata.dtype, cuts), stride)
     if plain:
         if len(_RUNTIME_SPECS) >= _RUNTIME_SPECS_LIMIT:

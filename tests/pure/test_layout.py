@@ -1,0 +1,646 @@
+"""Cuts and layouts: the blocks tile the tensor, and every derived cut is the one that torch's own slicing gives."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import math
+import pickle
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shardcompile.errors import LayoutError
+from shardcompile.layout import (
+    CHUNK_KEY,
+    Cut,
+    GroupCut,
+    Layout,
+    MeshShape,
+    Spec,
+    chunk_sizes,
+    contiguous_stride,
+    normalize_placements,
+    sizes_of_key,
+)
+from shardcompile.layout import cut as cut_module
+from shardcompile.layout.cut import Kind, chunk_block
+
+R, P = Replicate(), Partial("sum")
+MESHES = [(1,), (2,), (3,), (2, 2), (2, 3), (1, 2), (2, 2, 2), (3, 1, 2)]
+KINDS: tuple[Kind, ...] = ("fixed", "dynamic")
+
+
+def coordinates(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    return itertools.product(*map(range, shape))
+
+
+def compositions(extent: int, parts: int) -> list[tuple[int, ...]]:
+    """All ways to divide an extent into so many blocks, empty ones included."""
+    if parts == 1:
+        return [(extent,)]
+    return [(first, *rest) for first in range(extent + 1) for rest in compositions(extent - first, parts - 1)]
+
+
+def random_sizes(rng: random.Random, extent: int, parts: int) -> tuple[int, ...]:
+    ends = sorted(rng.randint(0, extent) for _ in range(parts - 1))
+    return tuple(b - a for a, b in itertools.pairwise([0, *ends, extent]))
+
+
+def layout_of(
+    mesh: MeshShape, placements: Sequence[Placement], shape: Sequence[int], cut: Callable[[list[int], int], Cut]
+) -> Layout:
+    """A layout of these placements, with `cut` asked for the cut of each sharded dim."""
+    cuts = []
+    for dim, extent in enumerate(shape):
+        mesh_dims = [m for m, p in enumerate(placements) if p == Shard(dim)]
+        cuts.append(cut(mesh_dims, extent) if mesh_dims else None)
+    return Layout.of(mesh, placements, shape, torch.float32, cuts)
+
+
+def some_cuts(mesh: Sequence[int]) -> Iterator[Cut]:
+    """Cuts of every kind over every choice and order of mesh dims, with empty blocks among them."""
+    rng = random.Random(0)
+    for depth in range(1, len(mesh) + 1):
+        for dims in itertools.permutations(range(len(mesh)), depth):
+            parts = [mesh[m] for m in dims]
+            for extent in (0, 1, 5, 12):
+                yield Cut.chunk(dims, parts, extent)
+                for kind in KINDS:
+                    yield Cut.of_sizes(dims, parts, random_sizes(rng, extent, math.prod(parts)), kind)
+
+
+ALL_CUTS = [(mesh, cut) for mesh in MESHES for cut in some_cuts(mesh)]
+
+
+# torch.chunk
+
+
+def test_chunk_sizes_are_those_of_torch_chunk() -> None:
+    for extent, parts in itertools.product(range(25), range(1, 10)):
+        expected = [len(c) for c in torch.arange(extent).chunk(parts)]
+        expected += [0] * (parts - len(expected))
+        assert chunk_sizes(extent, parts) == tuple(expected)
+        assert [int(chunk_block(extent, parts, i)) for i in range(parts)] == expected
+
+
+def test_chunk_of_a_symbolic_extent_has_the_sizes_of_the_number() -> None:
+    seen = []
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        cut = Cut.chunk((1, 0), (2, 3), x.shape[0])
+        assert cut.is_traced and cut.describe() == "[?]"
+        seen.extend(cut.local_size((i, j)) for j in range(2) for i in range(3))
+        return x
+
+    make_fx(traced, tracing_mode="symbolic")(torch.zeros(11))
+    assert all(isinstance(s, torch.SymInt) for s in seen)
+    assert [int(s) for s in seen] == list(Cut.chunk((1, 0), (2, 3), 11).sizes) == [2, 2, 2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("mesh", [(2, 3), (3, 2), (2, 2), (2, 3, 2), (2, 1, 3)])
+def test_nested_chunk_is_torch_chunk_of_chunks(mesh: tuple[int, ...]) -> None:
+    for extent, dims in itertools.product(range(14), itertools.permutations(range(len(mesh)))):
+        cut = Cut.chunk(dims, [mesh[m] for m in dims], extent)
+        for coordinate in coordinates(mesh):
+            rows = torch.arange(extent)
+            for m in dims:
+                chunks = rows.chunk(mesh[m])
+                rows = chunks[coordinate[m]] if coordinate[m] < len(chunks) else rows[:0]
+            assert cut.local_size(coordinate) == len(rows)
+            if len(rows):
+                assert cut.offset(coordinate) == int(rows[0])
+
+
+# Blocks tile the tensor
+
+
+def assert_tiles(layout: Layout) -> None:
+    """Every element is in the block of exactly one coordinate of the sharding mesh dims; the others hold copies."""
+    sharding = [m for m, p in enumerate(layout.placements) if isinstance(p, Shard)]
+    count = np.zeros([int(s) for s in layout.shape], dtype=int)
+    copies = math.prod(n for m, n in enumerate(layout.mesh.shape) if m not in sharding)
+    for coordinate in coordinates(layout.mesh.shape):
+        block = count[layout.block_slices(coordinate)]
+        assert block.shape == layout.local_shape(coordinate)
+        assert layout.offsets(coordinate) == tuple(s.start for s in layout.block_slices(coordinate))
+        first = [c if m in sharding else 0 for m, c in enumerate(coordinate)]
+        assert layout.block_slices(coordinate) == layout.block_slices(first)
+        block += 1
+    assert (count == copies).all(), layout
+
+
+@pytest.mark.parametrize("sizes, extent", [((2, 2), 5), ((3, 3), 5)], ids=["gap", "overhang"])
+def test_assert_tiles_can_fail(sizes: tuple[int, ...], extent: int) -> None:
+    with pytest.raises(AssertionError):
+        assert_tiles(Layout.of(MeshShape((2,)), [Shard(0)], [extent], torch.float32, [Cut.of_sizes([0], [2], sizes)]))
+
+
+@pytest.mark.parametrize("mesh, extent", [((1,), 4), ((2,), 6), ((3,), 5), ((4,), 4), ((2, 2), 4), ((2, 3), 3)])
+def test_every_cut_of_one_dim_tiles(mesh: tuple[int, ...], extent: int) -> None:
+    for dims in itertools.permutations(range(len(mesh))):
+        for sizes in compositions(extent, math.prod(mesh)):
+            cut = Cut.of_sizes(dims, [mesh[m] for m in dims], sizes)
+            layout = Layout.of(MeshShape(mesh), [Shard(0)] * len(mesh), [extent], torch.float32, [cut])
+            assert_tiles(layout)
+            assert layout.sizes(0) == sizes and layout.is_even == (len(set(sizes)) == 1)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("shape", [(7,), (3, 4), (0, 3), (2, 5, 3)])
+def test_every_placement_tiles(mesh: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    rng = random.Random(1)
+
+    def uneven(mesh_dims: list[int], extent: int) -> Cut:
+        dims = rng.sample(mesh_dims, len(mesh_dims))
+        parts = [mesh[m] for m in dims]
+        return Cut.of_sizes(dims, parts, random_sizes(rng, extent, math.prod(parts)), rng.choice(KINDS))
+
+    choices = [R, P, *(Shard(d) for d in range(len(shape)))]
+    for placements in itertools.product(choices, repeat=len(mesh)):
+        assert_tiles(Layout.chunked(MeshShape(mesh), placements, shape, torch.float32))
+        assert_tiles(layout_of(MeshShape(mesh), placements, shape, uneven))
+
+
+@st.composite
+def large_layouts(draw: st.DrawFn) -> Layout:
+    mesh = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    ndim = draw(st.integers(1, 3))
+    placements = draw(st.lists(st.sampled_from([R, P, *map(Shard, range(ndim))]), min_size=len(mesh), max_size=len(mesh)))
+    shape, cuts = [], []
+    for dim in range(ndim):
+        dims = draw(st.permutations([m for m, p in enumerate(placements) if p == Shard(dim)]))
+        parts = [mesh[m] for m in dims]
+        count = math.prod(parts)
+        sizes = draw(st.lists(st.integers(0, 40) | st.just(0), min_size=count, max_size=count))
+        shape.append(sum(sizes))
+        even = draw(st.booleans())
+        made = Cut.chunk(dims, parts, shape[-1]) if even else Cut.of_sizes(dims, parts, sizes, draw(st.sampled_from(KINDS)))
+        cuts.append(made if dims else None)
+    return Layout.of(MeshShape(tuple(mesh)), placements, shape, torch.float32, cuts)
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(large_layouts())
+def test_large_layouts_tile(layout: Layout) -> None:
+    ends = []
+    for dim, cut in enumerate(layout.cuts):
+        blocks = {(layout.offset(c, dim), layout.local_shape(c)[dim]) for c in coordinates(layout.mesh.shape)}
+        ends.append(sorted(blocks))
+        assert len(blocks) <= (1 if cut is None else math.prod(cut.parts))
+        rows = np.zeros(layout.shape[dim], dtype=int)
+        for start, size in blocks:
+            rows[start : start + size] += 1
+        assert (rows == 1).all()
+    # Along each dim the blocks tile; in all, every combination of them must be somebody's.
+    held = {tuple(zip(layout.offsets(c), layout.local_shape(c), strict=True)) for c in coordinates(layout.mesh.shape)}
+    assert held == set(itertools.product(*ends))
+
+
+# Cuts that follow from cuts
+
+
+def test_coarsen_merges_the_blocks_of_the_innermost_mesh_dim() -> None:
+    checked = 0
+    for mesh, cut in ALL_CUTS:
+        coarse = cut.coarsen()
+        if len(cut.mesh_dims) == 1:
+            assert coarse is None
+            continue
+        assert coarse is not None
+        inner = cut.mesh_dims[-1]
+        assert (coarse.kind, coarse.mesh_dims, coarse.extent) == (cut.kind, cut.mesh_dims[:-1], cut.extent)
+        for coordinate in coordinates(mesh):
+            group = [_at(coordinate, inner, i) for i in range(mesh[inner])]
+            assert coarse.local_size(coordinate) == sum(int(cut.local_size(c)) for c in group)
+            assert coarse.offset(coordinate) == cut.offset(group[0])
+        checked += 1
+    assert checked > 100
+
+
+def _at(coordinate: Sequence[int], mesh_dim: int, index: int) -> tuple[int, ...]:
+    return tuple(index if m == mesh_dim else c for m, c in enumerate(coordinate))
+
+
+def test_prefix_coarsens_down_to_a_depth() -> None:
+    cut = Cut.of_sizes((2, 0, 1), (2, 2, 2), (1, 2, 3, 4, 5, 6, 7, 8))
+    assert cut.prefix(4) is cut.prefix(3) is cut
+    two, one = cut.prefix(2), cut.prefix(1)
+    assert two is not None and (two.mesh_dims, two.sizes) == ((2, 0), (3, 7, 11, 15))
+    assert one is not None and (one.mesh_dims, one.sizes) == ((2,), (10, 26))
+    assert cut.prefix(0) is None
+    chunk = Cut.chunk((1, 0), (2, 3), 10).prefix(1)
+    assert chunk is not None and chunk == Cut.chunk((1,), (2,), 10)
+
+
+@pytest.mark.parametrize("factor", [1, 2, 6])
+def test_scaled_flattens_trailing_elements_and_unscaled_splits_them_off(factor: int) -> None:
+    for mesh, cut in ALL_CUTS:
+        scaled = cut.scaled(factor)
+        assert scaled.extent == cut.extent * factor
+        for coordinate in coordinates(mesh):
+            assert scaled.local_size(coordinate) == int(cut.local_size(coordinate)) * factor
+            assert scaled.offset(coordinate) == cut.offset(coordinate) * factor
+        back = scaled.unscaled(factor)
+        assert back is not None and back.extent == cut.extent and back.same_blocks(cut)
+        if cut.kind != "chunk":
+            assert back == cut
+
+
+def test_unscaled_refuses_to_split_a_block() -> None:
+    assert Cut.of_sizes([0], [2], (4, 6)).unscaled(4) is None
+    assert Cut.chunk([0], [2], 6).unscaled(2) is None
+    two = Cut.of_sizes([0], [2], (4, 6)).unscaled(2)
+    assert two is not None and two.sizes == (2, 3) and two.extent == 5
+    chunk = Cut.chunk([0], [2], 8).unscaled(2)
+    assert chunk is not None and chunk.sizes == (2, 2) and chunk.kind == "fixed"
+
+
+def test_unscaled_by_part_of_the_scale_keeps_the_key() -> None:
+    cut = Cut.of_sizes([0], [2], (1, 3)).scaled(6)
+    part = cut.unscaled(2)
+    assert part is not None and (part.sizes, part.scale, part.key) == ((3, 9), 3, cut.key)
+    other = cut.unscaled(3 * 2 * 2)
+    assert other is None
+    mixed = Cut.of_sizes([0], [2], (2, 4)).scaled(6).unscaled(4)
+    assert mixed is not None and mixed.sizes == (3, 6)
+
+
+def test_a_chunk_cut_of_a_symbolic_extent_has_no_scaled_cut() -> None:
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(LayoutError, match="symbolic extent cannot be flattened"):
+            Cut.chunk([0], [2], x.shape[0]).scaled(2)
+        assert Cut.chunk([0], [2], x.shape[0]).unscaled(2) is None
+        return x
+
+    make_fx(traced, tracing_mode="symbolic")(torch.zeros(11))
+
+
+def test_same_blocks() -> None:
+    cut = Cut.of_sizes((0, 1), (2, 2), (1, 1, 2, 0))
+    assert cut.same_blocks(Cut.of_sizes((0, 1), (2, 2), (1, 1, 2, 0), "fixed"))
+    assert Cut.chunk([0], [2], 5).same_blocks(Cut.of_sizes([0], [2], (3, 2)))
+    assert not cut.same_blocks(None)
+    assert not cut.same_blocks(Cut.of_sizes((1, 0), (2, 2), (1, 1, 2, 0)))
+    assert not cut.same_blocks(Cut.of_sizes((0, 1), (2, 2), (1, 1, 0, 2)))
+    assert not Cut.of_sizes((0, 1), (2, 3), range(6)).same_blocks(Cut.of_sizes((0, 1), (3, 2), range(6)))
+
+
+# Cuts inside a trace
+
+
+def test_a_traced_cut_knows_its_own_block_only() -> None:
+    cut = Cut.traced([0], [2], 8, key=1 << 60, block=3)
+    assert cut.is_traced and cut.local_size((1,)) == 3 and cut.describe() == "[?]"
+    with pytest.raises(LayoutError, match="sizes of a dynamic cut are not known while tracing"):
+        cut.sizes
+    assert cut.scaled(4).local_size((0,)) == 12 and cut.scaled(4).extent == 32
+    coarse = Cut.traced([0, 1], [2, 2], 8, key=1 << 60, block=3).coarsen()
+    assert coarse is not None
+    with pytest.raises(LayoutError, match=r"mesh dims \(0,\) has no symbol"):
+        coarse.local_size((0, 0))
+
+
+def test_same_blocks_of_traced_cuts_compares_keys_and_what_was_done_to_them() -> None:
+    a, b = (Cut.traced([0], [2], 8, key, 3) for key in (5, 6))
+    assert a.same_blocks(Cut.traced([0], [2], 8, 5, 4)) and not a.same_blocks(b)
+    assert not a.same_blocks(a.scaled(2))
+    assert a.scaled(6).same_blocks(a.scaled(3).scaled(2))
+    assert not a.same_blocks(Cut.chunk([0], [2], 8))
+
+
+# What a collective is told
+
+
+def _derived(cut: Cut) -> Iterator[Cut]:
+    yield cut
+    yield cut.scaled(6)
+    part = cut.scaled(6).unscaled(2)
+    assert part is not None
+    yield part
+    coarse = cut.coarsen()
+    if coarse is not None:
+        yield from (coarse, coarse.scaled(2), *_derived(coarse))
+    scaled = cut.scaled(3).coarsen()
+    if scaled is not None:
+        yield scaled
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_group_ref_resolves_to_the_blocks_of_the_group(mesh: tuple[int, ...]) -> None:
+    for cut in itertools.chain.from_iterable(map(_derived, some_cuts(mesh))):
+        inner = cut.mesh_dims[-1]
+        for coordinate in coordinates(mesh):
+            expected = tuple(cut.local_size(_at(coordinate, inner, i)) for i in range(mesh[inner]))
+            ref = cut.group_ref(coordinate)
+            got = GroupCut.resolve(sum(map(int, expected)), ref.sizes, int(ref.key), ref.nest, mesh[inner])
+            assert got == expected, (cut, coordinate)
+            if cut.kind == "dynamic":  # nothing that a graph would be specialised on
+                assert ref.sizes == [] and ref.key == cut.key != CHUNK_KEY
+            else:
+                assert ref.key == CHUNK_KEY
+
+
+def test_a_group_ref_of_a_symbolic_chunk_resolves_by_the_group_extent() -> None:
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        assert Cut.chunk((1, 0), (2, 3), x.shape[0]).group_ref((0, 1)) == GroupCut([], CHUNK_KEY, [])
+        return x
+
+    make_fx(traced, tracing_mode="symbolic")(torch.zeros(11))
+    whole = Cut.chunk((1, 0), (2, 3), 11)
+    for outer in range(2):
+        total = sum(whole.sizes[3 * outer : 3 * outer + 3])
+        assert GroupCut.resolve(total, [], CHUNK_KEY, [], 3) == whole.sizes[3 * outer : 3 * outer + 3]
+
+
+# The table of sizes
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """An empty table in place of the process's own; called with a limit, that many sizes are kept."""
+    monkeypatch.setattr(cut_module, "_TABLE", cut_module._SizeTable())
+    return lambda limit: monkeypatch.setattr(cut_module, "_TABLE_LIMIT", limit)
+
+
+def key_of(*sizes: int) -> int:
+    return int(Cut.of_sizes([0], [len(sizes)], sizes).key)
+
+
+def test_keys_stand_for_sizes(table: Callable[[int], None]) -> None:
+    sizes = [(3, 5), (5, 3), (3, 5, 0), (0, 3, 5), (8,), (0,)]
+    keys = [key_of(*s) for s in sizes]
+    assert [sizes_of_key(k) for k in keys] == sizes
+    assert len(set(keys)) == len(sizes) and CHUNK_KEY not in keys
+    assert [key_of(*s) for s in sizes] == keys
+
+
+def test_keys_do_not_depend_on_what_was_there_before(table: Callable[[int], None]) -> None:
+    key = key_of(2, 7)
+    cut_module._TABLE = cut_module._SizeTable()
+    key_of(1, 1)
+    assert key_of(2, 7) == key
+
+
+def test_an_unknown_key_raises() -> None:
+    with pytest.raises(LayoutError, match="key 123 is no longer known in this process: more than 16777216 block"):
+        sizes_of_key(123)
+
+
+def test_the_oldest_sizes_are_evicted(table: Callable[[int], None]) -> None:
+    table(6)
+    first, second, third = key_of(1, 2), key_of(3, 4), key_of(5, 6)
+    assert sizes_of_key(first) == (1, 2)
+    fourth = key_of(7, 8)
+    with pytest.raises(LayoutError, match=f"{first} is no longer known .* more than 6 block sizes"):
+        sizes_of_key(first)
+    assert [sizes_of_key(k) for k in (second, third, fourth)] == [(3, 4), (5, 6), (7, 8)]
+    assert key_of(1, 2) == first and sizes_of_key(first) == (1, 2)
+    with pytest.raises(LayoutError):
+        sizes_of_key(second)
+
+
+def test_sizes_that_are_used_again_count_as_new(table: Callable[[int], None]) -> None:
+    table(6)
+    first, second, _ = key_of(1, 2), key_of(3, 4), key_of(5, 6)
+    key_of(1, 2)
+    key_of(7, 8)
+    assert sizes_of_key(first) == (1, 2)
+    with pytest.raises(LayoutError):
+        sizes_of_key(second)
+
+
+def test_a_cut_that_is_larger_than_the_limit_is_kept(table: Callable[[int], None]) -> None:
+    table(2)
+    assert sizes_of_key(key_of(1, 2, 3, 4)) == (1, 2, 3, 4)
+
+
+def test_two_cuts_of_one_key_raise(table: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cut_module, "_KEY_BASE", 1)  # every key is 1
+    key_of(1, 2)
+    with pytest.raises(LayoutError, match=r"two cuts share the key 1: \(1, 2\) and \(2, 1\)"):
+        key_of(2, 1)
+
+
+# Values
+
+
+SAMPLES = [
+    Layout.chunked(MeshShape((2,)), [Shard(0)], (5, 2), torch.float32),
+    Layout.chunked(MeshShape((2,)), [Shard(0)], (5, 2), torch.float64),
+    Layout.chunked(MeshShape((2,)), [Shard(1)], (5, 2), torch.float32),
+    Layout.chunked(MeshShape((2,)), [Shard(0)], (5, 3), torch.float32),
+    Layout.chunked(MeshShape((3,)), [Shard(0)], (5, 2), torch.float32),
+    Layout.chunked(MeshShape((2,), ("dp",)), [Shard(0)], (5, 2), torch.float32),
+    Layout.chunked(MeshShape((2,)), [R], (5, 2), torch.float32),
+    Layout.chunked(MeshShape((2,)), [P], (5, 2), torch.float32),
+    Layout.chunked(MeshShape((2,)), [Partial("max")], (5, 2), torch.float32),
+    layout_of(MeshShape((2,)), [Shard(0)], (5, 2), lambda m, e: Cut.of_sizes(m, [2], (4, 1))),
+    layout_of(MeshShape((2,)), [Shard(0)], (5, 2), lambda m, e: Cut.of_sizes(m, [2], (4, 1), "fixed")),
+    layout_of(MeshShape((2, 2)), [Shard(0)] * 2, (5, 2), lambda m, e: Cut.of_sizes(m, [2, 2], (1, 1, 1, 2))),
+    layout_of(MeshShape((2, 2)), [Shard(0)] * 2, (5, 2), lambda m, e: Cut.of_sizes(m[::-1], [2, 2], (1, 1, 1, 2))),
+    Layout.chunked(MeshShape((2,)), [R], (), torch.float32),
+]
+
+
+def rebuilt(layout: Layout) -> Layout:
+    """An equal layout of which no part is the same object."""
+    cuts = [None if c is None else dataclasses.replace(c, parts=(*c.parts,)) for c in layout.cuts]
+    mesh = MeshShape(layout.mesh.shape, layout.mesh.mesh_dim_names)
+    return Layout(mesh, copy.deepcopy(layout.placements), (*layout.shape,), layout.dtype, cuts)
+
+
+def test_layouts_are_equal_if_all_their_parts_are() -> None:
+    for i, j in itertools.product(range(len(SAMPLES)), repeat=2):
+        other = rebuilt(SAMPLES[j])
+        assert other is not SAMPLES[j]
+        assert (SAMPLES[i] == other) == (i == j)
+        assert (SAMPLES[i] != other) == (i != j)
+        if i == j:
+            assert hash(SAMPLES[i]) == hash(other)
+    assert SAMPLES[0] != "a layout"
+
+
+def test_equal_layouts_are_one_object() -> None:
+    for layout in SAMPLES:
+        other = rebuilt(layout)
+        assert Layout.of(other.mesh, other.placements, other.shape, other.dtype, other.cuts) is layout
+        assert Spec.of(layout, contiguous_stride(layout.shape)) is Spec.of(other, contiguous_stride(layout.shape))
+
+
+def test_interning_forgets_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib_module("shardcompile.layout.layout")
+    monkeypatch.setattr(module, "_INTERNED", {})
+    monkeypatch.setattr(module, "_INTERNED_LIMIT", 4)
+    layouts = [Layout.chunked(MeshShape((2,)), [R], (n,), torch.float32) for n in range(9)]
+    assert len(module._INTERNED) <= 4
+    assert Layout.chunked(MeshShape((2,)), [R], (0,), torch.float32) == layouts[0]
+
+
+def importlib_module(name: str) -> object:
+    import sys
+
+    return sys.modules[name]
+
+
+def test_traced_layouts_compare_by_identity() -> None:
+    def make() -> Layout:
+        cut = Cut.traced([0], [2], 8, 7, 3)
+        return Layout.of(MeshShape((2,)), [Shard(0)], (8,), torch.float32, [cut])
+
+    a, b = make(), make()
+    assert a.is_traced and a == a and a != b and len({a, b}) == 2
+    assert not SAMPLES[0].is_traced
+
+
+@pytest.mark.parametrize("layout", SAMPLES, ids=lambda x: x.describe())
+def test_pickle_and_copies_give_the_same_object(layout: Layout) -> None:
+    spec = Spec.of(layout, contiguous_stride(layout.shape))
+    for value in (layout, spec):
+        assert pickle.loads(pickle.dumps(value)) is value
+        assert copy.deepcopy(value) is value and copy.copy(value) is value
+    for cut in layout.cuts:
+        assert pickle.loads(pickle.dumps(cut)) == cut
+        assert copy.deepcopy(cut) == cut and hash(copy.deepcopy(cut)) == hash(cut)
+
+
+def test_a_pickled_cut_brings_its_sizes_to_another_process(table: Callable[[int], None]) -> None:
+    cut = Cut.of_sizes((0, 1), (2, 2), (1, 2, 3, 4))
+    pickled = pickle.dumps([cut, cut.coarsen(), cut.scaled(3)])
+    cut_module._TABLE = cut_module._SizeTable()  # as in a process that has not seen the cut
+    for loaded in pickle.loads(pickled):
+        ref = loaded.group_ref((1, 0))
+        count = loaded.parts[-1]
+        expected = tuple(loaded.local_size(_at((1, 0), loaded.mesh_dims[-1], i)) for i in range(count))
+        assert GroupCut.resolve(sum(expected), ref.sizes, ref.key, ref.nest, count) == expected
+
+
+def test_layouts_specs_and_cuts_cannot_be_changed() -> None:
+    layout = SAMPLES[0]
+    spec = Spec.of(layout, (2, 1))
+    for value in (layout, spec, layout.cuts[0], layout.mesh, layout.cut_of(0).group_ref((0,))):
+        names = getattr(value, "__slots__", None) or vars(value)
+        for name in [n for n in names if n != "__weakref__"]:
+            before = getattr(value, name)
+            with pytest.raises(AttributeError, match="cannot"):
+                setattr(value, name, before)
+            with pytest.raises(AttributeError, match="cannot"):
+                delattr(value, name)
+            assert getattr(value, name) is before
+        with pytest.raises((AttributeError, TypeError)):
+            value.something_else = 1
+
+
+def test_derived_layouts() -> None:
+    cut = Cut.of_sizes([0], [2], (4, 1))
+    layout = Layout.of(MeshShape((2, 3)), [Shard(0), P], (5, 2), torch.float32, [cut, None])
+    assert layout.ndim == 2 and layout.nbytes == 40 and not layout.is_even and layout.cut_of(0) is cut
+    assert layout.is_partial and not layout.is_replicated
+    assert layout.with_dtype(torch.float32) is layout
+    assert layout.with_dtype(torch.float64).nbytes == 80 and layout.with_dtype(torch.float64).cuts == layout.cuts
+    assert layout.reduced().placements == (Shard(0), R) and layout.reduced().cuts == layout.cuts
+    assert layout.reduced().reduced() is layout.reduced()
+    whole = layout.replicated()
+    assert whole.is_replicated and whole.placements == (R, R) and whole.cuts == (None, None) and whole.is_even
+    assert whole.local_shape((1, 2)) == (5, 2)
+    with pytest.raises(LayoutError, match="tensor dim 1 is not sharded in f32"):
+        layout.sizes(1)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 3), (2, 0, 3), (1, 1), (4, 2, 3, 1), (5, 0)])
+def test_contiguous_stride_is_that_of_torch(shape: tuple[int, ...]) -> None:
+    assert contiguous_stride(shape) == torch.empty(shape).stride()
+
+
+# Texts
+
+
+@pytest.mark.parametrize(
+    "mesh, placements, cut, text",
+    [
+        (MeshShape((2,)), [Shard(0)], Cut.of_sizes([0], [2], (3, 5)), "f32[8, 2] 0: S(0)[3,5]"),
+        (MeshShape((2,), ("dp",)), [Shard(0)], Cut.of_sizes([0], [2], (3, 5)), "f32[8, 2] dp: S(0)[3,5]"),
+        (MeshShape((2,)), [Shard(0)], Cut.chunk([0], [2], 8), "f32[8, 2] 0: S(0)[4,4]"),
+        (MeshShape((2, 2), ("a", "b")), [Partial("avg"), R], None, "f32[8, 2] a: P(avg), b: R"),
+        (
+            MeshShape((2, 2)),
+            [Shard(0), Shard(0)],
+            Cut.of_sizes([0, 1], [2, 2], (1, 2, 0, 5)),
+            "f32[8, 2] 0: S(0), 1: S(0)[1,2,0,5]",
+        ),
+        (
+            MeshShape((2, 2)),
+            [Shard(0), Shard(0)],
+            Cut.of_sizes([1, 0], [2, 2], (1, 2, 0, 5)),
+            "f32[8, 2] 0: S(0)<1>[1,2,0,5], 1: S(0)<0>",
+        ),
+        (MeshShape((2,)), [Shard(0)], Cut.traced([0], [2], 8, 7, 3), "f32[8, 2] 0: S(0)[?]"),
+    ],
+)
+def test_describe(mesh: MeshShape, placements: list[Placement], cut: Cut | None, text: str) -> None:
+    layout = Layout.of(mesh, placements, (8, 2), torch.float32, [cut, None])
+    assert layout.describe() == text
+    assert repr(layout) == f"Layout({text})"
+
+
+def test_describe_placements_and_dtypes() -> None:
+    layout = SAMPLES[9]
+    assert layout.describe_placements() == "S(0)[4,1]"
+    assert repr(Spec.of(layout, (2, 1))) == "Spec(f32[5, 2] 0: S(0)[4,1], stride=(2, 1))"
+    names = [layout.with_dtype(d).describe().split("[")[0] for d in (torch.bfloat16, torch.int64, torch.bool)]
+    assert names == ["bf16", "i64", "bool"]
+    names = [layout.with_dtype(d).describe().split("[")[0] for d in (torch.complex64, torch.uint8, torch.float16)]
+    assert names == ["c64", "u8", "f16"]
+
+
+# Errors
+
+
+def test_sizes_must_fit_the_mesh() -> None:
+    with pytest.raises(LayoutError, match=r"mesh dims \(0, 1\) of extents \(2, 2\) needs 4 block sizes, got 3"):
+        Cut.of_sizes([0, 1], [2, 2], (1, 2, 3))
+    with pytest.raises(LayoutError, match=r"needs 2 block sizes, got 0: \(\)"):
+        Cut.of_sizes([0], [2], ())
+    with pytest.raises(LayoutError, match=r"must not be negative, got \(3, -1\)"):
+        Cut.of_sizes([0], [2], (3, -1))
+
+
+@pytest.mark.parametrize(
+    "placements, text",
+    [
+        ([R], r"a mesh of 2 dims needs as many placements, got 1: \[Replicate\(\)\]"),
+        ([R, R, R], "a mesh of 2 dims needs as many placements, got 3"),
+        ([Shard(3), R], r"S\(3\) is out of range for a tensor of 3 dims"),
+        ([R, Shard(-4)], r"S\(-4\) is out of range for a tensor of 3 dims"),
+        ([Partial("bxor"), R], "the reduction must be one of sum, avg, product, max, min"),
+        ([_StridedShard(0, split_factor=2), Shard(0)], "_StridedShard.* is not supported; use Shard, Replicate or"),
+        (["S(0)", R], r"placement 'S\(0\)' is not supported"),
+        ([P, Partial("max")], r"mesh dims 0 and 1 .* do not commute"),
+    ],
+)
+def test_placements_that_do_not_fit(placements: list[Placement], text: str) -> None:
+    with pytest.raises(LayoutError, match=text):
+        normalize_placements(placements, MeshShape((2, 2)), 3)
+    with pytest.raises(LayoutError, match=text):
+        Layout.chunked(MeshShape((2, 2)), placements, (4, 4, 4), torch.float32)
+
+
+def test_a_scalar_has_no_dim_to_shard() -> None:
+    with pytest.raises(LayoutError, match="out of range for a tensor of 0 dims"):
+        normalize_placements([Shard(0)], MeshShape((2,)), 0)
+
+
+def test_placements_that_fit_come_back_normalised() -> None:
+    mesh = MeshShape((2, 2))
+    for reduce_op in ("sum", "avg", "product", "max", "min"):
+        assert normalize_placements([Shard(-1), Partial(reduce_op)], mesh, 3) == (Shard(2), Partial(reduce_op))
+    assert normalize_placements([Partial("avg"), P], mesh, 3) == (Partial("avg"), P)
+    assert normalize_placements((Shard(0), R), mesh, 1) == (Shard(0), R)
