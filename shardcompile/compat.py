@@ -84,12 +84,13 @@ def lower_as_collective(op: torch._ops.OpOverload) -> None:
     As an ordinary fallback the buffer would be reused while it is still being sent.
     """
     from torch._inductor import ir
-    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
+    from torch._inductor.lowering import register_lowering
 
     def lowering(*args: Any) -> Any:
         return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(op, *args))
 
-    add_layout_constraint(op, constrain_to_fx_strides)
+    # No constraint on strides: to ask for those of the trace, Inductor would compare symbolic strides, and so
+    # specialise on the size of this rank's block.
     register_lowering(op, type_promotion_kind=None)(lowering)
 
 

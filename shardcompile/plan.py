@@ -127,10 +127,10 @@ def _check_meaningful(src: Layout, dst: Layout) -> None:
             f"redistribution from mesh {src.mesh} to another mesh {dst.mesh} is not supported; use one mesh, or go "
             "through full_tensor() and distribute_tensor()"
         )
-    for mesh_dim, (a, b) in enumerate(zip(src.placements, dst.placements, strict=True)):
-        if isinstance(b, Partial) and a != b:
+    for mesh_dim, (p, q) in enumerate(zip(src.placements, dst.placements, strict=True)):
+        if isinstance(q, Partial) and p != q:
             raise RedistributeError(
-                f"mesh dim {mesh_dim}: from {a} to {b} has no meaning as a redistribution, a value has no unique "
+                f"mesh dim {mesh_dim}: from {p} to {q} has no meaning as a redistribution, a value has no unique "
                 f"split into terms; redistribute to Replicate or Shard instead ({src.describe()})"
             )
 
@@ -147,10 +147,7 @@ class _Planner:
         self.src, self.dst = src, dst
         self._prefixes: dict[tuple[int, int, int], Cut | None] = {}
         self._layouts: dict[_State, Layout] = {}
-        # A dim whose cut does not change needs no second name for the same state.
-        self._unchanged = [
-            a is not None and a.same_blocks(b) for a, b in zip(src.cuts, dst.cuts, strict=True)
-        ]
+        self._alike: dict[tuple[int, int], bool] = {}
 
     def start(self) -> _State:
         return tuple((0, len(c.mesh_dims) if c else 0) for c in self.src.cuts), self.src.placements
@@ -165,7 +162,16 @@ class _Planner:
         target = self.dst.cuts[dim]
         if depth != (len(target.mesh_dims) if target else 0):
             return False
-        return depth == 0 or origin == 1 or self._unchanged[dim]
+        return depth == 0 or self._is_targets(dim, origin, depth)
+
+    def _is_targets(self, dim: int, origin: int, depth: int) -> bool:
+        """Whether the outermost mesh dims divide a dim as they do in the target."""
+        if origin == 1:
+            return True
+        if (dim, depth) not in self._alike:
+            now = self.cut(dim, 0, depth)
+            self._alike[dim, depth] = now is not None and now.same_blocks(self.cut(dim, 1, depth))
+        return self._alike[dim, depth]
 
     def cut(self, dim: int, origin: int, depth: int) -> Cut | None:
         key = (dim, origin, depth)
@@ -208,7 +214,7 @@ class _Planner:
             if grown is not None:
                 yield self._step("all_to_all_v", mesh_dim, state, grown, Shard(other))
         recut = self._grow(shrunk, dim, mesh_dim)
-        if recut is not None and origin == 0 and not self._unchanged[dim]:
+        if recut is not None and not self._is_targets(dim, origin, depth):
             yield self._step("fetch_ranges", mesh_dim, state, recut, Shard(dim))
 
     def _grow(
@@ -219,11 +225,8 @@ class _Planner:
         after = self.cut(dim, 1, depth + 1)
         if after is None or len(after.mesh_dims) != depth + 1 or after.mesh_dims[-1] != mesh_dim:
             return None
-        if depth:
-            now, wanted = self.cut(dim, origin, depth), self.cut(dim, 1, depth)
-            assert now is not None
-            if not now.same_blocks(wanted):
-                return None
+        if depth and not self._is_targets(dim, origin, depth):
+            return None
         return _replaced(cuts, dim, (1, depth + 1))
 
     def _step(
@@ -261,36 +264,25 @@ def moved_bytes(kind: StepKind, mesh_dim: int, src: Layout, dst: Layout) -> int:
         return copies * whole * (world - 1)
     if kind == "all_reduce":
         return 2 * copies * whole * (world - 1)
-    return round(copies * whole * (1 - _kept_share(kind, mesh_dim, src, dst)))
+    kept, of = _kept_share(kind, mesh_dim, src, dst)
+    return copies * whole * (of - kept) // of
 
 
-def _kept_share(kind: StepKind, mesh_dim: int, src: Layout, dst: Layout) -> float:
-    """The share of the tensor that is on its rank already before an exchange."""
+def _kept_share(kind: StepKind, mesh_dim: int, src: Layout, dst: Layout) -> tuple[int, int]:
+    """The share of the tensor that is on its rank already before an exchange, as a fraction: bytes are exact."""
     world = src.mesh.shape[mesh_dim]
     a, b = _cut_by(src, mesh_dim), _cut_by(dst, mesh_dim)
-    if a.blocks is None or b.blocks is None or not size_hint(a.extent) or not size_hint(b.extent):
-        return 1 / world
+    if a.blocks is None or b.blocks is None or not sum(a.blocks) or not sum(b.blocks):
+        return 1, world
     if kind == "all_to_all_v":
-        return sum(
-            x * y for x, y in zip(_by_rank(a), _by_rank(b), strict=True)
-        ) / (size_hint(a.extent) * size_hint(b.extent)) * _groups(a) * _groups(b) / max(_groups(a), _groups(b))
+        # The mesh dims outside of the two cuts are not the same ones: every block of one meets all of the other.
+        kept = sum(sum(a.blocks[r::world]) * sum(b.blocks[r::world]) for r in range(world))
+        return kept, sum(a.blocks) * sum(b.blocks)
     kept = 0
     ends_a, ends_b = list(itertools.accumulate(a.blocks)), list(itertools.accumulate(b.blocks))
     for size_a, end_a, size_b, end_b in zip(a.blocks, ends_a, b.blocks, ends_b, strict=True):
         kept += max(0, min(end_a, end_b) - max(end_a - size_a, end_b - size_b))
-    return kept / size_hint(a.extent)
-
-
-def _groups(cut: Cut) -> int:
-    return math.prod(cut.parts[:-1])
-
-
-def _by_rank(cut: Cut) -> list[float]:
-    """Average block size of each rank of the innermost mesh dim."""
-    assert cut.blocks is not None
-    world = cut.parts[-1]
-    groups = _groups(cut)
-    return [sum(cut.blocks[r::world]) / groups for r in range(world)]
+    return kept, sum(a.blocks)
 
 
 def _cut_by(layout: Layout, mesh_dim: int) -> Cut:

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import wait
+from shardcompile.collectives import Pending
+from shardcompile.collectives import ops as collective_ops
 from shardcompile.layout import Cut, Layout
 from shardcompile.plan import Plan, Step
 
@@ -25,9 +26,11 @@ def run_plan(plan: Plan, local: Tensor, *, async_op: bool = False) -> Tensor:
         async_op: leave the last collective for the caller to wait for.
     """
     for step in plan.steps:
-        local = _RUNNERS[step.kind](step, local)
-        if step.kind != "take_block" and not (async_op and step is plan.steps[-1]):
-            local = wait(local)
+        if step.kind == "take_block":
+            local = _take_block(step, local)
+            continue
+        pending = _RUNNERS[step.kind](step, local)
+        local = pending.result() if async_op and step is plan.steps[-1] else pending.wait()
     return local
 
 
@@ -58,44 +61,49 @@ def _group(step: Step) -> str:
     return compat.group_name_of(step.src.mesh, step.mesh_dim)
 
 
-def _all_gather(step: Step, x: Tensor) -> Tensor:
+def _all_gather(step: Step, x: Tensor) -> Pending:
     dim, cut = _shard_dim(step.src, step.mesh_dim)
     total = _extent_after_gather(step.dst, dim)
-    return _ops.all_gather_v(x, dim, total, *_cut_arguments(cut, step.src), _group(step))
+    out = _ops.all_gather_v(x, dim, total, *_cut_arguments(cut, step.src), _group(step))
+    return Pending.of(out, x.shape, dim, total)
 
 
-def _all_reduce(step: Step, x: Tensor) -> Tensor:
+def _all_reduce(step: Step, x: Tensor) -> Pending:
     placement = step.src.placements[step.mesh_dim]
     assert isinstance(placement, Partial)
-    return torch.ops._c10d_functional.all_reduce(x, placement.reduce_op, _group(step))
+    return collective_ops.all_reduce(x, placement.reduce_op, _group(step))
 
 
-def _reduce_scatter(step: Step, x: Tensor) -> Tensor:
+def _reduce_scatter(step: Step, x: Tensor) -> Pending:
     placement = step.src.placements[step.mesh_dim]
     assert isinstance(placement, Partial)
     dim, cut = _shard_dim(step.dst, step.mesh_dim)
     block = cut.local_size(_coordinate(step.dst))
     arguments = _cut_arguments(cut, step.dst)
-    return _ops.reduce_scatter_v(x, dim, block, placement.reduce_op, *arguments, _group(step))
+    out = _ops.reduce_scatter_v(x, dim, block, placement.reduce_op, *arguments, _group(step))
+    return Pending.of(out, x.shape, dim, block)
 
 
-def _all_to_all(step: Step, x: Tensor) -> Tensor:
+def _all_to_all(step: Step, x: Tensor) -> Pending:
     src_dim, src_cut = _shard_dim(step.src, step.mesh_dim)
     dst_dim, dst_cut = _shard_dim(step.dst, step.mesh_dim)
     total = _extent_after_gather(step.dst, src_dim)
     block = dst_cut.local_size(_coordinate(step.dst))
     cuts = (*_cut_arguments(src_cut, step.src), *_cut_arguments(dst_cut, step.dst))
-    return _ops.all_to_all_v(x, src_dim, dst_dim, total, block, *cuts, _group(step))
+    out = _ops.all_to_all_v(x, src_dim, dst_dim, total, block, *cuts, _group(step))
+    shape = [block if d == dst_dim else s for d, s in enumerate(x.shape)]
+    return Pending.of(out, shape, src_dim, total)
 
 
-def _fetch_ranges(step: Step, x: Tensor) -> Tensor:
+def _fetch_ranges(step: Step, x: Tensor) -> Pending:
     dim, src_cut = _shard_dim(step.src, step.mesh_dim)
     _, dst_cut = _shard_dim(step.dst, step.mesh_dim)
     outer = dst_cut.coarsen()
     total = step.dst.shape[dim] if outer is None else outer.local_size(_coordinate(step.dst))
     block = dst_cut.local_size(_coordinate(step.dst))
     cuts = (*_cut_arguments(src_cut, step.src), *_cut_arguments(dst_cut, step.dst))
-    return _ops.fetch_ranges(x, dim, total, block, *cuts, 0, 0, _group(step))
+    out = _ops.fetch_ranges(x, dim, total, block, *cuts, 0, 0, _group(step))
+    return Pending.of(out, x.shape, dim, block)
 
 
 def _take_block(step: Step, x: Tensor) -> Tensor:
@@ -110,5 +118,4 @@ _RUNNERS = {
     "reduce_scatter_v": _reduce_scatter,
     "all_to_all_v": _all_to_all,
     "fetch_ranges": _fetch_ranges,
-    "take_block": _take_block,
 }

@@ -1,17 +1,18 @@
 """Functional collectives on blocks of any size.
 
-Each one is an op of the namespace ``shardcompile``: it returns a new tensor that `wait` completes, as the
-collectives of ``_c10d_functional`` do, has a fake and an autograd implementation, and stays one node in a graph.
+Each one is an op of the namespace ``shardcompile``: it returns a new tensor, complete after a wait like
+those of ``_c10d_functional``, has a fake and an autograd implementation, and stays one node in a graph.
 """
 
-from shardcompile.collectives.ops import OPS as OPS
-from shardcompile.collectives.ops import wait as wait
 from shardcompile.collectives.functional import all_gather_even as all_gather_even
 from shardcompile.collectives.functional import all_gather_v as all_gather_v
 from shardcompile.collectives.functional import all_reduce as all_reduce
 from shardcompile.collectives.functional import all_to_all_v as all_to_all_v
 from shardcompile.collectives.functional import broadcast as broadcast
 from shardcompile.collectives.functional import fetch_ranges as fetch_ranges
-from shardcompile.collectives.functional import reduce_scatter_v as reduce_scatter_v
 from shardcompile.collectives.functional import receive_block as receive_block
+from shardcompile.collectives.functional import reduce_scatter_v as reduce_scatter_v
 from shardcompile.collectives.functional import send_blocks as send_blocks
+from shardcompile.collectives.ops import OPS as OPS
+from shardcompile.collectives.ops import Pending as Pending
+from shardcompile.collectives.ops import wait as wait

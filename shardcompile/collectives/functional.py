@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardcompile.collectives import transport
-from shardcompile.collectives.ops import wait
+from shardcompile.collectives import ops
+from shardcompile.collectives.ops import Pending, wait
 from shardcompile.errors import CollectiveError
 from shardcompile.layout import CHUNK_KEY
 
@@ -33,13 +34,13 @@ def _normalized(x: Tensor, dim: int) -> int:
     return dim % x.ndim
 
 
-def _finish(out: Tensor, async_op: bool) -> Tensor:
-    return out if async_op else wait(out)
+def _finish(pending: Pending, async_op: bool) -> Tensor | Pending:
+    return pending if async_op else pending.wait()
 
 
 def all_gather_v(
     x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup, *, async_op: bool = False
-) -> Tensor:
+) -> Tensor | Pending:
     """Concatenate every rank's block along `dim`: Shard to Replicate.
 
         rank 0  [a a a]
@@ -53,14 +54,14 @@ def all_gather_v(
         dim: the dim along which blocks differ.
         sizes: every rank's block size in elements of `dim`; zeros allowed.
         group: the process group.
-        async_op: return at once; `wait` completes the result.
+        async_op: return at once; the result is what `Pending.wait` returns.
 
     Raises:
         CollectiveError: `x` is not of the stated size, or the number of sizes is wrong.
     """
     sizes, dim = _checked(sizes, group), _normalized(x, dim)
     out = _ops.all_gather_v(x, dim, sum(sizes), sizes, CHUNK_KEY, [], group.group_name)
-    return _finish(out, async_op)
+    return _finish(Pending.of(out, x.shape, dim, sum(sizes)), async_op)
 
 
 def reduce_scatter_v(
@@ -71,7 +72,7 @@ def reduce_scatter_v(
     *,
     reduce_op: str = "sum",
     async_op: bool = False,
-) -> Tensor:
+) -> Tensor | Pending:
     """Reduce every rank's `x` and keep this rank's block along `dim`: Partial to Shard.
 
     Backward (sum and avg): `all_gather_v` with the same sizes.
@@ -82,7 +83,7 @@ def reduce_scatter_v(
         sizes: every rank's block size.
         group: the process group.
         reduce_op: sum, avg, product, max or min.
-        async_op: return at once; `wait` completes the result.
+        async_op: return at once; the result is what `Pending.wait` returns.
 
     Raises:
         CollectiveError: `x` is not of extent sum(sizes), or there is no such reduction of this dtype.
@@ -91,7 +92,7 @@ def reduce_scatter_v(
     out = _ops.reduce_scatter_v(
         x, dim, sizes[group.rank()], reduce_op, sizes, CHUNK_KEY, [], group.group_name
     )
-    return _finish(out, async_op)
+    return _finish(Pending.of(out, x.shape, dim, sizes[group.rank()]), async_op)
 
 
 def all_to_all_v(
@@ -103,7 +104,7 @@ def all_to_all_v(
     group: ProcessGroup,
     *,
     async_op: bool = False,
-) -> Tensor:
+) -> Tensor | Pending:
     """From blocks of `src_dim` to blocks of `dst_dim`: Shard(src_dim) to Shard(dst_dim).
 
     Backward: the same with the two swapped.
@@ -115,7 +116,7 @@ def all_to_all_v(
         src_sizes: every rank's block size along `src_dim`.
         dst_sizes: every rank's block size along `dst_dim`.
         group: the process group.
-        async_op: return at once; `wait` completes the result.
+        async_op: return at once; the result is what `Pending.wait` returns.
     """
     src_sizes, dst_sizes = _checked(src_sizes, group), _checked(dst_sizes, group)
     src_dim, dst_dim = _normalized(x, src_dim), _normalized(x, dst_dim)
@@ -133,7 +134,8 @@ def all_to_all_v(
         *(dst_sizes, CHUNK_KEY, []),
         group.group_name,
     )
-    return _finish(out, async_op)
+    shape = [dst_sizes[group.rank()] if d == dst_dim else s for d, s in enumerate(x.shape)]
+    return _finish(Pending.of(out, shape, src_dim, sum(src_sizes)), async_op)
 
 
 def fetch_ranges(
@@ -146,7 +148,7 @@ def fetch_ranges(
     before: int = 0,
     after: int = 0,
     async_op: bool = False,
-) -> Tensor:
+) -> Tensor | Pending:
     """Give every rank its block of another cut of the same dim, widened by a halo if asked for.
 
     Each rank holds rows of the global extent as `src_sizes` says and fetches those of `dst_sizes`, `before` rows
@@ -162,7 +164,7 @@ def fetch_ranges(
         group: the process group.
         before: halo rows in front.
         after: halo rows behind.
-        async_op: return at once; `wait` completes the result.
+        async_op: return at once; the result is what `Pending.wait` returns.
 
     Raises:
         CollectiveError: the two cuts have different sums.
@@ -184,17 +186,17 @@ def fetch_ranges(
         after,
         group.group_name,
     )
-    return _finish(out, async_op)
+    return _finish(Pending.of(out, x.shape, dim, end - start), async_op)
 
 
-def all_reduce(x: Tensor, group: ProcessGroup, *, reduce_op: str = "sum", async_op: bool = False) -> Tensor:
+def all_reduce(x: Tensor, group: ProcessGroup, *, reduce_op: str = "sum", async_op: bool = False) -> Tensor | Pending:
     """Reduce every rank's `x`: Partial to Replicate.
 
     Args:
         x: a term of the reduction, the same shape on every rank.
         group: the process group.
         reduce_op: sum, avg, product, max or min.
-        async_op: return at once; `wait` completes the result.
+        async_op: return at once; the result is what `Pending.wait` returns.
 
     Raises:
         CollectiveError: there is no such reduction of this dtype.
@@ -202,7 +204,7 @@ def all_reduce(x: Tensor, group: ProcessGroup, *, reduce_op: str = "sum", async_
     transport.check_reduction(reduce_op, x.dtype)
     if reduce_op == "avg":  # torch knows the gradient of sum only
         x, reduce_op = x / group.size(), "sum"
-    return _finish(torch.ops._c10d_functional.all_reduce(x, reduce_op, group.group_name), async_op)
+    return _finish(ops.all_reduce(x, reduce_op, group.group_name), async_op)
 
 
 def all_gather_even(x: Tensor, group: ProcessGroup) -> Tensor:

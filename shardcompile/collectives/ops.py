@@ -4,12 +4,16 @@ Conventions. A cut is passed as three arguments: `sizes` (the group's block size
 `key` (stands for the sizes of a dynamic cut; 0 is torch.chunk) and `nest` (which part of the key's cut belongs to
 this group); see `shardcompile.layout.GroupCut`. Extents of outputs are passed as symbols, so that no op has to
 invent one. The payload comes first and the group name last, as Inductor expects of a collective. Results are
-complete after `wait`. Outputs are stored with `dim` slowest, so that rows arrive in place.
+complete after `Pending.wait`. Collectives return one flat tensor, the rows one after the other, so that rows arrive in place;
+`Pending` gives it its shape after the wait. (With a shape, Inductor would have to compare symbolic strides at the
+wait, and would specialise on the size of this rank's block.)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,7 +45,9 @@ _SCHEMAS = (
 )
 for _schema in _SCHEMAS:
     # CUDA graphs cannot hold these: which rows move is decided on the host, at run time.
-    _LIBRARY.define(_schema, tags=[torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe])
+    _LIBRARY.define(
+        _schema, tags=[torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]
+    )
 
 _ops = torch.ops.shardcompile
 COLLECTIVES = (
@@ -57,15 +63,56 @@ OPS = (*COLLECTIVES, _ops.take_block, _ops.place_block)
 """All ops of the namespace."""
 
 
-def wait(x: Tensor) -> Tensor:
-    """Complete an asynchronous collective; keeps it alive in a graph even if its result is empty on this rank."""
-    return torch.ops._c10d_functional.wait_tensor(x)
+@dataclass(frozen=True)
+class Pending:
+    """A collective that has started.
+
+    Attributes:
+        flat: what it writes.
+        rows: shape of the result with `dim` first.
+        dim: where the rows go.
+    """
+
+    flat: Tensor
+    rows: tuple[Any, ...]
+    dim: int
+
+    @staticmethod
+    def of(flat: Tensor, shape: Sequence[Any], dim: int, extent: Any) -> Pending:
+        """A collective whose result has the given shape, but for the extent of `dim`."""
+        return Pending(flat, (extent, *(s for d, s in enumerate(shape) if d != dim)), dim)
+
+    def result(self) -> Tensor:
+        """The result, not to be read before the wait."""
+        return self._shaped(self.flat)
+
+    def wait(self) -> Tensor:
+        """Complete the collective; keeps it alive in a graph even if its result is empty on this rank."""
+        return self._shaped(wait(self.flat))
+
+    def _shaped(self, flat: Tensor) -> Tensor:
+        rows = flat.view(self.rows)
+        return rows.movedim(0, self.dim) if self.dim else rows
 
 
-def _empty_rows_first(x: Tensor, dim: int, extent: Any) -> Tensor:
-    """An uninitialised tensor like `x` with another extent of `dim`, stored with `dim` slowest."""
-    shape = [extent, *(s for d, s in enumerate(x.shape) if d != dim)]
-    return x.new_empty(shape).movedim(0, dim)
+def wait(x: Tensor | Pending) -> Tensor:
+    """Complete an asynchronous collective."""
+    return x.wait() if isinstance(x, Pending) else torch.ops._c10d_functional.wait_tensor(x)
+
+
+def all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Pending:
+    """Start torch's own all-reduce, flat for the same reason as the collectives here."""
+    flat = x.reshape([-1]) if x.ndim > 1 else x
+    return Pending(torch.ops._c10d_functional.all_reduce(flat, reduce_op, group_name), tuple(x.shape), 0)
+
+
+def _new_rows(x: Tensor, dim: int, extent: Any) -> Tensor:
+    """An uninitialised flat tensor for `x` with another extent of `dim`."""
+    return x.new_empty([math.prod([extent, *(s for d, s in enumerate(x.shape) if d != dim)])])
+
+
+def _as_rows(flat: Tensor, x: Tensor, dim: int, extent: int) -> Tensor:
+    return flat.view([extent, *(s for d, s in enumerate(x.shape) if d != dim)])
 
 
 def _blocks(
@@ -92,9 +139,9 @@ def _all_gather_v(
     group = compat.process_group(group_name)
     blocks = _blocks(x, dim, total, (sizes, key, nest), group, "all_gather_v")
     _check_block(x, dim, blocks[group.rank()], group.rank(), "all_gather_v")
-    out = _empty_rows_first(x, dim, total)
+    out = _new_rows(x, dim, total)
     rows = transport.rows_first(x, dim)
-    transport.gather_rows(group, rows, [b - a for a, b in blocks], out.movedim(dim, 0))
+    transport.gather_rows(group, rows, [b - a for a, b in blocks], _as_rows(out, x, dim, total))
     return out
 
 
@@ -108,8 +155,8 @@ def _reduce_scatter_v(
     parts = rows.new_empty([group.size() * block, *rows.shape[1:]])
     from_peers = [(r * block, (r + 1) * block) for r in range(group.size())]
     works = transport.send_ranges(group, rows, blocks, parts, from_peers)
-    out = _empty_rows_first(x, dim, block)
-    target = out.movedim(dim, 0)
+    out = _new_rows(x, dim, block)
+    target = _as_rows(out, x, dim, block)
 
     def reduce() -> None:
         target.copy_(transport.reduce_rows(parts.view(group.size(), *target.shape), reduce_op))
@@ -137,9 +184,10 @@ def _all_to_all_v(
     src = _blocks(x, src_dim, total, (src_sizes, src_key, src_nest), group, "all_to_all_v")
     dst = _blocks(x, dst_dim, x.shape[dst_dim], (dst_sizes, dst_key, dst_nest), group, "all_to_all_v")
     _check_block(x, src_dim, src[me], me, "all_to_all_v")
-    out = _empty_rows_first(x.narrow(dst_dim, dst[me][0], block), src_dim, total)
-    target = out.movedim(src_dim, 0)
-    target[src[me][0] : src[me][1]].copy_(x.narrow(dst_dim, dst[me][0], block).movedim(src_dim, 0))
+    kept = x.narrow(dst_dim, dst[me][0], block)
+    out = _new_rows(kept, src_dim, total)
+    target = _as_rows(out, kept, src_dim, total)
+    target[src[me][0] : src[me][1]].copy_(kept.movedim(src_dim, 0))
     peers = [p for p in range(group.size()) if p != me]
     sends = [(p, transport.rows_first(x.narrow(dst_dim, dst[p][0], dst[p][1] - dst[p][0]), src_dim)) for p in peers]
     receives = [(p, target[src[p][0] : src[p][1]]) for p in peers]
@@ -173,10 +221,10 @@ def _fetch_ranges(
     wanted = _blocks(x, dim, total, (dst_sizes, dst_key, dst_nest), group, "fetch_ranges")
     wanted = _widened(wanted, before, after, total)
     _check_block(x, dim, held[me], me, "fetch_ranges")
-    out = _empty_rows_first(x, dim, block)
+    out = _new_rows(x, dim, block)
     to_peers = [transport.shifted(transport.overlap(held[me], w), -held[me][0]) for w in wanted]
     from_peers = [transport.shifted(transport.overlap(h, wanted[me]), -wanted[me][0]) for h in held]
-    rows, target = transport.rows_first(x, dim), out.movedim(dim, 0)
+    rows, target = transport.rows_first(x, dim), _as_rows(out, x, dim, block)
     transport.register_all(out, transport.send_ranges(group, rows, to_peers, target, from_peers))
     return out
 
@@ -208,8 +256,8 @@ def _return_ranges(
     ends = transport.running_ends([b - a for a, b in back])
     parts = rows.new_empty([ends[-1][1], *rows.shape[1:]])
     works = transport.send_ranges(group, rows, to_peers, parts, ends)
-    out = _empty_rows_first(x, dim, block)
-    target = out.movedim(dim, 0).zero_()
+    out = _new_rows(x, dim, block).zero_()
+    target = _as_rows(out, x, dim, block)
 
     def accumulate() -> None:
         for (a, b), (start, end) in zip(back, ends, strict=True):
@@ -224,8 +272,7 @@ def _take_block(
 ) -> Tensor:
     group = compat.process_group(group_name)
     blocks = _blocks(x, dim, x.shape[dim], (sizes, key, nest), group, "take_block")
-    out = _empty_rows_first(x, dim, block)
-    return out.copy_(x.narrow(dim, blocks[group.rank()][0], block))
+    return x.narrow(dim, blocks[group.rank()][0], block).clone(memory_format=torch.contiguous_format)
 
 
 def _place_block(
@@ -233,24 +280,27 @@ def _place_block(
 ) -> Tensor:
     group = compat.process_group(group_name)
     blocks = _blocks(x, dim, total, (sizes, key, nest), group, "place_block")
-    out = _empty_rows_first(x, dim, total).zero_()
+    out = x.new_zeros(_with_extent(x, dim, total))
     out.narrow(dim, blocks[group.rank()][0], x.shape[dim]).copy_(x)
     return out
 
 
+def _with_extent(x: Tensor, dim: int, extent: Any) -> list[Any]:
+    return [extent if d == dim else s for d, s in enumerate(x.shape)]
+
+
 def _fake_all_to_all_v(x: Tensor, src_dim: int, dst_dim: int, total: Any, block: Any, *_: Any) -> Tensor:
-    narrowed = x.new_empty([block if d == dst_dim else s for d, s in enumerate(x.shape)])
-    return _empty_rows_first(narrowed, src_dim, total)
+    return _new_rows(x.new_empty(_with_extent(x, dst_dim, block)), src_dim, total)
 
 
 _IMPLEMENTATIONS = {
-    "all_gather_v": (_all_gather_v, lambda x, dim, total, *_: _empty_rows_first(x, dim, total)),
-    "reduce_scatter_v": (_reduce_scatter_v, lambda x, dim, block, *_: _empty_rows_first(x, dim, block)),
+    "all_gather_v": (_all_gather_v, lambda x, dim, total, *_: _new_rows(x, dim, total)),
+    "reduce_scatter_v": (_reduce_scatter_v, lambda x, dim, block, *_: _new_rows(x, dim, block)),
     "all_to_all_v": (_all_to_all_v, _fake_all_to_all_v),
-    "fetch_ranges": (_fetch_ranges, lambda x, dim, total, block, *_: _empty_rows_first(x, dim, block)),
-    "return_ranges": (_return_ranges, lambda x, dim, total, block, *_: _empty_rows_first(x, dim, block)),
-    "take_block": (_take_block, lambda x, dim, block, *_: _empty_rows_first(x, dim, block)),
-    "place_block": (_place_block, lambda x, dim, total, *_: _empty_rows_first(x, dim, total)),
+    "fetch_ranges": (_fetch_ranges, lambda x, dim, total, block, *_: _new_rows(x, dim, block)),
+    "return_ranges": (_return_ranges, lambda x, dim, total, block, *_: _new_rows(x, dim, block)),
+    "take_block": (_take_block, lambda x, dim, block, *_: x.new_empty(_with_extent(x, dim, block))),
+    "place_block": (_place_block, lambda x, dim, total, *_: x.new_empty(_with_extent(x, dim, total))),
 }
 for _name, (_real, _fake) in _IMPLEMENTATIONS.items():
     _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
@@ -260,39 +310,49 @@ for _name, (_real, _fake) in _IMPLEMENTATIONS.items():
 # Gradients. Every op is linear (reduce_scatter_v for sum and avg); its gradient is its adjoint.
 
 
+def _gradient(ctx: Any, flat: Tensor, shape: Sequence[Any], dim: int, extent: Any) -> tuple[Any, ...]:
+    return (Pending.of(flat, shape, dim, extent).wait(), *[None] * len(ctx.args))
+
+
 def _all_gather_v_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    dim, _, *cut_and_group = ctx.args
-    out = _ops.reduce_scatter_v(grad, dim, ctx.shape[dim], "sum", *cut_and_group)
-    return (wait(out), *[None] * len(ctx.args))
+    dim, total, *cut_and_group = ctx.args
+    whole = Pending.of(grad, ctx.shape, dim, total).result()
+    out = _ops.reduce_scatter_v(whole, dim, ctx.shape[dim], "sum", *cut_and_group)
+    return _gradient(ctx, out, ctx.shape, dim, ctx.shape[dim])
 
 
 def _reduce_scatter_v_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    dim, _, reduce_op, *cut_and_group = ctx.args
+    dim, block, reduce_op, *cut_and_group = ctx.args
     if reduce_op not in ("sum", "avg"):
         raise CollectiveError(f"reduce_scatter_v with {reduce_op} has no gradient; only sum and avg have")
-    out = wait(_ops.all_gather_v(grad, dim, ctx.shape[dim], *cut_and_group))
     if reduce_op == "avg":
-        out = out / compat.process_group(cut_and_group[-1]).size()
-    return (out, *[None] * len(ctx.args))
+        grad = grad / compat.process_group(cut_and_group[-1]).size()
+    own = Pending.of(grad, ctx.shape, dim, block).result()
+    out = _ops.all_gather_v(own, dim, ctx.shape[dim], *cut_and_group)
+    return _gradient(ctx, out, ctx.shape, dim, ctx.shape[dim])
 
 
 def _all_to_all_v_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    src_dim, dst_dim, _, _, *cuts, group_name = ctx.args
+    src_dim, dst_dim, total, block, *cuts, group_name = ctx.args
+    shape = [block if d == dst_dim else s for d, s in enumerate(ctx.shape)]
+    moved = Pending.of(grad, shape, src_dim, total).result()
     back = (*cuts[3:], *cuts[:3])
-    out = _ops.all_to_all_v(grad, dst_dim, src_dim, ctx.shape[dst_dim], ctx.shape[src_dim], *back, group_name)
-    return (wait(out), *[None] * len(ctx.args))
+    out = _ops.all_to_all_v(moved, dst_dim, src_dim, ctx.shape[dst_dim], ctx.shape[src_dim], *back, group_name)
+    return _gradient(ctx, out, ctx.shape, dst_dim, ctx.shape[dst_dim])
 
 
 def _fetch_ranges_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    dim, total, _, *rest = ctx.args
-    out = _ops.return_ranges(grad, dim, total, ctx.shape[dim], *rest)
-    return (wait(out), *[None] * len(ctx.args))
+    dim, total, block, *rest = ctx.args
+    fetched = Pending.of(grad, ctx.shape, dim, block).result()
+    out = _ops.return_ranges(fetched, dim, total, ctx.shape[dim], *rest)
+    return _gradient(ctx, out, ctx.shape, dim, ctx.shape[dim])
 
 
 def _return_ranges_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    dim, total, _, *rest = ctx.args
-    out = _ops.fetch_ranges(grad, dim, total, ctx.shape[dim], *rest)
-    return (wait(out), *[None] * len(ctx.args))
+    dim, total, block, *rest = ctx.args
+    returned = Pending.of(grad, ctx.shape, dim, block).result()
+    out = _ops.fetch_ranges(returned, dim, total, ctx.shape[dim], *rest)
+    return _gradient(ctx, out, ctx.shape, dim, ctx.shape[dim])
 
 
 def _take_block_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -321,9 +381,9 @@ def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.args = inputs[1:]
 
 
-for _name, _gradient in _GRADIENTS.items():
+for _name, _backward in _GRADIENTS.items():
     torch.library.register_autograd(
-        f"shardcompile::{_name}", _gradient, setup_context=_keep_arguments, lib=_LIBRARY
+        f"shardcompile::{_name}", _backward, setup_context=_keep_arguments, lib=_LIBRARY
     )
 
 for _packet in COLLECTIVES:

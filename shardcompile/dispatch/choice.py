@@ -6,6 +6,7 @@ Pure: works on layouts only, so that every rank chooses alike.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -80,12 +81,26 @@ def choose(
         found = _cheapest(layouts, [natural], in_place)  # type: ignore[list-item]
         if found is not None and found.nbytes == 0 and not any(p.steps for p in found.plans):
             return found
-    combinations = itertools.islice(itertools.product(*candidates), _MAX_COMBINATIONS)
-    return _cheapest(layouts, combinations, in_place)
+    return _cheapest(layouts, itertools.product(*_few_enough(layouts, candidates)), in_place)
 
 
 def _is_natural(layouts: Sequence[Layout], strategy: Strategy, mesh_dim: int) -> bool:
-    return all(x.placements[mesh_dim] == p for x, p in zip(layouts, strategy.inputs, strict=True))
+    return _fitting(layouts, strategy, mesh_dim) == len(layouts)
+
+
+def _fitting(layouts: Sequence[Layout], strategy: Strategy, mesh_dim: int) -> int:
+    return sum(x.placements[mesh_dim] == p for x, p in zip(layouts, strategy.inputs, strict=True))
+
+
+def _few_enough(layouts: Sequence[Layout], candidates: list[list[Strategy]]) -> list[list[Strategy]]:
+    """If there are too many combinations to price: on each mesh dim those that fit most inputs, and replicating."""
+    if math.prod(map(len, candidates)) <= _MAX_COMBINATIONS:
+        return candidates
+    keep = max(int(_MAX_COMBINATIONS ** (1 / len(candidates))), 2)
+    return [
+        [*sorted(c[:-1], key=lambda s, m=m: -_fitting(layouts, s, m))[: keep - 1], c[-1]]  # type: ignore[misc]
+        for m, c in enumerate(candidates)
+    ]
 
 
 def _usable(layouts: Sequence[Layout], table: Sequence[Strategy], mesh_dim: int) -> list[Strategy]:
@@ -120,9 +135,9 @@ def _cheapest(
 
 
 def _keeps_first(layout: Layout, choice: Choice) -> bool:
-    if choice.plans[0].steps or (choice.outputs and choice.outputs[0].placements != layout.placements):
-        return False
-    return all(
+    if choice.plans[0].steps or not choice.outputs:
+        return not choice.plans[0].steps
+    return choice.outputs[0].placements == layout.placements and all(
         cut is None or cut.same_blocks(choice.outputs[0].cuts.get(d)) for d, cut in enumerate(layout.cuts)
     )
 
@@ -163,7 +178,8 @@ def _with_cuts(layouts: Sequence[Layout], combination: Sequence[Strategy], chose
         cuts = _collect(placements, combination, chosen, {})
         if cuts is None:
             return None
-        target = Layout.of(layout.mesh, placements, layout.shape, layout.dtype, [cuts.get(d) for d in range(layout.ndim)])
+        cut_by_dim = [cuts.get(d) for d in range(layout.ndim)]
+        target = Layout.of(layout.mesh, placements, layout.shape, layout.dtype, cut_by_dim)
         plans.append(find_plan(layout, target))
     outputs = []
     for index in range(len(combination[0].outputs)):
@@ -181,7 +197,10 @@ def _cost(plan: Plan) -> int:
 
 
 def _collect(
-    placements: Sequence[Placement], combination: Sequence[Strategy], chosen: dict[int, Cut], transforms: dict[int, Strategy]
+    placements: Sequence[Placement],
+    combination: Sequence[Strategy],
+    chosen: dict[int, Cut],
+    transforms: dict[int, Strategy],
 ) -> dict[int, Cut] | None:
     """Cuts by tensor dim; None if two strategies cut one dim, or a cut cannot be expressed."""
     cuts: dict[int, Cut] = {}

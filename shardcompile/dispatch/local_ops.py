@@ -62,6 +62,9 @@ LOCAL_OPS: dict[Any, Callable[..., Any]] = {
     aten.amin.default: _extremum(aten.amin.default, highest),
     aten.max.default: _whole_extremum(aten.amax.default, lowest),
     aten.min.default: _whole_extremum(aten.amin.default, highest),
+    # The strides of a block may forbid a view that those of the whole tensor allow, e.g. after a redistribution.
+    aten.view.default: aten.reshape.default,
+    aten._unsafe_view.default: aten.reshape.default,
     # The rule names the dims that go: on a block, others may have extent 1 as well.
     aten.squeeze.default: aten.squeeze.dims,
     aten.squeeze.dim: aten.squeeze.dims,

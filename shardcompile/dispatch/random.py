@@ -26,7 +26,12 @@ aten = torch.ops.aten
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
 _LIBRARY.define(
     "random_block(Tensor like, Tensor seed, str kind, str[] group_names) -> Tensor",
-    tags=[torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.nondeterministic_seeded],
+    tags=[
+        torch.Tag.pt2_compliant_tag,
+        torch.Tag.cudagraph_unsafe,
+        torch.Tag.flexible_layout,
+        torch.Tag.nondeterministic_seeded,
+    ],
 )
 _MIX = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits: neighbouring positions give unrelated seeds
 

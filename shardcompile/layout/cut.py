@@ -138,7 +138,7 @@ class Cut:
     @staticmethod
     def chunk(mesh_dims: Sequence[int], parts: Sequence[int], extent: IntLike) -> Cut:
         """The cut of `torch.chunk`, applied to each mesh dim in turn."""
-        blocks = None
+        blocks: tuple[int, ...] | None = None
         if isinstance(extent, int):
             blocks = (extent,)
             for count in parts:

@@ -2,14 +2,14 @@
 
 Each tensor input and output is a list of axis names. Along an axis that an output has, the output is cut like the
 inputs that have it; along an axis that no output has, the outputs are partial sums. An axis in brackets, ``[k]``, must
-be whole on every rank. A lone ``*`` stands for "whole, whatever its shape".
+be whole on every rank. A lone ``*`` stands for an input that is whole, whatever its shape.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from functools import cache
 
 from torch._ops import OpOverload
 
@@ -17,7 +17,8 @@ from shardcompile.errors import RuleError
 from shardcompile.rules.strategy import OpCall, Strategy, along, partial
 
 Axes = tuple[tuple[str, ...], ...]
-_TERM = re.compile(r"\*|(?:\[?[a-z]\w*\]?)(?: \[?[a-z]\w*\]?)*|")
+_AXIS = r"(?:[a-z]\w*|\[[a-z]\w*\])"
+_TERM = re.compile(rf"\*|{_AXIS}(?: {_AXIS})*|")
 
 
 def parse_notation(text: str, op: OpOverload) -> Callable[[OpCall], Iterable[Strategy]]:
@@ -33,6 +34,8 @@ def parse_notation(text: str, op: OpOverload) -> Callable[[OpCall], Iterable[Str
     table = _strategies(inputs, outputs)
 
     def rule(call: OpCall) -> Iterable[Strategy]:
+        if len(call.tensors) != len(inputs):
+            raise RuleError(f"{op}: {text!r} has {len(inputs)} inputs, but the call has {len(call.tensors)} tensors")
         for tensor, axes in zip(call.tensors, inputs, strict=True):
             if axes != ("*",) and tensor.ndim != len(axes):
                 raise RuleError(f"{op}: {text!r} expects {len(axes)} dims, got {tensor.layout.describe()}")
@@ -41,7 +44,7 @@ def parse_notation(text: str, op: OpOverload) -> Callable[[OpCall], Iterable[Str
     return rule
 
 
-@lru_cache(maxsize=None)
+@cache
 def split_notation(text: str) -> tuple[Axes, Axes]:
     """The axis names of inputs and outputs.
 
@@ -56,7 +59,12 @@ def split_notation(text: str) -> tuple[Axes, Axes]:
         if not _TERM.fullmatch(term):
             raise RuleError(f"{text!r}: cannot read {term!r}")
     inputs, outputs = (tuple(tuple(term.split()) for term in side) for side in parts)
-    unknown = {a for axes in outputs for a in axes} - {a for axes in inputs for a in axes} - {"*"}
+    cuttable = [[a for a in axes if not a.startswith("[")] for axes in inputs + outputs]
+    if any(len(set(axes)) < len(axes) for axes in cuttable):
+        raise RuleError(f"{text!r}: one tensor has an axis twice; a cut along it would not be one block")
+    if ("*",) in outputs:
+        raise RuleError(f"{text!r}: only inputs may be *")
+    unknown = {a for axes in outputs for a in axes} - {a for axes in inputs for a in axes}
     if any(not a.startswith("[") for a in unknown):
         raise RuleError(f"{text!r}: the axes {sorted(unknown)} of the outputs are in no input; put them in brackets")
     return inputs, outputs

@@ -6,22 +6,29 @@ Shard the same Shard. A gradient arrives in whatever layout the backward pass le
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor.placement_types import Partial, Placement
 
 from shardcompile.dispatch.engine import replicated_spec
-from shardcompile.layout import Layout, Spec, contiguous_stride
-from shardcompile.plan import find_plan
+from shardcompile.errors import LayoutError, RedistributeError
+from shardcompile.layout import Layout, Spec, contiguous_stride, normalize_placements
+from shardcompile.plan import find_plan, target_layout
 from shardcompile.redistribute import run_plan
 
 
 def brought_to(x: Any, layout: Layout, async_op: bool = False) -> Any:
     """`x` in another layout, without autograd."""
     plan = find_plan(x._spec.layout, layout)
+    async_op = async_op and plan.communicates and type(x._local_tensor) is Tensor  # the passes order what is traced
     local = run_plan(plan, x._local_tensor, async_op=async_op) if plan.steps else x._local_tensor.clone()
-    return type(x)._wrap(local, Spec.of(layout, x._spec.stride))
+    out = type(x)._wrap(local, Spec.of(layout, x._spec.stride))
+    if async_op:
+        out._in_flight = out.__dict__.pop("_local_tensor")
+    return out
 
 
 class Redistribute(torch.autograd.Function):
@@ -64,7 +71,39 @@ class FromLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         """Hand out this rank's block of the gradient."""
         grad = redistributed(grad, ctx.layout.reduced().with_dtype(grad.dtype))
-        return ToLocal.apply(grad, None), None, None
+        block, terms = ToLocal.apply(grad, None), _averaged_terms(ctx.layout)
+        return block if terms == 1 else block / terms, None, None
+
+
+def _averaged_terms(layout: Layout) -> int:
+    """Of how many terms the tensor is the average."""
+    terms = 1
+    for count, placement in zip(layout.mesh.shape, layout.placements, strict=True):
+        if isinstance(placement, Partial) and placement.reduce_op != "sum":
+            if placement.reduce_op != "avg":
+                raise RedistributeError(
+                    f"the block of {layout.describe()} is a term that has no gradient of its own; only sums and "
+                    "averages of terms have. Redistribute, then take the gradient of the tensor"
+                )
+            terms *= count
+    return terms
+
+
+def gradient_layout(layout: Layout, grad_placements: Sequence[Placement]) -> Layout:
+    """The layout of a tensor of which every rank's gradient of its block is a block.
+
+    Raises:
+        LayoutError: the blocks would have other shapes.
+    """
+    wanted = normalize_placements(grad_placements, layout.mesh, layout.ndim)
+    result = target_layout(layout, wanted)
+    pairs = zip(layout.cuts, result.cuts, strict=True)
+    if not all(a is b or (a is not None and a.same_blocks(b)) for a, b in pairs):
+        raise LayoutError(
+            f"grad_placements {list(wanted)} would give the gradient of a block of another shape than the block of "
+            f"{layout.describe()}; only Replicate and Partial can stand for one another"
+        )
+    return result
 
 
 class ToLocal(torch.autograd.Function):
@@ -74,7 +113,7 @@ class ToLocal(torch.autograd.Function):
     def forward(ctx: Any, x: Any, grad_layout: Layout | None) -> Tensor:
         """Unwrap the block."""
         ctx.cls = type(x)
-        ctx.layout = grad_layout if grad_layout is not None else x._spec.layout
+        ctx.layout = grad_layout if grad_layout is not None else x._spec.layout.reduced()
         return x._local_tensor.view_as(x._local_tensor)
 
     @staticmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,18 +12,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement
 
 from shardcompile import compat
+from shardcompile.collectives import wait
 from shardcompile.dispatch import Handlers, clear_cache, dispatch
 from shardcompile.errors import LayoutError, RedistributeError
 from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, normalize_placements
 from shardcompile.plan import target_layout
 from shardcompile.tensor import construct
-from shardcompile.tensor.autograd import FromLocal, Promote, ToLocal, redistributed
+from shardcompile.tensor.autograd import FromLocal, Promote, ToLocal, gradient_layout, redistributed
 from shardcompile.tensor.metadata import (
     Metadata,
     block_hints,
     extent_hints,
     keys_tensor,
     metadata_of,
+    restrided_empty,
     spec_from_parts,
     stable_hash,
 )
@@ -42,8 +45,8 @@ class ShardTensor(torch.Tensor):
     `from_local`, `scatter_tensor`, `distribute_tensor` and the factories.
     """
 
-    _local_tensor: Tensor
     _spec: Spec
+    _in_flight: Tensor
     # Defaults on the class: an eager op sets only what it has to.
     _keys: Tensor | None = None
     _flat: tuple[list[str], Metadata] | None = None
@@ -79,6 +82,11 @@ class ShardTensor(torch.Tensor):
         layout = x._spec.layout.with_dtype(local.dtype)
         return type(x)._wrap(local, Spec.of(layout, x._spec.stride))
 
+    @cached_property
+    def _local_tensor(self) -> Tensor:
+        """The block. It is set on construction, except while a collective is in flight: the first use then waits."""
+        return wait(self._in_flight)
+
     # What the compiler asks for
 
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
@@ -90,6 +98,8 @@ class ShardTensor(torch.Tensor):
             # Parameters are static, and so is a tensor inside a trace already.
             plain = type(self._local_tensor) in (Tensor, torch.nn.Parameter)
             self._may_vary = plain and bool(metadata.cuts) and not getattr(self, "_is_param", False)
+            if self._may_vary and self._local_tensor.numel() == 0:
+                self._local_tensor = restrided_empty(self._local_tensor)
         if self._may_vary and compat.is_compiling():
             self._prepare_trace(flat[1])
         return flat
@@ -284,6 +294,7 @@ class ShardTensor(torch.Tensor):
 
         Raises:
             RedistributeError: a reduction is pending, so that the block is a term and not a value.
+            LayoutError: the blocks of `grad_placements` have other shapes.
         """
         layout = self._spec.layout
         if layout.is_partial:
@@ -291,10 +302,7 @@ class ShardTensor(torch.Tensor):
                 f"the block of {layout.describe()} is a term of a pending reduction, not a value; "
                 "redistribute to Replicate or Shard first, or take full_tensor()"
             )
-        grad_layout = None
-        if grad_placements is not None:
-            grad_layout = target_layout(layout, normalize_placements(grad_placements, layout.mesh, self.ndim))
-        return ToLocal.apply(self, grad_layout)
+        return ToLocal.apply(self, None if grad_placements is None else gradient_layout(layout, grad_placements))
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor, as a plain one, on every rank. Differentiable.

@@ -161,3 +161,16 @@ def block_hints(layout: Layout) -> dict[int, int]:
     """
     extents = extent_hints(layout)
     return {d: max(-(-extents[d] // math.prod(c.parts)), 2) for d, c in enumerate(layout.cuts) if c is not None}
+
+
+def restrided_empty(local: Tensor) -> Tensor:
+    """An empty block with strides that are products of its extents, zeros included.
+
+    PyTorch takes max(extent, 1) instead. A graph that was traced for a block with rows expects the products, and would
+    be compiled again for an empty block, on that rank alone.
+    """
+    strides, step = [], 1
+    for extent in reversed(local.shape):
+        strides.append(step)
+        step *= extent
+    return local.new_empty_strided(local.shape, strides[::-1])

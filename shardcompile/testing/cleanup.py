@@ -10,6 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from shardcompile import plan
+from shardcompile.dispatch import clear_cache
+from shardcompile.layout import layout, spec
+from shardcompile.tensor import metadata
+
 
 def seed() -> None:
     """Give every test the same random numbers, on every rank."""
@@ -29,6 +34,7 @@ class Cleaner:
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
         _destroy_groups_of_test()
+        _forget_layouts()
         self._collect()
 
     def _collect(self) -> None:
@@ -46,3 +52,12 @@ def _destroy_groups_of_test() -> None:
     for group in list(distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+
+
+def _forget_layouts() -> None:
+    # Meshes are equal if their ranks are. A kept layout would have the next test's mesh replaced by this one's,
+    # whose groups are gone.
+    clear_cache()
+    plan._search_cached.cache_clear()
+    for kept in (layout._INTERNED, spec._INTERNED, metadata._INTERNED, metadata._RUNTIME_SPECS):
+        kept.clear()

@@ -8,6 +8,7 @@ import itertools
 import math
 import pickle
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulator import compositions, some_sizes
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -23,6 +25,7 @@ from shardcompile.layout import (
     CHUNK_KEY,
     Cut,
     GroupCut,
+    IntLike,
     Layout,
     MeshShape,
     Spec,
@@ -43,16 +46,8 @@ def coordinates(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
     return itertools.product(*map(range, shape))
 
 
-def compositions(extent: int, parts: int) -> list[tuple[int, ...]]:
-    """All ways to divide an extent into so many blocks, empty ones included."""
-    if parts == 1:
-        return [(extent,)]
-    return [(first, *rest) for first in range(extent + 1) for rest in compositions(extent - first, parts - 1)]
-
-
 def random_sizes(rng: random.Random, extent: int, parts: int) -> tuple[int, ...]:
-    ends = sorted(rng.randint(0, extent) for _ in range(parts - 1))
-    return tuple(b - a for a, b in itertools.pairwise([0, *ends, extent]))
+    return some_sizes(rng, extent, parts, 2)[1]
 
 
 def layout_of(
@@ -93,7 +88,7 @@ def test_chunk_sizes_are_those_of_torch_chunk() -> None:
 
 
 def test_chunk_of_a_symbolic_extent_has_the_sizes_of_the_number() -> None:
-    seen = []
+    seen: list[IntLike] = []
 
     def traced(x: torch.Tensor) -> torch.Tensor:
         cut = Cut.chunk((1, 0), (2, 3), x.shape[0])
@@ -174,7 +169,7 @@ def test_every_placement_tiles(mesh: tuple[int, ...], shape: tuple[int, ...]) ->
 def large_layouts(draw: st.DrawFn) -> Layout:
     mesh = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     ndim = draw(st.integers(1, 3))
-    placements = draw(st.lists(st.sampled_from([R, P, *map(Shard, range(ndim))]), min_size=len(mesh), max_size=len(mesh)))
+    placements = [draw(st.sampled_from([R, P, *map(Shard, range(ndim))])) for _ in mesh]
     shape, cuts = [], []
     for dim in range(ndim):
         dims = draw(st.permutations([m for m, p in enumerate(placements) if p == Shard(dim)]))
@@ -182,8 +177,8 @@ def large_layouts(draw: st.DrawFn) -> Layout:
         count = math.prod(parts)
         sizes = draw(st.lists(st.integers(0, 40) | st.just(0), min_size=count, max_size=count))
         shape.append(sum(sizes))
-        even = draw(st.booleans())
-        made = Cut.chunk(dims, parts, shape[-1]) if even else Cut.of_sizes(dims, parts, sizes, draw(st.sampled_from(KINDS)))
+        kind = draw(st.sampled_from(KINDS))
+        made = Cut.chunk(dims, parts, sum(sizes)) if draw(st.booleans()) else Cut.of_sizes(dims, parts, sizes, kind)
         cuts.append(made if dims else None)
     return Layout.of(MeshShape(tuple(mesh)), placements, shape, torch.float32, cuts)
 
@@ -477,18 +472,12 @@ def test_equal_layouts_are_one_object() -> None:
 
 
 def test_interning_forgets_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib_module("shardcompile.layout.layout")
+    module = sys.modules[Layout.__module__]  # `shardcompile.layout.layout`
     monkeypatch.setattr(module, "_INTERNED", {})
     monkeypatch.setattr(module, "_INTERNED_LIMIT", 4)
     layouts = [Layout.chunked(MeshShape((2,)), [R], (n,), torch.float32) for n in range(9)]
     assert len(module._INTERNED) <= 4
     assert Layout.chunked(MeshShape((2,)), [R], (0,), torch.float32) == layouts[0]
-
-
-def importlib_module(name: str) -> object:
-    import sys
-
-    return sys.modules[name]
 
 
 def test_traced_layouts_compare_by_identity() -> None:
@@ -536,7 +525,7 @@ def test_layouts_specs_and_cuts_cannot_be_changed() -> None:
                 delattr(value, name)
             assert getattr(value, name) is before
         with pytest.raises((AttributeError, TypeError)):
-            value.something_else = 1
+            value.something_else = 1  # type: ignore[union-attr]
 
 
 def test_derived_layouts() -> None:

@@ -1,0 +1,108 @@
+"""The command line: ``python -m shardcompile demo``, or ``shardcompile demo``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit code.
+
+    Args:
+        arguments: in place of the command line's.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        return _demo(parser, options)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="shardcompile", description="Sharded tensors under torch.compile.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    demo = commands.add_parser(
+        "demo",
+        help="train a model on uneven blocks and check the result",
+        description="Trains a point-cloud transformer on finite element solutions that are cut anew at each step, "
+        "checks the result against training in one process, and leaves a report and a picture.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    demo.add_argument("--ranks", type=_positive, default=2, help="number of processes")
+    demo.add_argument("--steps", type=_positive, default=60, help="training steps")
+    demo.add_argument(
+        "--backend", choices=["auto", "gloo", "nccl"], default="auto", help="auto: nccl if there is a GPU for each rank"
+    )
+    demo.add_argument("--out", type=Path, default=Path("shardcompile-demo"), help="folder for report.txt, picture.png")
+    demo.add_argument("--seed", type=_natural, default=0, help="of samples, cuts and parameters")
+    demo.add_argument("--compile-backend", choices=["inductor", "aot_eager", "eager"], default="inductor", help="of torch.compile")
+    demo.add_argument("--double", action="store_true", help="compute in float64")
+    demo.add_argument("--no-compare", action="store_true", help="do not time eager and hand-written code")
+    return parser
+
+
+def _positive(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _natural(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    number = int(text)
+    if number < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {number}")
+    return number
+
+
+def _demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    missing = _missing_packages("matplotlib", "scipy")
+    if missing:
+        parser.error(f"the demo needs {' and '.join(missing)}; install shardcompile[demo]")
+    # Imported here: torch takes seconds, and --help needs none of it.
+    from shardcompile.demo.launch import RankFailedError
+    from shardcompile.demo.ranks import Settings
+    from shardcompile.demo.run import run_demo
+
+    settings = Settings(
+        ranks=options.ranks,
+        steps=options.steps,
+        backend=_backend(parser, options.backend, options.ranks),
+        compiler=options.compile_backend,
+        seed=options.seed,
+        double=options.double,
+        compare=not options.no_compare,
+        out=options.out,
+    )
+    try:
+        return 0 if run_demo(settings) else 1
+    except RankFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _missing_packages(*names: str) -> list[str]:
+    from importlib.util import find_spec
+
+    return [name for name in names if find_spec(name) is None]
+
+
+def _backend(parser: argparse.ArgumentParser, wanted: str, ranks: int) -> str:
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if wanted == "nccl" and gpus < ranks:
+        parser.error(f"--backend nccl needs a GPU for each of the {ranks} ranks, found {gpus}")
+    if wanted == "auto":
+        return "nccl" if gpus >= ranks else "gloo"
+    return wanted
+
+
+if __name__ == "__main__":
+    sys.exit(main())

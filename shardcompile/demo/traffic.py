@@ -1,0 +1,104 @@
+"""Counts the collectives of a step and the bytes they move, and the fewest bytes that would do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardcompile import ShardTensor
+
+from .model import PointTransformer
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank communicates in a step.
+
+    Attributes:
+        collectives: how many it takes part in.
+        sent: bytes that it sends, if each collective is carried out by the algorithm that moves the fewest.
+    """
+
+    collectives: int
+    sent: float
+
+
+def traffic_of(function: Callable[[], Any], ranks: int) -> Traffic:
+    """Run a function, eagerly, and count what this rank communicates, forward and backward.
+
+    Args:
+        function: the step; nothing that is compiled.
+        ranks: size of all process groups used.
+    """
+    counter = _Counter(ranks)
+    with counter:
+        function()
+    return Traffic(counter.collectives, counter.sent)
+
+
+class _Counter(TorchDispatchMode):
+    """Sees every op on plain tensors."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks, self.collectives, self.sent = ranks, 0, 0.0
+
+    def __torch_dispatch__(
+        self, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(t, ShardTensor) for t in types):
+            return NotImplemented  # its ops on blocks come back here
+        out = op(*args, **(kwargs or {}))
+        if op.namespace in ("_c10d_functional", "shardcompile") and op.name() not in _SILENT:
+            self.collectives += 1
+            self.sent += _sent(op.name(), args[0], out, self.ranks)
+        return out
+
+
+_SILENT = {"_c10d_functional::wait_tensor", "shardcompile::take_block", "shardcompile::place_block"}
+"""Ops that send nothing."""
+
+
+def _sent(name: str, x: Tensor, out: Tensor, ranks: int) -> float:
+    """Bytes that this rank sends, at least, so that its input becomes its output.
+
+    Raises:
+        NotImplementedError: for a collective that the demo does not use.
+    """
+    others = ranks - 1
+    match name.rpartition("::")[2]:
+        case "all_reduce" | "all_reduce_":  # its share of 2 (w - 1) n, see `shardcompile.plan.moved_bytes`
+            return 2 * others / ranks * x.nbytes
+        case "all_gather_v" | "all_gather_into_tensor":  # its block to each of the others
+            return others * x.nbytes
+        case "reduce_scatter_v":  # all but its own block
+            return x.nbytes - out.nbytes
+        case _:
+            raise NotImplementedError(f"the bytes that {name} sends are not known to the demo")
+
+
+def lower_bound(net: PointTransformer, ranks: int) -> int:
+    """The fewest bytes that all ranks together must send in a step.
+
+    These numbers are sums over all points, so that every rank has a share of them, and every rank needs the result:
+    totals and weights of the slices of each layer and the two sums of the loss, in the forward pass; the gradients of
+    the attended slice tokens and of all parameters but those that work on tokens, in the backward pass. Summing n
+    bytes over w ranks, for all of them, moves 2 (w - 1) n bytes at least, if every rank has a share (Patarasuk and
+    Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
+    """
+    numbers = 2
+    for block in net.blocks:
+        numbers += _slice_numbers(block.attention)
+    numbers += sum(p.numel() for name, p in net.named_parameters() if "query_key_value" not in name)
+    return 2 * (ranks - 1) * numbers * net.head.weight.element_size()
+
+
+def _slice_numbers(layer: Any) -> int:
+    """Numbers of a layer's slices that are summed: [H, S, D] and [H, S] forward, [H, S, D] backward."""
+    rows = layer.assign.out_features
+    return int(rows * (2 * layer.width + 1))

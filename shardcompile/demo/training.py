@@ -1,0 +1,154 @@
+"""The training steps of the demo: on whole tensors in one process, and on sharded ones over many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from shardcompile import ShardTensor
+
+from .model import PointTransformer, relative_l2
+from .poisson import Array, Sample, make_sample, partition, random_weights
+
+LEARNING_RATE = 5e-4
+
+Compiler = Literal["inductor", "aot_eager", "eager"]
+"""Backends of torch.compile."""
+
+# ------------------------------------------------------------------------------------------------- data
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The sample of one training step and its cut. The points of rank 0 come first, then those of rank 1, ...
+
+    Attributes:
+        sample: the sample as it was made, with its points in their own order.
+        order: where each point of the batch is in the sample, int64 [n].
+        sizes: number of points of each rank.
+        features: [n, F].
+        target: [n].
+    """
+
+    sample: Sample
+    order: Array
+    sizes: list[int]
+    features: Tensor
+    target: Tensor
+
+    def block(self, rank: int) -> tuple[Tensor, Tensor]:
+        """The features and the target of one rank's points, in memory of their own."""
+        start = sum(self.sizes[:rank])
+        rows = slice(start, start + self.sizes[rank])
+        return self.features[rows].clone(), self.target[rows].clone()
+
+
+def make_batch(step: int, ranks: int, seed: int, dtype: torch.dtype, device: str = "cpu") -> Batch:
+    """The batch of one step: another sample and another cut at each, the same on every rank."""
+    sample = make_sample(seed * 1_000_000 + step)
+    order, sizes = partition(sample.points, random_weights(step, ranks, seed))
+    rows = torch.from_numpy(order)
+    features, target = (torch.from_numpy(a)[rows].to(device, dtype) for a in (sample.features, sample.target))
+    return Batch(sample, order, sizes, features, target)
+
+
+# ------------------------------------------------------------------------------------------------ steps
+
+Step = Callable[[Batch], Tensor]
+"""Computes the loss of a batch, a plain number, and leaves its gradients in the parameters."""
+
+
+def make_net(seed: int, dtype: torch.dtype, device: str = "cpu") -> PointTransformer:
+    """The model, with the same parameters for the same seed."""
+    torch.manual_seed(seed)
+    return PointTransformer().to(device, dtype)
+
+
+def whole_step(net: nn.Module) -> Step:
+    """The step as in any training script: one process, all points."""
+
+    def step(batch: Batch) -> Tensor:
+        net.zero_grad()
+        loss = relative_l2(net(batch.features), batch.target)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def sharded_step(net: nn.Module, mesh: DeviceMesh, compiler: Compiler | None) -> Step:
+    """The step on points that lie on many ranks.
+
+    Args:
+        net: an ordinary module with ordinary parameters, the same on every rank.
+        mesh: the ranks.
+        compiler: backend of torch.compile; None for eager.
+    """
+
+    def loss_of(features: Tensor, target: Tensor) -> Tensor:
+        return relative_l2(net(features), target)
+
+    loss_fn = loss_of if compiler is None else torch.compile(loss_of, fullgraph=True, backend=compiler)
+
+    def step(batch: Batch) -> Tensor:
+        features, target = sharded(batch, mesh)
+        net.zero_grad()
+        loss = loss_fn(features, target)
+        loss.backward()
+        return loss.detach().full_tensor()  # type: ignore[attr-defined]
+
+    return step
+
+
+def sharded(batch: Batch, mesh: DeviceMesh) -> tuple[ShardTensor, ShardTensor]:
+    """The features and the target of a batch; each rank puts in its block."""
+    features, target = batch.block(mesh.get_local_rank())
+    layout = {"placements": [Shard(0)], "sharding_shapes": {0: batch.sizes}}
+    return ShardTensor.from_local(features, mesh, **layout), ShardTensor.from_local(target, mesh, **layout)
+
+
+# --------------------------------------------------------------------------------------------- training
+
+
+class Training:
+    """A model on its way.
+
+    Attributes:
+        net: the model.
+        losses: one for each step taken.
+    """
+
+    def __init__(self, net: nn.Module, step: Step) -> None:
+        self.net = net
+        self.losses: list[float] = []
+        self._step = step
+        # Adam divides a gradient by its own size, so with the default eps of 1e-8 the rounding errors of gradients
+        # that are almost zero become whole steps, and two correct runs in float32 drift apart a hundred times more.
+        self._optimizer = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE, eps=1e-6)
+
+    def take_step(self, batch: Batch) -> float:
+        """Train on one batch; returns the loss. The gradients stay until the next step."""
+        self.losses.append(self._step(batch).item())
+        self._optimizer.step()
+        return self.losses[-1]
+
+
+def gradient_vector(net: nn.Module) -> Tensor:
+    """All gradients, one after the other, a copy."""
+    return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+
+
+def parameter_vector(net: nn.Module) -> Tensor:
+    """All parameters, one after the other, a copy."""
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def relative_difference(a: Tensor, b: Tensor) -> float:
+    """Length of a - b over length of b."""
+    return float((a - b).norm() / b.norm())
