@@ -40,7 +40,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--out", type=Path, default=Path("shardcompile-demo"), help="folder for report.txt, picture.png")
     demo.add_argument("--seed", type=_natural, default=0, help="of samples, cuts and parameters")
-    demo.add_argument("--compile-backend", choices=["inductor", "aot_eager", "eager"], default="inductor", help="of torch.compile")
+    demo.add_argument(
+        "--compile-backend", choices=["inductor", "aot_eager", "eager"], default="inductor", help="of torch.compile"
+    )
     demo.add_argument("--double", action="store_true", help="compute in float64")
     demo.add_argument("--no-compare", action="store_true", help="do not time eager and hand-written code")
     return parser

@@ -33,11 +33,15 @@ def _layout(
     sharding_shapes: SizesByMeshDim | None,
 ) -> Layout:
     """The layout that is asked for, torch.chunk's where no sizes are stated."""
-    wanted = normalize_placements(placements or [Replicate()] * mesh.ndim, mesh, len(shape))
+    wanted = normalize_placements(_or_replicate(placements, mesh), mesh, len(shape))
     if any(isinstance(p, Partial) for p in wanted):
         raise LayoutError(f"Partial cannot be a target: {list(wanted)}; use Replicate or Shard")
     whole = Layout.chunked(mesh, [Replicate()] * mesh.ndim, tuple(shape), dtype)
     return target_layout(whole, wanted, stated_cuts(whole, wanted, sharding_shapes, fixed=False))
+
+
+def _or_replicate(placements: Sequence[Placement] | None, mesh: DeviceMesh) -> Sequence[Placement]:
+    return [Replicate()] * mesh.ndim if placements is None else placements
 
 
 def scatter_tensor(
@@ -89,7 +93,7 @@ def _coordinate_of(mesh: DeviceMesh, global_rank: int) -> tuple[int, ...]:
 def _scattered(tensor: Tensor | None, source: tuple[int, ...], layout: Layout) -> Tensor:
     """This rank's block: sent to one rank of each block first, then broadcast along the mesh dims that replicate."""
     mesh = layout.mesh
-    me = tuple(mesh.get_coordinate())
+    me = tuple(_here(mesh))
     copies = [m for m, p in enumerate(layout.placements) if isinstance(p, Replicate)]
     local = torch.empty(layout.local_shape(me), dtype=layout.dtype, device=mesh.device_type)
     if me == source:
@@ -103,6 +107,13 @@ def _scattered(tensor: Tensor | None, source: tuple[int, ...], layout: Layout) -
         if all(me[m] == source[m] for m in copies[i + 1 :]):
             local = broadcast(local, source[mesh_dim], mesh.get_group(mesh_dim))
     return local
+
+
+def _here(mesh: DeviceMesh) -> Sequence[int]:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise LayoutError(f"this rank is not in the mesh {mesh}, and holds no tensors of it")
+    return coordinate
 
 
 def _coordinates(mesh: DeviceMesh) -> list[tuple[int, ...]]:
@@ -128,22 +139,29 @@ def distribute_tensor(
         sharding_shapes: from mesh dim to the sizes of all blocks along it; torch.chunk's by default.
 
     Raises:
-        LayoutError: the placements or sizes do not fit, or the ranks pass different shapes.
+        LayoutError: the placements or sizes do not fit, the ranks pass different shapes, or `tensor` is no leaf.
     """
     mesh = device_mesh or compat.current_mesh()
     if isinstance(tensor, ShardTensor):
         return tensor.redistribute(mesh, placements, sharding_shapes=sharding_shapes)
-    placements = placements or [Replicate()] * mesh.ndim
+    placements = _or_replicate(placements, mesh)
     if src_data_rank is None:
+        _require_leaf(tensor)
         layout = _layout(mesh, placements, tuple(tensor.shape), tensor.dtype, sharding_shapes)
-        local = tensor.detach()[layout.block_slices(mesh.get_coordinate())].clone()
+        local = tensor.detach()[layout.block_slices(_here(mesh))].clone()
         return ShardTensor(local, Spec.of(layout, contiguous_stride(layout.shape)), tensor.requires_grad)
     source = tuple(src_data_rank if n > src_data_rank else 0 for n in mesh.shape)
-    request = repr((list(placements), sharding_shapes))
+    request = repr((list(placements), sharding_shapes, tensor.is_leaf))
     shape, dtype = agreed_metadata(tensor, source, mesh, request, everywhere=True)
+    _require_leaf(tensor)
     layout = _layout(mesh, placements, shape, dtype, sharding_shapes)
     local = _scattered(tensor, source, layout)
     return ShardTensor(local, Spec.of(layout, contiguous_stride(layout.shape)), tensor.requires_grad)
+
+
+def _require_leaf(tensor: Tensor) -> None:
+    if not tensor.is_leaf:
+        raise LayoutError("distribute_tensor takes leaves of the autograd graph; from_local(x, mesh) is differentiable")
 
 
 def distribute_module(
@@ -189,11 +207,12 @@ def _factory(fill: Callable[[ShardTensor], Any]) -> Callable[..., ShardTensor]:
         mesh = device_mesh or compat.current_mesh()
         shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
         layout = _layout(mesh, placements, shape, dtype or torch.get_default_dtype(), sharding_shapes)
-        local = torch.empty(layout.local_shape(mesh.get_coordinate()), dtype=layout.dtype, device=mesh.device_type)
+        local = torch.empty(layout.local_shape(_here(mesh)), dtype=layout.dtype, device=mesh.device_type)
         tensor = ShardTensor(local, Spec.of(layout, contiguous_stride(layout.shape)))
         with torch.no_grad():
             fill(tensor)
-        return tensor.requires_grad_(requires_grad)
+        tensor.requires_grad_(requires_grad)
+        return tensor
 
     return make
 
@@ -215,8 +234,10 @@ def full(size: Sequence[int], fill_value: Any, *, dtype: torch.dtype | None = No
     dtype = dtype or torch.tensor(fill_value).dtype
     requires_grad = kwargs.pop("requires_grad", False)
     with torch.no_grad():
-        tensor = empty(size, dtype=dtype, **kwargs).fill_(fill_value)
-    return tensor.requires_grad_(requires_grad)
+        tensor = empty(size, dtype=dtype, **kwargs)
+        tensor.fill_(fill_value)
+    tensor.requires_grad_(requires_grad)
+    return tensor
 
 
 # Extension points
@@ -256,7 +277,9 @@ def _strategy(call: OpCall, outputs: Sequence[Any], inputs: Sequence[Any]) -> St
         )
     for placement, tensor in zip(kept, call.tensors, strict=True):
         if isinstance(placement, Shard) and not -tensor.ndim <= placement.dim < tensor.ndim:
-            raise RuleError(f"register_sharding of {call.op}: {placement} is out of range for {tensor.layout.describe()}")
+            raise RuleError(
+                f"register_sharding of {call.op}: {placement} is out of range for {tensor.layout.describe()}"
+            )
     return Strategy(kept, tuple(outputs))
 
 
@@ -322,17 +345,17 @@ def _from_block(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
     wanted = normalize_placements(placements, mesh, local.ndim)
     shape: list[Any] = list(local.shape)
     cuts: list[Any] = [None] * local.ndim
-    coordinate = mesh.get_coordinate()
+    coordinate = _here(mesh)
     for dim in range(local.ndim):
         mesh_dims = tuple(m for m, p in enumerate(wanted) if isinstance(p, Shard) and p.dim == dim)
         if not mesh_dims:
             continue
         found = [c for s in sources for c in s.cuts if c is not None and set(c.mesh_dims) == set(mesh_dims)]
-        fitting = [c for c in found if c.local_size(coordinate) is local.shape[dim] or c.local_size(coordinate) == local.shape[dim]]
+        fitting = [c for c, size in ((c, c.local_size(coordinate)) for c in found) if size == local.shape[dim]]
         if not fitting:
             raise LayoutError(
-                f"local_map: a result of block shape {tuple(local.shape)} is to be sharded along dim {dim} by mesh dims "
-                f"{mesh_dims}, but no input is cut so; return to_local() results and use ShardTensor.from_local"
+                f"local_map: a result of block shape {tuple(local.shape)} is to be sharded along dim {dim} by mesh "
+                f"dims {mesh_dims}, but no input is cut so; return to_local() results and use ShardTensor.from_local"
             )
         cuts[dim], shape[dim] = fitting[0], fitting[0].extent
     layout = Layout.of(mesh, wanted, shape, local.dtype, cuts)

@@ -6,21 +6,29 @@ asserts that all of them exist in the installed version, so that an upgrade brea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.fx.experimental._config as _symbolic_shapes_config
 from torch._C._distributed_c10d import _register_work  # 2.11 - 2.15
 from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.11 - 2.15
-from torch._guards import CompileContext, detect_fake_mode  # 2.11 - 2.15
-from torch._subclasses.fake_tensor import FakeTensorMode, is_fake  # 2.11 - 2.15
+from torch._guards import CompileContext, TracingContext, detect_fake_mode  # 2.11 - 2.15
+from torch._subclasses.fake_tensor import (  # 2.11 - 2.15
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    is_fake,
+)
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources  # 2.11 - 2.15
 from torch.distributed.distributed_c10d import _resolve_process_group  # 2.11 - 2.15
 from torch.distributed.tensor.debug import _comm_mode  # 2.11 - 2.15
+from torch.utils._python_dispatch import return_and_correct_aliasing  # 2.11 - 2.15
 
 __all__ = [
+    "UNKNOWN_OUTPUT_SHAPE",
     "FakeTensorMode",
     "count_as_collective",
     "current_mesh",
@@ -35,6 +43,10 @@ __all__ = [
     "size_hint",
     "trace_size_obliviously",
 ]
+
+
+UNKNOWN_OUTPUT_SHAPE = (DynamicOutputShapeException, DataDependentOutputException)
+"""What an op on fake tensors raises whose result depends on values."""
 
 
 def process_group(name: str) -> ProcessGroup:
@@ -106,6 +118,9 @@ def trace_size_obliviously() -> None:
     compiled again, on that rank alone. The switch is torch's own (`backed_size_oblivious`), is read all through a
     compilation, and goes back to what it was when the compilation ends.
     """
+    context = TracingContext.try_get()
+    if context is not None and context.fake_mode is not None:
+        _decide_by_hint_where_guards_are_suppressed(context.fake_mode.shape_env)
     if _symbolic_shapes_config.backed_size_oblivious:
         return
     _symbolic_shapes_config.backed_size_oblivious = True
@@ -115,6 +130,29 @@ def trace_size_obliviously() -> None:
         _compile_callbacks.remove_end_callback(restore)
 
     _compile_callbacks.register_end_callback(restore)
+
+
+def _decide_by_hint_where_guards_are_suppressed(shape_env: Any) -> None:
+    """Turn the switch off inside of ``shape_env.suppress_guards()``, where a decision by hint leaves no guard.
+
+    AOTAutograd compares there the strides of saved activations with those that Inductor chose (2.11 - 2.15). With the
+    switch on it takes them for different, and bakes the strides of the first call into the backward graph.
+    """
+    if shape_env is None or "suppress_guards" in vars(shape_env):
+        return
+    suppress = shape_env.suppress_guards
+
+    @contextlib.contextmanager
+    def suppress_and_decide() -> Iterator[None]:
+        before = _symbolic_shapes_config.backed_size_oblivious
+        _symbolic_shapes_config.backed_size_oblivious = False
+        try:
+            with suppress():
+                yield
+        finally:
+            _symbolic_shapes_config.backed_size_oblivious = before
+
+    shape_env.suppress_guards = suppress_and_decide
 
 
 def decomposition_of(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
@@ -155,6 +193,11 @@ def mark_weakly_dynamic(x: torch.Tensor, hints: dict[int, int]) -> None:
 def share_storage(view: torch.Tensor, base: torch.Tensor) -> None:
     """Have a wrapper that is a view of another one say so: same storage, as the compiler's alias analysis expects."""
     torch._functionalize_unsafe_set(view, base)  # 2.11 - 2.15
+
+
+def follow_view(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Give a wrapper on which an in-place view op, such as ``transpose_``, is called its new sizes and strides."""
+    return_and_correct_aliasing(op, args, kwargs, args[0])
 
 
 def kernel_of(op: torch._ops.OpOverload) -> Callable[..., Any]:

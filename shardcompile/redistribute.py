@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import Pending
+from shardcompile.collectives import Pending, extrema
 from shardcompile.collectives import ops as collective_ops
 from shardcompile.layout import Cut, Layout
 from shardcompile.plan import Plan, Step
@@ -52,6 +53,13 @@ def _extent_after_gather(layout: Layout, dim: int) -> int | torch.SymInt:
     return layout.shape[dim] if cut is None else cut.local_size(_coordinate(layout))
 
 
+def _block(cut: Cut, layout: Layout, group_name: str) -> int | torch.SymInt:
+    """Size of this rank's block in a layout that a step arrives at."""
+    if cut.is_traced and cut.kind == "chunk" and cut.block is None and len(cut.mesh_dims) == 1:
+        return collective_ops.symbolic_chunk_block(cut.extent, group_name)
+    return cut.local_size(_coordinate(layout))
+
+
 def _cut_arguments(cut: Cut, layout: Layout) -> tuple[list[int], int | torch.SymInt, list[int]]:
     ref = cut.group_ref(_coordinate(layout))
     return ref.sizes, ref.key, ref.nest
@@ -68,17 +76,35 @@ def _all_gather(step: Step, x: Tensor) -> Pending:
     return Pending.of(out, x.shape, dim, total)
 
 
-def _all_reduce(step: Step, x: Tensor) -> Pending:
+def _all_reduce(step: Step, x: Tensor) -> Pending | _Decoded:
     placement = step.src.placements[step.mesh_dim]
     assert isinstance(placement, Partial)
+    if placement.reduce_op in ("max", "min") and x.is_floating_point():
+        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        keys = extrema.encode(wide, placement.reduce_op)
+        return _Decoded(collective_ops.all_reduce(keys, placement.reduce_op, _group(step)), wide.dtype, x.dtype)
     return collective_ops.all_reduce(x, placement.reduce_op, _group(step))
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    """A reduction of encoded floats that has started."""
+
+    pending: Pending
+    encoded: torch.dtype
+    dtype: torch.dtype
+
+    def wait(self) -> Tensor:
+        return extrema.decode(self.pending.wait(), self.encoded).to(self.dtype)
+
+    result = wait
 
 
 def _reduce_scatter(step: Step, x: Tensor) -> Pending:
     placement = step.src.placements[step.mesh_dim]
     assert isinstance(placement, Partial)
     dim, cut = _shard_dim(step.dst, step.mesh_dim)
-    block = cut.local_size(_coordinate(step.dst))
+    block = _block(cut, step.dst, _group(step))
     arguments = _cut_arguments(cut, step.dst)
     out = _ops.reduce_scatter_v(x, dim, block, placement.reduce_op, *arguments, _group(step))
     return Pending.of(out, x.shape, dim, block)
@@ -88,7 +114,7 @@ def _all_to_all(step: Step, x: Tensor) -> Pending:
     src_dim, src_cut = _shard_dim(step.src, step.mesh_dim)
     dst_dim, dst_cut = _shard_dim(step.dst, step.mesh_dim)
     total = _extent_after_gather(step.dst, src_dim)
-    block = dst_cut.local_size(_coordinate(step.dst))
+    block = _block(dst_cut, step.dst, _group(step))
     cuts = (*_cut_arguments(src_cut, step.src), *_cut_arguments(dst_cut, step.dst))
     out = _ops.all_to_all_v(x, src_dim, dst_dim, total, block, *cuts, _group(step))
     shape = [block if d == dst_dim else s for d, s in enumerate(x.shape)]
@@ -100,7 +126,7 @@ def _fetch_ranges(step: Step, x: Tensor) -> Pending:
     _, dst_cut = _shard_dim(step.dst, step.mesh_dim)
     outer = dst_cut.coarsen()
     total = step.dst.shape[dim] if outer is None else outer.local_size(_coordinate(step.dst))
-    block = dst_cut.local_size(_coordinate(step.dst))
+    block = _block(dst_cut, step.dst, _group(step))
     cuts = (*_cut_arguments(src_cut, step.src), *_cut_arguments(dst_cut, step.dst))
     out = _ops.fetch_ranges(x, dim, total, block, *cuts, 0, 0, _group(step))
     return Pending.of(out, x.shape, dim, block)
@@ -108,7 +134,7 @@ def _fetch_ranges(step: Step, x: Tensor) -> Pending:
 
 def _take_block(step: Step, x: Tensor) -> Tensor:
     dim, cut = _shard_dim(step.dst, step.mesh_dim)
-    block = cut.local_size(_coordinate(step.dst))
+    block = _block(cut, step.dst, _group(step))
     return _ops.take_block(x, dim, block, *_cut_arguments(cut, step.dst), _group(step))
 
 

@@ -127,7 +127,7 @@ def fill(spec: Input, generator: torch.Generator) -> Tensor:
     if spec.dtype.is_complex:
         x = torch.complex(x, torch.randn(shape, generator=generator, dtype=torch.float64))
         return x.to(spec.dtype)
-    return ((x * 64).round() / 64).to(spec.dtype)
+    return ((x * 64).round() / 64 + 0.0).to(spec.dtype)  # no -0.0, which a sum of terms would not keep
 
 
 # Layouts
@@ -414,7 +414,7 @@ def _check_one(
         got = run_sharded(case, full, mesh, ways, function)
     except Exception as error:
         if isinstance(want, Exception):
-            return [] if isinstance(error, (type(want), sc.ShardError)) else [f"{type(error).__name__}: {error}"]
+            return [] if isinstance(error, _ORDERLY) else [f"{type(error).__name__}: {error}"]
         if isinstance(error, sc.ShardError) and case.refuses is not None and case.refuses in str(error):
             return []
         if RAISE:
@@ -425,6 +425,8 @@ def _check_one(
     return differences(got, want, case.tolerance)
 
 
+# What torch, or its fake tensors, raise on purpose; not AttributeError, AssertionError or ZeroDivisionError.
+_ORDERLY = (RuntimeError, ValueError, IndexError, TypeError)
 RAISE = False
 
 

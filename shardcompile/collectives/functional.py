@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardcompile.collectives import transport
-from shardcompile.collectives import ops
+from shardcompile.collectives import ops, transport
 from shardcompile.collectives.ops import Pending, wait
 from shardcompile.errors import CollectiveError
 from shardcompile.layout import CHUNK_KEY
@@ -227,6 +226,11 @@ def broadcast(x: Tensor, src: int, group: ProcessGroup) -> Tensor:
     return out
 
 
+def _world() -> ProcessGroup:
+    assert dist.group.WORLD is not None, "a mesh exists, and so does the default process group"
+    return dist.group.WORLD
+
+
 def send_blocks(blocks: dict[int, Tensor]) -> None:
     """Send every rank its block, exactly.
 
@@ -234,7 +238,7 @@ def send_blocks(blocks: dict[int, Tensor]) -> None:
         blocks: by global rank.
     """
     rows = [(rank, block.contiguous().resolve_conj().resolve_neg()) for rank, block in blocks.items()]
-    for work in transport.exchange(dist.group.WORLD, rows, []):
+    for work in transport.exchange(_world(), rows, []):
         work.wait()
 
 
@@ -245,5 +249,5 @@ def receive_block(out: Tensor, src: int) -> None:
         out: contiguous, written.
         src: global rank.
     """
-    for work in transport.exchange(dist.group.WORLD, [], [(src, out)]):
+    for work in transport.exchange(_world(), [], [(src, out)]):
         work.wait()

@@ -23,7 +23,7 @@ from shardcompile import compat
 from shardcompile.collectives import transport
 from shardcompile.collectives.transport import Range
 from shardcompile.errors import CollectiveError
-from shardcompile.layout import GroupCut
+from shardcompile.layout import GroupCut, chunk_sizes
 
 _LIBRARY = torch.library.Library("shardcompile", "DEF")
 _CUT = "SymInt[] sizes, SymInt key, int[] nest"
@@ -42,6 +42,7 @@ _SCHEMAS = (
     "str group_name) -> Tensor",
     f"take_block(Tensor input, int dim, SymInt block, {_CUT}, str group_name) -> Tensor",
     f"place_block(Tensor input, int dim, SymInt total, {_CUT}, str group_name) -> Tensor",
+    "chunk_block(SymInt total, str group_name) -> Tensor",
 )
 for _schema in _SCHEMAS:
     # CUDA graphs cannot hold these: which rows move is decided on the host, at run time.
@@ -59,7 +60,7 @@ COLLECTIVES = (
 )
 """Ops that communicate."""
 
-OPS = (*COLLECTIVES, _ops.take_block, _ops.place_block)
+OPS = (*COLLECTIVES, _ops.take_block, _ops.place_block, _ops.chunk_block)
 """All ops of the namespace."""
 
 
@@ -289,6 +290,11 @@ def _with_extent(x: Tensor, dim: int, extent: Any) -> list[Any]:
     return [extent if d == dim else s for d, s in enumerate(x.shape)]
 
 
+def _chunk_block(total: int, group_name: str) -> Tensor:
+    group = compat.process_group(group_name)
+    return torch.tensor(chunk_sizes(total, group.size())[group.rank()])
+
+
 def _fake_all_to_all_v(x: Tensor, src_dim: int, dst_dim: int, total: Any, block: Any, *_: Any) -> Tensor:
     return _new_rows(x.new_empty(_with_extent(x, dst_dim, block)), src_dim, total)
 
@@ -302,9 +308,22 @@ _IMPLEMENTATIONS = {
     "take_block": (_take_block, lambda x, dim, block, *_: x.new_empty(_with_extent(x, dim, block))),
     "place_block": (_place_block, lambda x, dim, total, *_: x.new_empty(_with_extent(x, dim, total))),
 }
+_IMPLEMENTATIONS["chunk_block"] = (_chunk_block, lambda total, group: torch.empty([], dtype=torch.int64))
 for _name, (_real, _fake) in _IMPLEMENTATIONS.items():
     _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardcompile::{_name}", _fake, lib=_LIBRARY)
+
+
+def symbolic_chunk_block(total: torch.SymInt, group_name: str) -> torch.SymInt:
+    """This rank's share of a symbolic extent, as a symbol of its own.
+
+    Written as a formula it would name the rank in the graph, and comparisons with it would be guards that hold on some
+    ranks only.
+    """
+    block = _ops.chunk_block(total, group_name).item()
+    torch._check(block >= 0)
+    torch._check(block <= total)
+    return block
 
 
 # Gradients. Every op is linear (reduce_scatter_v for sum and avg); its gradient is its adjoint.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -130,7 +131,7 @@ class RankResult:
     prediction: Array
     traffic: Mapping[str, Traffic]
     handwritten_difference: float
-    times: Mapping[str, float] = field(default_factory=dict)
+    times: Mapping[str, float]
 
 
 def run_rank(settings: Settings) -> RankResult:
@@ -144,13 +145,10 @@ def run_rank(settings: Settings) -> RankResult:
     by_hand = handwritten_step(net, mesh.get_group(), settings.compiler if settings.compare else None)
     batches = list(itertools.islice(_full_batches(settings), TIMED_BATCHES))
     _say("compiling the hand-written step" if settings.compare else "taking a hand-written step")
-    difference = _gradient_difference(net, batches[0], by_hand, eager)
-    times = {}
-    if settings.compare:
-        _say("timing")
-        steps = {"compiled": compiled, "eager": eager, "handwritten": by_hand}
-        times = _times(steps, batches)
-    return RankResult(trained, prediction, _traffic(net, mesh, batches[0]), difference, times)
+    difference = _gradient_difference(net, batches[0], by_hand, compiled)
+    steps = {"compiled": compiled, "eager": eager, "handwritten": by_hand}
+    traffic = {name: traffic_of(partial(step, batches[0]), settings.ranks) for name, step in steps.items()}
+    return RankResult(trained, prediction, traffic, difference, _times(steps, batches) if settings.compare else {})
 
 
 def _train(settings: Settings, training: Training) -> Trained:
@@ -208,11 +206,6 @@ def _full_batches(settings: Settings) -> Iterator[Batch]:
     return (batch for batch in batches if min(batch.sizes) > 1)
 
 
-def _traffic(net: PointTransformer, mesh: DeviceMesh, batch: Batch) -> dict[str, Traffic]:
-    steps = {"eager": sharded_step(net, mesh, None), "handwritten": handwritten_step(net, mesh.get_group(), None)}
-    return {name: traffic_of(lambda step=step: step(batch), mesh.size()) for name, step in steps.items()}
-
-
 def _gradient_difference(net: nn.Module, batch: Batch, step: Step, reference: Step) -> float:
     step(batch)
     gradients = gradient_vector(net)
@@ -221,6 +214,7 @@ def _gradient_difference(net: nn.Module, batch: Batch, step: Step, reference: St
 
 
 def _times(steps: Mapping[str, Step], batches: list[Batch]) -> dict[str, float]:
+    _say("timing")
     median_times(steps, batches, rounds=2)  # warm
     return median_times(steps, batches, TIMED_ROUNDS)
 

@@ -71,7 +71,8 @@ class Figures:
         losses: at the start and at the end.
         single_losses: the same of single-process training.
         checks: what was checked.
-        sharded: communication of the sharded step.
+        sharded: communication of the sharded step, compiled.
+        eager: the same without compilation.
         handwritten: communication of the step with collectives written by hand into the model.
         bytes_lower_bound: the fewest bytes that all ranks together could send in a step.
         compiled_ms: time of one step, compiled, in milliseconds.
@@ -89,6 +90,7 @@ class Figures:
     single_losses: tuple[float, float]
     checks: Sequence[Check]
     sharded: Communication
+    eager: Communication
     handwritten: Communication
     bytes_lower_bound: int
     compiled_ms: float | None = None
@@ -152,17 +154,17 @@ def _check_rows(figures: Figures) -> list[Row]:
 
 
 def _communication_rows(figures: Figures) -> list[Row]:
+    ways = {"sharded": figures.sharded, "sharded, eager": figures.eager, "written by hand": figures.handwritten}
+    bound = figures.bytes_lower_bound
     return [
-        ("collectives", str(figures.sharded.collectives), f"written by hand {figures.handwritten.collectives}"),
-        ("sent", *_against_bound(figures.sharded, figures.bytes_lower_bound)),
-        ("sent, written by hand", *_against_bound(figures.handwritten, figures.bytes_lower_bound)),
-        ("lower bound", _size(figures.bytes_lower_bound), ""),
+        *((f"collectives, {name}", str(way.collectives), "") for name, way in ways.items()),
+        *((f"bytes, {name}", _size(way.nbytes), _ratio(way.nbytes, bound)) for name, way in ways.items()),
+        ("bytes, lower bound", _size(bound), ""),
     ]
 
 
-def _against_bound(communication: Communication, bound: int) -> tuple[str, str]:
-    nbytes = communication.nbytes
-    return _size(nbytes), f"{nbytes / bound:.3f} times the lower bound" if bound else ""
+def _ratio(nbytes: float, bound: int) -> str:
+    return f"{nbytes / bound:.3f} times the lower bound" if bound else ""
 
 
 def _time_rows(figures: Figures, compiled_ms: float) -> list[Row]:

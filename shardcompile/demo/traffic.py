@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,10 +28,10 @@ class Traffic:
 
 
 def traffic_of(function: Callable[[], Any], ranks: int) -> Traffic:
-    """Run a function, eagerly, and count what this rank communicates, forward and backward.
+    """Run a function and count what this rank communicates, forward and backward.
 
     Args:
-        function: the step; nothing that is compiled.
+        function: eager or compiled; what it compiles anew is not counted right.
         ranks: size of all process groups used.
     """
     counter = _Counter(ranks)
@@ -47,6 +46,11 @@ class _Counter(TorchDispatchMode):
     def __init__(self, ranks: int) -> None:
         super().__init__()
         self.ranks, self.collectives, self.sent = ranks, 0, 0.0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Stand aside while torch compiles, but see what compiled code runs."""
+        return True
 
     def __torch_dispatch__(
         self, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

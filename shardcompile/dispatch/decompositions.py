@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardcompile import compat
+from shardcompile.errors import UnsupportedOpError
+from shardcompile.layout import Layout, Spec
+from shardcompile.plan import find_plan
+from shardcompile.redistribute import run_plan
+
 aten = torch.ops.aten
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 def _dims(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
@@ -29,7 +36,9 @@ def _count(x: Tensor, dims: Sequence[int]) -> Any:
 
 def _mean_dim(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     dims = _dims(x, dim)
-    return aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype) / _count(x, dims)
+    dtype = x.dtype if dtype is None else dtype
+    total = aten.sum.dim_IntList(x, dims, keepdim, dtype=_wide(dtype))
+    return (total / _count(x, dims)).to(dtype)
 
 
 def _mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -39,6 +48,8 @@ def _mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 def _moments(x: Tensor, dim: Any, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
     """Variance and mean by two passes, as stable as the plain kernels."""
     dims = _dims(x, dim)
+    dtype = x.dtype
+    x = _widened(x)
     count = _count(x, dims)
     mean = aten.sum.dim_IntList(x, dims, True) / count
     deviation = x - mean
@@ -48,7 +59,7 @@ def _moments(x: Tensor, dim: Any, correction: float | None, keepdim: bool) -> tu
     degrees = torch.sym_max(degrees, 0) if not isinstance(degrees, float) else max(degrees, 0.0)
     if not keepdim and x.ndim:
         mean = aten.squeeze.dims(mean, dims)
-    return total / degrees, mean
+    return (total / degrees).to(dtype.to_real()), mean.to(dtype)
 
 
 def _var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
@@ -73,15 +84,21 @@ def _vector_norm(
 ) -> Tensor:
     x = x if dtype is None else x.to(dtype)
     dims = _dims(x, dim)
-    size = x.abs()
+    size = _widened(x.abs())
+    return _norm_of_sizes(size, ord, dims, keepdim).to(x.dtype.to_real())
+
+
+def _norm_of_sizes(size: Tensor, ord: float, dims: list[int], keepdim: bool) -> Tensor:
     if ord == math.inf:
         return aten.amax.default(size, dims, keepdim)
     if ord == -math.inf:
         return aten.amin.default(size, dims, keepdim)
     if ord == 0:
-        return aten.sum.dim_IntList((x != 0).to(size.dtype), dims, keepdim)
+        return aten.sum.dim_IntList((size != 0).to(size.dtype), dims, keepdim)
     if ord == 1:
         return aten.sum.dim_IntList(size, dims, keepdim)
+    if size.dtype is torch.float32 and size.device.type == "cpu":
+        size = size.double()  # as plain PyTorch does there: squares of large numbers must not overflow
     if ord == 2:
         return aten.sum.dim_IntList(size * size, dims, keepdim).sqrt()
     return aten.sum.dim_IntList(size**ord, dims, keepdim) ** (1.0 / ord)
@@ -89,7 +106,9 @@ def _vector_norm(
 
 def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     dims = _dims(x, dim)
-    x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+    x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
+    if x.dtype in _HALVES:
+        return _logsumexp(x.float(), dims, keepdim).to(x.dtype)
     top = aten.amax.default(x, dims, True)
     top = torch.where(top.abs() == math.inf, torch.zeros_like(top), top)
     out = aten.sum.dim_IntList((x - top).exp(), dims, True).log() + top
@@ -110,9 +129,13 @@ def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     return out if half_to_float else out.to(x.dtype)
 
 
-def _widened(x: Tensor) -> Tensor:
+def _wide(dtype: torch.dtype) -> torch.dtype:
     """Half precision is reduced in single precision, as the plain kernels do."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return torch.float32 if dtype in _HALVES else dtype
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in _HALVES else x
 
 
 def _softmax_backward(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
@@ -196,15 +219,49 @@ def _layer_norm(x: Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: fl
 
 
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    product = aten.mm.default(a, b)
+    return _added(aten.mm.default(a, b), bias, beta, alpha)
+
+
+def _added(product: Tensor, bias: Tensor, beta: float, alpha: float) -> Tensor:
     product = product if alpha == 1 else product * alpha
+    if beta == 0:  # then a NaN in the bias does not count
+        return product
     return product + (bias if beta == 1 else bias * beta)
 
 
 def _baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    product = aten.bmm.default(a, b)
-    product = product if alpha == 1 else product * alpha
-    return product + (bias if beta == 1 else bias * beta)
+    return _added(aten.bmm.default(a, b), bias, beta, alpha)
+
+
+def _as_strided(x: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tensor:
+    """On the whole value, stored with exactly the strides that the global tensor has."""
+    if storage_offset and (x._is_view() or x.is_inference()):
+        raise UnsupportedOpError(f"as_strided with an offset into the storage of a tensor that {x} is a view of")
+    layout = x._spec.layout.replicated()
+    plan = find_plan(x._spec.layout, layout)
+    local = run_plan(plan, x._local_tensor)
+    exact = local.stride() == tuple(x.stride())
+    if not exact:
+        local = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(local)
+    out = aten.as_strided.default(local, size, stride, storage_offset or 0)
+    placed = Layout.of(layout.mesh, layout.placements, tuple(out.shape), out.dtype, (None,) * out.ndim)
+    wrapped = type(x)._wrap(out, Spec.of(placed, tuple(out.stride())))
+    if plan.steps or not exact:
+        wrapped._is_copy = True
+    else:
+        compat.share_storage(wrapped, x)
+    return wrapped
+
+
+def _torch_decomposition(op: Any) -> Callable[..., Any]:
+    """Torch's own, looked up when it is needed: importing the table takes time."""
+
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        function = compat.decomposition_of(op)
+        assert function is not None, f"torch has no decomposition of {op}"
+        return function(*args, **kwargs)
+
+    return decomposed
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
@@ -226,7 +283,17 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.argmin.default: _arg(aten.amin.default),
     aten.mse_loss.default: _mse_loss,
     aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm_backward.default: _torch_decomposition(aten.native_layer_norm_backward.default),
     aten.addmm.default: _addmm,
     aten.baddbmm.default: _baddbmm,
+    aten.as_strided.default: _as_strided,
 }
 """By op, what is run when the op itself would have to gather."""
+
+NOT_DECOMPOSED = {
+    aten.index_add.default,  # torch's fails for an index of 0 dims
+    aten.equal.default,
+    aten.diagonal_backward.default,
+    aten.diagonal_scatter.default,
+}
+"""Ops whose decomposition in torch's table is of no use to us: they gather."""

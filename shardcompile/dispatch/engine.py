@@ -7,6 +7,7 @@ are symbols, it is made for every call.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +19,11 @@ from torch._ops import OpOverload
 
 from shardcompile import compat, config
 from shardcompile.dispatch.choice import Choice, OutputPlan, choose, whole_plan
-from shardcompile.dispatch.decompositions import DECOMPOSITIONS
+from shardcompile.dispatch.decompositions import DECOMPOSITIONS, NOT_DECOMPOSED
 from shardcompile.dispatch.handlers import Handlers
-from shardcompile.dispatch.local_ops import LOCAL_OPS
+from shardcompile.dispatch.local_ops import COPYING_VIEWS, LOCAL_OPS
 from shardcompile.dispatch.random import RANDOM_OPS
+from shardcompile.dispatch.strides import all_in_order, in_order
 from shardcompile.errors import LayoutError, UnsupportedOpError
 from shardcompile.layout import Layout, Spec, contiguous_stride
 from shardcompile.plan import Plan, find_plan
@@ -150,18 +152,21 @@ class _Local(_Entry):
         self.arguments = arguments
         self.mutates = op._schema.is_mutable
         self.aliases = op.is_view
-        self.moved = self.aliases and any(p is not None for p in self.plans)
+        self.exchanges = any(p is not None for p in self.plans)
+        self.moved = self.aliases and (self.exchanges or op in COPYING_VIEWS)
         self.single = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
 
     def run(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plans = iter(self.plans)
-        local_args = tuple([_localize(cls, a, plans) for a in args])
-        local_kwargs = {k: _localize(cls, a, plans) for k, a in kwargs.items()} if kwargs else kwargs
+        local_args = tuple([_localize(cls, a, plans, self.moved) for a in args])
+        local_kwargs = {k: _localize(cls, a, plans, self.moved) for k, a in kwargs.items()} if kwargs else kwargs
         if self.arguments is not None:
             local_args = self.arguments(local_args)
         out = self.function(*local_args, **local_kwargs)
         if self.mutates:
             return args[0]
+        if self.exchanges and not self.aliases:
+            out = all_in_order(out, self.specs)
         if self.single:
             wrapped = out if self.specs[0] is None else cls._wrap(out, self.specs[0])
         else:
@@ -171,7 +176,7 @@ class _Local(_Entry):
         return wrapped
 
     def _as_view(self, args: tuple[Any, ...], kwargs: dict[str, Any], wrapped: Any) -> Any:
-        if self.moved:
+        if self.moved or getattr(args[0], "_is_copy", False):
             for out in wrapped if isinstance(wrapped, (list, tuple)) else [wrapped]:
                 out._is_copy = True
             return wrapped
@@ -180,13 +185,15 @@ class _Local(_Entry):
         return wrapped
 
 
-def _localize(cls: type, a: Any, plans: Iterator[Plan | None]) -> Any:
+def _localize(cls: type, a: Any, plans: Iterator[Plan | None], keep_order: bool = False) -> Any:
     if isinstance(a, Tensor):
         plan = next(plans)
         local = a._local_tensor if type(a) is cls else a
-        return local if plan is None else run_plan(plan, local)
+        if plan is None:
+            return local
+        return in_order(run_plan(plan, local), a.stride()) if keep_order else run_plan(plan, local)
     if isinstance(a, (list, tuple)):
-        return [_localize(cls, b, plans) for b in a]
+        return [_localize(cls, b, plans, keep_order) for b in a]
     return a
 
 
@@ -203,7 +210,7 @@ def _decide(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         raise UnsupportedOpError(f"{op}: no sharded form of this random op; {_tensors_text(cls, args, kwargs)}")
     call = _describe(cls, op, args, kwargs)
     mutated = _mutated(op, args, kwargs)
-    if mutated is not None:
+    if mutated:
         return _decide_mutation(cls, call, mutated, args, kwargs)
     return _decide_functional(cls, call, args, kwargs)
 
@@ -215,7 +222,10 @@ def _decide_functional(cls: type, call: OpCall, args: tuple[Any, ...], kwargs: d
         choice = choose(_layouts(call), rule.strategies(call), len(op._schema.returns))
         assert choice is not None, "replicating everything is always possible"
         if not (choice.communicates and op in DECOMPOSITIONS):
-            return _local_entry(cls, call, rule, choice, args, kwargs)
+            try:
+                return _local_entry(cls, call, rule, choice, args, kwargs)
+            except compat.UNKNOWN_OUTPUT_SHAPE:
+                return _fallback(cls, call, args, kwargs)
     if op in DECOMPOSITIONS:
         return _Composed(DECOMPOSITIONS[op])
     composite = _composite(op)
@@ -230,6 +240,8 @@ def _rule_of(op: OpOverload) -> Rule | None:
 
 def _composite(op: OpOverload) -> Callable[..., Any] | None:
     """The op in terms of others, if torch has it so: its own kernel, or its table of decompositions."""
+    if op in NOT_DECOMPOSED:
+        return None
     if op._can_decompose():
         return op.decompose
     return compat.decomposition_of(op)
@@ -386,35 +398,43 @@ def _inner(cls: type, x: Tensor) -> Tensor:
 # Ops that write to an argument
 
 
-def _mutated(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The argument that is written to: a position, the name of a keyword argument, or None."""
+def _mutated(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int | str]:
+    """The arguments that are written to, each by its position or its name."""
     if not op._schema.is_mutable:
-        return None
-    for i, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            return i if i < len(args) else argument.name
-    return None
+        return []
+    written = [
+        i if i < len(args) else a.name
+        for i, a in enumerate(op._schema.arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
+    return [w for w in written if _argument(w, args, kwargs) is not None]
+
+
+def _argument(which: int | str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return args[which] if isinstance(which, int) else kwargs.get(which)
 
 
 def _decide_mutation(
-    cls: type, call: OpCall, mutated: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    cls: type, call: OpCall, mutated: list[int | str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _Entry:
-    target = args[mutated] if isinstance(mutated, int) else kwargs[mutated]
-    if not isinstance(target, Tensor) or type(target) is not cls:
-        raise UnsupportedOpError(
-            f"{call.op} would write a sharded result into a plain tensor or a list; use the functional form "
-            f"({_tensors_text(cls, args, kwargs)})"
-        )
-    if mutated == 0:
-        rule = _rule_of(call.op)
-        if rule is not None:
-            choice = choose(_layouts(call), rule.strategies(call), len(call.op._schema.returns), in_place=True)
-            if choice is not None:
-                return _InPlace(call.op, choice)
+    targets = [_argument(m, args, kwargs) for m in mutated]
+    if not all(isinstance(t, Tensor) for t in targets):
+        raise UnsupportedOpError(f"{call.op} writes to a list of tensors; use the op on each of them")
     functional = compat.functional_variant(call.op)
-    if functional is None:
+    if torch.Tag.inplace_view in call.op.tags and functional is not None:
+        return _InPlaceView(call.op, functional)
+    with contextlib.suppress(*compat.UNKNOWN_OUTPUT_SHAPE):
+        global_meta(cls, call.op, args, kwargs)
+    rule = _rule_of(call.op)
+    if mutated == [0] and type(targets[0]) is cls and rule is not None:
+        choice = choose(_layouts(call), rule.strategies(call), len(call.op._schema.returns), in_place=True)
+        if choice is not None:
+            return _InPlace(call.op, choice)
+    if functional is not None:
+        return _Written(call.op, functional, mutated)
+    if any(type(t) is cls for t in targets):
         raise UnsupportedOpError(f"{call.op} writes to its argument and has no functional form to run instead")
-    return _Written(functional, mutated)
+    return _fallback(cls, call, args, kwargs)
 
 
 class _Direct(_Local):
@@ -441,27 +461,76 @@ class _InPlace(_Local):
         return super().run(cls, args, kwargs)
 
 
-class _Written(_Entry):
-    """Compute the functional form, then write its result to the block of the argument."""
+class _InPlaceView(_Entry):
+    """Turn the argument into a view of itself, e.g. ``transpose_``."""
 
-    def __init__(self, functional: OpOverload, mutated: Any) -> None:
+    def __init__(self, op: OpOverload, functional: OpOverload) -> None:
+        self.op = op
+        self.functional = functional
+
+    def run(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        target = args[0]
+        view = self.functional(*args, **kwargs)
+        target._turn_into(view)
+        compat.follow_view(self.op, args, kwargs)
+        return target
+
+
+class _Written(_Entry):
+    """Compute the functional form, then write its results to the arguments."""
+
+    def __init__(self, op: OpOverload, functional: OpOverload, mutated: list[int | str]) -> None:
+        self.op = op
         self.functional = functional
         self.mutated = mutated
+        self.outs = {a.name for a in op._schema.arguments if a.is_out}
 
     def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(self.mutated, int):
-            target, source_args, source_kwargs = args[self.mutated], args, kwargs
-        else:
-            target = kwargs[self.mutated]
-            source_args, source_kwargs = args, {k: v for k, v in kwargs.items() if k != self.mutated}
-        _refuse_copy(self.functional, target)
-        result = self.functional(*source_args, **source_kwargs)
-        if tuple(result.shape) != tuple(target.shape):
-            raise UnsupportedOpError(f"{self.functional}: out has shape {tuple(target.shape)}, not {tuple(result.shape)}")
-        layout = result._spec.layout.with_dtype(target.dtype)
-        local = run_plan(find_plan(layout, target._spec.layout), result._local_tensor.to(target.dtype))
-        target._local_tensor.copy_(local)
-        return target
+        targets = [_argument(m, args, kwargs) for m in self.mutated]
+        for target in targets:
+            _refuse_copy(self.op, target)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = self.functional(*args, **{k: v for k, v in kwargs.items() if k not in self.outs})
+        results = result if isinstance(result, (list, tuple)) else [result]
+        for target, value in zip(targets, results, strict=True):
+            _write(cls, self.op, target, value)
+        return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def _write(cls: type, op: OpOverload, target: Any, value: Any) -> None:
+    """Copy a value into a tensor, whatever their layouts; into a plain one on every rank."""
+    if tuple(value.shape) != tuple(target.shape):
+        raise UnsupportedOpError(f"{op}: out has shape {tuple(target.shape)}, not {tuple(value.shape)}")
+    if not torch.can_cast(value.dtype, target.dtype):
+        raise UnsupportedOpError(
+            f"{op}: result type {value.dtype} can't be cast to the desired output type {target.dtype}"
+        )
+    like = target if type(target) is cls else value
+    mesh = like._spec.layout.mesh
+    source = value._spec.layout if type(value) is cls else _plain_layout(mesh, value)
+    local = value._local_tensor if type(value) is cls else value
+    if type(target) is not cls:
+        target.copy_(run_plan(whole_plan(source), local))
+        return
+    wanted = target._spec.layout
+    same = [a == b and source.dtype is wanted.dtype for a, b in zip(source.placements, wanted.placements, strict=True)]
+    reached = [
+        torch.distributed.tensor.Replicate() if p.is_partial() and not s else p
+        for p, s in zip(wanted.placements, same, strict=True)
+    ]
+    layout = Layout.of(mesh, reached, source.shape, source.dtype, wanted.cuts)
+    local = run_plan(find_plan(source, layout), local)
+    for mesh_dim, (before, after) in enumerate(zip(reached, wanted.placements, strict=True)):
+        if before != after:
+            local = _as_term(local, after.reduce_op, mesh.get_coordinate()[mesh_dim] == 0)
+    target._local_tensor.copy_(local)
+
+
+def _as_term(value: Tensor, reduce_op: str, first: bool) -> Tensor:
+    """This rank's term of a pending reduction that gives `value`."""
+    if first or reduce_op not in ("sum", "product"):
+        return value
+    return torch.zeros_like(value) if reduce_op == "sum" else torch.ones_like(value)
 
 
 def _refuse_copy(op: OpOverload, target: Any) -> None:
@@ -499,8 +568,8 @@ class _Gathered(_Entry):
 
     def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plans = iter(self.plans)
-        local_args = [_localize(cls, a, plans) for a in args]
-        local_kwargs = {k: _localize(cls, a, plans) for k, a in kwargs.items()}
+        local_args = [_localize(cls, a, plans, keep_order=True) for a in args]
+        local_kwargs = {k: _localize(cls, a, plans, keep_order=True) for k, a in kwargs.items()}
         return self._wrap(cls, self.op(*local_args, **local_kwargs))
 
     def _wrap(self, cls: type, out: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,16 +57,32 @@ def _whole_extremum(op: Any, neutral: Callable[[torch.dtype], Any]) -> Callable[
     return local
 
 
+def _view(x: Tensor, shape: Sequence[Any]) -> Tensor:
+    """A view, or a copy where the strides of a block forbid a view that those of the whole tensor allow.
+
+    Not simply a reshape: inside a trace that compares strides, and so specialises on the size of this rank's block.
+    """
+    try:
+        return aten.view.default(x, shape)
+    except (RuntimeError, ValueError):
+        return aten.reshape.default(x, shape)
+
+
 LOCAL_OPS: dict[Any, Callable[..., Any]] = {
     aten.amax.default: _extremum(aten.amax.default, lowest),
     aten.amin.default: _extremum(aten.amin.default, highest),
     aten.max.default: _whole_extremum(aten.amax.default, lowest),
     aten.min.default: _whole_extremum(aten.amin.default, highest),
-    # The strides of a block may forbid a view that those of the whole tensor allow, e.g. after a redistribution.
-    aten.view.default: aten.reshape.default,
-    aten._unsafe_view.default: aten.reshape.default,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    # A block must not be conjugated or negated lazily: below `__torch_dispatch__` nothing heeds the bit.
+    aten._conj.default: aten._conj_physical.default,
+    aten._neg_view.default: aten.neg.default,
     # The rule names the dims that go: on a block, others may have extent 1 as well.
     aten.squeeze.default: aten.squeeze.dims,
     aten.squeeze.dim: aten.squeeze.dims,
 }
 """By op, what runs on a block in its place."""
+
+COPYING_VIEWS = {aten._conj.default, aten._neg_view.default}
+"""View ops that have to copy the block."""

@@ -12,12 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.layout import IntLike, contiguous_stride
-
-
-def order_of(stride: Sequence[IntLike]) -> list[int]:
-    """The dims from the slowest to the fastest."""
-    return sorted(range(len(stride)), key=lambda d: -compat.size_hint(stride[d]))
+from shardcompile.layout import IntLike, contiguous_stride, order_of
 
 
 def in_order(local: Tensor, stride: Sequence[IntLike]) -> Tensor:

@@ -12,3 +12,5 @@ from shardcompile.layout.mesh import Mesh as Mesh
 from shardcompile.layout.mesh import MeshShape as MeshShape
 from shardcompile.layout.spec import Spec as Spec
 from shardcompile.layout.spec import contiguous_stride as contiguous_stride
+from shardcompile.layout.spec import dense_stride as dense_stride
+from shardcompile.layout.spec import order_of as order_of

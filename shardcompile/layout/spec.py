@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardcompile.compat import size_hint
 from shardcompile.layout.cut import IntLike
 from shardcompile.layout.layout import Layout
 
@@ -82,3 +83,15 @@ def contiguous_stride(shape: Sequence[IntLike]) -> tuple[IntLike, ...]:
         strides.append(step)
         step = step * (max(extent, 1) if isinstance(extent, int) else extent)
     return tuple(reversed(strides))
+
+
+def order_of(stride: Sequence[IntLike]) -> list[int]:
+    """The dims from the slowest to the fastest."""
+    return sorted(range(len(stride)), key=lambda d: -size_hint(stride[d]))
+
+
+def dense_stride(shape: Sequence[IntLike], like: Sequence[IntLike]) -> tuple[IntLike, ...]:
+    """Strides without gaps for a shape, the dims in the order of the strides `like`."""
+    order = order_of(like)
+    by_dim = dict(zip(order, contiguous_stride([shape[d] for d in order]), strict=True))
+    return tuple(by_dim[d] for d in range(len(order)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -56,6 +57,30 @@ def _with_partials(*patterns: str) -> Any:
     return rule
 
 
+def _scaling(call: OpCall) -> Iterable[Strategy]:
+    """A product or quotient with a number. Not with one that makes infinities, which terms would turn into NaN."""
+    yield from pointwise(call)
+    factor = call.args[1]
+    if isinstance(factor, (int, float)):
+        inverse = "div" in call.op._schema.name
+        if not math.isfinite(factor) or (inverse and factor == 0):
+            return
+    for op in ("sum", "avg"):
+        yield partial([op], [op])
+
+
+def _product(call: OpCall) -> Iterable[Strategy]:
+    if len(call.tensors) == 1:
+        yield from _scaling(call)
+    else:
+        yield from _with_partials("pr", "rp")(call)
+
+
+def _quotient(call: OpCall) -> Iterable[Strategy]:
+    """A tensor may hold a zero, so that terms are not divided by one."""
+    yield from _scaling(call) if len(call.tensors) == 1 else pointwise(call)
+
+
 def _value_free(call: OpCall) -> Iterable[Strategy]:
     """Ops whose result does not depend on the values: a partial input need not be reduced."""
     yield from pointwise(call)
@@ -71,10 +96,11 @@ def _any_partial(call: OpCall) -> Iterable[Strategy]:
 
 
 def _to_copy(call: OpCall) -> Iterable[Strategy]:
-    """A cast passes on a sum if no rounding to integers comes in between."""
+    """A cast passes on a sum if no term is rounded: terms may be far larger than their sum."""
     yield from pointwise(call)
-    dtype = call.kwargs.get("dtype") or call.tensors[0].dtype
-    if dtype.is_floating_point and call.tensors[0].dtype.is_floating_point:
+    now = call.tensors[0].dtype
+    dtype = call.kwargs.get("dtype") or now
+    if now.is_floating_point and torch.promote_types(now, dtype) is dtype:
         for op in ("sum", "avg"):
             yield partial([op], [op])
 
@@ -84,9 +110,19 @@ def is_pointwise(op: OpOverload) -> bool:
     return torch.Tag.pointwise in op.tags
 
 
-register([aten.neg.default, aten.mul.Scalar, aten.div.Scalar, aten.positive], _with_partials("p"))
-register([aten.mul.Tensor], _with_partials("p", "pr", "rp"))
-register([aten.div.Tensor], _with_partials("p", "pr"))
+def _zero_(call: OpCall) -> Iterable[Strategy]:
+    """Zero terms of any reduction give zero."""
+    yield from pointwise(call)
+    for op in _REDUCE_OPS:
+        yield partial([op], [op])
+
+
+register([aten.neg.default, aten.positive], _with_partials("p"))
+register([aten.mul.Scalar, aten.div.Scalar], _scaling)
+register([aten.mul.Tensor], _product)
+register([aten.div.Tensor], _quotient)
+register([aten.zero_.default], _zero_)
+register([aten.copy_.default], _with_partials("pp"))
 register([aten.add.Tensor, aten.sub.Tensor], _with_partials("pp"))
 register([aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh.default], _any_partial)
 register([aten._to_copy.default], _to_copy)
@@ -98,11 +134,17 @@ register(
 )
 register(
     [
-        *(aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default),
+        *(aten.fill_.Scalar, aten.fill_.Tensor, aten.fill.Scalar, aten.fill.Tensor),
         *(aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor),
         *(aten.where.self, aten.gelu_backward.default, aten.threshold_backward.default),
         *(aten.silu_backward.default, aten.sigmoid_backward.default, aten.tanh_backward.default),
-        *(aten._conj.default, aten.resolve_conj.default, aten.resolve_neg.default),
+        *(aten.elu_backward.default, aten.leaky_relu_backward.default, aten.softplus_backward.default),
+        *(aten.hardswish.default, aten.hardswish_backward.default, aten.hardsigmoid_backward.default),
+        *(aten.hardtanh_backward.default, aten.mish_backward.default, aten.logit_backward.default),
+        *(aten.hardshrink_backward.default, aten.softshrink_backward.default),
+        *(aten._prelu_kernel.default, aten._prelu_kernel_backward.default),
+        *(aten.complex.default, aten.polar.default, aten.floor_divide.default),
+        *(aten._conj.default, aten._neg_view.default, aten.resolve_conj.default, aten.resolve_neg.default),
     ],
     pointwise,
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardcompile.layout import Cut, IntLike, Layout
+from shardcompile.layout import Cut, IntLike, Layout, dense_stride
 from shardcompile.rules.pointwise import _REDUCE_OPS as REDUCE_OPS
 from shardcompile.rules.pointwise import is_one
 from shardcompile.rules.registry import register
@@ -179,12 +179,17 @@ def _unsqueeze(call: OpCall) -> Iterable[Strategy]:
     return passing(along([d], [d + (d >= at)]) for d in range(ndim))
 
 
-def _squeeze(call: OpCall) -> Iterable[Strategy]:
-    shape = call.tensors[0].shape
+def _squeezed_dims(call: OpCall) -> list[int]:
+    """The dims that go: those named, or all, as far as they have extent 1."""
+    shape, dims = call.tensors[0].shape, call.arg(1, "dim")
     ndim = len(shape)
-    dims = call.arg(1, "dim")
-    which = set(range(ndim)) if dims is None else {d % ndim for d in ([dims] if isinstance(dims, int) else dims)}
-    gone = [d for d in range(ndim) if d in which and is_one(shape[d])]
+    which = range(ndim) if dims is None else [d % max(ndim, 1) for d in ([dims] if isinstance(dims, int) else dims)]
+    return sorted({d for d in which if d < ndim and is_one(shape[d])})
+
+
+def _squeeze(call: OpCall) -> Iterable[Strategy]:
+    ndim = call.tensors[0].ndim
+    gone = _squeezed_dims(call)
     return passing(along([d], [d - sum(g < d for g in gone)]) for d in range(ndim) if d not in gone)
 
 
@@ -192,11 +197,7 @@ def _squeeze_locally(
     call: OpCall, args: tuple[Any, ...], outputs: Sequence[Layout], shape: LocalShape
 ) -> tuple[Any, ...]:
     """A block of one row is not a dim of extent 1: name the dims that go."""
-    extents = call.tensors[0].shape
-    dims = call.arg(1, "dim")
-    ndim = len(extents)
-    which = range(ndim) if dims is None else [d % ndim for d in ([dims] if isinstance(dims, int) else dims)]
-    return (args[0], [d for d in which if is_one(extents[d])])
+    return (args[0], _squeezed_dims(call))
 
 
 register(aten.unsqueeze.default, _unsqueeze)
@@ -211,7 +212,7 @@ def _other_dims(dim_at: int, default: int, removed: bool = False) -> Any:
 
     def rule(call: OpCall) -> Iterable[Strategy]:
         ndim = call.tensors[0].ndim
-        dim = call.arg(dim_at, "dim", default) % ndim
+        dim = call.arg(dim_at, "dim", default) % max(ndim, 1)
         outputs = len(call.op._schema.returns)
         kept = (d for d in range(ndim) if d != dim)
         return passing(along([d], [d - (removed and d > dim)] * outputs) for d in kept)
@@ -221,6 +222,8 @@ def _other_dims(dim_at: int, default: int, removed: bool = False) -> Any:
 
 def _slice(call: OpCall) -> Iterable[Strategy]:
     tensor = call.tensors[0]
+    if not tensor.ndim:
+        return ()  # an error, which torch raises
     dim = call.arg(1, "dim", 0) % tensor.ndim
     start, end, step = call.arg(2, "start"), call.arg(3, "end"), call.arg(4, "step", 1)
     extent = tensor.shape[dim]
@@ -250,7 +253,7 @@ def _spread_back(dim_at: int, added: bool) -> Any:
 
     def rule(call: OpCall) -> Iterable[Strategy]:
         ndim = len(call.args[1])
-        dim = call.args[dim_at] % ndim
+        dim = call.args[dim_at] % max(ndim, 1)
         kept = (d for d in range(ndim) if d != dim)
         return passing(along([d - (added and d > dim)], [d]) for d in kept)
 
@@ -267,7 +270,7 @@ register(aten.select_backward.default, _spread_back(2, added=True), local_shape_
 def _cat(call: OpCall) -> Iterable[Strategy]:
     count = len(call.tensors)
     ndim = max(t.ndim for t in call.tensors)
-    if any(t.ndim != ndim for t in call.tensors):
+    if any(t.ndim != ndim for t in call.tensors) or not ndim:
         return  # torch.cat skips empty tensors of shape [0]; they have no dim to cut
     dim = call.arg(1, "dim", 0) % ndim
     yield from (along([d] * count, [d]) for d in range(ndim) if d != dim)
@@ -290,10 +293,20 @@ register(aten.stack.default, _stack)
 
 
 def _new(call: OpCall) -> Iterable[Strategy]:
+    """Cut like the tensor where the shape is that of the tensor, whole elsewhere; its values do not matter."""
     src, shape = call.tensors[0].shape, call.args[1]
-    if len(src) == len(shape):
-        yield from (along([d], [d]) for d in range(len(src)) if _same(src[d], shape[d]))
+    alike = len(src) == len(shape)
+    for dim in range(len(src)):
+        yield along([dim], [dim if alike and _same(src[dim], shape[dim]) else None])
     yield from (partial([op], [None]) for op in REDUCE_OPS)
+
+
+def _new_strided_locally(
+    call: OpCall, args: tuple[Any, ...], outputs: Sequence[Layout], shape: LocalShape
+) -> tuple[Any, ...]:
+    """A block is dense, its dims in the order that the global strides state."""
+    local = shape(outputs[0])
+    return (args[0], list(local), list(dense_stride(local, args[2])), *args[3:])
 
 
 register(
@@ -301,3 +314,4 @@ register(
     _new,
     local_shape_at(1),
 )
+register(aten.new_empty_strided.default, _new, _new_strided_locally)

@@ -13,9 +13,12 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardcompile.collectives import all_gather_even
 from shardcompile.errors import LayoutError
-from shardcompile.layout import Cut, Layout, normalize_placements
+from shardcompile.layout import Cut, Layout, Spec, normalize_placements
 
 ShardingShapes = Literal["infer", "chunk"] | Mapping[int, Sequence[Any]]
+_Blocks = dict[tuple[int, ...], list[int]]
+"""Shapes of blocks by mesh coordinate."""
+
 _MAX_DIMS = 16
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
 
@@ -35,23 +38,40 @@ def layout_of_block(
     """
     if placements is None:
         placements = [Replicate()] * mesh.ndim
-    stated = normalize_placements(placements, mesh, local.ndim)
-    if sharding_shapes == "infer":
-        layout = _inferred(local, mesh, stated)
-    elif sharding_shapes == "chunk":
-        if global_shape is None:
-            raise LayoutError('sharding_shapes="chunk" needs global_shape')
-        layout = Layout.chunked(mesh, stated, tuple(global_shape), local.dtype)
-    elif isinstance(sharding_shapes, Mapping):
-        layout = _stated(local, mesh, stated, sharding_shapes)
-    else:
-        raise LayoutError(f'sharding_shapes must be "infer", "chunk" or a mapping, got {sharding_shapes!r}')
+    blocks: _Blocks | None = None
+    if run_check or (isinstance(sharding_shapes, str) and sharding_shapes == "infer"):
+        # Before anything that may fail on one rank alone: the others would wait for it.
+        blocks = _agreed_blocks(local, mesh, placements, sharding_shapes, global_shape)
+    layout = _layout_as_asked(local, mesh, placements, sharding_shapes, global_shape, blocks)
     problem = _problem(local, layout, global_shape)
     if run_check:
         _check_ranks(local, layout, problem)
     if problem:
         raise LayoutError(problem)
     return layout
+
+
+def _layout_as_asked(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    sharding_shapes: ShardingShapes,
+    global_shape: Sequence[int] | None,
+    blocks: _Blocks | None,
+) -> Layout:
+    stated = normalize_placements(placements, mesh, local.ndim)
+    if isinstance(sharding_shapes, Mapping):
+        return _stated(local, mesh, stated, sharding_shapes)
+    if sharding_shapes == "infer":
+        assert blocks is not None, "exchanged before"
+        return _layout_of_shapes(blocks, mesh, stated, local.dtype)
+    if sharding_shapes != "chunk":
+        raise LayoutError(f'sharding_shapes must be "infer", "chunk" or a mapping, got {sharding_shapes!r}')
+    if global_shape is None:
+        raise LayoutError('sharding_shapes="chunk" needs global_shape')
+    if len(global_shape) != local.ndim:
+        raise LayoutError(f"global_shape {tuple(global_shape)} for a block of {local.ndim} dims")
+    return Layout.chunked(mesh, stated, tuple(global_shape), local.dtype)
 
 
 def _problem(local: Tensor, layout: Layout, global_shape: Sequence[int] | None) -> str | None:
@@ -82,10 +102,7 @@ def stated_cuts(
     """
     cuts: dict[int, Cut] = {}
     for mesh_dim, values in (shapes or {}).items():
-        placement = placements[mesh_dim] if -len(placements) <= mesh_dim < len(placements) else None
-        if not isinstance(placement, Shard):
-            raise LayoutError(f"sharding_shapes names mesh dim {mesh_dim}, which shards nothing in {list(placements)}")
-        dim = placement.dim
+        dim = _require_shard(placements, mesh_dim)
         cut = _stated_cut(now.mesh, placements, dim, values, fixed)
         if isinstance(now.shape[dim], int) and cut.extent != now.shape[dim]:
             raise LayoutError(
@@ -94,6 +111,14 @@ def stated_cuts(
             )
         cuts[dim] = cut
     return cuts
+
+
+def _require_shard(placements: Sequence[Placement], mesh_dim: int) -> int:
+    """The tensor dim that a mesh dim shards."""
+    placement = placements[mesh_dim] if 0 <= mesh_dim < len(placements) else None
+    if not isinstance(placement, Shard):
+        raise LayoutError(f"sharding_shapes names mesh dim {mesh_dim}, which shards nothing in {list(placements)}")
+    return placement.dim
 
 
 def _stated_cut(mesh: DeviceMesh, placements: Sequence[Placement], dim: int, values: Sequence[Any], fixed: bool) -> Cut:
@@ -107,6 +132,8 @@ def _stated(
 ) -> Layout:
     shape = list(local.shape)
     cuts: list[Cut | None] = [None] * local.ndim
+    for mesh_dim in shapes:
+        _require_shard(placements, mesh_dim)
     for mesh_dim, placement in enumerate(placements):
         if not isinstance(placement, Shard) or cuts[placement.dim] is not None:
             continue
@@ -128,10 +155,12 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
-def _row(local: Tensor, placements: Sequence[Placement], extra: int) -> list[int]:
-    """What a rank tells the others: digests, dtype, number of dims, shape."""
+def _row(local: Tensor | None) -> list[int]:
+    """What a rank tells the others of a tensor: dtype, number of dims, shape."""
+    if local is None:
+        return [-1] * (2 + _MAX_DIMS)
     shape = [*local.shape, *[0] * (_MAX_DIMS - local.ndim)]
-    return [_digest(str(list(placements))), extra, _DTYPES.index(local.dtype), local.ndim, *shape]
+    return [_DTYPES.index(local.dtype), local.ndim, *shape[:_MAX_DIMS]]
 
 
 def _exchange(row: list[int], mesh: DeviceMesh) -> dict[tuple[int, ...], list[int]]:
@@ -144,14 +173,22 @@ def _exchange(row: list[int], mesh: DeviceMesh) -> dict[tuple[int, ...], list[in
     return {tuple(c): r for c, r in zip(coordinates, rows, strict=True)}
 
 
-def _inferred(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Layout:
+def _agreed_blocks(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    sharding_shapes: ShardingShapes,
+    global_shape: Sequence[int] | None,
+) -> _Blocks:
+    """The shapes of all blocks, after checking that all ranks ask for the same."""
+    request = repr((list(placements), sharding_shapes, None if global_shape is None else tuple(global_shape)))
+    rows = _exchange([_digest(request), *_row(local)], mesh)
+    _require_same(rows, 2, "another number of dims", lambda r: str(r[2]))
+    _require_same(rows, 1, "another dtype", lambda r: str(_DTYPES[r[1]]))
+    _require_same(rows, 0, "other placements or sizes", lambda r: f"digest {r[0]:x}; here {request}")
     if local.ndim > _MAX_DIMS:
-        raise LayoutError(f"tensors of more than {_MAX_DIMS} dims cannot be inferred; state sharding_shapes")
-    rows = _exchange(_row(local, placements, 0), mesh)
-    _require_same(rows, 0, "other placements", lambda r: f"digest {r[0]:x}; here {list(placements)}")
-    _require_same(rows, 2, "another dtype", lambda r: str(_DTYPES[r[2]]))
-    _require_same(rows, 3, "another number of dims", lambda r: str(r[3]))
-    return _layout_of_shapes({c: r[4 : 4 + r[3]] for c, r in rows.items()}, mesh, placements, local.dtype)
+        raise LayoutError(f"the shapes of tensors of more than {_MAX_DIMS} dims cannot be exchanged")
+    return {c: r[3 : 3 + r[2]] for c, r in rows.items()}
 
 
 def _require_same(rows: dict[tuple[int, ...], list[int]], column: int, what: str, show: Any) -> None:
@@ -165,7 +202,7 @@ def _require_same(rows: dict[tuple[int, ...], list[int]], column: int, what: str
 
 
 def _layout_of_shapes(
-    shapes: dict[tuple[int, ...], list[int]], mesh: DeviceMesh, placements: tuple[Placement, ...], dtype: torch.dtype
+    shapes: _Blocks, mesh: DeviceMesh, placements: tuple[Placement, ...], dtype: torch.dtype
 ) -> Layout:
     ndim = len(next(iter(shapes.values())))
     extents: list[int] = []
@@ -182,7 +219,7 @@ def _layout_of_shapes(
     return Layout.of(mesh, placements, extents, dtype, cuts)
 
 
-def _sizes_along(shapes: dict[tuple[int, ...], list[int]], mesh_dims: list[int], dim: int) -> list[int]:
+def _sizes_along(shapes: _Blocks, mesh_dims: list[int], dim: int) -> list[int]:
     """Block sizes along a tensor dim, after checking that nothing else decides them."""
     sizes: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {}
     for coordinate, shape in sorted(shapes.items()):
@@ -207,20 +244,18 @@ def _check_ranks(local: Tensor, layout: Layout, problem: str | None) -> None:
     bad = [c for c, r in rows.items() if r[1]]
     if bad:
         raise LayoutError(problem or f"the block at mesh coordinate {bad[0]} does not fit {layout.describe()}")
-    sharding = [m for m, p in enumerate(layout.placements) if isinstance(p, Shard)]
-    if layout.is_partial:
-        return
+    differing = [m for m, p in enumerate(layout.placements) if not isinstance(p, Replicate)]
     groups: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {}
     for coordinate, row in rows.items():
-        block = tuple(coordinate[m] for m in sharding)
+        block = tuple(coordinate[m] for m in differing)
         value, where = groups.setdefault(block, (row[2], coordinate))
         if value != row[2]:
             raise LayoutError(f"replicated values differ between mesh coordinates {where} and {coordinate}")
 
 
 def _checksum(local: Tensor) -> int:
-    data = local.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return int.from_bytes(hashlib.blake2b(bytes(data.tolist()), digest_size=7).digest(), "big")
+    data = local.detach().resolve_conj().resolve_neg().contiguous().cpu().reshape(-1).view(torch.uint8)
+    return int.from_bytes(hashlib.blake2b(data.numpy().tobytes(), digest_size=7).digest(), "big")
 
 
 def agreed_metadata(
@@ -238,13 +273,13 @@ def agreed_metadata(
     Raises:
         LayoutError: on every rank.
     """
-    held = [-1] * (2 + _MAX_DIMS) if tensor is None else [_DTYPES.index(tensor.dtype), tensor.ndim]
-    shape = [] if tensor is None else [*tensor.shape, *[0] * (_MAX_DIMS - tensor.ndim)]
-    rows = _exchange([_digest(request), *held, *shape], mesh)
+    rows = _exchange([_digest(request), *_row(tensor)], mesh)
     _require_same(rows, 0, "other arguments", lambda r: f"digest {r[0]:x}; here {request}")
     announced = rows[source]
     if announced[2] < 0:
         raise LayoutError(f"the source at mesh coordinate {source} holds no tensor")
+    if announced[2] > _MAX_DIMS:
+        raise LayoutError(f"the shapes of tensors of more than {_MAX_DIMS} dims cannot be exchanged")
     if everywhere:
         for coordinate, row in rows.items():
             if row != announced:
@@ -253,3 +288,33 @@ def agreed_metadata(
                     f"{coordinate}, {announced[3 : 3 + announced[2]]} at {source} (or another dtype)"
                 )
     return tuple(announced[3 : 3 + announced[2]]), _DTYPES[announced[1]]
+
+
+# Pickling
+
+
+def plain_parts(spec: Spec) -> tuple[Any, ...]:
+    """A spec as a mesh, placements and numbers, which `torch.load` reads without trusting the file."""
+    layout = spec.layout
+    cuts = [None if c is None else (c.kind, c.mesh_dims, c.sizes) for c in layout.cuts]
+    return layout.mesh, list(layout.placements), layout.shape, spec.stride, cuts
+
+
+def spec_of_plain_parts(
+    dtype: torch.dtype,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    cuts: Sequence[Any],
+) -> Spec:
+    """Inverse of `plain_parts`."""
+
+    def cut(dim: int, kind: str, mesh_dims: Sequence[int], sizes: Sequence[int]) -> Cut:
+        parts = [mesh.shape[m] for m in mesh_dims]
+        if kind == "chunk":
+            return Cut.chunk(mesh_dims, parts, shape[dim])
+        return Cut.of_sizes(mesh_dims, parts, sizes, "fixed" if kind == "fixed" else "dynamic")
+
+    found = [None if c is None else cut(dim, *c) for dim, c in enumerate(cuts)]
+    return Spec.of(Layout.of(mesh, placements, tuple(shape), dtype, found), tuple(stride))

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement
 from shardcompile import compat
 from shardcompile.collectives import wait
 from shardcompile.dispatch import Handlers, clear_cache, dispatch
-from shardcompile.errors import LayoutError, RedistributeError
+from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpError
 from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, normalize_placements
 from shardcompile.plan import target_layout
 from shardcompile.tensor import construct
@@ -28,6 +28,7 @@ from shardcompile.tensor.metadata import (
     restrided_empty,
     spec_from_parts,
     stable_hash,
+    with_block_symbols,
 )
 
 ShardingShapes = construct.ShardingShapes
@@ -72,10 +73,16 @@ class ShardTensor(torch.Tensor):
 
     def _carry_keys(self) -> None:
         """Inside a trace the tensor that carries the keys is made along with the result, while tracing is on."""
+        self._spec = with_block_symbols(self._spec, self._local_tensor)
         layout = self._spec.layout
         metadata = metadata_of(layout)
         if metadata.dynamic_dims:
             self._keys = keys_tensor(layout, metadata, self._local_tensor)
+
+    def _turn_into(self, other: ShardTensor) -> None:
+        """Take over block and layout; the sizes of the wrapper itself are set elsewhere."""
+        self._local_tensor, self._spec, self._keys, self._flat = other._local_tensor, other._spec, other._keys, None
+        self._is_copy = self._is_copy or other._is_copy
 
     @staticmethod
     def _wrap_like(x: ShardTensor, local: Tensor) -> ShardTensor:
@@ -208,7 +215,7 @@ class ShardTensor(torch.Tensor):
         elif kwargs:
             also_mesh, also_plain = _survey(cls, kwargs.values())
             mesh, plain = mesh or also_mesh, plain or also_plain
-        if plain and mesh is not None and torch.is_grad_enabled() and func not in _TAKES_LEAVES:
+        if plain and mesh is not None and func not in _TAKES_LEAVES:
             args = tuple(_promoted(cls, mesh, a) for a in args)
             kwargs = {k: _promoted(cls, mesh, a) for k, a in kwargs.items()}
         with torch._C.DisableTorchFunctionSubclass():
@@ -385,10 +392,14 @@ class ShardTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         grad = ", requires_grad=True" if self.requires_grad else ""
-        return f"ShardTensor({self._spec.layout.describe()}, local={self._local_tensor}{grad})"
+        if self.grad_fn is not None:
+            grad = f", grad_fn=<{self.grad_fn.name()}>"
+        coordinate = self._spec.layout.mesh.get_coordinate()
+        return f"ShardTensor({self._spec.layout.describe()}, block {self._spec.layout.local_shape(coordinate)}{grad})"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return rebuild, (self._local_tensor.detach(), self._spec, self.requires_grad)
+        is_param = getattr(self, "_is_param", False)
+        return rebuild, (self._local_tensor.detach(), construct.plain_parts(self._spec), self.requires_grad, is_param)
 
     # Extension points
 
@@ -409,13 +420,27 @@ class ShardTensor(torch.Tensor):
         Handlers.names[name] = handler
 
 
-def rebuild(local: Tensor, spec: Spec, requires_grad: bool) -> ShardTensor:
+def rebuild(local: Tensor, parts: tuple[Any, ...], requires_grad: bool, is_param: bool) -> Tensor:
     """Inverse of pickling."""
-    return ShardTensor(local, spec, requires_grad)
+    tensor = ShardTensor(local, construct.spec_of_plain_parts(local.dtype, *parts))
+    return torch.nn.Parameter(tensor, requires_grad) if is_param else tensor.requires_grad_(requires_grad)
+
+
+# What a rank has saved of a tensor: itself, placements and a mesh, for which torch answers, and numbers.
+torch.serialization.add_safe_globals([rebuild])
+
+
+def _set_data(_: Callable[..., Any], x: Any, value: Any) -> None:
+    """``x.data = value``: torch exchanges the outer tensor only."""
+    if type(x) is not ShardTensor or type(value) is not ShardTensor:
+        raise UnsupportedOpError("x.data = y needs two sharded tensors or none; see ShardTensor.from_local")
+    torch.Tensor.data.__set__(x, value)  # type: ignore[attr-defined]
+    x._local_tensor, x._spec = value._local_tensor, value._spec
+    x._keys = x._flat = x._hints = None
 
 
 def _survey(cls: Any, values: Any) -> tuple[Any, bool]:
-    """The mesh of the first sharded tensor, and whether there is a plain one that wants a gradient."""
+    """The mesh of the first sharded tensor, and whether there is one to promote."""
     mesh, plain = None, False
     for a in values:
         if type(a) is cls:
@@ -423,7 +448,7 @@ def _survey(cls: Any, values: Any) -> tuple[Any, bool]:
             if a._align_grad:
                 _align_gradient(a)
         elif isinstance(a, Tensor):
-            plain = plain or a.requires_grad
+            plain = plain or a.requires_grad or _is_dtensor(a)
         elif isinstance(a, (list, tuple)) and a and not isinstance(a[0], (int, str)):
             also_mesh, also_plain = _survey(cls, a)
             mesh, plain = mesh or also_mesh, plain or also_plain
@@ -442,7 +467,9 @@ def _align_gradient(x: Any) -> None:
 
 def _promoted(cls: Any, mesh: Any, a: Any) -> Any:
     if isinstance(a, Tensor):
-        if isinstance(a, cls) or not a.requires_grad or _is_dtensor(a):
+        if _is_dtensor(a):
+            return cls.from_dtensor(a)
+        if isinstance(a, cls) or not a.requires_grad or not torch.is_grad_enabled():
             return a
         return Promote.apply(a, cls, mesh)
     if type(a) in (list, tuple):
@@ -471,6 +498,7 @@ _TAKES_LEAVES = {torch.autograd.grad, torch.autograd.backward}
 """Functions to which a plain tensor is a place in the autograd graph, not a value."""
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     torch.nn.functional.linear: _product,
     torch.matmul: _product,
     torch.Tensor.matmul: _product,

@@ -15,6 +15,9 @@ from torch.distributed.tensor.placement_types import Placement
 from shardcompile import compat
 from shardcompile.layout import Cut, IntLike, Layout, Spec, sizes_of_key
 
+_VERSION = 1
+"""Part of the hash for caches: to be raised when other graphs are traced for the same program."""
+
 CutKind = tuple[int, str, tuple[int, ...], int, int, tuple[int, ...]]
 """Tensor dim, kind, mesh dims, inner, scale, and the sizes of a fixed cut."""
 
@@ -142,7 +145,7 @@ def _cut(metadata: Metadata, parts_of: CutKind, key: IntLike, extent: IntLike, l
 def stable_hash(metadata: Metadata, tensors: Sequence[Tensor], requires_grad: bool) -> str:
     """A hash for the compiler's caches: shapes, strides and metadata, the same in every process."""
     shapes = [(str(tuple(t.shape)), str(t.stride()), str(t.device)) for t in tensors]
-    text = repr((metadata.stable_text(), shapes, requires_grad))
+    text = repr((_VERSION, metadata.stable_text(), shapes, requires_grad))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -174,3 +177,16 @@ def restrided_empty(local: Tensor) -> Tensor:
         strides.append(step)
         step *= extent
     return local.new_empty_strided(local.shape, strides[::-1])
+
+
+def with_block_symbols(spec: Spec, local: Tensor) -> Spec:
+    """Inside a trace: the spec whose chunk cuts know the symbol of this rank's block."""
+    layout = spec.layout
+    if not any(_lacks_symbol(c) for c in layout.cuts):
+        return spec
+    cuts = [replace(c, block=local.shape[d]) if c and _lacks_symbol(c) else c for d, c in enumerate(layout.cuts)]
+    return Spec.of(Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, cuts), spec.stride)
+
+
+def _lacks_symbol(cut: Cut | None) -> bool:
+    return cut is not None and cut.kind == "chunk" and cut.is_traced and cut.block is None

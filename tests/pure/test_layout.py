@@ -461,6 +461,8 @@ def test_layouts_are_equal_if_all_their_parts_are() -> None:
         assert (SAMPLES[i] != other) == (i != j)
         if i == j:
             assert hash(SAMPLES[i]) == hash(other)
+        object.__setattr__(other, "_hash", hash(SAMPLES[i]))  # as if the hashes collided
+        assert (SAMPLES[i] == other) == (i == j)
     assert SAMPLES[0] != "a layout"
 
 
@@ -485,7 +487,10 @@ def test_traced_layouts_compare_by_identity() -> None:
         cut = Cut.traced([0], [2], 8, 7, 3)
         return Layout.of(MeshShape((2,)), [Shard(0)], (8,), torch.float32, [cut])
 
+    module = sys.modules[Layout.__module__]
+    before = len(module._INTERNED)
     a, b = make(), make()
+    assert len(module._INTERNED) == before, "symbols must not outlive their trace"
     assert a.is_traced and a == a and a != b and len({a, b}) == 2
     assert not SAMPLES[0].is_traced
 

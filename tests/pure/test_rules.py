@@ -315,6 +315,11 @@ def test_a_strategy_that_fits_is_taken_before_others_that_cost_nothing() -> None
     assert chosen([x, x], ADD).outputs[0].placements == (R,)
     cut = layout([S1], (8, 4), 1, 3)
     assert chosen([cut, cut], [ALONG_0, ALONG_1]).outputs[0].layout(cut, cut.shape, cut.dtype) is cut
+    # Nothing else is looked at.
+    others = along([1], [1], lambda cut: pytest.fail("priced"))
+    assert chosen([layout([S0], (8, 4), 3, 5)], [others, along([0], [0])]).nbytes == 0
+    with pytest.raises(pytest.fail.Exception, match="priced"):
+        chosen([layout([S0], (8, 4), 3, 5)], [others])
     # A cut tensor and a whole one: cutting the whole one is free, too.
     choice = chosen([cut, x], ADD)
     assert choice.nbytes == 0 and choice.outputs[0].layout(cut, cut.shape, cut.dtype) is cut
@@ -388,7 +393,8 @@ def test_a_cut_that_the_output_cannot_have_is_not_taken() -> None:
     halved = along([0], [0], lambda cut: cut.unscaled(2))
     assert chosen([x], [halved]).outputs[0].placements == (R,)
     x = layout([S0], (6, 4), 2, 4)
-    assert chosen([x], [halved]).outputs[0].cuts[0].sizes == (1, 2)
+    choice = chosen([x], [halved])
+    assert choice.outputs[0].cuts[0].sizes == (1, 2) and choice.plans[0].steps == ()
 
 
 def test_two_strategies_may_not_cut_one_dim() -> None:

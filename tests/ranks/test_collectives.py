@@ -184,6 +184,17 @@ def test_all_reduce(op: str):
             reduced_alike(all_reduce(terms[rank()], group(), reduce_op=op), reduction(terms, op), op)
 
 
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_nan_wins(op: str):
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        terms = torch.tensor([[1, 2, 3, -1], [4, float("nan"), 0, -2], [2, 1, float("inf"), float("nan")]], dtype=dtype)
+        expected = reduction(list(terms), op)
+        torch.testing.assert_close(all_reduce(terms[rank()], group(), reduce_op=op), expected, equal_nan=True)
+        out = reduce_scatter_v(terms[rank()], 0, [1, 0, 3], group(), reduce_op=op)
+        torch.testing.assert_close(out, block_of(expected, [1, 0, 3], 0), equal_nan=True)
+
+
 @pytest.mark.ranks(2, 3, 4)
 def test_broadcast_and_all_gather_even():
     for dtype, shape in [(torch.float32, ()), (torch.float32, (0, 2))] + [(d, (2, 3)) for d in DTYPES]:
@@ -355,8 +366,6 @@ def test_async_op_has_the_same_gradient():
 @pytest.mark.ranks(2, 3)
 def test_compiled_with_aot_eager():
     for name, (function, shape) in linear_maps().items():
-        if name == "all_reduce avg":
-            continue
         torch._dynamo.reset()
         torch.manual_seed(rank())
         x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
