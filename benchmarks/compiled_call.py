@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import types
 from collections.abc import Callable
 from functools import partial
@@ -54,7 +55,7 @@ def measure(backend: str, tensors: dict[str, list[Any]]) -> Times:
     calls: dict[str, Call] = {
         kind: partial(_compiled(f"add_{kind}_{backend}", backend), *values) for kind, values in tensors.items()
     }
-    return median_times(calls, rounds=41, repeats=20)
+    return median_times(calls, rounds=101, repeats=20, clock=time.process_time)
 
 
 def main() -> None:

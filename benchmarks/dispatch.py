@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -49,7 +50,7 @@ def operands() -> dict[str, Operands]:
 def measure(op: Callable[[Any, Any], Any], inputs: Mapping[str, Operands]) -> Times:
     """Time of one op for each kind of tensor."""
     calls: dict[str, Call] = {kind: partial(op, x, w) for kind, (x, w) in inputs.items()}
-    return median_times(calls, rounds=41, repeats=200)
+    return median_times(calls, rounds=101, repeats=200, clock=time.process_time)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import torch.fx.experimental._config as _symbolic_shapes_config
 from torch._C._distributed_c10d import _register_work  # 2.11 - 2.15
 from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.11 - 2.15
 from torch._guards import CompileContext, TracingContext, detect_fake_mode  # 2.11 - 2.15
+from torch._ops import OpOverload, OpOverloadPacket  # 2.11 - 2.15
 from torch._subclasses.fake_tensor import (  # 2.11 - 2.15
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -30,6 +31,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing  # 2.11 - 2
 __all__ = [
     "UNKNOWN_OUTPUT_SHAPE",
     "FakeTensorMode",
+    "OpOverload",
+    "OpOverloadPacket",
     "count_as_collective",
     "current_mesh",
     "detect_fake_mode",
@@ -51,7 +54,7 @@ UNKNOWN_OUTPUT_SHAPE = (DynamicOutputShapeException, DataDependentOutputExceptio
 
 def process_group(name: str) -> ProcessGroup:
     """The process group with this name."""
-    return _resolve_process_group(name)
+    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def group_name_of(mesh: DeviceMesh, mesh_dim: int) -> str:
@@ -99,7 +102,8 @@ def lower_as_collective(op: torch._ops.OpOverload) -> None:
     from torch._inductor.lowering import register_lowering
 
     def lowering(*args: Any) -> Any:
-        return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(op, *args))
+        kernel: Any = ir._CollectiveKernel.create_out_of_place(op, *args)
+        return ir.TensorBox.create(kernel)
 
     # No constraint on strides: to ask for those of the trace, Inductor would compare symbolic strides, and so
     # specialise on the size of this rank's block.

@@ -12,7 +12,7 @@ wait, and would specialise on the size of this rank's block.)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from shardcompile import compat
 from shardcompile.collectives import transport
 from shardcompile.collectives.transport import Range
 from shardcompile.errors import CollectiveError
-from shardcompile.layout import GroupCut, chunk_sizes
+from shardcompile.layout import GroupCut, IntLike, chunk_sizes
 
 _LIBRARY = torch.library.Library("shardcompile", "DEF")
 _CUT = "SymInt[] sizes, SymInt key, int[] nest"
@@ -299,7 +299,7 @@ def _fake_all_to_all_v(x: Tensor, src_dim: int, dst_dim: int, total: Any, block:
     return _new_rows(x.new_empty(_with_extent(x, dst_dim, block)), src_dim, total)
 
 
-_IMPLEMENTATIONS = {
+_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "all_gather_v": (_all_gather_v, lambda x, dim, total, *_: _new_rows(x, dim, total)),
     "reduce_scatter_v": (_reduce_scatter_v, lambda x, dim, block, *_: _new_rows(x, dim, block)),
     "all_to_all_v": (_all_to_all_v, _fake_all_to_all_v),
@@ -314,13 +314,13 @@ for _name, (_real, _fake) in _IMPLEMENTATIONS.items():
     torch.library.register_fake(f"shardcompile::{_name}", _fake, lib=_LIBRARY)
 
 
-def symbolic_chunk_block(total: torch.SymInt, group_name: str) -> torch.SymInt:
+def symbolic_chunk_block(total: IntLike, group_name: str) -> IntLike:
     """This rank's share of a symbolic extent, as a symbol of its own.
 
     Written as a formula it would name the rank in the graph, and comparisons with it would be guards that hold on some
     ranks only.
     """
-    block = _ops.chunk_block(total, group_name).item()
+    block: Any = _ops.chunk_block(total, group_name).item()
     torch._check(block >= 0)
     torch._check(block <= total)
     return block

@@ -73,7 +73,7 @@ def complete_gradients(net: PointTransformer, group: ProcessGroup) -> None:
     # Between `_Sum` and `_Share` every rank computes with the same tokens: there the gradients are complete.
     parameters = [p for name, p in net.named_parameters() if "query_key_value" not in name]
     gradients = [p.grad for p in parameters if p.grad is not None]
-    total = all_reduce(torch.cat([g.flatten() for g in gradients]), group)
+    total = _added_up(torch.cat([g.flatten() for g in gradients]), group)
     for gradient, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
 
@@ -83,7 +83,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return all_reduce(x, group)
+        return _added_up(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -100,4 +100,10 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return all_reduce(grad.contiguous(), ctx.group), None
+        return _added_up(grad, ctx.group), None
+
+
+def _added_up(x: Tensor, group: ProcessGroup) -> Tensor:
+    total = all_reduce(x.contiguous(), group)
+    assert isinstance(total, Tensor), "it was awaited"
+    return total

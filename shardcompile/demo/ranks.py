@@ -154,7 +154,7 @@ def run_rank(settings: Settings) -> RankResult:
 def _train(settings: Settings, training: Training) -> Trained:
     """Train; on rank 0 also in one process, alongside."""
     single = _SingleTraining(settings) if dist.get_rank() == 0 else None
-    _say(f"compiling with {settings.compiler} at the first step, which may take a minute or two")
+    _say(f"compiling with {settings.compiler} at the first step, which takes a while: minutes where ranks share cores")
     points, start = [], time.monotonic()
     for step in range(settings.steps):
         batch = settings.batch(step)

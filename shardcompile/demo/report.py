@@ -70,6 +70,7 @@ class Figures:
         loss_window: number of steps that a loss is a mean over.
         losses: at the start and at the end.
         single_losses: the same of single-process training.
+        new_sample_error: relative error of the prediction for a sample that was not trained on.
         checks: what was checked.
         sharded: communication of the sharded step, compiled.
         eager: the same without compilation.
@@ -88,6 +89,7 @@ class Figures:
     loss_window: int
     losses: tuple[float, float]
     single_losses: tuple[float, float]
+    new_sample_error: float
     checks: Sequence[Check]
     sharded: Communication
     eager: Communication
@@ -146,6 +148,7 @@ def _learning_rows(figures: Figures) -> list[Row]:
     return [
         ("loss at the start", f"{first:.4f}", f"{mean}; one process {single[0]:.4f}"),
         ("loss at the end", f"{last:.4f}", f"{mean}; one process {single[1]:.4f}; {fall:.1f} times lower"),
+        ("error on a new sample", f"{figures.new_sample_error:.4f}", "relative, in the mean square; see the picture"),
     ]
 
 

@@ -46,6 +46,7 @@ def summarise(settings: Settings, results: Sequence[RankResult]) -> Figures:
     trained, single = results[0].trained, results[0].trained.single
     assert single is not None, "rank 0 trains in one process too"
     window = max(1, settings.steps // 10)
+    target = settings.batch(settings.steps).sample.target
     return Figures(
         ranks=settings.ranks,
         setting=f"{settings.backend}, {'float64' if settings.double else 'float32'}, {settings.compiler}",
@@ -55,6 +56,7 @@ def summarise(settings: Settings, results: Sequence[RankResult]) -> Figures:
         loss_window=window,
         losses=_first_and_last(trained.losses, window),
         single_losses=_first_and_last(single.losses, window),
+        new_sample_error=float(np.linalg.norm(results[0].prediction - target) / np.linalg.norm(target)),
         checks=checks(results, TOLERANCE[settings.dtype]),
         sharded=_communication(results, "compiled"),
         eager=_communication(results, "eager"),

@@ -1,3 +1,5 @@
+# The class of sharded tensors arrives as an argument, so that its attributes are unknown here.
+# mypy: disable-error-code="attr-defined, union-attr"
 """The engine: unwrap, ask the rule, redistribute inputs, run the op on blocks, wrap.
 
 What is decided for a call depends on its op, the layouts and strides of its tensors and its other arguments only,
@@ -15,9 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from shardcompile import compat, config
+from shardcompile.compat import OpOverload
+from shardcompile.dispatch.attention import ATTENTION_OPS
 from shardcompile.dispatch.choice import Choice, OutputPlan, choose, whole_plan
 from shardcompile.dispatch.decompositions import DECOMPOSITIONS, NOT_DECOMPOSED
 from shardcompile.dispatch.handlers import Handlers
@@ -204,6 +207,8 @@ def _wrap_all(cls: type, out: Any, specs: Sequence[Any]) -> Any:
 
 
 def _decide(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
+    if op in ATTENTION_OPS:
+        return _Composed(ATTENTION_OPS[op])
     if torch.Tag.nondeterministic_seeded in op.tags:
         if op in RANDOM_OPS:
             return _Composed(RANDOM_OPS[op])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 Handler = Callable[..., Any]
 
@@ -17,6 +17,6 @@ class Handlers:
         names: the same, by the function's qualified name, for functions that are made anew on every call.
     """
 
-    ops: dict[Any, Handler] = {}
-    functions: dict[Any, Handler] = {}
-    names: dict[str, Handler] = {}
+    ops: ClassVar[dict[Any, Handler]] = {}
+    functions: ClassVar[dict[Any, Handler]] = {}
+    names: ClassVar[dict[str, Handler]] = {}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from shardcompile.rules.notation import multilinear
 from shardcompile.rules.pointwise import is_one
 from shardcompile.rules.registry import register
-from shardcompile.rules.strategy import OpCall, Strategy, TensorArg, along
+from shardcompile.rules.strategy import OpCall, Strategy, TensorArg, along, partial
 
 aten = torch.ops.aten
 
@@ -36,6 +38,22 @@ def _baddbmm(call: OpCall) -> list[Strategy]:
     ]
 
 
+def _matmul(call: OpCall) -> Iterable[Strategy]:
+    """A batched product with any number of batch dims. Torch splits the op up; `dispatch.attention` calls it as one."""
+    a, b = call.tensors
+    rows, inner = a.ndim - 2, a.ndim - 1
+    if a.ndim != b.ndim or a.ndim < 2 or any(is_one(a.shape[d]) != is_one(b.shape[d]) for d in range(rows)):
+        return
+    yield from (along([d, d], [d]) for d in range(rows))
+    yield along([rows, None], [rows])
+    yield along([None, inner], [inner])
+    yield along([inner, rows], ["sum"])
+    for op in ("sum", "avg"):
+        yield partial([op, None], [op])
+        yield partial([None, op], [op])
+
+
+register(aten.matmul.default, _matmul)
 register(aten.mm.default, multilinear("m k, k n -> m n"))
 register(aten.bmm.default, multilinear("b m k, b k n -> b m n"))
 register(aten.mv.default, multilinear("m k, k -> m"))

@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from functools import cache
 
-from torch._ops import OpOverload
-
+from shardcompile.compat import OpOverload
 from shardcompile.errors import RuleError
 from shardcompile.rules.strategy import OpCall, Strategy, along, partial
 

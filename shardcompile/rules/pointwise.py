@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from shardcompile.compat import OpOverload
 from shardcompile.layout import IntLike
 from shardcompile.rules.registry import register
 from shardcompile.rules.strategy import OpCall, Strategy, along, partial

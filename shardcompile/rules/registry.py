@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch._ops import OpOverload, OpOverloadPacket
-
+from shardcompile.compat import OpOverload, OpOverloadPacket
 from shardcompile.errors import RuleError
 from shardcompile.layout import Layout
 from shardcompile.rules.notation import parse_notation
@@ -62,7 +61,8 @@ def register(
     """
     caller = sys._getframe(1)  # inspect.stack would read source files, a second in all
     origin = f"{caller.f_code.co_filename.rsplit('/', 1)[-1]}:{caller.f_lineno}"
-    for item in op if isinstance(op, (list, tuple)) else [op]:
+    items: Sequence[Any] = op if isinstance(op, (list, tuple)) else [op]
+    for item in items:
         for overload in overloads(item):
             if overload in _RULES:
                 raise RuleError(f"{overload} already has a rule, from {_RULES[overload].origin} (again: {origin})")

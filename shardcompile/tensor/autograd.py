@@ -58,6 +58,11 @@ def redistributed(x: Any, layout: Layout, async_op: bool = False, backward_dtype
     return Redistribute.apply(x, layout, async_op, backward_dtype)
 
 
+def _resolved(x: Tensor) -> Tensor:
+    """A view, or a copy if `x` is conjugated or negated lazily: below `__torch_dispatch__` nothing heeds that."""
+    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x.view_as(x)
+
+
 class FromLocal(torch.autograd.Function):
     """From this rank's block to the sharded tensor."""
 
@@ -65,7 +70,7 @@ class FromLocal(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, cls: Any, spec: Spec) -> Any:
         """Wrap a block."""
         ctx.layout = spec.layout
-        return cls._wrap(local.view_as(local), spec)
+        return cls._wrap(_resolved(local), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -130,7 +135,7 @@ class Promote(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cls: Any, mesh: Any) -> Any:
         """Wrap the whole value."""
-        return cls._wrap(x.view_as(x), replicated_spec(mesh, x))
+        return cls._wrap(_resolved(x), replicated_spec(mesh, x))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardcompile import compat
 from shardcompile.collectives import wait
@@ -60,7 +61,9 @@ class ShardTensor(torch.Tensor):
     def __new__(cls, local: Tensor, spec: Spec, requires_grad: bool = False) -> ShardTensor:
         """Wrap a block; for users there is `from_local`."""
         self = cls._wrap(local, spec)
-        return self.requires_grad_() if requires_grad else self
+        if requires_grad:
+            self.requires_grad_()
+        return self
 
     @classmethod
     def _wrap(cls, local: Tensor, spec: Spec) -> ShardTensor:
@@ -137,23 +140,22 @@ class ShardTensor(torch.Tensor):
             raise _UNMARKED
         return hints
 
+    @_dynamo_hint_overrides.setter
+    def _dynamo_hint_overrides(self, hints: dict[int, int]) -> None:
+        """Dynamo copies these attributes between tensors; ours follow from the layout."""
+
     @property
     def _dynamo_weak_dynamic_indices(self) -> set[int]:
         return set(self._dynamo_hint_overrides)
+
+    @_dynamo_weak_dynamic_indices.setter
+    def _dynamo_weak_dynamic_indices(self, dims: set[int]) -> None: ...
 
     @property
     def _has_dynamo_dim_marking(self) -> bool:
         if not self._may_vary:
             raise _UNMARKED
         return bool(self._dynamo_hint_overrides)
-
-    # Dynamo copies them between tensors; ours follow from the layout.
-
-    @_dynamo_hint_overrides.setter
-    def _dynamo_hint_overrides(self, hints: dict[int, int]) -> None: ...
-
-    @_dynamo_weak_dynamic_indices.setter
-    def _dynamo_weak_dynamic_indices(self, dims: set[int]) -> None: ...
 
     @_has_dynamo_dim_marking.setter
     def _has_dynamo_dim_marking(self, value: bool) -> None: ...
@@ -215,6 +217,8 @@ class ShardTensor(torch.Tensor):
         elif kwargs:
             also_mesh, also_plain = _survey(cls, kwargs.values())
             mesh, plain = mesh or also_mesh, plain or also_plain
+        if args and type(args[0]) is not cls and func in _IN_PLACE:
+            _check_plain_target(cls, func, args)
         if plain and mesh is not None and func not in _TAKES_LEAVES:
             args = tuple(_promoted(cls, mesh, a) for a in args)
             kwargs = {k: _promoted(cls, mesh, a) for k, a in kwargs.items()}
@@ -390,7 +394,7 @@ class ShardTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.backward(source, gradient, retain_graph, create_graph, inputs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
         if self.grad_fn is not None:
             grad = f", grad_fn=<{self.grad_fn.name()}>"
@@ -494,11 +498,46 @@ def _product(func: Callable[..., Any], x: Any, weight: Any, *args: Any, **kwargs
     return func(x, weight, *args, **kwargs)
 
 
+def _check_plain_target(cls: Any, func: Any, args: Sequence[Any]) -> None:
+    """A plain tensor that is written to must stay plain, and so would its gradient, which a sharded one cannot take."""
+    if not torch.is_grad_enabled() or not isinstance(args[0], Tensor):
+        return
+    if any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        raise UnsupportedOpError(
+            f"{func.__name__} writes a value that wants a gradient, and of which a part is sharded, into a plain tensor; "
+            "use the form that is not in place"
+        )
+
+
+def _attend(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`scaled_dot_product_attention`: its fused kernels draw random numbers of their own."""
+    dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+    if dropout == 0.0:
+        return func(*args, **kwargs)
+    with sdpa_kernel(SDPBackend.MATH):
+        return func(*args, **kwargs)
+
+
+def _tolist(func: Callable[..., Any], x: Any) -> Any:
+    return x.full_tensor().tolist()
+
+
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_IN_PLACE_OPERATORS = {f"__i{name}__" for name in _OPERATORS}
+_IN_PLACE = {
+    getattr(torch.Tensor, name)
+    for name in dir(torch.Tensor)
+    if (name.endswith("_") and not name.startswith("_")) or name in _IN_PLACE_OPERATORS
+} | {torch.Tensor.__setitem__}
+"""Functions that write to their first argument."""
+
 _TAKES_LEAVES = {torch.autograd.grad, torch.autograd.backward}
 """Functions to which a plain tensor is a place in the autograd graph, not a value."""
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    torch.Tensor.tolist: _tolist,
+    torch.nn.functional.scaled_dot_product_attention: _attend,
     torch.nn.functional.linear: _product,
     torch.matmul: _product,
     torch.Tensor.matmul: _product,

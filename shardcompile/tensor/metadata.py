@@ -91,8 +91,9 @@ def keys_tensor(layout: Layout, metadata: Metadata, like: Tensor) -> Tensor:
     """
     cuts = [layout.cut_of(d) for d in metadata.dynamic_dims]
     carrier = cuts[0].carrier
-    if isinstance(carrier, Tensor) and carrier.ndim == 1 + len(cuts) and all(c.carrier is carrier for c in cuts):
-        if all(carrier.shape[1 + i] is c.key or carrier.shape[1 + i] == c.key for i, c in enumerate(cuts)):
+    if isinstance(carrier, Tensor) and carrier.ndim == 1 + len(cuts):
+        extents = carrier.shape[1:]
+        if all(c.carrier is carrier and (e is c.key or e == c.key) for e, c in zip(extents, cuts, strict=True)):
             return carrier
     keys = [c.key for c in cuts]
     return like.new_empty_strided([0, *keys], [0] * (1 + len(keys)), dtype=torch.uint8)

@@ -55,8 +55,8 @@ def refused_alike(match: str, call: Callable[[], object], error: type[Exception]
 
 ALL = slice(None)
 CASES_2D: list[tuple[tuple[Placement, ...], dict[int, list[int]], list[tuple[slice, slice]]]] = [
-    ((S0, S1), {0: [5, 2], 1: [0, 5]}, [(r, c) for r in (slice(0, 5), slice(5, 7)) for c in (slice(0, 0), slice(0, 5))]),
-    ((S1, S0), {0: [1, 4], 1: [3, 4]}, [(r, c) for c in (slice(0, 1), slice(1, 5)) for r in (slice(0, 3), slice(3, 7))]),
+    ((S0, S1), {0: [5, 2], 1: [0, 5]}, [(r, c) for r in (slice(0, 5), slice(5, 7)) for c in (slice(0, 0), ALL)]),
+    ((S1, S0), {0: [1, 4], 1: [3, 4]}, [(r, c) for c in (slice(0, 1), slice(1, 5)) for r in (slice(3), slice(3, 7))]),
     ((R, S0), {1: [0, 7]}, [(slice(0, 0), ALL), (slice(0, 7), ALL)] * 2),
     ((S1, R), {0: [2, 3]}, [(ALL, slice(0, 2))] * 2 + [(ALL, slice(2, 5))] * 2),
     ((R, R), {}, [(ALL, ALL)] * 4),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -173,6 +175,19 @@ def test_every_reduction(op: str):
     x = sharded(full, mesh, Case((Partial(op),)))
     for case in cases_1d()[:-1]:
         check(x.redistribute(placements=case.placements, sharding_shapes=case.sizes), full, mesh, case, op, case)
+
+
+@pytest.mark.ranks(3)
+def test_nan_is_the_largest_and_the_smallest():
+    mesh = mesh_1d()
+    nan, inf = float("nan"), float("inf")
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        terms = torch.tensor([[1, 2, -inf, -1], [4, nan, 0, -2], [2, 1, inf, nan]], dtype=dtype)
+        for op, expected in (("max", terms.amax(0)), ("min", terms.amin(0))):
+            x = ShardTensor.from_local(terms[rank()], mesh, [Partial(op)])
+            for target in (R, S0):
+                y = x.redistribute(placements=[target]).full_tensor()
+                torch.testing.assert_close(y, expected, equal_nan=True, rtol=0, atol=0)
 
 
 @pytest.mark.ranks(3)
@@ -361,6 +376,27 @@ def test_async_op():
     for (source, case), y in reversed(list(zip(pairs, started, strict=True))):
         check(y + 0 if case.placements != (P,) else y, full, mesh, kept(source, case), source, case)
         check(y, full, mesh, kept(source, case), source, case)
+
+
+@pytest.mark.ranks(2)
+def test_async_op_does_not_wait_before():
+    mesh, full = mesh_1d(), values()
+    pairs = [
+        (Case((S0,), {0: [0, 7]}), Case((R,))),
+        (Case((S0,), {0: [0, 7]}), Case((S0,), {0: [7, 0]})),
+        (Case((S0,), {0: [0, 7]}), Case((S1,), {0: [5, 0]})),
+        (Case((P,)), Case((R,))),
+        (Case((P,)), Case((S0,), {0: [7, 0]})),
+    ]
+    xs = [sharded(full, mesh, source) for source, _ in pairs]
+    for x, (_, case) in zip(xs, pairs, strict=True):
+        x.redistribute(placements=case.placements, sharding_shapes=case.sizes).full_tensor()  # plans are made once
+        dist.barrier()
+        time.sleep(0.2 * rank())
+        begin = time.perf_counter()
+        y = x.redistribute(placements=case.placements, sharding_shapes=case.sizes, async_op=True)
+        assert time.perf_counter() - begin < 0.15, case
+        assert torch.equal((y * 2).full_tensor(), full * 2), case
 
 
 @pytest.mark.ranks(2)

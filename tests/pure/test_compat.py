@@ -1,0 +1,37 @@
+"""The private names of torch that compat stands for exist in the installed version, and are named nowhere else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+import shardcompile
+from shardcompile import compat
+
+PRIVATE = re.compile(r"^\s*(from|import) torch\._|from torch\.[\w.]+ import _\w+", re.MULTILINE)
+
+
+def test_all_names_exist() -> None:
+    assert all(hasattr(compat, name) for name in compat.__all__)
+    assert callable(torch._functionalize_unsafe_set)
+    assert callable(compat.kernel_of(torch.ops.aten.add.Tensor))
+    assert compat.functional_variant(torch.ops.aten.add_.Tensor) is torch.ops.aten.add.Tensor
+    assert compat.functional_variant(torch.ops.aten.add.out) is torch.ops.aten.add.Tensor
+    assert compat.decomposition_of(torch.ops.aten.mse_loss.default) is not None
+
+
+def test_private_modules_are_imported_in_one_place() -> None:
+    root = Path(shardcompile.__file__).parent
+    library = [p for p in root.rglob("*.py") if not {"demo", "testing"} & set(p.relative_to(root).parts)]
+    assert len(library) > 30
+    offenders = [p.name for p in library if p.name != "compat.py" and PRIVATE.search(p.read_text())]
+    assert offenders == []
+
+
+def test_the_search_would_find_a_private_import() -> None:
+    assert PRIVATE.search("import torch._guards")
+    assert PRIVATE.search("    from torch._inductor import ir")
+    assert PRIVATE.search("from torch.distributed.distributed_c10d import _resolve_process_group")
+    assert not PRIVATE.search("from torch.distributed.tensor import DTensor")
