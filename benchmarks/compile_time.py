@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 import torch
 from common import join_fake_group, print_table, ratio
@@ -73,13 +74,14 @@ def _measured(ranks: int, backend: str) -> float:
     return float(done.stdout.split()[-1])
 
 
-def measure(repeats: int) -> dict[tuple[int, str], float]:
+def measure(backends: Sequence[str], repeats: int) -> dict[tuple[int, str], float]:
     """Median CPU seconds, by ranks and backend; the cases take turns."""
-    cases = [(ranks, backend) for backend in BACKENDS for ranks in (PLAIN, *RANKS)]
+    cases = [(ranks, backend) for backend in backends for ranks in (PLAIN, *RANKS)]
     seconds: dict[tuple[int, str], list[float]] = {case: [] for case in cases}
     for _ in range(repeats):
         for case in cases:
             seconds[case].append(_measured(*case))
+            print(f"{case[1]}, {case[0] or 'no'} ranks: {seconds[case][-1]:.2f} CPU s", flush=True)
     return {case: statistics.median(values) for case, values in seconds.items()}
 
 
@@ -97,13 +99,14 @@ def report(seconds: dict[tuple[int, str], float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--one", nargs=2, metavar=("RANKS", "BACKEND"), help="measure one case in this process")
     options = parser.parse_args()
     if options.one:
         print(compile_once(int(options.one[0]), options.one[1]), flush=True)
         os._exit(0)
-    report(measure(options.repeats))
+    report(measure(options.backends, options.repeats))
 
 
 if __name__ == "__main__":

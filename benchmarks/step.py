@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from common import Call, Times, duration, median_times, print_table, ratio, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -113,9 +114,12 @@ def measure(compiler: Compiler, rounds: int) -> dict[str, Any]:
         "by hand": handwritten_step(net, mesh.get_group(), compiler),
         "eager": sharded_step(net, mesh, None),
     }
+    _say("compiling")
     _check_gradients(net, uneven_batches(1)[0], steps["compiled"], steps["by hand"])
+    _say("timing")
     uneven = {k: _times(steps, uneven_batches(k), rounds) for k in REPETITIONS}
     batches = [even_batch(uneven_batches(k)[0]) for k in REPETITIONS]
+    _say("compiling with DTensors")
     by_dtensor = dtensor_step(copy.deepcopy(net), mesh, compiler)
     try:
         _run(by_dtensor, batches)
@@ -124,6 +128,11 @@ def measure(compiler: Compiler, rounds: int) -> dict[str, Any]:
     against = {"compiled": steps["compiled"], "DTensor": by_dtensor}
     even = {k: _times(against, [b], rounds) for k, b in zip(REPETITIONS, batches, strict=True)}
     return {"uneven": uneven, "even": even}
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
 
 
 def _times(steps: dict[str, Step], batches: list[Batch], rounds: int) -> Times:

@@ -167,14 +167,63 @@ def _inplace() -> list[Case]:
         "scatter_": (lambda x, i, s: x.scatter_(1, i, s), (_X, I(4, 5, 1), F(5, 1))),
         "index_add_": (lambda x, i, s: x.index_add_(0, i, s), (_X, I(5, 3), F(3, 4))),
         "index_put_": (lambda x, i, s: x.index_put_((i,), s, accumulate=True), (_X, I(5, 3), F(3, 4))),
+        "squeeze_": (lambda x: x.unsqueeze(1).squeeze_(1).mul_(2), (_X,)),
+        "masked rows": (lambda x, m: operator.setitem(x, m, 0.0), (_X, B(5))),
+        "masked elements": (lambda x: operator.setitem(x, x > 0, 1.5), (_X,)),
+        "masked elements from": (lambda x, m, y: operator.setitem(x, m, y[m]), (_X, B(5, 4), _X)),
+        "indexed rows": (lambda x, y: operator.setitem(x, [0, 3], y), (_X, F(2, 4))),
+        "twice": (lambda x: x.add_(1).mul_(x), (_X,)),
+        "detached": (lambda x: x.detach().mul_(2), (_X,)),
+        "under no_grad": (_scaled_without_gradient, (_X,)),
         "cumsum_": (lambda x: x.cumsum_(0), (_X,)),
     }
+    whole = [
+        case("in-place views", _turned, _X),
+        case("in-place on plain", _written_to_plain, _X),
+        case("in-place on parameter", _updated, _X, Input((4,), sharded=False, grad=False)),
+        case("in-place on plain with gradient", lambda x: torch.zeros((), dtype=x.dtype).add_(x.sum()), _X,
+             refuses="into a plain tensor"),
+        case("in-place on plain parameter", lambda x, w: (w * 1).add_(x), _X, P(5, 4), refuses="into a plain tensor"),
+    ]  # fmt: skip
     refusing = {"slice of a view", "column of a view", "setitem row", "setitem slice", "setitem number", "view of a view",
                 "flattened", "chunk"}  # fmt: skip
-    return [
+    return whole + [
         case(f"in-place {name}", _in_place(change), *inputs, refuses="view that had to be copied" if name in refusing else None)
         for name, (change, inputs) in changes.items()
     ]  # fmt: skip
+
+
+def _scaled_without_gradient(x: Tensor) -> None:
+    with torch.no_grad():
+        x.mul_(2)
+
+
+def _turned(x: Tensor) -> tuple[Tensor, ...]:
+    """In-place views."""
+    a, b, c, d = x.clone(), x.clone(), x.clone(), x.clone()
+    return a.t_() * 2, b.transpose_(0, 1).sum(0), c.unsqueeze_(1).squeeze_(1) + x, d.unsqueeze_(0).exp()
+
+
+def _written_to_plain(x: Tensor) -> tuple[Tensor, ...]:
+    """A plain tensor takes the whole value, on every rank."""
+    x = x.detach()
+    total, whole, part = torch.zeros((), dtype=x.dtype), torch.zeros(5, 4, dtype=x.dtype), torch.ones(5, 2, dtype=x.dtype)
+    total += x.sum()
+    whole.copy_(x)
+    part.mul_(x[:, :2])
+    whole[0] = x.sum(0)
+    return total, whole, part
+
+
+def _updated(x: Tensor, w: Tensor) -> Tensor:
+    """A step of plain gradient descent on a plain parameter."""
+    w = w.detach().clone().requires_grad_()
+    loss = (x.detach() * w).square().mean()
+    (gradient,) = torch.autograd.grad(loss, w)
+    with torch.no_grad():
+        w -= 0.1 * gradient
+        w.add_(x.detach().sum(0), alpha=0.01)
+    return w.detach()
 
 
 # Products
@@ -371,10 +420,18 @@ def _softmaxes() -> list[Case]:
         case("layer_norm float32", lambda x, w: nnf.layer_norm(x, (4,), w.float()), F(5, 4, dtype=torch.float32), P(4),
              tolerance=1e-5),
         case("rms_norm", lambda x, w: nnf.rms_norm(x, (4,), w), F(3, 5, 4), P(4)),
+        case("batch_norm running", _batch_norm, F(5, 4, 3), P(4)),
+        case("batch_norm eval", lambda x, m, v: nnf.batch_norm(x, m, v), F(5, 4, 3), *[Input((4,), "positive", sharded=False,
+             grad=False)] * 2),
         case("group_norm", lambda x, w, b: nnf.group_norm(x, 2, w, b), F(3, 4, 5), P(4), P(4)),
         case("batch_norm", lambda x, w, b: nnf.batch_norm(x, None, None, w, b, training=True), F(5, 4, 3), P(4), P(4)),
         case("instance_norm", lambda x: nnf.instance_norm(x), F(3, 4, 5)),
     ]  # fmt: skip
+
+
+def _batch_norm(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    mean, variance = torch.zeros(4, dtype=x.dtype), torch.ones(4, dtype=x.dtype)
+    return nnf.batch_norm(x, mean, variance, w, training=True, momentum=0.3), mean, variance
 
 
 # Joins, pieces, views
@@ -664,6 +721,59 @@ def _attention_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.transpose(-1, -2) / 2).softmax(-1) @ v
 
 
+# Gradients of gradients, modules
+
+
+def _penalty(x: Tensor, w: Tensor) -> Tensor:
+    out = (nnf.linear(x, w).tanh() ** 2).sum()
+    (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+    return (gradient**2).sum() + out
+
+
+def _hessian_product(x: Tensor, v: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad((x.softmax(0) * x).sum(), x, create_graph=True)
+    return (gradient * v.detach()).sum()
+
+
+def _module(make: Callable[[], torch.nn.Module], *inputs: Input) -> tuple[Run, tuple[Input, ...]]:
+    """A module as a function of its inputs and of plain parameters."""
+    torch.manual_seed(0)
+    module = make().double()
+    names = [n for n, _ in module.named_parameters()]
+    shapes = [tuple(p.shape) for p in module.parameters()]
+
+    def run(*args: Tensor) -> Any:
+        parameters = dict(zip(names, args[len(inputs) :], strict=True))
+        return torch.func.functional_call(module, parameters, args[: len(inputs)])
+
+    return run, (*inputs, *[P(*s) for s in shapes])
+
+
+def _deeper() -> list[Case]:
+    nn = torch.nn
+    modules = {
+        "mlp": _module(lambda: nn.Sequential(nn.Linear(4, 3), nn.GELU(), nn.LayerNorm(3), nn.Linear(3, 2)), F(2, 5, 4)),
+        "encoder layer": _module(lambda: nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True), F(2, 5, 4)),
+        "multi-head attention": _module(lambda: _Attend(), F(2, 5, 4)),
+        "embedding net": _module(lambda: nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 2)), I(6, 7)),
+        "gru": _module(lambda: nn.GRU(3, 2), F(4, 2, 3)),
+    }
+    return [
+        case("gradient penalty", _penalty, F(5, 4), P(3, 4)),
+        case("hessian product", _hessian_product, F(5, 4), F(5, 4)),
+        *[case(f"module {name}", run, *inputs) for name, (run, inputs) in modules.items()],
+    ]
+
+
+class _Attend(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
 # Along one dim, factories, the rest
 
 
@@ -794,6 +904,7 @@ FAMILIES: dict[str, list[Case]] = {
     "selection": _selection(),
     "losses": _losses(),
     "attention": _attention(),
+    "deeper": _deeper(),
     "scans": _scans(),
     "factories": _factories(),
     "without rules": _without_rules(),

@@ -1,7 +1,7 @@
 """Maxima and minima over ranks that heed NaN, as those of torch do.
 
-The reductions of gloo and NCCL drop a NaN if they meet it in the wrong operand. So floats travel as integers of the same
-order, in which a NaN is the largest (for a maximum) or the smallest (for a minimum).
+The reductions of gloo and NCCL drop a NaN if they meet it in the wrong operand. So floats travel as integers of the
+same order, in which a NaN is the largest (for a maximum) or the smallest (for a minimum).
 """
 
 from __future__ import annotations

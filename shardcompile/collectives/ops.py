@@ -4,9 +4,9 @@ Conventions. A cut is passed as three arguments: `sizes` (the group's block size
 `key` (stands for the sizes of a dynamic cut; 0 is torch.chunk) and `nest` (which part of the key's cut belongs to
 this group); see `shardcompile.layout.GroupCut`. Extents of outputs are passed as symbols, so that no op has to
 invent one. The payload comes first and the group name last, as Inductor expects of a collective. Results are
-complete after `Pending.wait`. Collectives return one flat tensor, the rows one after the other, so that rows arrive in place;
-`Pending` gives it its shape after the wait. (With a shape, Inductor would have to compare symbolic strides at the
-wait, and would specialise on the size of this rank's block.)
+complete after `Pending.wait`. Collectives return one flat tensor, the rows one after the other, so that rows arrive
+in place; `Pending` gives it its shape after the wait. (With a shape, Inductor would have to compare symbolic strides
+at the wait, and would specialise on the size of this rank's block.)
 """
 
 from __future__ import annotations

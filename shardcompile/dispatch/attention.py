@@ -1,8 +1,8 @@
 """Torch's fused attention ops on sharded tensors.
 
 Where nothing is cut the fused kernel itself runs. Otherwise attention is computed from products and a softmax whose
-sums may run over a cut sequence; like the fused kernels it keeps only the logarithm of the softmax's denominator for the
-backward pass. Fused kernels are not run on blocks: some refuse a block that is empty.
+sums may run over a cut sequence; like the fused kernels it keeps only the logarithm of the softmax's denominator for
+the backward pass. Fused kernels are not run on blocks: some refuse a block that is empty.
 """
 
 from __future__ import annotations

@@ -552,7 +552,8 @@ def _refuse_copy(op: OpOverload, target: Any) -> None:
 def _fallback(cls: type, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
     plans = tuple(whole_plan(t.layout) for t in call.tensors)
     nbytes = sum(p.nbytes for p in plans)
-    text = f"{call.op} has no rule: run on full values on every rank, {nbytes} B moved ({_tensors_text(cls, args, kwargs)})"
+    inputs = _tensors_text(cls, args, kwargs)
+    text = f"{call.op} has no rule: run on full values on every rank, {nbytes} B moved ({inputs})"
     if config.fallback == "error":
         raise UnsupportedOpError(f"{text}; shardcompile.config.fallback is 'error'. Register a rule: register_sharding")
     if call.op not in _FELL_BACK:

@@ -1,8 +1,8 @@
 """Random ops.
 
 What is guaranteed: a replicated value is the same on every rank; blocks on different ranks are independent;
-`torch.manual_seed` on every rank makes a run reproducible; compiled and eager code obey the same contract. Values differ
-from those of a single process, and between compiled and eager code.
+`torch.manual_seed` on every rank makes a run reproducible; compiled and eager code obey the same contract. Values
+differ from those of a single process, and between compiled and eager code.
 
 How: the default CPU generator gives one seed per call. Along mesh dims that replicate, the first rank's seed is taken
 over by the others; along mesh dims that shard, the rank's position is mixed in.

@@ -283,7 +283,7 @@ class ShardTensor(torch.Tensor):
             RedistributeError: there is no meaningful way, e.g. to Partial.
             LayoutError: the placements or sizes do not fit the tensor or the mesh.
         """
-        source = self if forward_dtype is None else self.to(forward_dtype)
+        source: Any = self if forward_dtype is None else self.to(forward_dtype)
         now = source._spec.layout
         if device_mesh is not None and device_mesh != now.mesh:
             raise RedistributeError(
@@ -504,8 +504,8 @@ def _check_plain_target(cls: Any, func: Any, args: Sequence[Any]) -> None:
         return
     if any(isinstance(a, Tensor) and a.requires_grad for a in args):
         raise UnsupportedOpError(
-            f"{func.__name__} writes a value that wants a gradient, and of which a part is sharded, into a plain tensor; "
-            "use the form that is not in place"
+            f"{func.__name__} writes a value that wants a gradient, and of which a part is sharded, into a plain "
+            "tensor; use the form that is not in place"
         )
 
 

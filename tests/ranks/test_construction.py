@@ -553,6 +553,8 @@ def test_dtensors_are_taken_as_operands():
         with torch.no_grad():
             assert torch.equal((x + d).full_tensor(), full + full)
             assert torch.equal(x.detach().clone().add_(d).full_tensor(), full + full)
+    compiled = torch.compile(lambda a, b: a * b, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, d).full_tensor(), full * full)
     term = DTensor.from_local(full / 2, mesh, [P], run_check=False)
     assert torch.equal((x.detach() + term).full_tensor(), 2 * full)
 
