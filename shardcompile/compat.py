@@ -207,3 +207,20 @@ def follow_view(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str
 def kernel_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """What `op(...)` calls, without the frame of Python around it."""
     return op._op  # 2.11 - 2.15
+
+
+def let_comm_debug_mode_see_through(cls: type[torch.Tensor]) -> None:
+    """Have CommDebugMode count the collectives inside of an op on this class, as it does for DTensor.
+
+    A mode runs before a subclass does, and would see only the op. CommDebugMode steps back for DTensor by name and
+    offers no way to say so for another class, so the check is put in front of its handler.
+    """
+    mode = _comm_mode.CommDebugMode
+    handler = mode.__torch_dispatch__
+
+    def step_back(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, cls) for t in types):
+            return NotImplemented
+        return handler(self, func, types, args, kwargs)
+
+    mode.__torch_dispatch__ = step_back  # type: ignore[method-assign]

@@ -69,7 +69,8 @@ class _Attention:
         weights = _weights(scores, denominator)
         out = _product(weights, _repeated(_wide(self.value), self.query.shape[1]))
         # Stored as the fused kernels do, so that heads can be joined by a view.
-        return out.to(self.query.dtype).transpose(1, 2).contiguous().transpose(1, 2), denominator
+        out = out.to(self.query.dtype).transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+        return out, denominator
 
     def backward(self, grad: Any, out: Any, denominator: Any) -> tuple[Any, Any, Any, Any]:
         """Gradients of query, key, value and scores."""

@@ -10,6 +10,7 @@ over by the others; along mesh dims that shard, the rank's position is mixed in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,9 @@ from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile import compat
 from shardcompile.collectives import wait
+from shardcompile.dispatch.strides import in_order
 from shardcompile.errors import UnsupportedOpError
-from shardcompile.layout import Layout
+from shardcompile.layout import Layout, Spec, dense_stride
 
 aten = torch.ops.aten
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
@@ -67,15 +69,16 @@ def _agreed_seed(layout: Layout, device: torch.device) -> Tensor:
     return seed
 
 
-def _block(x: Any, kind: str, dtype: torch.dtype | None = None) -> Tensor:
-    """Random numbers laid out like `x`."""
+def _block(x: Any, kind: str, dtype: torch.dtype | None = None) -> Any:
+    """Random numbers laid out like `x`, stored without gaps in the order of its strides, as `empty_like` would."""
     layout: Layout = x._spec.layout
     if any(isinstance(p, Partial) for p in layout.placements):
         raise UnsupportedOpError(f"random numbers for terms of a pending reduction: {layout.describe()}; reduce first")
     like = x._local_tensor if dtype is None else x._local_tensor.to(dtype)
     positions = [compat.group_name_of(layout.mesh, m) for m, p in enumerate(layout.placements) if isinstance(p, Shard)]
     local = torch.ops.shardcompile.random_block(like, _agreed_seed(layout, like.device), kind, positions)
-    return type(x)._wrap_like(x, local)
+    stride = dense_stride(layout.shape, x.stride())
+    return type(x)._wrap(in_order(local, stride), Spec.of(layout.with_dtype(local.dtype), stride))
 
 
 def _numbers_like(kind: str) -> Callable[..., Tensor]:
@@ -90,23 +93,37 @@ def _reduced(x: Any) -> Any:
     return aten.zeros_like.default(x) if x._spec.layout.is_partial else x
 
 
-def _refill(kind: str, transform: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _refuse_generator(generator: Any) -> None:
+    if generator is not None:
+        raise UnsupportedOpError("random ops on sharded tensors take their seeds from the default generator only")
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    """Numbers that are rounded coarsely would make probabilities coarse."""
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _refill(kind: str, transform: Callable[..., Tensor], dtype: torch.dtype | None = None) -> Callable[..., Tensor]:
     """An in-place op that fills its argument."""
 
-    def run(x: Any, *args: Any, generator: Any = None) -> Tensor:
-        if generator is not None:
-            raise UnsupportedOpError("random ops on sharded tensors take their seeds from the default generator only")
-        dtype = x.dtype if x.dtype.is_floating_point else torch.float32
-        return aten.copy_.default(x, transform(_block(x, kind, dtype), *args))
+    def run(x: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
+        _refuse_generator(generator)
+        numbers = _block(x, kind, _precise(x.dtype) if dtype is None else dtype)
+        return aten.copy_.default(x, transform(numbers, *args, **kwargs))
 
     return run
 
 
 def _bernoulli(x: Any, p: float | None = None, *, generator: Any = None) -> Tensor:
-    if generator is not None:
-        raise UnsupportedOpError("random ops on sharded tensors take their seeds from the default generator only")
+    _refuse_generator(generator)
     x = _settled(x)
-    return aten.lt.Tensor(_block(x, "uniform"), x).to(x.dtype) if p is None else (_block(x, "uniform") < p).to(x.dtype)
+    numbers = _block(x, "uniform", _precise(x.dtype))
+    return aten.lt.Tensor(numbers, x).to(x.dtype) if p is None else (numbers < p).to(x.dtype)
+
+
+def _bernoulli_from(x: Any, p: Tensor, *, generator: Any = None) -> Tensor:
+    _refuse_generator(generator)
+    return aten.copy_.default(x, aten.lt.Tensor(_block(x, "uniform", _precise(x.dtype)), p))
 
 
 def _settled(x: Any) -> Any:
@@ -122,12 +139,43 @@ def _native_dropout(x: Any, p: float, train: bool | None) -> tuple[Tensor, Tenso
     return x * keep * scale, keep
 
 
+def _integers_like(x: Any, low: int, high: int | None = None, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    low, high = (0, low) if high is None else (low, high)
+    return _whole_numbers(_block(_reduced(x), "uniform", torch.float64), low, high).to(dtype or x.dtype)
+
+
+def _whole_numbers(u: Tensor, low: int, high: int | None = None) -> Tensor:
+    low, high = (0, low) if high is None else (low, high)
+    return (u * (high - low)).floor() + low
+
+
+def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
+    """`torch.normal` of tensors of means or deviations."""
+    _refuse_generator(generator)
+    like = mean + std  # both sharded or plain, broadcast
+    return aten.randn_like.default(like) * std + mean
+
+
 RANDOM_OPS: dict[Any, Callable[..., Any]] = {
     aten.rand_like.default: _numbers_like("uniform"),
     aten.randn_like.default: _numbers_like("normal"),
+    aten.randint_like.default: _integers_like,
+    aten.randint_like.low_dtype: _integers_like,
     aten.uniform_.default: _refill("uniform", lambda u, low=0.0, high=1.0: u * (high - low) + low),
     aten.normal_.default: _refill("normal", lambda z, mean=0.0, std=1.0: z * std + mean),
+    aten.log_normal_.default: _refill("normal", lambda z, mean=1.0, std=2.0: (z * std + mean).exp()),
+    aten.exponential_.default: _refill("uniform", lambda u, rate=1.0: -torch.log1p(-u) / rate),
+    aten.cauchy_.default: _refill(
+        "uniform", lambda u, median=0.0, sigma=1.0: median + sigma * (math.pi * (u - 0.5)).tan()
+    ),
+    aten.geometric_.default: _refill("uniform", lambda u, p: (torch.log1p(-u) / math.log1p(-p)).floor() + 1),
+    aten.random_.to: _refill("uniform", _whole_numbers, torch.float64),
+    getattr(aten.random_, "from"): _refill("uniform", _whole_numbers, torch.float64),
+    aten.normal.Tensor_Tensor: _normal,
+    aten.normal.Tensor_float: _normal,
+    aten.normal.float_Tensor: _normal,
     aten.bernoulli_.float: _refill("uniform", lambda u, p=0.5: u < p),
+    aten.bernoulli_.Tensor: _bernoulli_from,
     aten.bernoulli.default: _bernoulli,
     aten.bernoulli.p: _bernoulli,
     aten.native_dropout.default: _native_dropout,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardcompile import compat
@@ -29,7 +30,8 @@ def in_order(local: Tensor, stride: Sequence[IntLike]) -> Tensor:
     if 0 in shape or all(n == 1 or a == b for n, a, b in zip(shape, stored, dense, strict=True)):
         return local
     back = sorted(range(len(order)), key=order.__getitem__)
-    return local.permute(order).contiguous().permute(back)
+    # Not `contiguous`: inside a trace that asks for the size of the block, and specialises on the answer.
+    return local.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
 
 
 def all_in_order(out: Any, specs: Sequence[Any]) -> Any:

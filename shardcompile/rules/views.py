@@ -141,9 +141,12 @@ register(aten._reshape_alias.default, lambda call: ())
 def _expand(call: OpCall) -> Iterable[Strategy]:
     src, shape = call.tensors[0].shape, call.args[1]
     new = len(shape) - len(src)
-    return passing(
-        along([d], [d + new]) for d, extent in enumerate(src) if not is_one(extent) or is_one(shape[d + new])
+    kept = [along([d], [d + new]) for d, extent in enumerate(src) if not is_one(extent) or is_one(shape[d + new])]
+    grows = any(not is_one(e) for e in shape[:new]) or any(
+        is_one(extent) and not is_one(shape[d + new]) for d, extent in enumerate(src)
     )
+    # A term that is spread out is reduced first: afterwards the reduction would move every copy.
+    return kept if grows else passing(kept)
 
 
 register(aten.expand.default, _expand, local_shape_at(1))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
@@ -243,3 +244,21 @@ def test_sharded_parameters_compile_once_and_keep_their_layout() -> None:
         optimizer.step(), reference.step()
         torch.testing.assert_close(weight.full_tensor(), plain, **TIGHT)
     assert counter.frame_count == 1
+
+
+@pytest.mark.ranks(3)
+def test_comm_debug_mode_counts_collectives_inside_of_ops() -> None:
+    mesh = mesh_1d()
+    x = sharded(torch.randn(7, 3), [5, 0, 2], mesh)
+    with CommDebugMode() as mode:
+        (x / x.sum()).redistribute(placements=[Replicate()])
+    counts = {str(op): count for op, count in mode.get_comm_counts().items()}
+    assert sum(counts.values()) == 2 and counts["shardcompile.all_gather_v"] == 1, counts
+
+
+@pytest.mark.ranks(3)
+def test_a_pending_sum_is_reduced_before_it_is_spread_out() -> None:
+    mesh = mesh_1d()
+    total = sharded(torch.randn(7, 3), [5, 0, 2], mesh).sum(0, keepdim=True)
+    assert total.sharding.is_partial
+    assert total.expand(7, 3).placements == (Replicate(),)

@@ -1,0 +1,60 @@
+"""Every case of `op_cases`, in every way its inputs can be laid out, against plain PyTorch on the full tensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import op_check
+from op_cases import FAMILIES
+
+COMPILED = ["unary", "binary", "products", "reductions", "softmax and norms", "joins", "views", "losses", "attention"]
+
+
+@pytest.mark.ranks(3, timeout=400)
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_on_three_ranks(family: str) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    failures = [text for case in FAMILIES[family] for text in op_check.check(case, mesh, limit=4)]
+    assert not (everyone := op_check.agree(failures)), "\n".join(everyone)
+
+
+@pytest.mark.ranks(4, timeout=400)
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_on_two_by_two_ranks(family: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    failures = [text for case in FAMILIES[family][::3] for text in op_check.check(case, mesh, limit=2)]
+    assert not (everyone := op_check.agree(failures)), "\n".join(everyone)
+
+
+@pytest.mark.ranks(3, timeout=600)
+@pytest.mark.parametrize("family", COMPILED)
+def test_compiled_with_aot_eager(family: str) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        torch._dynamo.reset()
+        return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+    cases = [case for case in FAMILIES[family] if "error" not in case.name and case.refuses is None][::9]
+    failures = [text for case in cases for text in op_check.check(case, mesh, limit=1, wrap=compiled)]
+    assert not (everyone := op_check.agree(failures)), "\n".join(everyone)
+
+
+@pytest.mark.ranks(2)
+def test_a_wrong_value_would_be_found() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+
+    def wrong(x: Tensor) -> Tensor:
+        return x.relu() if type(x) is Tensor else x.relu() + 1e-3
+
+    assert op_check.check(op_check.case("wrong", wrong, op_check.F(5, 4)), mesh, limit=2)
