@@ -199,6 +199,17 @@ def share_storage(view: torch.Tensor, base: torch.Tensor) -> None:
     torch._functionalize_unsafe_set(view, base)  # 2.11 - 2.15
 
 
+def without_guards(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """Where `x` is part of a trace: take decisions on symbolic sizes by their hints, and install no guards for them.
+
+    For what has no influence on the graph, such as checks that can only raise.
+    """
+    mode = detect_fake_mode([x])
+    if mode is None or mode.shape_env is None:
+        return contextlib.nullcontext()
+    return mode.shape_env.suppress_guards()
+
+
 def follow_view(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Give a wrapper on which an in-place view op, such as ``transpose_``, is called its new sizes and strides."""
     return_and_correct_aliasing(op, args, kwargs, args[0])

@@ -24,7 +24,7 @@ from shardcompile.dispatch.attention import ATTENTION_OPS
 from shardcompile.dispatch.choice import Choice, OutputPlan, choose, whole_plan
 from shardcompile.dispatch.decompositions import DECOMPOSITIONS, NOT_DECOMPOSED
 from shardcompile.dispatch.handlers import Handlers
-from shardcompile.dispatch.local_ops import COPYING_VIEWS, LOCAL_OPS
+from shardcompile.dispatch.local_ops import COPYING_VIEWS, LOCAL_OPS, copy_block
 from shardcompile.dispatch.random import RANDOM_OPS
 from shardcompile.dispatch.strides import all_in_order, in_order
 from shardcompile.errors import LayoutError, UnsupportedOpError
@@ -528,7 +528,7 @@ def _write(cls: type, op: OpOverload, target: Any, value: Any) -> None:
     for mesh_dim, (before, after) in enumerate(zip(reached, wanted.placements, strict=True)):
         if before != after:
             local = _as_term(local, after.reduce_op, mesh.get_coordinate()[mesh_dim] == 0)
-    target._local_tensor.copy_(local)
+    copy_block(target._local_tensor, local)
 
 
 def _as_term(value: Tensor, reduce_op: str, first: bool) -> Tensor:

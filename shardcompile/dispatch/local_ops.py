@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardcompile import compat
+
 aten = torch.ops.aten
 
 
@@ -68,11 +70,20 @@ def _view(x: Tensor, shape: Sequence[Any]) -> Tensor:
         return aten.reshape.default(x, shape)
 
 
+def copy_block(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """`copy_`; inside a trace it looks for overlaps, and would specialise on the size of this rank's block."""
+    if type(target) is Tensor:
+        return target.copy_(source, non_blocking)
+    with compat.without_guards(target):
+        return target.copy_(source, non_blocking)
+
+
 LOCAL_OPS: dict[Any, Callable[..., Any]] = {
     aten.amax.default: _extremum(aten.amax.default, lowest),
     aten.amin.default: _extremum(aten.amin.default, highest),
     aten.max.default: _whole_extremum(aten.amax.default, lowest),
     aten.min.default: _whole_extremum(aten.amin.default, highest),
+    aten.copy_.default: copy_block,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     # A block must not be conjugated or negated lazily: below `__torch_dispatch__` nothing heeds the bit.

@@ -99,8 +99,9 @@ def _refuse_generator(generator: Any) -> None:
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
-    """Numbers that are rounded coarsely would make probabilities coarse."""
-    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+    """Where numbers are drawn: those of half precision would make probabilities coarse."""
+    wide = dtype in (torch.float32, torch.float64) or dtype.is_complex
+    return dtype if wide else torch.float32
 
 
 def _refill(kind: str, transform: Callable[..., Tensor], dtype: torch.dtype | None = None) -> Callable[..., Tensor]:

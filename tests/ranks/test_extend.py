@@ -1,0 +1,117 @@
+"""Extension points: a custom op with a rule, handlers at both levels, hand-written local code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+import shardcompile as sc
+from shardcompile.dispatch import Handlers
+from shardcompile.testing import rank, world_size
+
+SIZES = [5, 0, 2]
+
+
+def sharded(full: Tensor) -> sc.ShardTensor:
+    mesh = init_device_mesh("cpu", (world_size(),))
+    return sc.ShardTensor.from_local(full.split(SIZES)[rank()].clone(), mesh, [Shard(0)], {0: SIZES})
+
+
+@torch.library.custom_op("shardcompile_tests::scaled", mutates_args=())
+def scaled(x: Tensor, factor: float) -> Tensor:
+    return x * factor
+
+
+@scaled.register_fake
+def _(x: Tensor, factor: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+scaled.register_autograd(
+    lambda ctx, grad: (scaled(grad, ctx.factor), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "factor", inputs[1]),
+)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_custom_op_with_a_rule(compiled: bool) -> None:
+    asked = []
+
+    @sc.register_sharding(torch.ops.shardcompile_tests.scaled.default)
+    def rule(x: Any, factor: float) -> list[Any]:
+        asked.append(tuple(x.shape))
+        return [([Shard(d)], [Shard(d), None]) for d in range(x.ndim)]
+
+    def run(x: Tensor) -> Tensor:
+        return scaled(x, 3.0).sin()
+
+    function = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
+    full = torch.randn(7, 2, dtype=torch.float64)
+    x = sharded(full).requires_grad_()
+    out = function(x)
+    out.sum().backward()
+    assert asked and out.placements == (Shard(0),)  # the rule was used: without one the op would gather
+    torch.testing.assert_close(out.full_tensor(), (3 * full).sin())
+    torch.testing.assert_close(x.grad.full_tensor(), 3 * (3 * full).cos())
+
+
+@pytest.mark.ranks(3)
+def test_a_rule_of_another_length_is_refused() -> None:
+    @sc.register_sharding(torch.ops.shardcompile_tests.scaled.default)
+    def rule(x: Any, factor: float) -> list[Any]:
+        return [([Shard(0)], [Shard(0), Shard(0), None])]
+
+    with pytest.raises(sc.RuleError, match="2 input"):
+        scaled(sharded(torch.randn(7, 2)), 3.0)
+
+
+@pytest.mark.ranks(3)
+def test_handlers_run_in_place_of_ours() -> None:
+    x = sharded(torch.randn(7, 2))
+    seen = []
+
+    def dispatch_handler(op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(str(op))
+        return args[0].neg()
+
+    def function_handler(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(func.__name__)
+        return args[0]
+
+    sc.ShardTensor.register_dispatch_handler(torch.ops.aten.floor.default, dispatch_handler)
+    sc.ShardTensor.register_function_handler(torch.ceil, function_handler)
+    sc.ShardTensor.register_named_function_handler("Tensor.nowhere", function_handler)
+    try:
+        torch.testing.assert_close(torch.floor(x).to_local(), -x.to_local())
+        assert torch.ceil(x) is x
+    finally:
+        Handlers.ops.clear(), Handlers.functions.clear(), Handlers.names.clear()
+    assert seen == ["aten.floor.default", "ceil"]
+
+
+@pytest.mark.ranks(3)
+def test_local_map_around_a_local_kernel() -> None:
+    full = torch.randn(7, 2, dtype=torch.float64)
+    x = sharded(full).requires_grad_()
+
+    def kernel(block: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return block * scale, torch.ones(4, dtype=block.dtype)
+
+    mapped = sc.local_map(kernel, ([Shard(0)], [Replicate()]), in_placements=([Shard(0)], None))
+    out, whole = mapped(x, 2.0)
+    assert out.sharding.sizes(0) == tuple(SIZES) and whole.placements == (Replicate(),)
+    torch.testing.assert_close(out.full_tensor(), 2 * full)
+    out.sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), torch.full_like(full, 2.0))
+
+    strict = sc.local_map(kernel, ([Shard(1)], None), in_placements=([Shard(1)], None))
+    with pytest.raises(sc.LayoutError, match="redistribute_inputs"):
+        strict(x, 2.0)
+    moved = sc.local_map(kernel, ([Shard(1)], None), ([Shard(1)], None), redistribute_inputs=True)
+    torch.testing.assert_close(moved(x, 2.0)[0].full_tensor(), 2 * full)
