@@ -161,9 +161,14 @@ def _source_digest() -> str:
 def extent_hints(layout: Layout) -> dict[int, int]:
     """By sharded dim, the global extent that compilers take decisions with: at least 2.
 
-    Extents of 0 and 1 make strides ambiguous, and code that is tuned for them serves no other call.
+    An extent of 0 makes strides ambiguous, and code that is tuned for it serves no other call. A global extent of 1 is
+    static: it may be there to be broadcast, and all ranks see it alike.
     """
-    return {d: max(compat.size_hint(layout.shape[d]), 2) for d, c in enumerate(layout.cuts) if c is not None}
+    return {
+        d: max(compat.size_hint(layout.shape[d]), 2)
+        for d, c in enumerate(layout.cuts)
+        if c is not None and layout.shape[d] != 1
+    }
 
 
 def block_hints(layout: Layout) -> dict[int, int]:
@@ -172,7 +177,7 @@ def block_hints(layout: Layout) -> dict[int, int]:
     With its own size as the hint a rank with an empty block would compile other code than the others.
     """
     extents = extent_hints(layout)
-    return {d: max(-(-extents[d] // math.prod(c.parts)), 2) for d, c in enumerate(layout.cuts) if c is not None}
+    return {d: max(-(-extents[d] // math.prod(c.parts)), 2) for d, c in enumerate(layout.cuts) if c and d in extents}
 
 
 def restrided_empty(local: Tensor) -> Tensor:
