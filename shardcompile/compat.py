@@ -22,11 +22,18 @@ from torch._subclasses.fake_tensor import (  # 2.11 - 2.15
     FakeTensorMode,
     is_fake,
 )
+from torch._subclasses.functional_tensor import disable_functional_mode  # 2.11 - 2.15
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources  # 2.11 - 2.15
 from torch.distributed.distributed_c10d import _resolve_process_group  # 2.11 - 2.15
 from torch.distributed.tensor.debug import _comm_mode  # 2.11 - 2.15
+from torch.fx.experimental.proxy_tensor import (  # 2.11 - 2.15
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+)
 from torch.utils._python_dispatch import return_and_correct_aliasing  # 2.11 - 2.15
+from torch.utils._sympy.interp import sympy_interp  # 2.11 - 2.15
+from torch.utils._sympy.reference import PythonReferenceAnalysis  # 2.11 - 2.15
 
 __all__ = [
     "UNKNOWN_OUTPUT_SHAPE",
@@ -197,6 +204,35 @@ def mark_weakly_dynamic(x: torch.Tensor, hints: dict[int, int]) -> None:
 def share_storage(view: torch.Tensor, base: torch.Tensor) -> None:
     """Have a wrapper that is a view of another one say so: same storage, as the compiler's alias analysis expects."""
     torch._functionalize_unsafe_set(view, base)  # 2.11 - 2.15
+
+
+def untraced() -> contextlib.AbstractContextManager[Any]:
+    """Inside a trace: compute on fake tensors without leaving a node in the graph. See `retraced`."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(disable_functional_mode())
+    stack.enter_context(disable_proxy_modes_tracing())
+    return stack
+
+
+def retraced(sizes: Sequence[Any]) -> tuple[Any, ...]:
+    """Sizes that were computed while nothing was traced, computed again from what the trace knows."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return tuple(sizes)
+    return tuple(_retraced(mode.tracer, s) if isinstance(s, torch.SymInt) else s for s in sizes)
+
+
+def _retraced(tracer: Any, size: torch.SymInt) -> Any:
+    if not size.node.is_symbolic():
+        return size
+    known = tracer.sympy_expr_tracker  # 2.11 - 2.15
+    expression = size.node.expr
+    if expression in known:
+        return known[expression].value
+    symbols = {s: known[s].value for s in expression.free_symbols if s in known}
+    if len(symbols) < len(expression.free_symbols):
+        return size
+    return sympy_interp(PythonReferenceAnalysis, symbols, expression)
 
 
 def without_guards(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:

@@ -98,7 +98,7 @@ def _extend_key(key: list[Any], cls: type, a: Any) -> None:
     elif isinstance(a, Tensor):
         key.extend((tuple(a.shape), a.stride(), a.dtype, a.device))
     else:
-        key.append(a)
+        key.append([] if kind is torch.SymFloat or kind is torch.SymBool else a)  # not to be hashed, as a `SymInt`
 
 
 def _remember(cls: type, key: list[Any], entry: _Entry, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -183,6 +183,8 @@ class _Local(_Entry):
             for out in wrapped if isinstance(wrapped, (list, tuple)) else [wrapped]:
                 out._is_copy = True
             return wrapped
+        if type(args[0]._local_tensor) is not Tensor:
+            return wrapped  # a trace that saw the same storage would have the output made anew, by `as_strided`
         for out in wrapped if isinstance(wrapped, (list, tuple)) else [wrapped]:
             compat.share_storage(out, args[0])
         return wrapped
@@ -362,7 +364,8 @@ def _output_specs(
             return [spec(m, plan) for m in meta]
         if not isinstance(meta, Tensor):
             return None
-        return Spec.of(plan.layout(like, tuple(meta.shape), meta.dtype), tuple(meta.stride()))
+        layout = plan.layout(like, compat.retraced(meta.shape), meta.dtype)
+        return Spec.of(layout, compat.retraced(meta.stride()))
 
     meta = global_meta(cls, call.op, args, kwargs)
     metas = meta if isinstance(meta, tuple) and len(call.op._schema.returns) > 1 else (meta,)
@@ -392,7 +395,7 @@ def global_meta(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[s
             return [fake(b) for b in a]
         return a
 
-    with mode, torch._C.DisableTorchFunctionSubclass():
+    with compat.untraced(), mode, torch._C.DisableTorchFunctionSubclass():
         return op(*[fake(a) for a in args], **{k: fake(a) for k, a in kwargs.items()})
 
 

@@ -288,6 +288,17 @@ def _stack(call: OpCall) -> Iterable[Strategy]:
     yield from (partial([op] * count, [op]) for op in REDUCE_OPS)
 
 
+def _pad(call: OpCall) -> Iterable[Strategy]:
+    """Dims that are not padded may be cut."""
+    ndim = call.tensors[0].ndim
+    amounts = call.args[1]
+    padded = {ndim - 1 - i // 2 for i, amount in enumerate(amounts) if not (isinstance(amount, int) and amount == 0)}
+    yield from (along([d], [d]) for d in range(ndim) if d not in padded)
+    if call.arg(2, "value", 0) == 0:
+        yield from (partial([op], [op]) for op in ("sum", "avg"))
+
+
+register(aten.constant_pad_nd.default, _pad)
 register(aten.cat.default, _cat)
 register(aten.stack.default, _stack)
 
