@@ -162,7 +162,7 @@ def report(results: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--compiler", choices=["inductor", "aot_eager"], default="inductor")
+    parser.add_argument("--compiler", choices=["shardcompile", "inductor", "aot_eager"], default="shardcompile")
     parser.add_argument("--rounds", type=int, default=21)
     options = parser.parse_args()
     report(run_ranks(measure, RANKS, options.compiler, options.rounds))

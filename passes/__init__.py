@@ -1,6 +1,21 @@
 """Graph passes over functional collectives, imported as `shardcompile.passes`.
 
-There are no passes yet. The folder will hold one module per stage, in the order in which a graph goes
-through them: normalise, bucket, schedule, lower, verify. No pass is needed for correctness: each takes a
-valid graph and returns a valid graph with the same values, and each can be switched off by its name.
+    torch.compile(model, backend="shardcompile")                      # Inductor and these passes
+    torch.compile(model, options=shardcompile.passes.inductor_options())
+
+No pass is needed for correctness: each takes a valid graph and returns a valid graph that computes the same, and each
+can be switched off by its name.
 """
+
+from shardcompile.passes.backend import compile_with_passes, inductor_options
+from shardcompile.passes.bucket import BucketAllReduces
+from shardcompile.passes.pipeline import Pass, Pipeline, default_passes
+
+__all__ = [
+    "BucketAllReduces",
+    "Pass",
+    "Pipeline",
+    "compile_with_passes",
+    "default_passes",
+    "inductor_options",
+]

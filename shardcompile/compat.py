@@ -15,6 +15,7 @@ import torch.fx.experimental._config as _symbolic_shapes_config
 from torch._C._distributed_c10d import _register_work  # 2.11 - 2.15
 from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.11 - 2.15
 from torch._guards import CompileContext, TracingContext, detect_fake_mode  # 2.11 - 2.15
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # 2.11 - 2.15
 from torch._ops import OpOverload, OpOverloadPacket  # 2.11 - 2.15
 from torch._subclasses.fake_tensor import (  # 2.11 - 2.15
     DataDependentOutputException,
@@ -37,15 +38,19 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis  # 2.11 - 2.15
 
 __all__ = [
     "UNKNOWN_OUTPUT_SHAPE",
+    "CustomGraphPass",
     "FakeTensorMode",
     "OpOverload",
     "OpOverloadPacket",
     "count_as_collective",
     "current_mesh",
     "detect_fake_mode",
+    "get_hash_for_files",
+    "give_storage",
     "group_name_of",
     "is_compiling",
     "is_fake",
+    "keep_first_proxies",
     "lower_as_collective",
     "process_group",
     "register_work",
@@ -206,6 +211,15 @@ def share_storage(view: torch.Tensor, base: torch.Tensor) -> None:
     torch._functionalize_unsafe_set(view, base)  # 2.11 - 2.15
 
 
+def give_storage(x: torch.Tensor) -> None:
+    """Have a wrapper without elements claim a storage of a byte.
+
+    To make a fake tensor of it torch (2.11 - 2.15) would resize its storage to nothing, which a wrapper has not got.
+    """
+    like = torch.Tensor._make_wrapper_subclass(type(x), x.shape, dtype=x.dtype, device=x.device, storage_size=1)
+    share_storage(x, like)
+
+
 def untraced() -> contextlib.AbstractContextManager[Any]:
     """Inside a trace: compute on fake tensors without leaving a node in the graph. See `retraced`."""
     stack = contextlib.ExitStack()
@@ -220,6 +234,24 @@ def retraced(sizes: Sequence[Any]) -> tuple[Any, ...]:
     if mode is None:
         return tuple(sizes)
     return tuple(_retraced(mode.tracer, s) if isinstance(s, torch.SymInt) else s for s in sizes)
+
+
+class _FirstKept(dict[Any, Any]):
+    """A dict whose entries are never replaced."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.setdefault(key, value)
+
+
+def keep_first_proxies() -> None:
+    """In the trace that is going on, have the first node that gives a symbol stay the one that stands for it.
+
+    The tracer (2.11 - 2.15) takes the last one: after `a + b` the result of `(a + b) - b` stands for the input `a`, and
+    a sum that is built anew from `a` and `b` is then defined by itself, without end.
+    """
+    mode = get_proxy_mode()
+    if mode is not None and type(mode.tracer.sympy_expr_tracker) is dict:
+        mode.tracer.sympy_expr_tracker = _FirstKept(mode.tracer.sympy_expr_tracker)
 
 
 def _retraced(tracer: Any, size: torch.SymInt) -> Any:
@@ -270,4 +302,4 @@ def let_comm_debug_mode_see_through(cls: type[torch.Tensor]) -> None:
             return NotImplemented
         return handler(self, func, types, args, kwargs)
 
-    mode.__torch_dispatch__ = step_back  # type: ignore[method-assign]
+    mode.__torch_dispatch__ = torch.compiler.disable(step_back)  # type: ignore[method-assign]

@@ -27,3 +27,7 @@ class RuleError(ShardError):
 
 class CollectiveError(ShardError):
     """The arguments of a collective disagree with the layout it was given."""
+
+
+class PassError(ShardError):
+    """A graph pass is unknown, or cannot be applied to a graph."""

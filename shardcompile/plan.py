@@ -217,9 +217,7 @@ class _Planner:
         if recut is not None and not self._is_targets(dim, origin, depth):
             yield self._step("fetch_ranges", mesh_dim, state, recut, Shard(dim))
 
-    def _grow(
-        self, cuts: tuple[tuple[int, int], ...], dim: int, mesh_dim: int
-    ) -> tuple[tuple[int, int], ...] | None:
+    def _grow(self, cuts: tuple[tuple[int, int], ...], dim: int, mesh_dim: int) -> tuple[tuple[int, int], ...] | None:
         """`cuts` with `mesh_dim` as the next one to divide `dim`, in the target's cut, or None if it is not."""
         origin, depth = cuts[dim]
         after = self.cut(dim, 1, depth + 1)
@@ -314,9 +312,7 @@ def target_layout(
     return Layout.of(src.mesh, placements, src.shape, src.dtype, new_cuts)
 
 
-def _target_cut(
-    src: Layout, dim: int, extent: IntLike, mesh_dims: tuple[int, ...], stated: Cut | None
-) -> Cut | None:
+def _target_cut(src: Layout, dim: int, extent: IntLike, mesh_dims: tuple[int, ...], stated: Cut | None) -> Cut | None:
     if not mesh_dims:
         return None
     if stated is not None:

@@ -135,6 +135,9 @@ def _fetch_ranges(step: Step, x: Tensor) -> Pending:
 def _take_block(step: Step, x: Tensor) -> Tensor:
     dim, cut = _shard_dim(step.dst, step.mesh_dim)
     block = _block(cut, step.dst, _group(step))
+    if isinstance(x.stride(dim), int) and x.stride(dim) == 0:
+        # Expanded: all rows are one row. Unlike an op of ours, this is fused with what reads it.
+        return x.narrow(dim, 0, block).clone(memory_format=torch.contiguous_format)
     return _ops.take_block(x, dim, block, *_cut_arguments(cut, step.dst), _group(step))
 
 

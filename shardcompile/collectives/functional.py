@@ -88,9 +88,7 @@ def reduce_scatter_v(
         CollectiveError: `x` is not of extent sum(sizes), or there is no such reduction of this dtype.
     """
     sizes, dim = _checked(sizes, group), _normalized(x, dim)
-    out = _ops.reduce_scatter_v(
-        x, dim, sizes[group.rank()], reduce_op, sizes, CHUNK_KEY, [], group.group_name
-    )
+    out = _ops.reduce_scatter_v(x, dim, sizes[group.rank()], reduce_op, sizes, CHUNK_KEY, [], group.group_name)
     return _finish(Pending.of(out, x.shape, dim, sizes[group.rank()]), async_op)
 
 

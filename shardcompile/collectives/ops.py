@@ -27,9 +27,7 @@ from shardcompile.layout import GroupCut, IntLike, chunk_sizes
 
 _LIBRARY = torch.library.Library("shardcompile", "DEF")
 _CUT = "SymInt[] sizes, SymInt key, int[] nest"
-_TWO_CUTS = (
-    "SymInt[] src_sizes, SymInt src_key, int[] src_nest, SymInt[] dst_sizes, SymInt dst_key, int[] dst_nest"
-)
+_TWO_CUTS = "SymInt[] src_sizes, SymInt src_key, int[] src_nest, SymInt[] dst_sizes, SymInt dst_key, int[] dst_nest"
 
 _SCHEMAS = (
     f"all_gather_v(Tensor input, int dim, SymInt total, {_CUT}, str group_name) -> Tensor",
@@ -46,9 +44,7 @@ _SCHEMAS = (
 )
 for _schema in _SCHEMAS:
     # CUDA graphs cannot hold these: which rows move is decided on the host, at run time.
-    _LIBRARY.define(
-        _schema, tags=[torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]
-    )
+    _LIBRARY.define(_schema, tags=[torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout])
 
 _ops = torch.ops.shardcompile
 COLLECTIVES = (
@@ -401,9 +397,7 @@ def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 for _name, _backward in _GRADIENTS.items():
-    torch.library.register_autograd(
-        f"shardcompile::{_name}", _backward, setup_context=_keep_arguments, lib=_LIBRARY
-    )
+    torch.library.register_autograd(f"shardcompile::{_name}", _backward, setup_context=_keep_arguments, lib=_LIBRARY)
 
 for _packet in COLLECTIVES:
     compat.lower_as_collective(_packet.default)

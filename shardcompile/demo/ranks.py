@@ -56,7 +56,7 @@ class Settings:
     ranks: int = 2
     steps: int = 60
     backend: str = "gloo"
-    compiler: Compiler = "inductor"
+    compiler: Compiler = "shardcompile"
     seed: int = 0
     double: bool = False
     compare: bool = True

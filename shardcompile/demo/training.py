@@ -18,8 +18,8 @@ from .poisson import Array, Sample, make_sample, partition, random_weights
 
 LEARNING_RATE = 5e-4
 
-Compiler = Literal["inductor", "aot_eager", "eager"]
-"""Backends of torch.compile."""
+Compiler = Literal["shardcompile", "inductor", "aot_eager", "eager"]
+"""Backends of torch.compile; the first is Inductor with this library's passes."""
 
 # ------------------------------------------------------------------------------------------------- data
 

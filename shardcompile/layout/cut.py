@@ -146,9 +146,7 @@ class Cut:
         return Cut("chunk", tuple(mesh_dims), tuple(parts), extent, blocks, CHUNK_KEY)
 
     @staticmethod
-    def of_sizes(
-        mesh_dims: Sequence[int], parts: Sequence[int], sizes: Sequence[int], kind: Kind = "dynamic"
-    ) -> Cut:
+    def of_sizes(mesh_dims: Sequence[int], parts: Sequence[int], sizes: Sequence[int], kind: Kind = "dynamic") -> Cut:
         """A cut with the given block sizes.
 
         Raises:
@@ -166,9 +164,7 @@ class Cut:
         return Cut(kind, tuple(mesh_dims), tuple(parts), sum(blocks), blocks, _TABLE.key_of(blocks))
 
     @staticmethod
-    def traced(
-        mesh_dims: Sequence[int], parts: Sequence[int], extent: IntLike, key: IntLike, block: IntLike
-    ) -> Cut:
+    def traced(mesh_dims: Sequence[int], parts: Sequence[int], extent: IntLike, key: IntLike, block: IntLike) -> Cut:
         """A dynamic cut inside a trace, where only the symbols that stand for it are known."""
         return Cut("dynamic", tuple(mesh_dims), tuple(parts), extent, None, key, block)
 
@@ -326,9 +322,7 @@ class GroupCut:
     nest: list[int]
 
     @staticmethod
-    def resolve(
-        total: int, sizes: Sequence[int], key: int, nest: Sequence[int], world_size: int
-    ) -> tuple[int, ...]:
+    def resolve(total: int, sizes: Sequence[int], key: int, nest: Sequence[int], world_size: int) -> tuple[int, ...]:
         """Block sizes in group order, at run time.
 
         Args:

@@ -86,9 +86,7 @@ class Layout:
         return _INTERNED.setdefault(layout, layout)
 
     @staticmethod
-    def chunked(
-        mesh: Mesh, placements: Sequence[Placement], shape: Sequence[IntLike], dtype: torch.dtype
-    ) -> Layout:
+    def chunked(mesh: Mesh, placements: Sequence[Placement], shape: Sequence[IntLike], dtype: torch.dtype) -> Layout:
         """The layout in which every sharded dim has the cut of torch.chunk.
 
         Args:
@@ -239,9 +237,7 @@ def short_dtype(dtype: torch.dtype) -> str:
 
 def mesh_dims_by_tensor_dim(placements: Sequence[Placement], ndim: int) -> list[tuple[int, ...]]:
     """For each tensor dim the mesh dims that shard it, in mesh order."""
-    return [
-        tuple(m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim) for dim in range(ndim)
-    ]
+    return [tuple(m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim) for dim in range(ndim)]
 
 
 def normalize_placements(placements: Sequence[Placement], mesh: Mesh, ndim: int) -> tuple[Placement, ...]:

@@ -92,17 +92,17 @@ def _numel(shape: Sequence[IntLike]) -> IntLike:
 
 def _view(call: OpCall) -> Iterable[Strategy]:
     src = call.tensors[0].shape
-    if any(isinstance(e, int) and e == 0 for e in src):
-        return
     dst = call.args[1]
+    if any(isinstance(e, int) and e == 0 for e in src):
+        yield from (along([d], [d]) for d, (a, b) in enumerate(zip(src, dst, strict=False)) if a is b or a == b)
+        return
     if any(isinstance(e, int) and e == -1 for e in dst):
         dst = resolved_shape(dst, _numel(src))
-    for ins, outs in match_dims(src, dst):
-        if not ins:
-            continue
-        if not outs:
-            continue
-        yield from _view_group(src, dst, ins, outs)
+    for ins, outs in _joined_ones(match_dims(src, dst)):
+        if is_one(src[ins[0]]):
+            yield from (along([i], [j]) for i in ins for j in outs)
+        else:
+            yield from _view_group(src, dst, ins, outs)
     yield from (partial([op], [op]) for op in REDUCE_OPS)
 
 

@@ -140,8 +140,10 @@ def _stated(
         mesh_dims = [m for m, p in enumerate(placements) if p == placement]
         values = next((shapes[m] for m in reversed(mesh_dims) if m in shapes), None)
         if values is None:
-            raise LayoutError(f"sharding_shapes {dict(shapes)} says nothing of mesh dim {mesh_dim}, which shards "
-                              f"tensor dim {placement.dim}")
+            raise LayoutError(
+                f"sharding_shapes {dict(shapes)} says nothing of mesh dim {mesh_dim}, which shards "
+                f"tensor dim {placement.dim}"
+            )
         cut = _stated_cut(mesh, placements, placement.dim, values, fixed=False)
         cuts[placement.dim] = cut
         shape[placement.dim] = cut.extent  # type: ignore[assignment]

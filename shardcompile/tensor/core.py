@@ -76,6 +76,7 @@ class ShardTensor(torch.Tensor):
 
     def _carry_keys(self) -> None:
         """Inside a trace the tensor that carries the keys is made along with the result, while tracing is on."""
+        compat.keep_first_proxies()
         self._spec = with_block_symbols(self._spec, self._local_tensor)
         layout = self._spec.layout
         metadata = metadata_of(layout)
@@ -110,6 +111,8 @@ class ShardTensor(torch.Tensor):
             self._may_vary = plain and bool(metadata.cuts) and not getattr(self, "_is_param", False)
             if self._may_vary and self._local_tensor.numel() == 0:
                 self._local_tensor = restrided_empty(self._local_tensor)
+            if plain and 0 in self._spec.shape:
+                compat.give_storage(self)
         if self._may_vary and compat.is_compiling():
             self._prepare_trace(flat[1])
         return flat
@@ -165,6 +168,8 @@ class ShardTensor(torch.Tensor):
         inner: Mapping[str, Tensor], metadata: Metadata, shape: Sequence[IntLike], stride: Sequence[IntLike]
     ) -> ShardTensor:
         local = inner["_local_tensor"]
+        if type(local) is not Tensor:
+            compat.keep_first_proxies()
         keys = inner.get("_cut_keys")
         spec = spec_from_parts(metadata, local, keys, shape, stride)
         self = _make_wrapper(ShardTensor, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device)
@@ -476,8 +481,9 @@ def _promoted(cls: Any, mesh: Any, a: Any) -> Any:
         if isinstance(a, cls) or not a.requires_grad or not torch.is_grad_enabled():
             return a
         return Promote.apply(a, cls, mesh)
-    if type(a) in (list, tuple):
-        return type(a)(_promoted(cls, mesh, b) for b in a)
+    if isinstance(a, (list, tuple)) and not isinstance(a, torch.Size):  # a graph has its own kind of list
+        promoted = [_promoted(cls, mesh, b) for b in a]
+        return promoted if isinstance(a, list) else tuple(promoted)
     return a
 
 

@@ -161,13 +161,13 @@ def _source_digest() -> str:
 def extent_hints(layout: Layout) -> dict[int, int]:
     """By sharded dim, the global extent that compilers take decisions with: at least 2.
 
-    An extent of 0 makes strides ambiguous, and code that is tuned for it serves no other call. A global extent of 1 is
-    static: it may be there to be broadcast, and all ranks see it alike.
+    A global extent of 0 or 1 is static: it may be there to be broadcast, or to be skipped by a join, strides are
+    ambiguous for it, and all ranks see it alike.
     """
     return {
         d: max(compat.size_hint(layout.shape[d]), 2)
         for d, c in enumerate(layout.cuts)
-        if c is not None and layout.shape[d] != 1
+        if c is not None and layout.shape[d] not in (0, 1)
     }
 
 

@@ -42,9 +42,7 @@ def test_import_contracts_hold():
 )
 def test_import_contracts_can_fail(tmp_path: Path, importer: str, imported: str, contract: str):
     for folder in ("passes", "shardcompile"):
-        shutil.copytree(
-            ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / ".importlinter", tmp_path)
     add_line(tmp_path / "shardcompile", imported)
     add_line(tmp_path / "shardcompile", importer, f"import shardcompile.{imported}")

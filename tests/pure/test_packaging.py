@@ -14,9 +14,7 @@ BUILD_INPUTS = ["LICENSE", "README.md", "pyproject.toml", "setup.py", "passes", 
 
 
 def run(*command: object, cwd: Path) -> str:
-    result = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=300
-    )
+    result = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout.strip()
 

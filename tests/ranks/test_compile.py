@@ -53,7 +53,7 @@ def mlp() -> nn.Module:
 
 
 @pytest.mark.ranks(2, 3, 4, timeout=300)
-@pytest.mark.parametrize("backend", ["eager_tensor", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager_tensor", "aot_eager", "inductor", "shardcompile"])
 def test_ten_optimizer_steps_equal_one_process(backend: str) -> None:
     mesh, sizes = mesh_1d(), CUTS[world_size()]
     model = mlp()
@@ -94,7 +94,7 @@ def random_sizes(rng: random.Random, ranks: int) -> list[int]:
 
 
 @pytest.mark.ranks(3, timeout=600)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", "shardcompile"])  # the latter is Inductor and the passes
 def test_one_graph_serves_100_layouts(backend: str) -> None:
     mesh = mesh_1d()
     torch.manual_seed(1)

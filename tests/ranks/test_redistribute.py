@@ -354,9 +354,7 @@ def test_dtypes_of_forward_and_backward(monkeypatch: pytest.MonkeyPatch):
     traffic = Traffic(monkeypatch)
     for forward, backward in ((None, torch.float32), (torch.bfloat16, None), (torch.float16, torch.float32)):
         x = sharded(full, mesh, Case((S0,), {0: [2, 5]})).detach().requires_grad_()
-        y = x.redistribute(
-            placements=[S1], sharding_shapes={0: [1, 4]}, forward_dtype=forward, backward_dtype=backward
-        )
+        y = x.redistribute(placements=[S1], sharding_shapes={0: [1, 4]}, forward_dtype=forward, backward_dtype=backward)
         assert y.dtype == (forward or torch.float64)
         assert traffic.taken()[1] == {y.dtype}
         loss = (y.double() * 3).to_local().sum()

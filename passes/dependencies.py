@@ -1,0 +1,98 @@
+"""What in a graph must come before what."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.fx import Graph, Node
+
+
+class Dependencies:
+    """The nodes that each node depends on, directly or through others, as sets of bits.
+
+    A node that writes to memory keeps its place among all others, and random ops their order among each other: what
+    they do is not told by their arguments.
+
+    Args:
+        graph: in a valid order.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.position = {node: i for i, node in enumerate(graph.nodes)}
+        self._ancestors: dict[Node, int] = {}
+        for node, before in ordered_inputs(graph).items():
+            ancestors = 0
+            for b in before:
+                ancestors |= self._ancestors[b] | 1 << self.position[b]
+            self._ancestors[node] = ancestors
+
+    def needs(self, node: Node, other: Node) -> bool:
+        """Whether `node` must come after `other`."""
+        return bool(self._ancestors[node] >> self.position[other] & 1)
+
+    def independent(self, node: Node, others: Iterable[Node]) -> bool:
+        """Whether `node` may run before each of the others as well as after it."""
+        return not any(self.needs(node, o) or self.needs(o, node) for o in others)
+
+
+def ordered_inputs(graph: Graph) -> dict[Node, list[Node]]:
+    """For each node the nodes that it must directly follow."""
+    inputs: dict[Node, list[Node]] = {}
+    since_barrier: list[Node] = []
+    barrier: Node | None = None
+    random: Node | None = None
+    for node in graph.nodes:
+        before = list(node.all_input_nodes)
+        if barrier is not None:
+            before.append(barrier)
+        if _writes(node) or node.op == "output":
+            before += since_barrier
+            barrier, since_barrier = node, []
+        else:
+            since_barrier.append(node)
+        if _is_random(node):
+            before += [] if random is None else [random]
+            random = node
+        inputs[node] = before
+    return inputs
+
+
+def reorder(graph: Graph, inputs: dict[Node, list[Node]], priority: Callable[[Node], float]) -> None:
+    """Sort a graph: what is needed first, and of the nodes that could be next the one of least priority.
+
+    Args:
+        graph: its order is changed.
+        inputs: the nodes that each node must directly follow.
+        priority: by node; ties are broken by the present order.
+    """
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    missing = {node: len(set(inputs[node])) for node in place}
+    users: dict[Node, list[Node]] = {node: [] for node in place}
+    for node in place:
+        for i in dict.fromkeys(inputs[node]):
+            users[i].append(node)
+    ready = [(priority(n), place[n], n) for n in place if not missing[n]]
+    heapq.heapify(ready)
+    order: list[Node] = []
+    while ready:
+        node = heapq.heappop(ready)[2]
+        order.append(node)
+        for user in users[node]:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (priority(user), place[user], user))
+    assert len(order) == len(place), "the graph has a cycle"
+    for earlier, later in itertools.pairwise(order):
+        earlier.append(later)
+
+
+def _writes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
+def _is_random(node: Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

@@ -1,0 +1,49 @@
+"""Compiled steps with the passes against those without: fewer collectives, the same numbers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.placement_types import Shard
+
+import shardcompile as sc
+from shardcompile.demo.model import PointTransformer, relative_l2
+from shardcompile.demo.traffic import traffic_of
+from shardcompile.passes import inductor_options
+from shardcompile.testing import rank, world_size
+
+SIZES = {2: [9, 2], 3: [6, 0, 5]}
+
+
+def gradients(net: nn.Module, options: dict[str, Any]) -> tuple[list[Tensor], int]:
+    """The gradients of a compiled step, and how many collectives it took."""
+    mesh, sizes = init_device_mesh("cpu", (world_size(),)), SIZES[world_size()]
+    torch.manual_seed(0)
+    points, values = torch.randn(11, 5, dtype=torch.float64), torch.randn(11, dtype=torch.float64)
+    x, y = (
+        sc.ShardTensor.from_local(full.split(sizes)[rank()].clone(), mesh, [Shard(0)], {0: sizes})
+        for full in (points, values)
+    )
+    torch._dynamo.reset()
+    loss = torch.compile(lambda x, y: relative_l2(net(x), y), fullgraph=True, options=options)
+    loss(x, y).backward()  # compiles
+    net.zero_grad()
+    traffic = traffic_of(lambda: loss(x, y).backward(), world_size())
+    return [p.grad for p in net.parameters()], traffic.collectives
+
+
+@pytest.mark.ranks(2, 3, timeout=300)
+def test_bucketed_reductions_give_the_same_gradients() -> None:
+    torch.manual_seed(1)
+    net = PointTransformer(channels=16, heads=2, slices=4, layers=1).double()
+    one_by_one, many = gradients(copy.deepcopy(net), inductor_options(off=["bucket_all_reduces"]))
+    bucketed, few = gradients(net, inductor_options())
+    assert many > 20
+    assert few == 4  # the slices, forward and backward; the loss; the gradients that are left
+    tolerance = 0 if world_size() == 2 else 1e-12  # two terms have one sum, three may be added up in another order
+    torch.testing.assert_close(bucketed, one_by_one, rtol=tolerance, atol=tolerance)
