@@ -106,9 +106,21 @@ def _view(call: OpCall) -> Iterable[Strategy]:
     yield from (partial([op], [op]) for op in REDUCE_OPS)
 
 
-def _view_group(
-    src: Sequence[IntLike], dst: Sequence[IntLike], ins: list[int], outs: list[int]
-) -> Iterable[Strategy]:
+def _joined_ones(groups: Iterable[tuple[list[int], list[int]]]) -> Iterable[tuple[list[int], list[int]]]:
+    """Groups with dims on both sides, neighbouring dims of extent 1 in one group: any of them can stand for another."""
+    ones: tuple[list[int], list[int]] = ([], [])
+    for ins, outs in [*groups, ([], [])]:
+        if bool(ins) != bool(outs):
+            ones = (ones[0] + ins, ones[1] + outs)
+            continue
+        if all(ones):
+            yield ones
+        ones = ([], [])
+        if ins:
+            yield ins, outs
+
+
+def _view_group(src: Sequence[IntLike], dst: Sequence[IntLike], ins: list[int], outs: list[int]) -> Iterable[Strategy]:
     """The leading dim of a group stays cut; the trailing ones scale its blocks."""
     below, above = _numel([src[d] for d in ins[1:]]), _numel([dst[d] for d in outs[1:]])
     if len(ins) == len(outs) == 1:
