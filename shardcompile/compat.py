@@ -33,6 +33,10 @@ from torch.fx.experimental.proxy_tensor import (  # 2.11 - 2.15
     get_proxy_mode,
 )
 from torch.utils._python_dispatch import return_and_correct_aliasing  # 2.11 - 2.15
+from torch.fx.experimental.symbolic_shapes import (
+    free_unbacked_symbols,  # 2.11 - 2.15
+    statically_known_true,  # 2.11 - 2.15
+)
 from torch.utils._sympy.interp import sympy_interp  # 2.11 - 2.15
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # 2.11 - 2.15
 
@@ -132,6 +136,11 @@ def trace_size_obliviously() -> None:
 
     A block may be empty or of one row on any rank in any call; a graph that is specialised on it would have to be
     compiled again, on that rank alone. The switch is torch's own (`backed_size_oblivious`), is read all through a
+def surely(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds whatever the symbols in it are; installs no guard."""
+    return statically_known_true(condition)
+
+
     compilation, and goes back to what it was when the compilation ends.
     """
     context = TracingContext.try_get()
@@ -274,6 +283,21 @@ def without_guards(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
     """
     mode = detect_fake_mode([x])
     if mode is None or mode.shape_env is None:
+def refusing_unknown_shapes(mode: Any, op: torch._ops.OpOverload) -> contextlib.AbstractContextManager[None]:
+    """Inside of it an op on fake tensors whose result has a shape that depends on values raises, in a trace as well."""
+    return contextlib.nullcontext() if mode.shape_env is None else _refusing(mode.shape_env, op)
+
+
+@contextlib.contextmanager
+def _refusing(shape_env: Any, op: torch._ops.OpOverload) -> Iterator[None]:
+    pending = shape_env.pending_fresh_unbacked_symbols  # 2.11 - 2.15
+    before = len(pending)
+    yield
+    if len(pending) > before:
+        del pending[before:]
+        raise DynamicOutputShapeException(op)
+
+
         return contextlib.nullcontext()
     return mode.shape_env.suppress_guards()
 
@@ -303,3 +327,13 @@ def let_comm_debug_mode_see_through(cls: type[torch.Tensor]) -> None:
         return handler(self, func, types, args, kwargs)
 
     mode.__torch_dispatch__ = torch.compiler.disable(step_back)  # type: ignore[method-assign]
+def unrecorded_symbols(size: Any) -> contextlib.AbstractContextManager[None]:
+    """While no graph is recorded, as in Dynamo's runs on fake tensors: the symbols made here need not reach a result.
+
+    Dynamo looks for them in the result of the op of which they are an inner matter; the recorded run makes them anew.
+    """
+    if get_proxy_mode() is not None or not isinstance(size, torch.SymInt):
+        return contextlib.nullcontext()
+    return size.node.shape_env.ignore_fresh_unbacked_symbols()
+
+

@@ -316,7 +316,8 @@ def symbolic_chunk_block(total: IntLike, group_name: str) -> IntLike:
     Written as a formula it would name the rank in the graph, and comparisons with it would be guards that hold on some
     ranks only.
     """
-    block: Any = _ops.chunk_block(total, group_name).item()
+    with compat.unrecorded_symbols(total):
+        block = compat.keep_symbol(_ops.chunk_block(total, group_name).item())
     torch._check(block >= 0)
     torch._check(block <= total)
     return block

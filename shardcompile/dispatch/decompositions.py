@@ -287,6 +287,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.addmm.default: _addmm,
     aten.baddbmm.default: _baddbmm,
     aten.as_strided.default: _as_strided,
+    aten.size.default: lambda x: list(x._spec.shape),  # asked for where extents depend on values
 }
 """By op, what is run when the op itself would have to gather."""
 

@@ -395,7 +395,8 @@ def global_meta(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[s
             return [fake(b) for b in a]
         return a
 
-    with compat.untraced(), mode, torch._C.DisableTorchFunctionSubclass():
+    known = compat.refusing_unknown_shapes(mode, op)
+    with compat.untraced(), mode, known, torch._C.DisableTorchFunctionSubclass():
         return op(*[fake(a) for a in args], **{k: fake(a) for k, a in kwargs.items()})
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,12 +64,32 @@ def _whole_extremum(op: Any, neutral: Callable[[torch.dtype], Any]) -> Callable[
 def _view(x: Tensor, shape: Sequence[Any]) -> Tensor:
     """A view, or a copy where the strides of a block forbid a view that those of the whole tensor allow.
 
-    Not simply a reshape: inside a trace that compares strides, and so specialises on the size of this rank's block.
+    Inside a trace strides are compared by their hints, or the graph would be specialised on the size of this rank's
+    block. What can be viewed so with rows can be with one or none.
     """
-    try:
-        return aten.view.default(x, shape)
-    except (RuntimeError, ValueError):
-        return aten.reshape.default(x, shape)
+    with contextlib.nullcontext() if type(x) is Tensor else compat.without_guards(x):
+        try:
+            return aten.view.default(x, shape)
+        except (RuntimeError, ValueError):
+            return aten.view.default(aten.clone.default(x, memory_format=torch.contiguous_format), shape)
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """`matmul`; torch's own reshapes the batch, and inside a trace specialises on the size of this rank's block."""
+    if type(a) is Tensor or a.ndim < 3 or b.ndim < 3:
+        return aten.matmul.default(a, b)
+    ndim = max(a.ndim, b.ndim)
+    a, b = (x[(None,) * (ndim - x.ndim)] for x in (a, b))
+    batch = [n if isinstance(m, int) and m == 1 else m for m, n in zip(a.shape[:-2], b.shape[:-2], strict=True)]
+    out = aten.bmm.default(_flat_batch(a, batch), _flat_batch(b, batch))
+    return _view(out, [*batch, *out.shape[1:]])
+
+
+def _flat_batch(x: Tensor, batch: Sequence[Any]) -> Tensor:
+    """Broadcast to a batch, whose dims become one."""
+    if any(isinstance(m, int) and m == 1 and n is not m for m, n in zip(x.shape, batch, strict=False)):
+        x = x.expand([*batch, -1, -1])
+    return _view(x, [math.prod(batch), *x.shape[-2:]])
 
 
 def copy_block(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -84,8 +106,10 @@ LOCAL_OPS: dict[Any, Callable[..., Any]] = {
     aten.max.default: _whole_extremum(aten.amax.default, lowest),
     aten.min.default: _whole_extremum(aten.amin.default, highest),
     aten.copy_.default: copy_block,
+    aten.matmul.default: _matmul,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
+    aten.reshape.default: _view,
     # A block must not be conjugated or negated lazily: below `__torch_dispatch__` nothing heeds the bit.
     aten._conj.default: aten._conj_physical.default,
     aten._neg_view.default: aten.neg.default,

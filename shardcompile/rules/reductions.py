@@ -90,6 +90,13 @@ def _flip(call: OpCall) -> Iterable[Strategy]:
     return [along([d], [d]) for d in range(ndim) if d not in dims]
 
 
+def _cumprod(call: OpCall) -> Iterable[Strategy]:
+    shape = call.tensors[0].shape
+    if shape:
+        int(shape[call.args[1] % len(shape)])  # torch unrolls the gradient over the dim: one graph for each extent
+    return other_dims(1)(call)
+
+
 register(aten.sum.dim_IntList, reduction("sum", ["sum", "avg"]))
 register(aten.sum.default, _whole("sum", ["sum", "avg"]))
 register(aten.prod.dim_int, reduction("product"))
@@ -114,7 +121,8 @@ register(aten.kthvalue.default, reduction(None, dim_at=2, keepdim_at=3))
 
 register([aten._softmax.default, aten._log_softmax.default], other_dims(1))
 register([aten._softmax_backward_data.default, aten._log_softmax_backward_data.default], other_dims(2))
-register([aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default], other_dims(1))
+register([aten.cumsum.default, aten.logcumsumexp.default], other_dims(1))
+register(aten.cumprod.default, _cumprod)
 register([aten.cummax.default, aten.cummin.default], other_dims(1))
 register(aten.sort.default, other_dims(1, -1))
 register(aten.sort.stable, other_dims(99, -1))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardcompile import compat
 from shardcompile.layout import Cut, IntLike, Layout, dense_stride
 from shardcompile.rules.pointwise import _REDUCE_OPS as REDUCE_OPS
 from shardcompile.rules.pointwise import is_one
@@ -323,7 +324,7 @@ def _new(call: OpCall) -> Iterable[Strategy]:
     src, shape = call.tensors[0].shape, call.args[1]
     alike = len(src) == len(shape)
     for dim in range(len(src)):
-        yield along([dim], [dim if alike and _same(src[dim], shape[dim]) else None])
+        yield along([dim], [dim if alike and compat.surely(src[dim] == shape[dim]) else None])
     yield from (partial([op], [None]) for op in REDUCE_OPS)
 
 
