@@ -7,6 +7,7 @@ asserts that all of them exist in the installed version, so that an upgrade brea
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,11 +33,11 @@ from torch.fx.experimental.proxy_tensor import (  # 2.11 - 2.15
     disable_proxy_modes_tracing,
     get_proxy_mode,
 )
-from torch.utils._python_dispatch import return_and_correct_aliasing  # 2.11 - 2.15
 from torch.fx.experimental.symbolic_shapes import (
     free_unbacked_symbols,  # 2.11 - 2.15
     statically_known_true,  # 2.11 - 2.15
 )
+from torch.utils._python_dispatch import return_and_correct_aliasing  # 2.11 - 2.15
 from torch.utils._sympy.interp import sympy_interp  # 2.11 - 2.15
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # 2.11 - 2.15
 
@@ -48,24 +49,64 @@ __all__ = [
     "OpOverloadPacket",
     "count_as_collective",
     "current_mesh",
+    "decomposition_of",
     "detect_fake_mode",
+    "follow_view",
+    "functional_variant",
     "get_hash_for_files",
     "give_storage",
     "group_name_of",
     "is_compiling",
     "is_fake",
+    "is_unbacked",
     "keep_first_proxies",
+    "keep_symbol",
+    "kernel_of",
+    "let_comm_debug_mode_see_through",
     "lower_as_collective",
+    "mark_weakly_dynamic",
     "process_group",
+    "refusing_unknown_shapes",
     "register_work",
+    "retraced",
     "share_storage",
     "size_hint",
+    "start_epoch",
+    "surely",
     "trace_size_obliviously",
+    "unrecorded_symbols",
+    "untraced",
+    "without_guards",
+    "world_epoch",
 ]
 
 
 UNKNOWN_OUTPUT_SHAPE = (DynamicOutputShapeException, DataDependentOutputException)
 """What an op on fake tensors raises whose result depends on values."""
+
+
+_world: Any = None
+_world_epoch = 0
+
+
+def world_epoch() -> int:
+    """A number that changes when the default process group does, and with `start_epoch`.
+
+    Meshes are equal by their ranks alone. What is kept by mesh is kept by this number as well, so that a mesh whose
+    process groups are gone does not stand in for a new one.
+    """
+    global _world, _world_epoch
+    world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
+    if world is not None and (_world is None or _world() is not world):
+        _world = weakref.ref(world)
+        _world_epoch += 1
+    return _world_epoch
+
+
+def start_epoch() -> None:
+    """Say that process groups of meshes were destroyed, though not the default one."""
+    global _world_epoch
+    _world_epoch += 1
 
 
 def process_group(name: str) -> ProcessGroup:
@@ -95,12 +136,22 @@ def current_mesh() -> DeviceMesh:
     return _mesh_resources.get_current_mesh()
 
 
+def surely(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds whatever the symbols in it are; installs no guard."""
+    return statically_known_true(condition)
+
+
 def size_hint(value: Any, default: int = 64) -> int:
     """The number to reckon costs with for a size that may be symbolic; installs no guard."""
     if isinstance(value, int):
         return value
     hint = value.node.hint
     return default if hint is None else int(hint)
+
+
+def is_unbacked(value: Any) -> bool:
+    """Whether a size is a symbol that gets its value when the graph runs."""
+    return isinstance(value, torch.SymInt) and bool(free_unbacked_symbols(value))  # 2.11 - 2.15
 
 
 def count_as_collective(op_packets: Sequence[Any]) -> None:
@@ -136,11 +187,6 @@ def trace_size_obliviously() -> None:
 
     A block may be empty or of one row on any rank in any call; a graph that is specialised on it would have to be
     compiled again, on that rank alone. The switch is torch's own (`backed_size_oblivious`), is read all through a
-def surely(condition: bool | torch.SymBool) -> bool:
-    """Whether a condition on sizes holds whatever the symbols in it are; installs no guard."""
-    return statically_known_true(condition)
-
-
     compilation, and goes back to what it was when the compilation ends.
     """
     context = TracingContext.try_get()
@@ -237,6 +283,21 @@ def untraced() -> contextlib.AbstractContextManager[Any]:
     return stack
 
 
+def refusing_unknown_shapes(mode: Any, op: torch._ops.OpOverload) -> contextlib.AbstractContextManager[None]:
+    """Inside of it an op on fake tensors whose result has a shape that depends on values raises, in a trace as well."""
+    return contextlib.nullcontext() if mode.shape_env is None else _refusing(mode.shape_env, op)
+
+
+@contextlib.contextmanager
+def _refusing(shape_env: Any, op: torch._ops.OpOverload) -> Iterator[None]:
+    pending = shape_env.pending_fresh_unbacked_symbols  # 2.11 - 2.15
+    before = len(pending)
+    yield
+    if len(pending) > before:
+        del pending[before:]
+        raise DynamicOutputShapeException(op)
+
+
 def retraced(sizes: Sequence[Any]) -> tuple[Any, ...]:
     """Sizes that were computed while nothing was traced, computed again from what the trace knows."""
     mode = get_proxy_mode()
@@ -250,6 +311,21 @@ class _FirstKept(dict[Any, Any]):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.setdefault(key, value)
+
+
+def keep_symbol(size: Any) -> Any:
+    """Have `retraced` use this size for its symbol, which gets its value when the graph runs; returns it.
+
+    The gradients of the forward graph's results may have the same size. They are inputs of the joint graph and come
+    first, but the forward graph cannot read it off them.
+    """
+    mode = get_proxy_mode()
+    if mode is not None and isinstance(size, torch.SymInt):
+        _KEPT_SYMBOLS.setdefault(mode.tracer, []).append(size)
+    return size
+
+
+_KEPT_SYMBOLS: weakref.WeakKeyDictionary[Any, list[torch.SymInt]] = weakref.WeakKeyDictionary()
 
 
 def keep_first_proxies() -> None:
@@ -266,14 +342,25 @@ def keep_first_proxies() -> None:
 def _retraced(tracer: Any, size: torch.SymInt) -> Any:
     if not size.node.is_symbolic():
         return size
-    known = tracer.sympy_expr_tracker  # 2.11 - 2.15
+    known = {e: entry.value for e, entry in tracer.sympy_expr_tracker.items()}  # 2.11 - 2.15
+    known.update((kept.node.expr, kept) for kept in _KEPT_SYMBOLS.get(tracer, ()))  # by now renamed, maybe
     expression = size.node.expr
     if expression in known:
-        return known[expression].value
-    symbols = {s: known[s].value for s in expression.free_symbols if s in known}
+        return known[expression]
+    symbols = {s: known[s] for s in expression.free_symbols if s in known}
     if len(symbols) < len(expression.free_symbols):
         return size
     return sympy_interp(PythonReferenceAnalysis, symbols, expression)
+
+
+def unrecorded_symbols(size: Any) -> contextlib.AbstractContextManager[None]:
+    """While no graph is recorded, as in Dynamo's runs on fake tensors: the symbols made here need not reach a result.
+
+    Dynamo looks for them in the result of the op of which they are an inner matter; the recorded run makes them anew.
+    """
+    if get_proxy_mode() is not None or not isinstance(size, torch.SymInt):
+        return contextlib.nullcontext()
+    return size.node.shape_env.ignore_fresh_unbacked_symbols()
 
 
 def without_guards(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
@@ -283,21 +370,6 @@ def without_guards(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
     """
     mode = detect_fake_mode([x])
     if mode is None or mode.shape_env is None:
-def refusing_unknown_shapes(mode: Any, op: torch._ops.OpOverload) -> contextlib.AbstractContextManager[None]:
-    """Inside of it an op on fake tensors whose result has a shape that depends on values raises, in a trace as well."""
-    return contextlib.nullcontext() if mode.shape_env is None else _refusing(mode.shape_env, op)
-
-
-@contextlib.contextmanager
-def _refusing(shape_env: Any, op: torch._ops.OpOverload) -> Iterator[None]:
-    pending = shape_env.pending_fresh_unbacked_symbols  # 2.11 - 2.15
-    before = len(pending)
-    yield
-    if len(pending) > before:
-        del pending[before:]
-        raise DynamicOutputShapeException(op)
-
-
         return contextlib.nullcontext()
     return mode.shape_env.suppress_guards()
 
@@ -327,13 +399,3 @@ def let_comm_debug_mode_see_through(cls: type[torch.Tensor]) -> None:
         return handler(self, func, types, args, kwargs)
 
     mode.__torch_dispatch__ = torch.compiler.disable(step_back)  # type: ignore[method-assign]
-def unrecorded_symbols(size: Any) -> contextlib.AbstractContextManager[None]:
-    """While no graph is recorded, as in Dynamo's runs on fake tensors: the symbols made here need not reach a result.
-
-    Dynamo looks for them in the result of the op of which they are an inner matter; the recorded run makes them anew.
-    """
-    if get_proxy_mode() is not None or not isinstance(size, torch.SymInt):
-        return contextlib.nullcontext()
-    return size.node.shape_env.ignore_fresh_unbacked_symbols()
-
-

@@ -23,7 +23,7 @@ from shardcompile import compat
 from shardcompile.collectives import transport
 from shardcompile.collectives.transport import Range
 from shardcompile.errors import CollectiveError
-from shardcompile.layout import GroupCut, IntLike, chunk_sizes
+from shardcompile.layout import Cut, GroupCut, IntLike, chunk_sizes, digest_of
 
 _LIBRARY = torch.library.Library("shardcompile", "DEF")
 _CUT = "SymInt[] sizes, SymInt key, int[] nest"
@@ -41,6 +41,8 @@ _SCHEMAS = (
     f"take_block(Tensor input, int dim, SymInt block, {_CUT}, str group_name) -> Tensor",
     f"place_block(Tensor input, int dim, SymInt total, {_CUT}, str group_name) -> Tensor",
     "chunk_block(SymInt total, str group_name) -> Tensor",
+    "gather_cut(Tensor input, int dim, str group_name) -> Tensor",
+    "state_cut(Tensor input, int dim, SymInt[] sizes, str group_name) -> Tensor",
 )
 for _schema in _SCHEMAS:
     # CUDA graphs cannot hold these: which rows move is decided on the host, at run time.
@@ -53,10 +55,11 @@ COLLECTIVES = (
     _ops.all_to_all_v,
     _ops.fetch_ranges,
     _ops.return_ranges,
+    _ops.gather_cut,
 )
 """Ops that communicate."""
 
-OPS = (*COLLECTIVES, _ops.take_block, _ops.place_block, _ops.chunk_block)
+OPS = (*COLLECTIVES, _ops.take_block, _ops.place_block, _ops.chunk_block, _ops.state_cut)
 """All ops of the namespace."""
 
 
@@ -291,6 +294,36 @@ def _chunk_block(total: int, group_name: str) -> Tensor:
     return torch.tensor(chunk_sizes(total, group.size())[group.rank()])
 
 
+def _gather_cut(x: Tensor, dim: int, group_name: str) -> Tensor:
+    """Global extent and key of the cut of which every rank holds a block: [2], int64."""
+    group = compat.process_group(group_name)
+    rest = [x.ndim, *(s for d, s in enumerate(x.shape) if d != dim)]
+    mine = torch.tensor([x.shape[dim], digest_of(repr((str(x.dtype), dim, rest)))], device=x.device)
+    rows = torch.ops._c10d_functional.all_gather_into_tensor(mine, group.size(), group_name)
+    rows = wait(rows).view(group.size(), 2).tolist()
+    if any(r[1] != rows[0][1] for r in rows):
+        other = next(i for i, r in enumerate(rows) if r[1] != rows[0][1])
+        raise CollectiveError(
+            f"the blocks do not belong together: dtype or extents other than that of dim {dim} are not the same on "
+            f"ranks 0 and {other} of the group; here {x.dtype}, {tuple(x.shape)}"
+        )
+    return _extent_and_key([r[0] for r in rows], x)
+
+
+def _state_cut(x: Tensor, dim: int, sizes: list[int], group_name: str) -> Tensor:
+    """Global extent and key of the cut with these sizes: [2], int64."""
+    group = compat.process_group(group_name)
+    if len(sizes) != group.size():
+        raise CollectiveError(f"sharding_shapes has {len(sizes)} sizes for a mesh dim of {group.size()} ranks: {sizes}")
+    _check_block(x, dim, (0, sizes[group.rank()]), group.rank(), "from_local")
+    return _extent_and_key(sizes, x)
+
+
+def _extent_and_key(sizes: list[int], like: Tensor) -> Tensor:
+    cut = Cut.of_sizes([0], [len(sizes)], sizes)
+    return torch.tensor([cut.extent, cut.key], device=like.device)
+
+
 def _fake_all_to_all_v(x: Tensor, src_dim: int, dst_dim: int, total: Any, block: Any, *_: Any) -> Tensor:
     return _new_rows(x.new_empty(_with_extent(x, dst_dim, block)), src_dim, total)
 
@@ -304,10 +337,29 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]]
     "take_block": (_take_block, lambda x, dim, block, *_: x.new_empty(_with_extent(x, dim, block))),
     "place_block": (_place_block, lambda x, dim, total, *_: x.new_empty(_with_extent(x, dim, total))),
 }
+_IMPLEMENTATIONS["gather_cut"] = (_gather_cut, lambda x, *_: x.new_empty([2], dtype=torch.int64))
+_IMPLEMENTATIONS["state_cut"] = (_state_cut, lambda x, *_: x.new_empty([2], dtype=torch.int64))
 _IMPLEMENTATIONS["chunk_block"] = (_chunk_block, lambda total, group: torch.empty([], dtype=torch.int64))
 for _name, (_real, _fake) in _IMPLEMENTATIONS.items():
     _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardcompile::{_name}", _fake, lib=_LIBRARY)
+
+
+def symbolic_cut(x: Tensor, dim: int, sizes: Sequence[IntLike] | None, group_name: str) -> tuple[IntLike, IntLike]:
+    """Global extent and key of the cut of which `x` is this rank's block, as symbols that are known at run time.
+
+    Args:
+        x: the block.
+        dim: the dim that is cut.
+        sizes: of all blocks; None to ask the other ranks.
+        group_name: the ranks.
+    """
+    x = x.detach()
+    both = wait(_ops.gather_cut(x, dim, group_name)) if sizes is None else _ops.state_cut(x, dim, sizes, group_name)
+    extent, key = both.unbind()
+    total = compat.keep_symbol(extent.item())
+    torch._check(total >= x.shape[dim])
+    return total, compat.keep_symbol(key.item())
 
 
 def symbolic_chunk_block(total: IntLike, group_name: str) -> IntLike:

@@ -33,6 +33,11 @@ _KEY_BASE = 1 << 60
 _TABLE_LIMIT = 1 << 24  # block sizes kept by key in all, 128 MiB; the oldest go first
 
 
+def digest_of(text: str) -> int:
+    """56 bits that are the same for the same text in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
 def chunk_sizes(extent: int, parts: int) -> tuple[int, ...]:
     """Sizes of the blocks that `torch.chunk` makes, padded with zeros to `parts` blocks.
 

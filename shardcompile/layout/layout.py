@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
+from shardcompile.compat import world_epoch
 from shardcompile.errors import LayoutError
 from shardcompile.layout.cut import Cut, IntLike
 from shardcompile.layout.mesh import Mesh
@@ -37,7 +38,7 @@ class Layout:
         is_traced: whether it holds symbols.
     """
 
-    __slots__ = ("__weakref__", "_hash", "cuts", "dtype", "is_traced", "mesh", "placements", "shape")
+    __slots__ = ("__weakref__", "_epoch", "_hash", "cuts", "dtype", "is_traced", "mesh", "placements", "shape")
 
     mesh: Any
     placements: tuple[Placement, ...]
@@ -45,6 +46,7 @@ class Layout:
     dtype: torch.dtype
     cuts: tuple[Cut | None, ...]
     is_traced: bool
+    _epoch: int
     _hash: int
 
     def __init__(
@@ -61,6 +63,7 @@ class Layout:
         for name, value in zip(_PARTS, parts, strict=True):
             fix(self, name, value)
         fix(self, "is_traced", traced)
+        fix(self, "_epoch", world_epoch())
         fix(self, "_hash", object.__hash__(self) if traced else hash(parts))
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -113,6 +116,7 @@ class Layout:
             and self.placements == other.placements
             and self.cuts == other.cuts
             and self.mesh == other.mesh
+            and self._epoch == other._epoch
         )
 
     def __hash__(self) -> int:

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from shardcompile import compat
 from shardcompile.collectives import all_gather_even
+from shardcompile.collectives.ops import symbolic_cut
 from shardcompile.errors import LayoutError
-from shardcompile.layout import Cut, Layout, Spec, normalize_placements
+from shardcompile.layout import Cut, IntLike, Layout, Spec, digest_of, normalize_placements
 
 ShardingShapes = Literal["infer", "chunk"] | Mapping[int, Sequence[Any]]
 _Blocks = dict[tuple[int, ...], list[int]]
@@ -38,6 +40,8 @@ def layout_of_block(
     """
     if placements is None:
         placements = [Replicate()] * mesh.ndim
+    if compat.is_fake(local):
+        return _traced_layout(local, mesh, placements, sharding_shapes, global_shape, run_check)
     blocks: _Blocks | None = None
     if run_check or (isinstance(sharding_shapes, str) and sharding_shapes == "infer"):
         # Before anything that may fail on one rank alone: the others would wait for it.
@@ -49,6 +53,50 @@ def layout_of_block(
     if problem:
         raise LayoutError(problem)
     return layout
+
+
+def _traced_layout(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    sharding_shapes: ShardingShapes,
+    global_shape: Sequence[int] | None,
+    run_check: bool,
+) -> Layout:
+    """`layout_of_block` inside a trace, where nothing can be sent: sizes to infer become known at run time."""
+    compat.trace_size_obliviously()
+    if run_check:
+        raise LayoutError("from_local(run_check=True) compares the ranks, which a trace cannot; call it outside")
+    stated = normalize_placements(placements, mesh, local.ndim)
+    infer = isinstance(sharding_shapes, str) and sharding_shapes == "infer"
+    if not infer and not _has_symbols(sharding_shapes):
+        layout = _layout_as_asked(local, mesh, stated, sharding_shapes, global_shape, None)
+        if problem := _problem(local, layout, global_shape):
+            raise LayoutError(problem)
+        return layout
+    if mesh.ndim > 1 or global_shape is not None:
+        raise LayoutError(
+            "inside a compiled function from_local takes block sizes that are not constants on 1-D meshes only, and "
+            f"without global_shape; here sharding_shapes={sharding_shapes!r} on {mesh}. Call it outside"
+        )
+    shape: list[Any] = list(local.shape)
+    cuts: list[Cut | None] = [None] * local.ndim
+    if isinstance(stated[0], Shard):
+        dim = stated[0].dim
+        sizes = None if infer else _sizes_stated(sharding_shapes, stated, dim)
+        shape[dim], key = symbolic_cut(local, dim, sizes, compat.group_name_of(mesh, 0))
+        cuts[dim] = Cut.traced([0], mesh.shape, shape[dim], key, local.shape[dim])
+    return Layout.of(mesh, stated, shape, local.dtype, cuts)
+
+
+def _has_symbols(sharding_shapes: ShardingShapes) -> bool:
+    return any(isinstance(v, torch.SymInt) for v in torch.utils._pytree.tree_leaves(sharding_shapes))
+
+
+def _sizes_stated(shapes: Any, placements: Sequence[Placement], dim: int) -> list[IntLike]:
+    for mesh_dim in shapes:
+        _require_shard(placements, mesh_dim)
+    return [v[dim] if isinstance(v, (tuple, list)) else v for v in shapes[0]]
 
 
 def _layout_as_asked(
@@ -153,10 +201,6 @@ def _stated(
 # Exchanging shapes
 
 
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-
-
 def _row(local: Tensor | None) -> list[int]:
     """What a rank tells the others of a tensor: dtype, number of dims, shape."""
     if local is None:
@@ -184,7 +228,7 @@ def _agreed_blocks(
 ) -> _Blocks:
     """The shapes of all blocks, after checking that all ranks ask for the same."""
     request = repr((list(placements), sharding_shapes, None if global_shape is None else tuple(global_shape)))
-    rows = _exchange([_digest(request), *_row(local)], mesh)
+    rows = _exchange([digest_of(request), *_row(local)], mesh)
     _require_same(rows, 2, "another number of dims", lambda r: str(r[2]))
     _require_same(rows, 1, "another dtype", lambda r: str(_DTYPES[r[1]]))
     _require_same(rows, 0, "other placements or sizes", lambda r: f"digest {r[0]:x}; here {request}")
@@ -241,7 +285,7 @@ def _check_ranks(local: Tensor, layout: Layout, problem: str | None) -> None:
     Raises:
         LayoutError: layouts differ, a block does not fit on some rank, or replicated values differ.
     """
-    rows = _exchange([_digest(layout.describe()), int(problem is not None), _checksum(local)], layout.mesh)
+    rows = _exchange([digest_of(layout.describe()), int(problem is not None), _checksum(local)], layout.mesh)
     _require_same(rows, 0, "another layout", lambda r: f"digest {r[0]:x}; here {layout.describe()}")
     bad = [c for c, r in rows.items() if r[1]]
     if bad:
@@ -275,7 +319,7 @@ def agreed_metadata(
     Raises:
         LayoutError: on every rank.
     """
-    rows = _exchange([_digest(request), *_row(tensor)], mesh)
+    rows = _exchange([digest_of(request), *_row(tensor)], mesh)
     _require_same(rows, 0, "other arguments", lambda r: f"digest {r[0]:x}; here {request}")
     announced = rows[source]
     if announced[2] < 0:

@@ -173,9 +173,13 @@ class ShardTensor(torch.Tensor):
         keys = inner.get("_cut_keys")
         spec = spec_from_parts(metadata, local, keys, shape, stride)
         self = _make_wrapper(ShardTensor, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device)
-        self._local_tensor, self._spec, self._keys = local, spec, keys
-        if keys is not None and not compat.is_compiling():
+        self._local_tensor, self._spec = local, spec
+        if compat.is_compiling():
+            self._keys = keys
+        elif keys is not None:
             self._align_grad = True
+            if keys.ndim == 1 + len(metadata.dynamic_dims):
+                self._keys = keys
         return self
 
     @classmethod
@@ -260,8 +264,7 @@ class ShardTensor(torch.Tensor):
             LayoutError: the blocks, placements, sizes or ranks do not fit together.
         """
         mesh = device_mesh or compat.current_mesh()
-        layout = construct.layout_of_block(local_tensor, mesh, placements, sharding_shapes, global_shape, run_check)
-        return FromLocal.apply(local_tensor, cls, Spec.of(layout, contiguous_stride(layout.shape)))
+        return _from_local(local_tensor, mesh, placements, sharding_shapes, global_shape, run_check)
 
     def redistribute(
         self,
@@ -429,6 +432,19 @@ class ShardTensor(torch.Tensor):
         Handlers.names[name] = handler
 
 
+@torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
+def _from_local(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement] | None,
+    sharding_shapes: ShardingShapes,
+    global_shape: Sequence[int] | None,
+    run_check: bool,
+) -> ShardTensor:
+    layout = construct.layout_of_block(local, mesh, placements, sharding_shapes, global_shape, run_check)
+    return FromLocal.apply(local, ShardTensor, Spec.of(layout, contiguous_stride(layout.shape)))
+
+
 def rebuild(local: Tensor, parts: tuple[Any, ...], requires_grad: bool, is_param: bool) -> Tensor:
     """Inverse of pickling."""
     tensor = ShardTensor(local, construct.spec_of_plain_parts(local.dtype, *parts))
@@ -465,13 +481,31 @@ def _survey(cls: Any, values: Any) -> tuple[Any, bool]:
 
 
 def _align_gradient(x: Any) -> None:
-    """Have gradients of a compiled function's output arrive in the output's layout, as its backward was compiled."""
+    """Have gradients arrive in the layout of `x`: in a leaf, or in a compiled function's output, whose backward pass
+    was compiled for that layout."""
     x._align_grad = False
     with torch._C.DisableTorchFunctionSubclass():
-        if not x.requires_grad or x.is_leaf:
+        if not x.requires_grad:
             return
         layout = x._spec.layout.reduced()
         x.register_hook(lambda grad: redistributed(grad, layout.with_dtype(grad.dtype)))
+
+
+def _require_grad(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    """``x.requires_grad_()`` and ``x.requires_grad = True``."""
+    wanted_before = x.requires_grad
+    out = func(x, *args, **kwargs)
+    if type(x) is ShardTensor and x.is_leaf and x.requires_grad and not wanted_before and not compat.is_fake(x):
+        _align_gradient(x)
+    return out
+
+
+def _deep_copied(func: Callable[..., Any], x: Any, memo: Any) -> Any:
+    known = id(x) in memo
+    out = func(x, memo)
+    if not known and out.is_leaf:
+        _align_gradient(out)
+    return out
 
 
 def _promoted(cls: Any, mesh: Any, a: Any) -> Any:
@@ -543,6 +577,9 @@ _TAKES_LEAVES = {torch.autograd.grad, torch.autograd.backward}
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     torch.Tensor.tolist: _tolist,
+    torch.Tensor.__deepcopy__: _deep_copied,
+    torch.Tensor.requires_grad_: _require_grad,
+    torch.Tensor.requires_grad.__set__: _require_grad,  # type: ignore[attr-defined]
     torch.nn.functional.scaled_dot_product_attention: _attend,
     torch.nn.functional.linear: _product,
     torch.matmul: _product,

@@ -32,6 +32,7 @@ class Metadata:
     placements: tuple[Placement, ...]
     dtype: torch.dtype
     cuts: tuple[CutKind, ...]
+    epoch: int
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Metadata:
         return self
@@ -68,7 +69,7 @@ def intern_metadata(
     mesh: Any, placements: tuple[Placement, ...], dtype: torch.dtype, cuts: tuple[CutKind, ...]
 ) -> Metadata:
     """The metadata with these parts."""
-    metadata = Metadata(mesh, placements, dtype, cuts)
+    metadata = Metadata(mesh, placements, dtype, cuts, compat.world_epoch())
     return _INTERNED.setdefault(metadata, metadata)
 
 
@@ -86,15 +87,18 @@ def keys_tensor(layout: Layout, metadata: Metadata, like: Tensor) -> Tensor:
     """An empty tensor whose shape carries the keys of the dynamic cuts into a graph.
 
     The zero comes first and strides are 0, so that no storage size overflows. Inside a trace the tensor that brought
-    the same keys in is used again, so that ops add nothing to the graph.
+    the same keys in is used again, so that ops add nothing to the graph. Extents that only become known when the graph
+    runs follow the keys: torch looks for the origin of their symbols in inner tensors alone.
     """
     cuts = [layout.cut_of(d) for d in metadata.dynamic_dims]
     carrier = cuts[0].carrier
-    if isinstance(carrier, Tensor) and carrier.ndim == 1 + len(cuts):
-        extents = carrier.shape[1:]
-        if all(c.carrier is carrier and (e is c.key or e == c.key) for e, c in zip(extents, cuts, strict=True)):
+    if isinstance(carrier, Tensor) and carrier.ndim in (1 + len(cuts), 1 + 2 * len(cuts)):
+        held = carrier.shape[1 : 1 + len(cuts)]
+        if all(c.carrier is carrier and (e is c.key or e == c.key) for e, c in zip(held, cuts, strict=True)):
             return carrier
     keys = [c.key for c in cuts]
+    if any(compat.is_unbacked(c.extent) for c in cuts):
+        keys += [c.extent for c in cuts]
     return like.new_empty_strided([0, *keys], [0] * (1 + len(keys)), dtype=torch.uint8)
 
 
@@ -107,7 +111,7 @@ def spec_from_parts(
 ) -> Spec:
     """The spec that unflattening gives: with sizes looked up by key at run time, with symbols inside a trace."""
     shape, stride = tuple(shape), tuple(stride)
-    keys = () if carrier is None else tuple(carrier.shape[1:])
+    keys = () if carrier is None else tuple(carrier.shape[1 : 1 + len(metadata.dynamic_dims)])
     plain = all(type(s) is int for s in (*keys, *shape, *stride))
     if plain:
         cache_key = (metadata, keys, shape, stride)

@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardcompile import plan
+from shardcompile import compat
 from shardcompile.dispatch import clear_cache
-from shardcompile.layout import layout, spec
-from shardcompile.tensor import metadata
 
 
 def seed() -> None:
@@ -34,7 +32,8 @@ class Cleaner:
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
         _destroy_groups_of_test()
-        _forget_layouts()
+        compat.start_epoch()  # layouts of this test's meshes must not stand in for the next test's
+        clear_cache()
         self._collect()
 
     def _collect(self) -> None:
@@ -52,12 +51,3 @@ def _destroy_groups_of_test() -> None:
     for group in list(distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-
-
-def _forget_layouts() -> None:
-    # Meshes are equal if their ranks are. A kept layout would have the next test's mesh replaced by this one's,
-    # whose groups are gone.
-    clear_cache()
-    plan._search_cached.cache_clear()
-    for kept in (layout._INTERNED, spec._INTERNED, metadata._INTERNED, metadata._RUNTIME_SPECS):
-        kept.clear()

@@ -262,3 +262,53 @@ def test_a_pending_sum_is_reduced_before_it_is_spread_out() -> None:
     total = sharded(torch.randn(7, 3), [5, 0, 2], mesh).sum(0, keepdim=True)
     assert total.sharding.is_partial
     assert total.expand(7, 3).placements == (Replicate(),)
+
+
+@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("stated", [True, False], ids=["stated", "inferred"])
+def test_from_local_inside_a_compiled_function(backend: str, stated: bool) -> None:
+    torch._dynamo.reset()
+    mesh, model = mesh_1d(), mlp()
+    reference = copy.deepcopy(model)
+
+    def loss_of(net: nn.Module, x: Tensor) -> Tensor:
+        y = net(x)
+        return (y.softmax(0) * x.sum(1, keepdim=True)).sum() + y.square().mean()
+
+    def whole(block: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+        x = sc.ShardTensor.from_local(block, mesh, [Shard(0)], {0: sizes} if stated else "infer")
+        moved = x.redistribute(placements=[Shard(1)]).redistribute(placements=[Replicate()])
+        return loss_of(model, x).full_tensor(), moved.to_local()
+
+    run, counter = counted(whole, backend)
+    for sizes in ([4, 2, 5], [2, 7, 3], [6, 2, 2]):
+        full = torch.randn(sum(sizes), 3, dtype=torch.float64)
+        block = mine(full, sizes).requires_grad_()
+        torch._dynamo.maybe_mark_dynamic(block, 0)
+        model.zero_grad(), reference.zero_grad()
+        loss, moved = run(block, sizes if stated else [])
+        torch.testing.assert_close(moved, full, rtol=0, atol=0)
+        expected_input = full.clone().requires_grad_()
+        expected = loss_of(reference, expected_input)
+        loss.backward(), expected.backward()
+        torch.testing.assert_close(loss, expected, **TIGHT)
+        torch.testing.assert_close(block.grad, mine(expected_input.grad, sizes), **TIGHT)
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-8, atol=1e-12)
+    assert counter.frame_count == (2 if stated else 1)  # Dynamo takes numbers for constants until they change
+    same_everywhere(counter.frame_count)
+
+
+@pytest.mark.ranks(3)
+def test_blocks_that_do_not_belong_together_are_found_inside_a_compiled_function() -> None:
+    mesh = mesh_1d()
+
+    def total(block: Tensor) -> Tensor:
+        return sc.ShardTensor.from_local(block, mesh, [Shard(0)]).sum().full_tensor()
+
+    run = torch.compile(total, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(run(torch.ones(rank(), 2)), torch.tensor(6.0))
+    with pytest.raises(sc.ShardError, match=r"the blocks do not belong together"):
+        run(torch.ones(2, 3 if rank() == 1 else 2))
+    torch.testing.assert_close(run(torch.ones(rank(), 2)), torch.tensor(6.0))

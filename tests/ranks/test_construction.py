@@ -6,6 +6,8 @@ import copy
 import io
 import itertools
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -755,3 +757,36 @@ def test_sources_that_hold_nothing():
         "rank 0 holds torch.float32, not the stated torch.int64",
         lambda: sc.scatter_tensor(mine, 0, mesh, [S0], dtype=torch.int64),
     )
+
+
+def test_a_mesh_is_not_replaced_by_an_equal_one_whose_groups_are_gone() -> None:
+    program = """
+import torch.distributed as dist, shardcompile as sc
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+for _ in range(2):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = sc.zeros(6, 5, device_mesh=mesh, placements=[Shard(0), Shard(1)])
+    assert x.device_mesh is mesh
+    assert x.redistribute(placements=[Replicate(), Replicate()]).device_mesh is mesh
+    dist.destroy_process_group()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.ranks(3)
+def test_the_gradient_of_a_leaf_has_its_layout() -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    full_a, full_b = torch.randn(7, 4), torch.randn(4, 5)
+    a = sc.distribute_tensor(full_a, mesh, [Shard(0)]).requires_grad_()
+    b = nn.Parameter(sc.distribute_tensor(full_b, mesh, [Shard(1)], sharding_shapes={0: [4, 0, 1]}))
+    c = copy.deepcopy(b)
+    ((a @ b).sin().sum() + (a @ c).sum()).backward()
+    full_a.requires_grad_(), full_b.requires_grad_()
+    (full_a @ full_b).sin().sum().backward()
+    for leaf in (a, b, c):
+        assert leaf.grad is not None
+        assert leaf.grad.sharding is leaf.sharding
+    torch.testing.assert_close(b.grad.full_tensor(), full_b.grad)
