@@ -15,11 +15,11 @@ from shardcompile import compat
 from shardcompile.collectives import broadcast, receive_block, send_blocks
 from shardcompile.dispatch import clear_cache
 from shardcompile.errors import LayoutError, RuleError
-from shardcompile.layout import Layout, Spec, contiguous_stride, normalize_placements
+from shardcompile.layout import Cut, Layout, Spec, contiguous_stride, normalize_placements
 from shardcompile.plan import target_layout
-from shardcompile.rules import OpCall, Rule, Strategy, replace_rule
+from shardcompile.rules import OpCall, Rule, Strategy, TensorArg, replace_rule
 from shardcompile.tensor import ShardTensor
-from shardcompile.tensor.autograd import FromLocal, ToLocal
+from shardcompile.tensor.autograd import FromLocal
 from shardcompile.tensor.construct import agreed_metadata, stated_cuts
 
 SizesByMeshDim = Mapping[int, Sequence[Any]]
@@ -275,12 +275,22 @@ def _strategy(call: OpCall, outputs: Sequence[Any], inputs: Sequence[Any]) -> St
             f"register_sharding of {call.op}: {len(kept)} input and {len(outputs)} output placements for "
             f"{len(call.tensors)} tensors and {returns} results"
         )
-    for placement, tensor in zip(kept, call.tensors, strict=True):
-        if isinstance(placement, Shard) and not -tensor.ndim <= placement.dim < tensor.ndim:
+    for placement in outputs:
+        if isinstance(placement, Shard) and placement.dim < 0:
             raise RuleError(
-                f"register_sharding of {call.op}: {placement} is out of range for {tensor.layout.describe()}"
+                f"register_sharding of {call.op}: {placement} of a result counts from its last dim, which is not known "
+                "before the op has run; count from the first"
             )
-    return Strategy(kept, tuple(outputs))
+    counted = tuple(_counted_from_first(call, p, t) for p, t in zip(kept, call.tensors, strict=True))
+    return Strategy(counted, tuple(outputs))
+
+
+def _counted_from_first(call: OpCall, placement: Any, tensor: TensorArg) -> Any:
+    if not isinstance(placement, Shard):
+        return placement
+    if not -tensor.ndim <= placement.dim < tensor.ndim:
+        raise RuleError(f"register_sharding of {call.op}: {placement} is out of range for {tensor.layout.describe()}")
+    return Shard(placement.dim % tensor.ndim)
 
 
 def local_map(
@@ -295,8 +305,8 @@ def local_map(
 
     Args:
         func: gets this rank's blocks, returns blocks.
-        out_placements: placements of the result, or a tuple of them for several results. A result that is sharded along
-            a tensor dim of the extent that an input has there in its block is taken to be cut like that input.
+        out_placements: placements of the result, or a tuple of them for several results. A result that is sharded is
+            taken to be cut like the inputs that the same mesh dims cut, of which all must be cut alike.
         in_placements: required placements of each argument, None for what is no sharded tensor.
         device_mesh: the mesh of the result; the inputs' by default.
         redistribute_inputs: bring inputs to `in_placements`, instead of raising if they differ.
@@ -306,29 +316,32 @@ def local_map(
     """
 
     def mapped(*args: Any) -> Any:
-        tensors = [a for a in args if isinstance(a, ShardTensor)]
-        mesh = device_mesh or (tensors[0].device_mesh if tensors else compat.current_mesh())
-        wanted = list(in_placements) if in_placements is not None else [None] * len(args)
-        placed = [_placed(a, w, redistribute_inputs) for a, w in zip(args, wanted, strict=True)]
-        results = func(*[_block(a) for a in placed])
+        wanted = [None] * len(args) if in_placements is None else in_placements
+        placed = [
+            _placed(a, w, redistribute_inputs) if isinstance(a, ShardTensor) and w is not None else a
+            for a, w in zip(args, wanted, strict=True)
+        ]
+        results = func(*[a.to_local() if isinstance(a, ShardTensor) else a for a in placed])
         several = isinstance(results, tuple)
-        sources = [a._spec.layout for a in placed if isinstance(a, ShardTensor)]
+        sources = [a for a in placed if isinstance(a, ShardTensor)]
         outs = results if several else (results,)
         targets = out_placements if several else (out_placements,)
         wrapped = tuple(
-            o if p is None else _from_block(o, mesh, p, sources) for o, p in zip(outs, targets, strict=True)
+            o if p is None else _from_block(o, device_mesh, p, *sources) for o, p in zip(outs, targets, strict=True)
         )
         return wrapped if several else wrapped[0]
 
     return mapped
 
 
-def _placed(a: Any, wanted: Sequence[Placement] | None, may_redistribute: bool) -> Any:
-    if not isinstance(a, ShardTensor) or wanted is None:
-        return a
+# For Dynamo one node each; what is between them, the user's function, it traces as if it stood alone.
+
+
+@torch.compiler.allow_in_graph
+def _placed(a: ShardTensor, wanted: Sequence[Placement], may_redistribute: bool) -> ShardTensor:
     target = normalize_placements(wanted, a.device_mesh, a.ndim)
     if a.placements == target:
-        return a
+        return a.view_as(a)  # type: ignore[return-value]
     if not may_redistribute:
         raise LayoutError(
             f"local_map: an input is laid out as {a.sharding.describe()}, not as {list(target)}; redistribute it, or "
@@ -337,11 +350,20 @@ def _placed(a: Any, wanted: Sequence[Placement] | None, may_redistribute: bool) 
     return a.redistribute(placements=target)
 
 
-def _block(a: Any) -> Any:
-    return ToLocal.apply(a, None) if isinstance(a, ShardTensor) else a
+def _cut_of_inputs(sources: Sequence[ShardTensor], mesh_dims: tuple[int, ...]) -> Cut | None:
+    """The cut by these mesh dims that all inputs have that are cut by them.
+
+    Of two cuts one may fit the result's block on this rank, and the other on another rank.
+    """
+    found = [c for s in sources for c in s.sharding.cuts if c is not None and c.mesh_dims == mesh_dims]
+    return found[0] if found and all(found[0].same_blocks(c) for c in found) else None
 
 
-def _from_block(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], sources: Sequence[Layout]) -> Any:
+@torch.compiler.allow_in_graph
+def _from_block(
+    local: Tensor, device_mesh: DeviceMesh | None, placements: Sequence[Placement], *sources: ShardTensor
+) -> ShardTensor:
+    mesh = device_mesh or (sources[0].device_mesh if sources else compat.current_mesh())
     wanted = normalize_placements(placements, mesh, local.ndim)
     shape: list[Any] = list(local.shape)
     cuts: list[Any] = [None] * local.ndim
@@ -350,14 +372,14 @@ def _from_block(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
         mesh_dims = tuple(m for m, p in enumerate(wanted) if isinstance(p, Shard) and p.dim == dim)
         if not mesh_dims:
             continue
-        found = [c for s in sources for c in s.cuts if c is not None and set(c.mesh_dims) == set(mesh_dims)]
-        fitting = [c for c, size in ((c, c.local_size(coordinate)) for c in found) if size == local.shape[dim]]
-        if not fitting:
+        cut = _cut_of_inputs(sources, mesh_dims)
+        if cut is None or cut.local_size(coordinate) != local.shape[dim]:
             raise LayoutError(
                 f"local_map: a result of block shape {tuple(local.shape)} is to be sharded along dim {dim} by mesh "
-                f"dims {mesh_dims}, but no input is cut so; return to_local() results and use ShardTensor.from_local"
+                f"dims {mesh_dims}, but the inputs are not all cut so; return to_local() results and use "
+                "ShardTensor.from_local"
             )
-        cuts[dim], shape[dim] = fitting[0], fitting[0].extent
+        cuts[dim], shape[dim] = cut, cut.extent
     layout = Layout.of(mesh, wanted, shape, local.dtype, cuts)
     return FromLocal.apply(local, ShardTensor, Spec.of(layout, contiguous_stride(layout.shape)))
 

@@ -72,7 +72,28 @@ def test_a_rule_of_another_length_is_refused() -> None:
 
 
 @pytest.mark.ranks(3)
-def test_handlers_run_in_place_of_ours() -> None:
+def test_a_rule_may_count_dims_of_inputs_from_the_last() -> None:
+    @sc.register_sharding(torch.ops.shardcompile_tests.scaled.default)
+    def rule(x: Any, factor: float) -> list[Any]:
+        return [([Shard(0)], [Shard(-2), None])]
+
+    assert scaled(sharded(torch.randn(7, 2)), 3.0).placements == (Shard(0),)
+
+    @sc.register_sharding(torch.ops.shardcompile_tests.scaled.default)
+    def unclear(x: Any, factor: float) -> list[Any]:
+        return [([Shard(-2)], [Shard(0), None])]
+
+    with pytest.raises(sc.RuleError, match="count from the first"):
+        scaled(sharded(torch.randn(7, 2)), 3.0)
+
+
+def maybe_compiled(function: Any, compiled: bool) -> Any:
+    return torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_handlers_run_in_place_of_ours(compiled: bool) -> None:
     x = sharded(torch.randn(7, 2))
     seen = []
 
@@ -88,15 +109,18 @@ def test_handlers_run_in_place_of_ours() -> None:
     sc.ShardTensor.register_function_handler(torch.ceil, function_handler)
     sc.ShardTensor.register_named_function_handler("Tensor.nowhere", function_handler)
     try:
-        torch.testing.assert_close(torch.floor(x).to_local(), -x.to_local())
-        assert torch.ceil(x) is x
+        floor = maybe_compiled(torch.floor, compiled)
+        torch.testing.assert_close(floor(x).to_local(), -x.to_local())
+        ceil = maybe_compiled(lambda x: torch.ceil(x) * 2, compiled)
+        torch.testing.assert_close(ceil(x).to_local(), x.to_local() * 2)
     finally:
         Handlers.ops.clear(), Handlers.functions.clear(), Handlers.names.clear()
-    assert seen == ["aten.floor.default", "ceil"]
+    assert set(seen) == {"aten.floor.default", "ceil"}
 
 
 @pytest.mark.ranks(3)
-def test_local_map_around_a_local_kernel() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_local_map_around_a_local_kernel(compiled: bool) -> None:
     full = torch.randn(7, 2, dtype=torch.float64)
     x = sharded(full).requires_grad_()
 
@@ -104,6 +128,7 @@ def test_local_map_around_a_local_kernel() -> None:
         return block * scale, torch.ones(4, dtype=block.dtype)
 
     mapped = sc.local_map(kernel, ([Shard(0)], [Replicate()]), in_placements=([Shard(0)], None))
+    mapped = maybe_compiled(mapped, compiled)
     out, whole = mapped(x, 2.0)
     assert out.sharding.sizes(0) == tuple(SIZES) and whole.placements == (Replicate(),)
     torch.testing.assert_close(out.full_tensor(), 2 * full)
@@ -114,4 +139,15 @@ def test_local_map_around_a_local_kernel() -> None:
     with pytest.raises(sc.LayoutError, match="redistribute_inputs"):
         strict(x, 2.0)
     moved = sc.local_map(kernel, ([Shard(1)], None), ([Shard(1)], None), redistribute_inputs=True)
+    moved = maybe_compiled(moved, compiled)
     torch.testing.assert_close(moved(x, 2.0)[0].full_tensor(), 2 * full)
+
+
+@pytest.mark.ranks(3)
+def test_local_map_does_not_guess_between_two_cuts() -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    a, b = sharded(torch.randn(7, 2)), sc.distribute_tensor(torch.randn(7, 2), mesh, [Shard(0)])
+    mapped = sc.local_map(lambda a, b: a, [Shard(0)], ([Shard(0)], [Shard(0)]))
+    with pytest.raises(sc.LayoutError, match="not all cut so"):
+        mapped(a, b)
+    assert mapped(a, a).sharding is a.sharding
