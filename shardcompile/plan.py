@@ -75,7 +75,20 @@ class Plan:
     def __str__(self) -> str:
         if not self.steps:
             return f"{self.src.describe_placements()}: nothing to do"
-        return "\n".join(map(str, self.steps))
+        return "\n".join([*map(str, self.steps), *self._reasons()])
+
+    def _reasons(self) -> Iterator[str]:
+        """Why the plan moves more than the fewest bytes."""
+        reductions = [s for s in self.steps if s.kind == "all_reduce"]
+        if len(reductions) > 1:
+            first, worlds = reductions[0], [s.src.mesh.shape[s.mesh_dim] for s in reductions]
+            # The others' copies are in the first one's bytes: of each all ranks of the other mesh dims have one.
+            per_group = first.nbytes // (math.prod(worlds[1:]) * (worlds[0] - 1))
+            total, bound = sum(s.nbytes for s in reductions), per_group * (math.prod(worlds) - 1)
+            yield (
+                f"(of {total} B in all_reduce, {bound} B would do if a process group spanned mesh dims "
+                f"{sorted(s.mesh_dim for s in reductions)})"
+            )
 
 
 def find_plan(src: Layout, dst: Layout) -> Plan:

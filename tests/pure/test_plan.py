@@ -242,6 +242,12 @@ def chunked(mesh: Sequence[int], placements: Sequence[Placement], shape: Sequenc
             "S(0)[3,1] -> S(1)[2,0]: all_to_all_v, 8 B",
         ),
         (chunked([2], [P]), chunked([2], [R]), "P(sum) -> R: all_reduce, 64 B"),
+        (
+            chunked([2, 3], [P, P]),
+            chunked([2, 3], [R, R]),
+            "P(sum), P(sum) -> R, P(sum): all_reduce, 192 B\nR, P(sum) -> R, R: all_reduce, 256 B\n"
+            "(of 448 B in all_reduce, 320 B would do if a process group spanned mesh dims [0, 1])",
+        ),
         (chunked([2], [P]), one_dim(3, 5), "P(sum) -> S(0)[3,5]: reduce_scatter_v, 32 B"),
         (chunked([3], [Partial("max")]), chunked([3], [R]), "P(max) -> R: all_reduce, 128 B"),
         # Reduce the blocks before they are gathered, gather after they were cut.
