@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch._subclasses.fake_impls as fake_impls
 import torch.fx.experimental._config as _symbolic_shapes_config
 from torch._C._distributed_c10d import _register_work  # 2.11 - 2.15
 from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.11 - 2.15
@@ -195,12 +196,41 @@ def trace_size_obliviously() -> None:
     if _symbolic_shapes_config.backed_size_oblivious:
         return
     _symbolic_shapes_config.backed_size_oblivious = True
+    stride_of_view, overlaps = fake_impls._compute_stride, torch._debug_has_internal_overlap  # 2.11 - 2.15
+    fake_impls._compute_stride = _without_comparing(stride_of_view)
+    torch._debug_has_internal_overlap = _unguarded(overlaps)  # type: ignore[assignment]
 
     def restore(_: Any) -> None:
         _symbolic_shapes_config.backed_size_oblivious = False
+        fake_impls._compute_stride, torch._debug_has_internal_overlap = stride_of_view, overlaps
         _compile_callbacks.remove_end_callback(restore)
 
     _compile_callbacks.register_end_callback(restore)
+
+
+def _unguarded(check: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """A check that can only raise, which should leave no guards: Inductor copies blocks where it lowers `select`."""
+
+    def checked(x: torch.Tensor) -> Any:
+        with without_guards(x):
+            return check(x)
+
+    return checked
+
+
+def _without_comparing(stride_of_view: Callable[..., Any]) -> Callable[..., Any]:
+    """Have Inductor take strides for different, where it lowers a view, unless they are equal for all sizes.
+
+    It asks for the size of a block otherwise, and what it finds is a guard that holds on some ranks only.
+    """
+    from torch._inductor.graph import GraphLowering  # 2.11 - 2.15
+    from torch._inductor.virtualized import V  # 2.11 - 2.15
+
+    def strides(*args: Any, size_oblivious: bool = False, **kwargs: Any) -> Any:
+        oblivious = size_oblivious or isinstance(V.graph, GraphLowering)
+        return stride_of_view(*args, size_oblivious=oblivious, **kwargs)
+
+    return strides
 
 
 def _decide_by_hint_where_guards_are_suppressed(shape_env: Any) -> None:

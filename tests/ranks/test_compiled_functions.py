@@ -1,0 +1,134 @@
+"""Functions that combine families of operators under Inductor: one graph on every rank for every cut, right gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as nnf
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.placement_types import Shard
+
+import shardcompile as sc
+from shardcompile.demo.model import relative_l2
+from shardcompile.testing import rank, world_size
+
+CUTS = ([5, 0, 2], [1, 6, 4], [3, 3, 3], [0, 1, 12])
+"""An empty block, a block of one, even blocks, both extremes; extents differ."""
+
+
+def agrees_with_plain(
+    function: Callable[..., Tensor],
+    make: Callable[[int], Sequence[Tensor]],
+    parameters: Sequence[Tensor] = (),
+    cuts: Sequence[list[int]] = CUTS,
+) -> None:
+    """Compile a function of tensors with n rows, and compare values and all gradients for every cut of the rows.
+
+    Args:
+        function: of the tensors, then of the parameters; gives one tensor.
+        make: the full tensors for n rows.
+        parameters: plain ones.
+        cuts: block sizes, call by call.
+    """
+    mesh = init_device_mesh("cpu", (world_size(),))
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(function, fullgraph=True, backend=counter)
+    for sizes in cuts:
+        full = [x.requires_grad_(x.is_floating_point()) for x in make(sum(sizes))]
+        blocks = [x.detach().split(sizes)[rank()].clone() for x in full]
+        inputs = [sc.ShardTensor.from_local(b, mesh, [Shard(0)], {0: sizes}).detach() for b in blocks]
+        inputs = [x.requires_grad_(x.is_floating_point()) for x in inputs]
+        ours = [p.detach().clone().requires_grad_() for p in parameters]
+        theirs = [p.detach().clone().requires_grad_() for p in parameters]
+        out, expected = compiled(*inputs, *ours), function(*full, *theirs)
+        weight = torch.linspace(-1, 2, expected.numel(), dtype=expected.dtype).view(expected.shape)
+        (out.full_tensor() * weight).sum().backward()
+        (expected * weight).sum().backward()
+        torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-10, atol=1e-10)
+        for x, y in zip([*inputs, *ours], [*full, *theirs], strict=True):
+            if y.grad is not None:
+                gradient = x.grad.full_tensor() if isinstance(x.grad, sc.ShardTensor) else x.grad
+                torch.testing.assert_close(gradient, y.grad, rtol=1e-9, atol=1e-10)
+        assert all(type(p.grad) is Tensor for p in ours)
+    counts = [None] * world_size()
+    dist.all_gather_object(counts, counter.frame_count)
+    assert counts == [1] * world_size(), counts
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+@pytest.mark.ranks(3, timeout=300)
+def test_cat_and_softmax_and_sum() -> None:
+    def mixed(x: Tensor, y: Tensor) -> Tensor:
+        both = torch.cat([x, 2 * y, x * y], 1)
+        return (both.softmax(0) * both).sum(0) + both.softmax(1)[:, :1].sum()
+
+    agrees_with_plain(mixed, lambda n: [random(n, 3), random(n, 3)])
+
+
+@pytest.mark.ranks(3, timeout=300)
+def test_norm_and_linear_and_mean() -> None:
+    def network(x: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return nnf.gelu(nnf.linear(nnf.layer_norm(x, (4,), scale, shift), weight, bias)).mean(0)
+
+    agrees_with_plain(network, lambda n: [random(n, 4)], [random(4), random(4), random(6, 4), random(6)])
+
+
+@pytest.mark.ranks(3, timeout=300)
+def test_masks_and_logsumexp_and_topk() -> None:
+    def masked(x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.where(y > 0, x, 0.5 * y).masked_fill(x.abs() > 1.5, -2.0)
+        best, _ = hidden.topk(2, dim=1)
+        return torch.cat([best.logsumexp(0), hidden.logsumexp(1).sum()[None], hidden.amax(0)])
+
+    agrees_with_plain(masked, lambda n: [random(n, 4), random(n, 4)])
+
+
+@pytest.mark.ranks(3, timeout=300)
+def test_split_and_unbind_and_stack_and_products() -> None:
+    def pieces(x: Tensor, weight: Tensor) -> Tensor:
+        left, right = x.split([2, 2], 1)
+        a, b = (left @ weight).unbind(1)
+        rows = torch.stack([a, b, right[:, 0]], 1)
+        return rows.t() @ (right * a.unsqueeze(1)) + rows.square().mean()
+
+    agrees_with_plain(pieces, lambda n: [random(n, 4)], [random(2, 2)])
+
+
+@pytest.mark.ranks(3, timeout=300)
+def test_embedding_and_attention_and_cross_entropy() -> None:
+    def classify(tokens: Tensor, classes: Tensor, table: Tensor, qkv: Tensor, out: Tensor) -> Tensor:
+        x = nnf.embedding(tokens, table)  # [n, 5, 4], the batch is cut
+        heads = [h.unflatten(-1, (2, 2)).transpose(1, 2) for h in nnf.linear(x, qkv).chunk(3, -1)]
+        attended = nnf.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        return nnf.cross_entropy(nnf.linear(attended.mean(1), out), classes)
+
+    def make(n: int) -> list[Tensor]:
+        return [torch.randint(0, 6, (n, 5)), torch.randint(0, 3, (n,))]
+
+    agrees_with_plain(classify, make, [random(6, 4), random(12, 4), random(3, 4)])
+
+
+@pytest.mark.ranks(3, timeout=300)
+def test_flattened_rows_are_cut_alike() -> None:
+    def flattened(x: Tensor, y: Tensor) -> Tensor:
+        flat = x.flatten() * y.flatten(0, 1).flatten()
+        return flat.view(-1, 2, 3).sum(1).cumsum(1).sigmoid().sum(0) + flat.view(-1, 6).amax(1).sum()
+
+    agrees_with_plain(flattened, lambda n: [random(n, 2, 3), random(n, 2, 3)])
+
+
+@pytest.mark.ranks(2, timeout=300)
+def test_gradient_of_a_column_of_weights() -> None:
+    def loss(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        return relative_l2((x @ weight).squeeze(-1), y)
+
+    cuts = ([422, 362], [369, 193])
+    agrees_with_plain(loss, lambda n: [random(n, 5), random(n)], [random(5, 1)], cuts)
