@@ -385,7 +385,17 @@ def check(
         wrap: what is done to the function on sharded inputs, e.g. compiling it.
     """
     generator = torch.Generator().manual_seed(_seed(case.name))
-    full = [fill(i, generator) for i in case.inputs]
+    return check_values(case, [fill(i, generator) for i in case.inputs], mesh, limit, wrap)
+
+
+def check_values(
+    case: Case,
+    full: Sequence[Tensor],
+    mesh: DeviceMesh,
+    limit: int = 12,
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+) -> list[str]:
+    """As `check`, for given full values."""
     want: Outcome | Exception
     try:
         want = run_plain(case, full)

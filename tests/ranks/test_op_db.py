@@ -1,0 +1,57 @@
+"""The sweep over PyTorch's operator database: the value that plain PyTorch gives, or an error that says why not.
+
+A sample of the ops runs with the other tests; all of them with ``-m sweep``. With OP_DB_RESULTS set to a file, a line of
+JSON is added to it for every op.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import op_check
+import op_db
+from shardcompile.testing import rank
+
+SAMPLE = sorted(op_db.OPS)[::12]
+
+
+def sweep(name: str, mesh_shape: tuple[int, ...], count: int, limit: int) -> None:
+    mesh = init_device_mesh("cpu", mesh_shape)
+    failures = [
+        text
+        for case, full in op_db.samples(name, count)
+        for text in op_check.check_values(case, full, mesh, limit=limit)
+    ]
+    everyone = op_check.agree(failures)
+    if rank() == 0 and (path := os.environ.get("OP_DB_RESULTS")):
+        with Path(path).open("a") as file:
+            file.write(json.dumps({"op": name, "mesh": mesh_shape, "failures": everyone}) + "\n")
+    assert not everyone, "\n".join(everyone)
+
+
+@pytest.mark.ranks(3, timeout=45)
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_sample_of_the_ops(name: str) -> None:
+    sweep(name, (3,), count=2, limit=4)
+
+
+@pytest.mark.sweep
+@pytest.mark.ranks(3, timeout=45)
+@pytest.mark.parametrize("name", sorted(op_db.OPS))
+def test_every_op_on_three_ranks(name: str) -> None:
+    sweep(name, (3,), count=4, limit=8)
+
+
+@pytest.mark.sweep
+@pytest.mark.ranks(4, timeout=45)
+@pytest.mark.parametrize("name", sorted(op_db.OPS))
+def test_every_op_on_two_by_two_ranks(name: str) -> None:
+    sweep(name, (2, 2), count=3, limit=4)
