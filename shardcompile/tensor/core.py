@@ -488,7 +488,12 @@ def _align_gradient(x: Any) -> None:
         if not x.requires_grad:
             return
         layout = x._spec.layout.reduced()
-        x.register_hook(lambda grad: redistributed(grad, layout.with_dtype(grad.dtype)))
+        x.register_hook(lambda grad: _laid_out(grad, layout))
+
+
+def _laid_out(grad: Any, layout: Layout) -> Any:
+    """A gradient in a layout; as it is where there is none, or a plain zero that stands for none."""
+    return redistributed(grad, layout.with_dtype(grad.dtype)) if type(grad) is ShardTensor else grad
 
 
 def _require_grad(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
