@@ -12,8 +12,10 @@ from shardcompile.api import randn as randn
 from shardcompile.api import register_sharding as register_sharding
 from shardcompile.api import scatter_tensor as scatter_tensor
 from shardcompile.api import zeros as zeros
+from shardcompile.caches import tag_compiler_caches
 from shardcompile.errors import CollectiveError as CollectiveError
 from shardcompile.errors import LayoutError as LayoutError
+from shardcompile.errors import PassError as PassError
 from shardcompile.errors import RedistributeError as RedistributeError
 from shardcompile.errors import RuleError as RuleError
 from shardcompile.errors import ShardError as ShardError
@@ -23,3 +25,5 @@ from shardcompile.tensor import ShardTensor as ShardTensor
 from shardcompile.visualize import visualize_sharding as visualize_sharding
 
 __version__ = "0.1.0"
+
+tag_compiler_caches()

@@ -207,7 +207,11 @@ def _turned(x: Tensor) -> tuple[Tensor, ...]:
 def _written_to_plain(x: Tensor) -> tuple[Tensor, ...]:
     """A plain tensor takes the whole value, on every rank."""
     x = x.detach()
-    total, whole, part = torch.zeros((), dtype=x.dtype), torch.zeros(5, 4, dtype=x.dtype), torch.ones(5, 2, dtype=x.dtype)
+    total, whole, part = (
+        torch.zeros((), dtype=x.dtype),
+        torch.zeros(5, 4, dtype=x.dtype),
+        torch.ones(5, 2, dtype=x.dtype),
+    )
     total += x.sum()
     whole.copy_(x)
     part.mul_(x[:, :2])
@@ -780,9 +784,12 @@ class _Attend(torch.nn.Module):
 def _scans() -> list[Case]:
     x = F(5, 4)
     return [
-        *[case(f"{n} {d}", lambda x, n=n, d=d: getattr(torch, n)(x, d), x)
-          for n in ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "diff") for d in (0, 1)
-          if n != "diff"],
+        *[
+            case(f"{n} {d}", lambda x, n=n, d=d: getattr(torch, n)(x, d), x)
+            for n in ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "diff")
+            for d in (0, 1)
+            if n != "diff"
+        ],
         *[case(f"diff {d}", lambda x, d=d: torch.diff(x, dim=d), x) for d in (0, 1)],
         *[case(f"sort {d}", lambda x, d=d: x.sort(d), x) for d in (0, 1, -1)],
         case("sort stable", lambda x: x.sort(dim=0, stable=True, descending=True), F(5, 4, kind="ties")),

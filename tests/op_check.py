@@ -326,7 +326,7 @@ def _backward(case: Case, values: Sequence[Any]) -> None:
     total: Any = 0
     for n, v in enumerate(outputs):
         full = _whole(v)
-        full = torch.view_as_real(full) if full.is_complex() else full
+        full = torch.view_as_real(full.resolve_conj()) if full.is_complex() else full
         generator = torch.Generator().manual_seed(_seed(case.name, n))
         total = total + (full * torch.randn(full.shape, generator=generator, dtype=torch.float64)).sum()
     total.backward()

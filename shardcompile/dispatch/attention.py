@@ -191,8 +191,7 @@ def _forward(op: Any) -> Callable[..., Any]:
             return _on_whole_values(op, args, kwargs)
         out, denominator = attention.forward()
         others = [
-            attention.key.shape[2] if "max" in r.name else denominator.new_zeros(())
-            for r in op._schema.returns[2:]
+            attention.key.shape[2] if "max" in r.name else denominator.new_zeros(()) for r in op._schema.returns[2:]
         ]
         return (out, denominator, *others)
 

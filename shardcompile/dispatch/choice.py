@@ -120,9 +120,7 @@ def _usable(layouts: Sequence[Layout], table: Sequence[Strategy], mesh_dim: int)
     return usable
 
 
-def _cheapest(
-    layouts: Sequence[Layout], combinations: Iterable[Sequence[Strategy]], in_place: bool
-) -> Choice | None:
+def _cheapest(layouts: Sequence[Layout], combinations: Iterable[Sequence[Strategy]], in_place: bool) -> Choice | None:
     best: tuple[tuple[int, int], Choice] | None = None
     for combination in combinations:
         for choice in _assemble(layouts, combination):

@@ -60,8 +60,11 @@ def dispatch(
     # The common case first, and without a call for each argument: this is the cost of every eager op.
     key: list[Any] = [id(op)]
     for a in args:
-        if type(a) is cls:
+        kind = type(a)
+        if kind is cls:
             key.append(id(a._spec))
+        elif kind is list and a and type(a[0]) is int:
+            key.append(tuple(a))
         else:
             _extend_key(key, cls, a)
     if kwargs:

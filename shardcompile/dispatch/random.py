@@ -57,9 +57,7 @@ torch.library.register_fake(
 
 def _agreed_seed(layout: Layout, device: torch.device) -> Tensor:
     """A seed that all ranks along the replicating mesh dims share."""
-    groups = [
-        compat.group_name_of(layout.mesh, m) for m, p in enumerate(layout.placements) if not isinstance(p, Shard)
-    ]
+    groups = [compat.group_name_of(layout.mesh, m) for m, p in enumerate(layout.placements) if not isinstance(p, Shard)]
     seed = torch.randint(0, 1 << 62, (1,), dtype=torch.int64)
     if not groups:
         return seed

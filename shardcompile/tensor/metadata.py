@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -149,17 +147,8 @@ def _cut(metadata: Metadata, parts_of: CutKind, key: IntLike, extent: IntLike, l
 def stable_hash(metadata: Metadata, tensors: Sequence[Tensor], requires_grad: bool) -> str:
     """A hash for the compiler's caches: shapes, strides and metadata, the same in every process."""
     shapes = [(str(tuple(t.shape)), str(t.stride()), str(t.device)) for t in tensors]
-    text = repr((_source_digest(), metadata.stable_text(), shapes, requires_grad))
+    text = repr((metadata.stable_text(), shapes, requires_grad))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-@functools.cache
-def _source_digest() -> str:
-    """A digest of this library's sources: other sources may trace another graph for the same program."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def extent_hints(layout: Layout) -> dict[int, int]:

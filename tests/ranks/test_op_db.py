@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import op_check
 import op_db
+
 from shardcompile.testing import rank
 
 SAMPLE = sorted(op_db.OPS)[::12]
