@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
+from shardcompile.dispatch.copied_views import follow
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout, Spec
 from shardcompile.plan import find_plan
@@ -239,15 +240,22 @@ def _as_strided(x: Any, size: Sequence[int], stride: Sequence[int], storage_offs
         raise UnsupportedOpError(f"as_strided with an offset into the storage of a tensor that {x} is a view of")
     layout = x._spec.layout.replicated()
     plan = find_plan(x._spec.layout, layout)
-    local = run_plan(plan, x._local_tensor)
-    exact = local.stride() == tuple(x.stride())
-    if not exact:
-        local = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(local)
-    out = aten.as_strided.default(local, size, stride, storage_offset or 0)
+
+    def whole() -> Tensor:
+        local = run_plan(plan, x._local_tensor)
+        if local.stride() != tuple(x.stride()):
+            local = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(local)
+        return local
+
+    def strided(local: Tensor) -> Tensor:
+        return aten.as_strided.default(local, size, stride, storage_offset or 0)
+
+    out = strided(whole())
     placed = Layout.of(layout.mesh, layout.placements, tuple(out.shape), out.dtype, (None,) * out.ndim)
     wrapped = type(x)._wrap(out, Spec.of(placed, tuple(out.stride())))
-    if plan.steps or not exact:
-        wrapped._is_copy = True
+    if plan.steps or x._copied is not None or x._local_tensor.stride() != tuple(x.stride()):
+        rest = (size, stride, storage_offset or 0)
+        follow(wrapped, aten.as_strided.default, (x, *rest), None, lambda: strided(whole()))
     else:
         compat.share_storage(wrapped, x)
     return wrapped

@@ -22,6 +22,7 @@ from shardcompile import compat, config
 from shardcompile.compat import OpOverload
 from shardcompile.dispatch.attention import ATTENTION_OPS
 from shardcompile.dispatch.choice import Choice, OutputPlan, choose, whole_plan
+from shardcompile.dispatch.copied_views import follow, note_write
 from shardcompile.dispatch.decompositions import DECOMPOSITIONS, NOT_DECOMPOSED
 from shardcompile.dispatch.handlers import Handlers
 from shardcompile.dispatch.local_ops import COPYING_VIEWS, LOCAL_OPS, copy_block
@@ -163,12 +164,7 @@ class _Local(_Entry):
         self.single = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
 
     def run(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        plans = iter(self.plans)
-        local_args = tuple([_localize(cls, a, plans, self.moved) for a in args])
-        local_kwargs = {k: _localize(cls, a, plans, self.moved) for k, a in kwargs.items()} if kwargs else kwargs
-        if self.arguments is not None:
-            local_args = self.arguments(local_args)
-        out = self.function(*local_args, **local_kwargs)
+        out = self._blocks(cls, args, kwargs)
         if self.mutates:
             return args[0]
         if self.exchanges and not self.aliases:
@@ -178,19 +174,35 @@ class _Local(_Entry):
         else:
             wrapped = _wrap_all(cls, out, self.specs)
         if self.aliases:
-            return self._as_view(args, kwargs, wrapped)
+            return self._as_view(cls, args, kwargs, wrapped)
         return wrapped
 
-    def _as_view(self, args: tuple[Any, ...], kwargs: dict[str, Any], wrapped: Any) -> Any:
-        if self.moved or getattr(args[0], "_is_copy", False):
-            for out in wrapped if isinstance(wrapped, (list, tuple)) else [wrapped]:
-                out._is_copy = True
+    def _blocks(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plans = iter(self.plans)
+        local_args = tuple([_localize(cls, a, plans, self.moved) for a in args])
+        local_kwargs = {k: _localize(cls, a, plans, self.moved) for k, a in kwargs.items()} if kwargs else kwargs
+        if self.arguments is not None:
+            local_args = self.arguments(local_args)
+        return self.function(*local_args, **local_kwargs)
+
+    def _as_view(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrapped: Any) -> Any:
+        if self.moved or args[0]._copied is not None:
+            _follow_all(wrapped, self.op, args, lambda: self._blocks(cls, args, kwargs))
             return wrapped
         if type(args[0]._local_tensor) is not Tensor:
             return wrapped  # a trace that saw the same storage would have the output made anew, by `as_strided`
         for out in wrapped if isinstance(wrapped, (list, tuple)) else [wrapped]:
             compat.share_storage(out, args[0])
         return wrapped
+
+
+def _follow_all(wrapped: Any, op: OpOverload, args: tuple[Any, ...], blocks: Callable[[], Any]) -> None:
+    """Have the result of a view op, or all of its results, follow what was viewed."""
+    if not isinstance(wrapped, (list, tuple)):
+        follow(wrapped, op, args, None, blocks)
+        return
+    for i, out in enumerate(wrapped):
+        follow(out, op, args, i, lambda i=i: blocks()[i])  # type: ignore[misc]
 
 
 def _localize(cls: type, a: Any, plans: Iterator[Plan | None], keep_order: bool = False) -> Any:
@@ -465,12 +477,18 @@ class _InPlace(_Local):
         self.direct = not any(self.plans)
 
     def run(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args[0]._is_copy:
-            _refuse_copy(self.op, args[0])
+        target = args[0]
+        copied = target._copied
+        if copied is not None:
+            copied.check_writable(self.op)
         if self.direct and not kwargs:
             self.function(*[a._local_tensor if type(a) is cls else a for a in args])
-            return args[0]
-        return super().run(cls, args, kwargs)
+        else:
+            self._blocks(cls, args, kwargs)
+        if copied is not None:
+            copied.write_back(target)
+        note_write(target)
+        return target
 
 
 class _InPlaceView(_Entry):
@@ -482,7 +500,8 @@ class _InPlaceView(_Entry):
 
     def run(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = args[0]
-        view = self.functional(*args, **kwargs)
+        # A copied view follows what it is a view of: that must not be the target, which is about to change.
+        view = self.functional(target._stand_in(), *args[1:], **kwargs)
         target._turn_into(view)
         compat.follow_view(self.op, args, kwargs)
         return target
@@ -500,7 +519,8 @@ class _Written(_Entry):
     def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         targets = [_argument(m, args, kwargs) for m in self.mutated]
         for target in targets:
-            _refuse_copy(self.op, target)
+            if type(target) is cls and target._copied is not None:
+                target._copied.check_writable(self.op)
         with torch._C.DisableTorchFunctionSubclass():
             result = self.functional(*args, **{k: v for k, v in kwargs.items() if k not in self.outs})
         results = result if isinstance(result, (list, tuple)) else [result]
@@ -536,6 +556,9 @@ def _write(cls: type, op: OpOverload, target: Any, value: Any) -> None:
         if before != after:
             local = _as_term(local, after.reduce_op, mesh.get_coordinate()[mesh_dim] == 0)
     copy_block(target._local_tensor, local)
+    if target._copied is not None:
+        target._copied.write_back(target)
+    note_write(target)
 
 
 def _as_term(value: Tensor, reduce_op: str, first: bool) -> Tensor:
@@ -543,14 +566,6 @@ def _as_term(value: Tensor, reduce_op: str, first: bool) -> Tensor:
     if first or reduce_op not in ("sum", "product"):
         return value
     return torch.zeros_like(value) if reduce_op == "sum" else torch.ones_like(value)
-
-
-def _refuse_copy(op: OpOverload, target: Any) -> None:
-    if getattr(target, "_is_copy", False):
-        raise UnsupportedOpError(
-            f"{op} writes to a view that had to be copied, because a block cannot hold it; the write would not reach "
-            f"the tensor that was viewed ({target._spec.layout.describe()}). Write to the tensor itself, or clone first"
-        )
 
 
 # The last resort
@@ -580,19 +595,23 @@ class _Gathered(_Entry):
         self.mesh = like.mesh
 
     def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        wrapped = self._wrap(cls, self._values(cls, args, kwargs))
+        if self.op.is_view and (any(p is not None for p in self.plans) or args[0]._copied is not None):
+            _follow_all(wrapped, self.op, args, lambda: self._values(cls, args, kwargs))
+        return wrapped
+
+    def _values(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plans = iter(self.plans)
         local_args = [_localize(cls, a, plans, keep_order=True) for a in args]
         local_kwargs = {k: _localize(cls, a, plans, keep_order=True) for k, a in kwargs.items()}
-        return self._wrap(cls, self.op(*local_args, **local_kwargs))
+        return self.op(*local_args, **local_kwargs)
 
     def _wrap(self, cls: type, out: Any) -> Any:
         if isinstance(out, (list, tuple)):
             return type(out)(self._wrap(cls, o) for o in out)
         if not isinstance(out, Tensor):
             return out
-        wrapped = cls._wrap(out, Spec.of(_plain_layout(self.mesh, out), tuple(out.stride())))
-        wrapped._is_copy = self.op.is_view and any(p is not None for p in self.plans)
-        return wrapped
+        return cls._wrap(out, Spec.of(_plain_layout(self.mesh, out), tuple(out.stride())))
 
 
 def replicated_spec(mesh: Any, x: Tensor) -> Spec:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shardcompile import compat
 from shardcompile.collectives import wait
 from shardcompile.dispatch import Handlers, clear_cache, dispatch
+from shardcompile.dispatch.copied_views import CopiedView
 from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpError
 from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, normalize_placements
 from shardcompile.plan import target_layout
@@ -40,6 +40,18 @@ _UNMARKED = AttributeError("no dim of this tensor may vary")
 _FUNCTION_HANDLERS, _NAMED_HANDLERS = Handlers.functions, Handlers.names
 
 
+class _Block:
+    """This rank's block: an attribute that is set on construction, but for the cases that are found here on use."""
+
+    def __get__(self, x: Any, owner: type | None = None) -> Any:
+        if x is None:
+            return self
+        if x._copied is not None:
+            return x._copied.current()
+        x.__dict__["_local_tensor"] = block = wait(x._in_flight)
+        return block
+
+
 class ShardTensor(torch.Tensor):
     """A tensor whose blocks, of any size, lie on the ranks of a mesh.
 
@@ -54,7 +66,7 @@ class ShardTensor(torch.Tensor):
     _flat: tuple[list[str], Metadata] | None = None
     _may_vary: bool = True
     _hints: dict[int, int] | None = None
-    _is_copy: bool = False
+    _copied: CopiedView | None = None
     _align_grad: bool = False
 
     @staticmethod
@@ -83,20 +95,27 @@ class ShardTensor(torch.Tensor):
         if metadata.dynamic_dims:
             self._keys = keys_tensor(layout, metadata, self._local_tensor)
 
+    def _stand_in(self) -> ShardTensor:
+        """Another wrapper of the same block."""
+        other = self._wrap(self._local_tensor, self._spec)
+        if self._copied is not None:
+            del other.__dict__["_local_tensor"]
+            other._copied = self._copied
+        return other
+
     def _turn_into(self, other: ShardTensor) -> None:
         """Take over block and layout; the sizes of the wrapper itself are set elsewhere."""
         self._local_tensor, self._spec, self._keys, self._flat = other._local_tensor, other._spec, other._keys, None
-        self._is_copy = self._is_copy or other._is_copy
+        if other._copied is not None:
+            del self.__dict__["_local_tensor"]
+        self._copied = other._copied
 
     @staticmethod
     def _wrap_like(x: ShardTensor, local: Tensor) -> ShardTensor:
         layout = x._spec.layout.with_dtype(local.dtype)
         return type(x)._wrap(local, Spec.of(layout, x._spec.stride))
 
-    @cached_property
-    def _local_tensor(self) -> Tensor:
-        """The block. It is set on construction, except while a collective is in flight: the first use then waits."""
-        return wait(self._in_flight)
+    _local_tensor: Any = _Block()
 
     # What the compiler asks for
 
@@ -461,7 +480,7 @@ def _set_data(_: Callable[..., Any], x: Any, value: Any) -> None:
         raise UnsupportedOpError("x.data = y needs two sharded tensors or none; see ShardTensor.from_local")
     torch.Tensor.data.__set__(x, value)  # type: ignore[attr-defined]
     x._local_tensor, x._spec = value._local_tensor, value._spec
-    x._keys = x._flat = x._hints = None
+    x._keys = x._flat = x._hints = x._copied = None
 
 
 def _survey(cls: Any, values: Any) -> tuple[Any, bool]:

@@ -1,0 +1,167 @@
+"""Views that a block cannot hold: copies that follow what they are views of.
+
+A view along a cut dim, such as ``x[2:5]``, may need rows that lie on other ranks. Its block is a copy. So that it is a
+view to whoever uses it, the copy is made again when what was viewed has been written to, and what is written to the
+copy is written back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcompile.errors import UnsupportedOpError
+
+aten = torch.ops.aten
+
+
+class _Writes:
+    """How often a storage was written to since somebody wanted to know."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+_WATCHED: weakref.WeakValueDictionary[int, _Writes] = weakref.WeakValueDictionary()
+
+
+def _watch(block: Tensor) -> _Writes:
+    if type(block) is not Tensor:  # in a trace versions tell, and storages do not
+        return _Writes()
+    return _WATCHED.setdefault(block.untyped_storage()._cdata, _Writes())
+
+
+def note_write(x: Any) -> None:
+    """Say that a sharded tensor's block was written to."""
+    if _WATCHED and type(x._local_tensor) is Tensor:
+        writes = _WATCHED.get(x._local_tensor.untyped_storage()._cdata)
+        if writes is not None:
+            writes.count += 1
+
+
+class CopiedView:
+    """The block of a view that had to be copied.
+
+    Args:
+        op: the view op.
+        args: its arguments; the first one is what is viewed.
+        index: which of several results.
+        block: the copy.
+        remake: makes the block again.
+    """
+
+    def __init__(
+        self, op: Any, args: tuple[Any, ...], index: int | None, block: Tensor, remake: Callable[[], Tensor]
+    ) -> None:
+        self.op, self.args, self.index, self.block, self.remake = op, args, index, block, remake
+        self.writes = _watch(args[0]._local_tensor)
+        self.seen = self._state()
+
+    def _state(self) -> Any:
+        """Changes with every write to what is viewed, which shares its version with all of its views."""
+        parent = self.args[0]
+        version = None if parent.is_inference() else parent._version
+        return version, self.writes.count, None if parent._copied is None else parent._copied._state()
+
+    def current(self) -> Tensor:
+        """The block, made again if it is out of date."""
+        state = self._state()
+        if state != self.seen:
+            self.block, self.seen = self.remake(), self._state()
+        return self.block
+
+    def write_back(self, view: Any) -> None:
+        """Write the block into what is viewed.
+
+        Args:
+            view: the sharded tensor of this block.
+
+        Raises:
+            UnsupportedOpError: it is not known how.
+        """
+        parent = self.args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            value = type(view)._wrap(self.block, view._spec)
+            aten.copy_.default(parent, self._inverse()(parent, value))
+
+    def check_writable(self, op: Any) -> None:
+        """Raise before anything is written that could not be written back.
+
+        Raises:
+            UnsupportedOpError: it could not.
+        """
+        parent = self.args[0]
+        if self.op not in _INVERSES:
+            raise UnsupportedOpError(
+                f"{op} writes to a view ({self.op}) that a block cannot hold and that had to be copied, and there is "
+                f"no way back to the tensor that was viewed ({parent._spec.layout.describe()}). Write to the tensor "
+                "itself, or clone first"
+            )
+        if parent._copied is not None:
+            parent._copied.check_writable(op)
+
+    def _inverse(self) -> Callable[[Any, Any], Any]:
+        rest, index = self.args[1:], self.index
+        return lambda parent, value: _INVERSES[self.op](parent, value, index, *rest)
+
+
+def _unbind_back(parent: Any, value: Any, index: int, dim: int = 0) -> Any:
+    return aten.select_scatter.default(parent, value, dim, index)
+
+
+def _split_back(parent: Any, value: Any, index: int, size: int, dim: int = 0) -> Any:
+    start = index * size
+    return aten.slice_scatter.default(parent, value, dim, start, start + value.shape[dim])
+
+
+def _split_sizes_back(parent: Any, value: Any, index: int, sizes: Any, dim: int = 0) -> Any:
+    start = sum(sizes[:index])
+    return aten.slice_scatter.default(parent, value, dim, start, start + sizes[index])
+
+
+def _scattered(op: Any) -> Callable[..., Any]:
+    return lambda parent, value, _, *args: op(parent, value, *args)
+
+
+def _reshaped(parent: Any, value: Any, *_: Any) -> Any:
+    return aten.reshape.default(value, list(parent.shape))
+
+
+def _permuted_back(parent: Any, value: Any, _: Any, dims: Any) -> Any:
+    inverse = [0] * len(dims)
+    for i, d in enumerate(dims):
+        inverse[d % len(dims)] = i
+    return aten.permute.default(value, inverse)
+
+
+_INVERSES: dict[Any, Callable[..., Any]] = {
+    aten.slice.Tensor: _scattered(aten.slice_scatter.default),
+    aten.select.int: _scattered(aten.select_scatter.default),
+    aten.diagonal.default: _scattered(aten.diagonal_scatter.default),
+    aten.as_strided.default: _scattered(aten.as_strided_scatter.default),
+    aten.unbind.int: _unbind_back,
+    aten.split.Tensor: _split_back,
+    aten.split_with_sizes.default: _split_sizes_back,
+    aten.t.default: lambda parent, value, _: aten.t.default(value),
+    aten.transpose.int: lambda parent, value, _, a, b: aten.transpose.int(value, a, b),
+    aten.permute.default: _permuted_back,
+    aten.view.default: _reshaped,
+    aten._unsafe_view.default: _reshaped,
+    aten.unsqueeze.default: _reshaped,
+    aten.squeeze.default: _reshaped,
+    aten.squeeze.dim: _reshaped,
+    aten.squeeze.dims: _reshaped,
+    aten.alias.default: lambda parent, value, _: value,
+    aten.detach.default: lambda parent, value, _: value,
+}
+"""By view op: (what is viewed, new value of the view, which result, the op's other arguments) -> new value of what is
+viewed."""
+
+
+def follow(view: Any, op: Any, args: tuple[Any, ...], index: int | None, remake: Callable[[], Tensor]) -> None:
+    """Make a sharded tensor with a block of its own follow what it is a view of."""
+    view._copied = CopiedView(op, args, index, view.__dict__.pop("_local_tensor"), remake)
