@@ -118,6 +118,8 @@ def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
 
 def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     wide = _widened(x)
+    if _is_nothing(x, dim):
+        return wide.clone() if half_to_float else x.clone()
     unnormalised = (wide - aten.amax.default(wide, [dim], True)).exp()
     out = unnormalised / aten.sum.dim_IntList(unnormalised, [dim], True)
     return out if half_to_float else out.to(x.dtype)
@@ -125,9 +127,16 @@ def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
 
 def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     wide = _widened(x)
+    if _is_nothing(x, dim):
+        return wide.clone() if half_to_float else x.clone()
     shifted = wide - aten.amax.default(wide, [dim], True)
     out = shifted - aten.sum.dim_IntList(shifted.exp(), [dim], True).log()
     return out if half_to_float else out.to(x.dtype)
+
+
+def _is_nothing(x: Tensor, dim: int) -> bool:
+    """Whether there is nothing along a dim on any rank; such an extent is static in a trace as well."""
+    return x.ndim > 0 and isinstance(x.shape[dim], int) and x.shape[dim] == 0
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -132,14 +132,21 @@ class _Entry:
 
 
 class _Composed(_Entry):
-    """Run a function of sharded tensors instead."""
+    """Run a function of sharded tensors instead.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    Args:
+        function: the op in terms of others.
+        otherwise: what is done where the function returns NotImplemented, as some of torch's do.
+    """
+
+    def __init__(self, function: Callable[..., Any], otherwise: Callable[[], _Entry] | None = None) -> None:
         self.function = function
+        self.otherwise = otherwise
 
     def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            return self.function(*args, **kwargs)
+            out = self.function(*args, **kwargs)
+        return self.otherwise().run(cls, args, kwargs) if out is NotImplemented and self.otherwise else out
 
 
 class _Local(_Entry):
@@ -247,13 +254,13 @@ def _decide_functional(cls: type, call: OpCall, args: tuple[Any, ...], kwargs: d
             try:
                 return _local_entry(cls, call, rule, choice, args, kwargs)
             except compat.UNKNOWN_OUTPUT_SHAPE:
-                return _fallback(cls, call, args, kwargs)
+                return _fallback(call)
     if op in DECOMPOSITIONS:
         return _Composed(DECOMPOSITIONS[op])
     composite = _composite(op)
     if composite is not None:
-        return _Composed(composite)
-    return _fallback(cls, call, args, kwargs)
+        return _Composed(composite, lambda: _fallback(call))
+    return _fallback(call)
 
 
 def _rule_of(op: OpOverload) -> Rule | None:
@@ -456,9 +463,12 @@ def _decide_mutation(
             return _InPlace(call.op, choice)
     if functional is not None:
         return _Written(call.op, functional, mutated)
+    composite = _composite(call.op)
+    if composite is not None:
+        return _Composed(composite)
     if any(type(t) is cls for t in targets):
         raise UnsupportedOpError(f"{call.op} writes to its argument and has no functional form to run instead")
-    return _fallback(cls, call, args, kwargs)
+    return _fallback(call)
 
 
 class _Direct(_Local):
@@ -571,10 +581,10 @@ def _as_term(value: Tensor, reduce_op: str, first: bool) -> Tensor:
 # The last resort
 
 
-def _fallback(cls: type, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
+def _fallback(call: OpCall) -> _Entry:
     plans = tuple(whole_plan(t.layout) for t in call.tensors)
     nbytes = sum(p.nbytes for p in plans)
-    inputs = _tensors_text(cls, args, kwargs)
+    inputs = "; ".join(f"input {i}: {t.layout.describe()}" for i, t in enumerate(call.tensors))
     text = f"{call.op} has no rule: run on full values on every rank, {nbytes} B moved ({inputs})"
     if config.fallback == "error":
         raise UnsupportedOpError(f"{text}; shardcompile.config.fallback is 'error'. Register a rule: register_sharding")
@@ -611,6 +621,10 @@ class _Gathered(_Entry):
             return type(out)(self._wrap(cls, o) for o in out)
         if not isinstance(out, Tensor):
             return out
+        if out.layout is not torch.strided:
+            raise UnsupportedOpError(
+                f"{self.op} gives a {out.layout} tensor, which cannot be sharded; take full_tensor() of its inputs"
+            )
         return cls._wrap(out, Spec.of(_plain_layout(self.mesh, out), tuple(out.stride())))
 
 

@@ -586,6 +586,18 @@ def _tolist(func: Callable[..., Any], x: Any) -> Any:
     return x.full_tensor().tolist()
 
 
+def _tensor_split(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    """`tensor_split`, whose kernel reads the memory of a tensor that says where to split."""
+
+    def known(where: Any) -> Any:
+        whole = where.full_tensor() if isinstance(where, ShardTensor) else where
+        return whole.tolist() if isinstance(whole, Tensor) else whole
+
+    if "tensor_indices_or_sections" in kwargs:
+        args = (kwargs.pop("tensor_indices_or_sections"), *args)
+    return func(x, *map(known, args), **{k: known(v) for k, v in kwargs.items()})
+
+
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _IN_PLACE_OPERATORS = {f"__i{name}__" for name in _OPERATORS}
 _IN_PLACE = {
@@ -601,6 +613,8 @@ _TAKES_LEAVES = {torch.autograd.grad, torch.autograd.backward}
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     torch.Tensor.tolist: _tolist,
+    torch.Tensor.tensor_split: _tensor_split,
+    torch.tensor_split: _tensor_split,
     torch.Tensor.__deepcopy__: _deep_copied,
     torch.Tensor.requires_grad_: _require_grad,
     torch.Tensor.requires_grad.__set__: _require_grad,  # type: ignore[attr-defined]
