@@ -26,19 +26,26 @@ class _Writes:
         self.count = 0
 
 
-_WATCHED: weakref.WeakValueDictionary[int, _Writes] = weakref.WeakValueDictionary()
+WATCHED: dict[int, weakref.ref[_Writes]] = {}
+"""By storage; empty unless there are copied views, so that an in-place op need not look further."""
 
 
 def _watch(block: Tensor) -> _Writes:
     if type(block) is not Tensor:  # in a trace versions tell, and storages do not
         return _Writes()
-    return _WATCHED.setdefault(block.untyped_storage()._cdata, _Writes())
+    key = block.untyped_storage()._cdata
+    known = WATCHED[key]() if key in WATCHED else None
+    if known is not None:
+        return known
+    writes = _Writes()
+    WATCHED[key] = weakref.ref(writes, lambda _: WATCHED.pop(key, None))
+    return writes
 
 
 def note_write(x: Any) -> None:
     """Say that a sharded tensor's block was written to."""
-    if _WATCHED and type(x._local_tensor) is Tensor:
-        writes = _WATCHED.get(x._local_tensor.untyped_storage()._cdata)
+    if type(x._local_tensor) is Tensor:
+        writes = WATCHED.get(x._local_tensor.untyped_storage()._cdata, lambda: None)()
         if writes is not None:
             writes.count += 1
 

@@ -22,7 +22,7 @@ from shardcompile import compat, config
 from shardcompile.compat import OpOverload
 from shardcompile.dispatch.attention import ATTENTION_OPS
 from shardcompile.dispatch.choice import Choice, OutputPlan, choose, whole_plan
-from shardcompile.dispatch.copied_views import follow, note_write
+from shardcompile.dispatch.copied_views import WATCHED, follow, note_write
 from shardcompile.dispatch.decompositions import DECOMPOSITIONS, NOT_DECOMPOSED
 from shardcompile.dispatch.handlers import Handlers
 from shardcompile.dispatch.local_ops import COPYING_VIEWS, LOCAL_OPS, copy_block
@@ -497,7 +497,8 @@ class _InPlace(_Local):
             self._blocks(cls, args, kwargs)
         if copied is not None:
             copied.write_back(target)
-        note_write(target)
+        if WATCHED:
+            note_write(target)
         return target
 
 

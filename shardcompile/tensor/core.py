@@ -36,6 +36,7 @@ ShardingShapes = construct.ShardingShapes
 
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
+_without_torch_function = torch._C.DisableTorchFunctionSubclass
 _UNMARKED = AttributeError("no dim of this tensor may vary")
 _FUNCTION_HANDLERS, _NAMED_HANDLERS = Handlers.functions, Handlers.names
 
@@ -117,6 +118,11 @@ class ShardTensor(torch.Tensor):
 
     _local_tensor: Any = _Block()
 
+    @property
+    def _holds_values(self) -> bool:
+        """Whether this is no stand-in inside of a trace."""
+        return type(self._local_tensor) in (Tensor, torch.nn.Parameter)
+
     # What the compiler asks for
 
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
@@ -126,7 +132,7 @@ class ShardTensor(torch.Tensor):
             names = ["_local_tensor", "_cut_keys"] if metadata.dynamic_dims else ["_local_tensor"]
             flat = self._flat = (names, metadata)
             # Parameters are static, and so is a tensor inside a trace already.
-            plain = type(self._local_tensor) in (Tensor, torch.nn.Parameter)
+            plain = self._holds_values
             self._may_vary = plain and bool(metadata.cuts) and not getattr(self, "_is_param", False)
             if self._may_vary and self._local_tensor.numel() == 0:
                 self._local_tensor = restrided_empty(self._local_tensor)
@@ -239,10 +245,25 @@ class ShardTensor(torch.Tensor):
             handler = _FUNCTION_HANDLERS.get(func) or _NAMED_HANDLERS.get(getattr(func, "__qualname__", ""))
             if handler is not None:
                 return handler(func, types, args, kwargs or {})
+        special = _FUNCTIONS.get(func)
+        if not kwargs and special is None:
+            for a in args:
+                if type(a) is not cls or a._align_grad:
+                    break
+            else:  # the common case first, and without a call for each argument
+                with _without_torch_function():
+                    return func(*args)
+        args, kwargs = cls._prepared(func, args, kwargs or {})
+        with _without_torch_function():
+            return func(*args, **kwargs) if special is None else special(func, *args, **kwargs)
+
+    @classmethod
+    def _prepared(
+        cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a function with plain tensors promoted that want a gradient."""
         mesh, plain = _survey(cls, args)
-        if kwargs is None:
-            kwargs = {}
-        elif kwargs:
+        if kwargs:
             also_mesh, also_plain = _survey(cls, kwargs.values())
             mesh, plain = mesh or also_mesh, plain or also_plain
         if args and type(args[0]) is not cls and func in _IN_PLACE:
@@ -250,9 +271,7 @@ class ShardTensor(torch.Tensor):
         if plain and mesh is not None and func not in _TAKES_LEAVES:
             args = tuple(_promoted(cls, mesh, a) for a in args)
             kwargs = {k: _promoted(cls, mesh, a) for k, a in kwargs.items()}
-        with torch._C.DisableTorchFunctionSubclass():
-            special = _FUNCTIONS.get(func)
-            return func(*args, **kwargs) if special is None else special(func, *args, **kwargs)
+        return args, kwargs
 
     # Construction and conversion
 
@@ -519,7 +538,7 @@ def _require_grad(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -
     """``x.requires_grad_()`` and ``x.requires_grad = True``."""
     wanted_before = x.requires_grad
     out = func(x, *args, **kwargs)
-    if type(x) is ShardTensor and x.is_leaf and x.requires_grad and not wanted_before and not compat.is_fake(x):
+    if type(x) is ShardTensor and x.is_leaf and x.requires_grad and not wanted_before and x._holds_values:
         _align_gradient(x)
     return out
 
