@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardcompile as sc
 from shardcompile import ShardTensor
@@ -241,6 +242,43 @@ def shown_if_slow(text: str) -> Iterator[None]:
         timer.cancel()
 
 
+class Watch(TorchDispatchMode):
+    """Sees what blocks are sent."""
+
+    _GATHERS = ("all_gather", "all_to_all", "fetch_ranges")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: set[str] = set()
+        self.nbytes = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Stand aside while torch compiles."""
+        return True
+
+    def __torch_dispatch__(
+        self, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(t, ShardTensor) for t in types):
+            return NotImplemented  # its ops on blocks come back here
+        name = op.name().partition("::")[2]
+        if op.namespace in ("_c10d_functional", "shardcompile") and not name.startswith(("wait", "take", "place")):
+            self.kinds.add(name)
+            self.nbytes += args[0].nbytes if isinstance(args[0], Tensor) else 0
+        return op(*args, **(kwargs or {}))
+
+    def how(self) -> str:
+        """``local``, ``reduced`` (only sums and the like are sent) or ``gathered``."""
+        if any(k.startswith(self._GATHERS) for k in self.kinds):
+            return "gathered"
+        return "reduced" if self.kinds else "local"
+
+
+SERVED: list[tuple[str, str, str, int]] = []
+"""For every run on sharded inputs: case, layouts, how it was served, bytes that this rank put in."""
+
+
 @dataclass
 class Outcome:
     """What a run gave.
@@ -280,7 +318,10 @@ def run_sharded(
     for n, (spec, x, way) in enumerate(zip(case.inputs, full, ways, strict=True)):
         given = x.detach().clone() if way is None else lay_out(x, mesh, way, _seed(case.name, n)).detach()
         inputs.append(given.requires_grad_(spec.grad))
-    values, structure = pytree.tree_flatten((function or case.run)(*inputs))
+    with Watch() as watch:
+        result = (function or case.run)(*inputs)
+    SERVED.append((case.name, " ".join("plain" if w is None else str(w) for w in ways), watch.how(), watch.nbytes))
+    values, structure = pytree.tree_flatten(result)
     problems = [p for v in values for p in _check_block(v)]
     layouts = "; ".join(v._spec.layout.describe() for v in values if isinstance(v, ShardTensor))
     _backward(case, values)

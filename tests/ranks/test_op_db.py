@@ -1,7 +1,7 @@
 """The sweep over PyTorch's operator database: the value that plain PyTorch gives, or an error that says why not.
 
 A sample of the ops runs with the other tests; all of them with ``-m sweep``. With OP_DB_RESULTS set to a file, a line of
-JSON is added to it for every op.
+JSON is added to it for every op, of which tests/op_table.py makes a table.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ SAMPLE = sorted(op_db.OPS)[::12]
 
 def sweep(name: str, mesh_shape: tuple[int, ...], count: int, limit: int) -> None:
     mesh = init_device_mesh("cpu", mesh_shape)
+    op_check.SERVED.clear()
     failures = [
         text
         for case, full in op_db.samples(name, count)
@@ -33,8 +34,9 @@ def sweep(name: str, mesh_shape: tuple[int, ...], count: int, limit: int) -> Non
     ]
     everyone = op_check.agree(failures)
     if rank() == 0 and (path := os.environ.get("OP_DB_RESULTS")):
+        result = {"op": name, "mesh": mesh_shape, "failures": everyone, "served": op_check.SERVED}
         with Path(path).open("a") as file:
-            file.write(json.dumps({"op": name, "mesh": mesh_shape, "failures": everyone}) + "\n")
+            file.write(json.dumps(result) + "\n")
     assert not everyone, "\n".join(everyone)
 
 
