@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import Pending, extrema
+from shardcompile.collectives import Decoded, Pending
 from shardcompile.collectives import ops as collective_ops
 from shardcompile.layout import Cut, Layout
 from shardcompile.plan import Plan, Step
@@ -76,28 +75,10 @@ def _all_gather(step: Step, x: Tensor) -> Pending:
     return Pending.of(out, x.shape, dim, total)
 
 
-def _all_reduce(step: Step, x: Tensor) -> Pending | _Decoded:
+def _all_reduce(step: Step, x: Tensor) -> Pending | Decoded:
     placement = step.src.placements[step.mesh_dim]
     assert isinstance(placement, Partial)
-    if placement.reduce_op in ("max", "min") and x.is_floating_point():
-        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-        keys = extrema.encode(wide, placement.reduce_op)
-        return _Decoded(collective_ops.all_reduce(keys, placement.reduce_op, _group(step)), wide.dtype, x.dtype)
     return collective_ops.all_reduce(x, placement.reduce_op, _group(step))
-
-
-@dataclass(frozen=True)
-class _Decoded:
-    """A reduction of encoded floats that has started."""
-
-    pending: Pending
-    encoded: torch.dtype
-    dtype: torch.dtype
-
-    def wait(self) -> Tensor:
-        return extrema.decode(self.pending.wait(), self.encoded).to(self.dtype)
-
-    result = wait
 
 
 def _reduce_scatter(step: Step, x: Tensor) -> Pending:

@@ -14,5 +14,6 @@ from shardcompile.collectives.functional import receive_block as receive_block
 from shardcompile.collectives.functional import reduce_scatter_v as reduce_scatter_v
 from shardcompile.collectives.functional import send_blocks as send_blocks
 from shardcompile.collectives.ops import OPS as OPS
+from shardcompile.collectives.ops import Decoded as Decoded
 from shardcompile.collectives.ops import Pending as Pending
 from shardcompile.collectives.ops import wait as wait

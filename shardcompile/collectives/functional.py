@@ -7,6 +7,7 @@ trace into one node and its wait.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardcompile.collectives import ops, transport
-from shardcompile.collectives.ops import Pending, wait
+from shardcompile.collectives.ops import Decoded, Pending, wait
 from shardcompile.errors import CollectiveError
 from shardcompile.layout import CHUNK_KEY
 
 _ops = torch.ops.shardcompile
+_P = TypeVar("_P", bound=Pending | Decoded)
 
 
 def _checked(sizes: Sequence[int], group: ProcessGroup) -> list[int]:
@@ -33,7 +35,7 @@ def _normalized(x: Tensor, dim: int) -> int:
     return dim % x.ndim
 
 
-def _finish(pending: Pending, async_op: bool) -> Tensor | Pending:
+def _finish(pending: _P, async_op: bool) -> Tensor | _P:
     return pending if async_op else pending.wait()
 
 
@@ -186,8 +188,10 @@ def fetch_ranges(
     return _finish(Pending.of(out, x.shape, dim, end - start), async_op)
 
 
-def all_reduce(x: Tensor, group: ProcessGroup, *, reduce_op: str = "sum", async_op: bool = False) -> Tensor | Pending:
-    """Reduce every rank's `x`: Partial to Replicate.
+def all_reduce(
+    x: Tensor, group: ProcessGroup, *, reduce_op: str = "sum", async_op: bool = False
+) -> Tensor | Pending | Decoded:
+    """Reduce every rank's `x`: Partial to Replicate. A NaN wins a maximum and a minimum, as it does in torch.
 
     Args:
         x: a term of the reduction, the same shape on every rank.
@@ -199,6 +203,8 @@ def all_reduce(x: Tensor, group: ProcessGroup, *, reduce_op: str = "sum", async_
         CollectiveError: there is no such reduction of this dtype.
     """
     transport.check_reduction(reduce_op, x.dtype)
+    if reduce_op in ("max", "min") and x.requires_grad and torch.is_grad_enabled():
+        raise CollectiveError(f"all_reduce with {reduce_op} has no gradient; only sum and avg have. Detach the tensor")
     if reduce_op == "avg":  # torch knows the gradient of sum only
         x, reduce_op = x / group.size(), "sum"
     return _finish(ops.all_reduce(x, reduce_op, group.group_name), async_op)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.collectives import transport
+from shardcompile.collectives import extrema, transport
 from shardcompile.collectives.transport import Range
 from shardcompile.errors import CollectiveError
 from shardcompile.layout import Cut, GroupCut, IntLike, chunk_sizes, digest_of
@@ -95,13 +95,42 @@ class Pending:
         return rows.movedim(0, self.dim) if self.dim else rows
 
 
-def wait(x: Tensor | Pending) -> Tensor:
+@dataclass(frozen=True)
+class Decoded:
+    """A maximum or minimum of encoded floats that has started.
+
+    Attributes:
+        pending: the collective.
+        encoded: the dtype that was encoded.
+        dtype: of the result.
+    """
+
+    pending: Pending
+    encoded: torch.dtype
+    dtype: torch.dtype
+
+    def wait(self) -> Tensor:
+        """Complete the collective."""
+        return extrema.decode(self.pending.wait(), self.encoded).to(self.dtype)
+
+    result = wait
+    """What is decoded has been read, so that there is nothing to give before the wait."""
+
+
+def wait(x: Tensor | Pending | Decoded) -> Tensor:
     """Complete an asynchronous collective."""
-    return x.wait() if isinstance(x, Pending) else torch.ops._c10d_functional.wait_tensor(x)
+    return torch.ops._c10d_functional.wait_tensor(x) if isinstance(x, Tensor) else x.wait()
 
 
-def all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Pending:
-    """Start torch's own all-reduce, flat for the same reason as the collectives here."""
+def all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Pending | Decoded:
+    """Start torch's own all-reduce, flat for the same reason as the collectives here; NaN wins a maximum or minimum."""
+    if reduce_op in ("max", "min") and x.is_floating_point():
+        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        return Decoded(_all_reduce(extrema.encode(wide, reduce_op), reduce_op, group_name), wide.dtype, x.dtype)
+    return _all_reduce(x, reduce_op, group_name)
+
+
+def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Pending:
     flat = x.reshape([-1]) if x.ndim > 1 else x
     return Pending(torch.ops._c10d_functional.all_reduce(flat, reduce_op, group_name), tuple(x.shape), 0)
 
