@@ -73,7 +73,7 @@ def _key(c: Collective) -> Any:
 
 
 def _can_join(c: Collective) -> bool:
-    return c.kind == "all_reduce" and len(c.waits) == len(c.node.users) == 1 and c.value.ndim <= 1
+    return c.kind == "all_reduce" and 0 < len(c.waits) == len(c.node.users) and c.value.ndim <= 1
 
 
 def _merge(graph: Graph, nodes: Sequence[Node]) -> bool:
@@ -100,15 +100,17 @@ def _merge(graph: Graph, nodes: Sequence[Node]) -> bool:
         start = add_node(graph, last.node.target, bucket, reduce_op, group_name)
         start.meta["bucket_of"] = tuple(n.name for n in nodes)
         start.meta["stack_trace"] = last.node.meta.get("stack_trace")
-    with graph.inserting_before(last.waits[0]):
+    with graph.inserting_before(min(last.waits, key=dependencies.position.__getitem__)):
         parts = add_node(graph, aten.split_with_sizes.default, add_node(graph, WAIT, start), sizes, 0)
         for i, m in enumerate(members):
             part = add_node(graph, operator.getitem, parts, i)
             if m.value.ndim == 0:
                 part = add_node(graph, aten.view.default, part, [])
-            m.waits[0].replace_all_uses_with(part)
+            for wait in m.waits:
+                wait.replace_all_uses_with(part)
     for m in members:
-        graph.erase_node(m.waits[0])
+        for wait in m.waits:
+            graph.erase_node(wait)
         graph.erase_node(m.node)
     _sort(graph, place)
     return True

@@ -40,7 +40,7 @@ class Collective:
         kind: see `KINDS`.
         payload: the tensor that this rank puts in.
         group_name: name of its process group.
-        waits: the nodes that complete it; one, as our own ops and DTensor's are traced.
+        waits: the nodes that complete it. Torch 2.15 repeats the wait for a result that the backward pass needs.
     """
 
     node: Node

@@ -84,6 +84,17 @@ def test_independent_reductions_become_one_and_keep_their_values() -> None:
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
+def test_a_result_that_is_awaited_twice_shares_a_bucket_as_well() -> None:
+    b = Builder()
+    x, y = b.input(3), b.input(3)
+    start = b.call(ALL_REDUCE, x, "sum", "g")
+    graph = b.output(b.call(WAIT, start), b.reduced(y), b.call(WAIT, start))
+    values = [torch.randn(3).double(), torch.randn(3).double()]
+    before = run(graph, *values)
+    assert reductions(bucketed(graph)) == 1
+    torch.testing.assert_close(run(graph, *values), before, rtol=0, atol=0)
+
+
 def test_a_reduction_of_a_reduction_stays_behind_it() -> None:
     b = Builder()
     first = b.reduced(b.input(3))
