@@ -45,8 +45,9 @@ class Input:
     dtype: torch.dtype = torch.float64
 
     @property
-    def is_float(self) -> bool:
-        return self.dtype.is_floating_point or self.dtype.is_complex
+    def can_be_term(self) -> bool:
+        """Whether it can be a pending sum. Of the floats of one byte there are no sums."""
+        return (self.dtype.is_floating_point or self.dtype.is_complex) and self.dtype.itemsize > 1
 
 
 def F(*shape: int, kind: str = "normal", dtype: torch.dtype = torch.float64) -> Input:
@@ -162,7 +163,7 @@ class Way:
 def _single(spec: Input) -> list[tuple[Placement, ...]]:
     ways: list[tuple[Placement, ...]] = [(Shard(d),) for d in range(len(spec.shape))]
     ways.append((Replicate(),))
-    if spec.is_float:
+    if spec.can_be_term:
         ways.append((Partial("sum"),))
     return ways
 
@@ -174,9 +175,9 @@ def _double(spec: Input) -> list[tuple[Placement, ...]]:
         ways.append((Shard(0), Shard(1)))
     if last >= 0:
         ways += [(Shard(0), Shard(0)), (Replicate(), Shard(0))]
-    if last >= 0 and spec.is_float:
+    if last >= 0 and spec.can_be_term:
         ways.append((Partial("sum"), Shard(0)))
-    return ways or [(Partial("sum") if spec.is_float else Replicate(), Replicate())]
+    return ways or [(Partial("sum") if spec.can_be_term else Replicate(), Replicate())]
 
 
 def ways_of(case: Case, mesh_ndim: int, limit: int) -> list[tuple[Way | None, ...]]:

@@ -202,9 +202,9 @@ def all_reduce(
     Raises:
         CollectiveError: there is no such reduction of this dtype.
     """
-    transport.check_reduction(reduce_op, x.dtype)
     if reduce_op in ("max", "min") and x.requires_grad and torch.is_grad_enabled():
         raise CollectiveError(f"all_reduce with {reduce_op} has no gradient; only sum and avg have. Detach the tensor")
+    transport.check_reduction(reduce_op, x.dtype)
     if reduce_op == "avg":  # torch knows the gradient of sum only
         x, reduce_op = x / group.size(), "sum"
     return _finish(ops.all_reduce(x, reduce_op, group.group_name), async_op)

@@ -123,7 +123,12 @@ def wait(x: Tensor | Pending | Decoded) -> Tensor:
 
 
 def all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Pending | Decoded:
-    """Start torch's own all-reduce, flat for the same reason as the collectives here; NaN wins a maximum or minimum."""
+    """Start torch's own all-reduce, flat for the same reason as the collectives here; NaN wins a maximum or minimum.
+
+    Raises:
+        CollectiveError: there is no such reduction of this dtype.
+    """
+    transport.check_reduction(reduce_op, x.dtype)
     if reduce_op in ("max", "min") and x.is_floating_point():
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
         return Decoded(_all_reduce(extrema.encode(wide, reduce_op), reduce_op, group_name), wide.dtype, x.dtype)

@@ -132,6 +132,8 @@ def check_reduction(reduce_op: str, dtype: torch.dtype) -> None:
     """
     known = reduce_op in REDUCE_OPS
     ordered, divisible = not dtype.is_complex, dtype.is_floating_point or dtype.is_complex
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        raise CollectiveError(f"there is no reduction {reduce_op} of {dtype}; convert the terms to a wider dtype first")
     if not known or (reduce_op == "avg" and not divisible) or (reduce_op in ("max", "min") and not ordered):
         raise CollectiveError(f"there is no reduction {reduce_op} of {dtype}")
 

@@ -27,9 +27,12 @@ def in_order(local: Tensor, stride: Sequence[IntLike]) -> Tensor:
     shape = [compat.size_hint(local.shape[d]) for d in order]
     dense = contiguous_stride(shape)
     stored = [compat.size_hint(local.stride(d)) for d in order]
-    if 0 in shape or all(n == 1 or a == b for n, a, b in zip(shape, stored, dense, strict=True)):
-        return local
     back = sorted(range(len(order)), key=order.__getitem__)
+    if 0 in shape or all(n == 1 or a == b for n, a, b in zip(shape, stored, dense, strict=True)):
+        if 1 in shape and type(local) is Tensor and tuple(stored) != tuple(dense):
+            # Strides of extents of 1 mean nothing, but there are kernels that read them.
+            return local.as_strided(local.shape, [dense[i] for i in back])
+        return local
     # Not `contiguous`: inside a trace that asks for the size of the block, and specialises on the answer.
     return local.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
 

@@ -21,7 +21,7 @@ import op_db
 
 from shardcompile.testing import rank
 
-SAMPLE = sorted(op_db.OPS)[::12]
+SAMPLE = sorted(op_db.OPS)[::16]
 
 
 def sweep(name: str, mesh_shape: tuple[int, ...], count: int, limit: int) -> None:
