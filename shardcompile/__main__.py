@@ -41,7 +41,10 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, default=Path("shardcompile-demo"), help="folder for report.txt, picture.png")
     demo.add_argument("--seed", type=_natural, default=0, help="of samples, cuts and parameters")
     demo.add_argument(
-        "--compile-backend", choices=["inductor", "aot_eager", "eager"], default="inductor", help="of torch.compile"
+        "--compile-backend",
+        choices=["shardcompile", "inductor", "aot_eager", "eager"],
+        default="shardcompile",
+        help="of torch.compile; the default is Inductor with this library's passes",
     )
     demo.add_argument("--double", action="store_true", help="compute in float64")
     demo.add_argument("--no-compare", action="store_true", help="do not time eager and hand-written code")
