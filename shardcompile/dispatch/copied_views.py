@@ -158,6 +158,7 @@ _INVERSES: dict[Any, Callable[..., Any]] = {
     aten.permute.default: _permuted_back,
     aten.view.default: _reshaped,
     aten._unsafe_view.default: _reshaped,
+    aten.reshape.default: _reshaped,
     aten.unsqueeze.default: _reshaped,
     aten.squeeze.default: _reshaped,
     aten.squeeze.dim: _reshaped,
