@@ -45,27 +45,19 @@ class BucketAllReduces:
 
     def __call__(self, graph: Graph) -> None:
         dependencies = Dependencies(graph)
-        open_buckets: dict[Any, list[Node]] = {}
-        for node in [c.node for c in collectives(graph) if _can_join(c)]:
-            bucket = open_buckets.setdefault(_key(_known(node)), [])
-            if bucket and not self._fits(bucket, node, dependencies):
-                if _merge(graph, bucket):
-                    dependencies = Dependencies(graph)
+        open_buckets: dict[Any, list[Collective]] = {}
+        for candidate in filter(_can_join, collectives(graph)):
+            bucket = open_buckets.setdefault(_key(candidate), [])
+            if bucket and not self._fits(bucket, candidate, dependencies):
+                dependencies = _merge(graph, bucket, dependencies)
                 bucket.clear()
-            bucket.append(node)
+            bucket.append(candidate)
         for bucket in open_buckets.values():
-            _merge(graph, bucket)
+            dependencies = _merge(graph, bucket, dependencies)
 
-    def _fits(self, bucket: Sequence[Node], node: Node, dependencies: Dependencies) -> bool:
-        nbytes = sum(_known(n).nbytes for n in (*bucket, node))
-        return nbytes <= self.bucket_bytes and dependencies.independent(node, bucket)
-
-
-def _known(node: Node) -> Collective:
-    """The collective that starts at a node, as it is now: other buckets may have replaced its payload."""
-    c = Collective.of(node)
-    assert c is not None
-    return c
+    def _fits(self, bucket: Sequence[Collective], candidate: Collective, dependencies: Dependencies) -> bool:
+        nbytes = sum(c.nbytes for c in (*bucket, candidate))
+        return nbytes <= self.bucket_bytes and dependencies.independent(candidate.node, [c.node for c in bucket])
 
 
 def _key(c: Collective) -> Any:
@@ -76,31 +68,30 @@ def _can_join(c: Collective) -> bool:
     return c.kind == "all_reduce" and 0 < len(c.waits) == len(c.node.users) and c.value.ndim <= 1
 
 
-def _merge(graph: Graph, nodes: Sequence[Node]) -> bool:
-    """Replace all-reduces by one, as far as they are independent. Returns whether the graph changed.
+def _merge(graph: Graph, bucket: Sequence[Collective], dependencies: Dependencies) -> Dependencies:
+    """Replace all-reduces by one, as far as they are independent; returns the dependencies in the graph afterwards.
 
     They were when they were chosen, but other buckets that were filled at the same time may have tied them together.
     """
-    dependencies = Dependencies(graph)
     free: list[Node] = []
-    for node in nodes:
-        if dependencies.independent(node, free):
-            free.append(node)
+    for c in bucket:
+        if dependencies.independent(c.node, free):
+            free.append(c.node)
     if len(free) < 2:
-        return False
-    nodes = sorted(free, key=dependencies.position.__getitem__)
+        return dependencies
     place = {node: float(i) for i, node in enumerate(graph.nodes)}
-    members = [_known(n) for n in nodes]
+    free.sort(key=place.__getitem__)
+    # As they are now: other buckets may have replaced their payloads.
+    members = [c for c in map(Collective.of, free) if c is not None]
     last = members[-1]
     reduce_op, group_name = last.node.args[1:]
     with graph.inserting_before(last.node):
         flat = [_flat(graph, m.payload) for m in members]
         sizes = [_numel(graph, f) for f in flat]
-        bucket = add_node(graph, aten.cat.default, flat, 0)
-        start = add_node(graph, last.node.target, bucket, reduce_op, group_name)
-        start.meta["bucket_of"] = tuple(n.name for n in nodes)
+        packed = add_node(graph, aten.cat.default, flat, 0)
+        start = add_node(graph, last.node.target, packed, reduce_op, group_name)
         start.meta["stack_trace"] = last.node.meta.get("stack_trace")
-    with graph.inserting_before(min(last.waits, key=dependencies.position.__getitem__)):
+    with graph.inserting_before(min(last.waits, key=place.__getitem__)):
         parts = add_node(graph, aten.split_with_sizes.default, add_node(graph, WAIT, start), sizes, 0)
         for i, m in enumerate(members):
             part = add_node(graph, operator.getitem, parts, i)
@@ -113,7 +104,7 @@ def _merge(graph: Graph, nodes: Sequence[Node]) -> bool:
             graph.erase_node(wait)
         graph.erase_node(m.node)
     _sort(graph, place)
-    return True
+    return Dependencies(graph)
 
 
 def _sort(graph: Graph, place: dict[Node, float]) -> None:

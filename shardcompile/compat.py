@@ -17,7 +17,7 @@ import torch.fx.experimental._config as _symbolic_shapes_config
 from torch._C._distributed_c10d import _register_work  # 2.11 - 2.15
 from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.11 - 2.15
 from torch._guards import CompileContext, TracingContext, detect_fake_mode  # 2.11 - 2.15
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # 2.11 - 2.15
+from torch._inductor.custom_graph_pass import CustomGraphPass  # 2.11 - 2.15
 from torch._ops import OpOverload, OpOverloadPacket  # 2.11 - 2.15
 from torch._subclasses.fake_tensor import (  # 2.11 - 2.15
     DataDependentOutputException,
@@ -54,7 +54,6 @@ __all__ = [
     "detect_fake_mode",
     "follow_view",
     "functional_variant",
-    "get_hash_for_files",
     "give_storage",
     "group_name_of",
     "is_compiling",
@@ -331,9 +330,11 @@ def _refusing(shape_env: Any, op: torch._ops.OpOverload) -> Iterator[None]:
 def retraced(sizes: Sequence[Any]) -> tuple[Any, ...]:
     """Sizes that were computed while nothing was traced, computed again from what the trace knows."""
     mode = get_proxy_mode()
-    if mode is None:
+    if mode is None or not any(isinstance(s, torch.SymInt) for s in sizes):
         return tuple(sizes)
-    return tuple(_retraced(mode.tracer, s) if isinstance(s, torch.SymInt) else s for s in sizes)
+    known = {e: entry.value for e, entry in mode.tracer.sympy_expr_tracker.items()}  # 2.11 - 2.15
+    known.update((kept.node.expr, kept) for kept in _KEPT_SYMBOLS.get(mode.tracer, ()))  # by now renamed, maybe
+    return tuple(_retraced(known, s) if isinstance(s, torch.SymInt) else s for s in sizes)
 
 
 class _FirstKept(dict[Any, Any]):
@@ -369,11 +370,9 @@ def keep_first_proxies() -> None:
         mode.tracer.sympy_expr_tracker = _FirstKept(mode.tracer.sympy_expr_tracker)
 
 
-def _retraced(tracer: Any, size: torch.SymInt) -> Any:
+def _retraced(known: dict[Any, Any], size: torch.SymInt) -> Any:
     if not size.node.is_symbolic():
         return size
-    known = {e: entry.value for e, entry in tracer.sympy_expr_tracker.items()}  # 2.11 - 2.15
-    known.update((kept.node.expr, kept) for kept in _KEPT_SYMBOLS.get(tracer, ()))  # by now renamed, maybe
     expression = size.node.expr
     if expression in known:
         return known[expression]

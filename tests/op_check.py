@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardcompile as sc
 from shardcompile import ShardTensor
+from shardcompile.demo.traffic import CollectiveWatch
 
 SHOW_AFTER_SECONDS = 25.0
 
@@ -243,7 +243,7 @@ def shown_if_slow(text: str) -> Iterator[None]:
         timer.cancel()
 
 
-class Watch(TorchDispatchMode):
+class Watch(CollectiveWatch):
     """Sees what blocks are sent."""
 
     _GATHERS = ("all_gather", "all_to_all", "fetch_ranges")
@@ -253,21 +253,9 @@ class Watch(TorchDispatchMode):
         self.kinds: set[str] = set()
         self.nbytes = 0
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Stand aside while torch compiles."""
-        return True
-
-    def __torch_dispatch__(
-        self, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(t, ShardTensor) for t in types):
-            return NotImplemented  # its ops on blocks come back here
-        name = op.name().partition("::")[2]
-        if op.namespace in ("_c10d_functional", "shardcompile") and not name.startswith(("wait", "take", "place")):
-            self.kinds.add(name)
-            self.nbytes += args[0].nbytes if isinstance(args[0], Tensor) else 0
-        return op(*args, **(kwargs or {}))
+    def saw(self, name: str, x: Any, out: Any) -> None:
+        self.kinds.add(name.partition("::")[2])
+        self.nbytes += x.nbytes if isinstance(x, Tensor) else 0
 
     def how(self) -> str:
         """``local``, ``reduced`` (only sums and the like are sent) or ``gathered``."""

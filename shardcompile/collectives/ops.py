@@ -335,8 +335,8 @@ def _gather_cut(x: Tensor, dim: int, group_name: str) -> Tensor:
     mine = torch.tensor([x.shape[dim], digest_of(repr((str(x.dtype), dim, rest)))], device=x.device)
     rows = torch.ops._c10d_functional.all_gather_into_tensor(mine, group.size(), group_name)
     rows = wait(rows).view(group.size(), 2).tolist()
-    if any(r[1] != rows[0][1] for r in rows):
-        other = next(i for i, r in enumerate(rows) if r[1] != rows[0][1])
+    other = next((i for i, r in enumerate(rows) if r[1] != rows[0][1]), None)
+    if other is not None:
         raise CollectiveError(
             f"the blocks do not belong together: dtype or extents other than that of dim {dim} are not the same on "
             f"ranks 0 and {other} of the group; here {x.dtype}, {tuple(x.shape)}"

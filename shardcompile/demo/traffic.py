@@ -40,12 +40,18 @@ def traffic_of(function: Callable[[], Any], ranks: int) -> Traffic:
     return Traffic(counter.collectives, counter.sent)
 
 
-class _Counter(TorchDispatchMode):
-    """Sees every op on plain tensors."""
+class CollectiveWatch(TorchDispatchMode):
+    """Sees every collective on plain tensors, those inside of ops on sharded ones included."""
 
-    def __init__(self, ranks: int) -> None:
-        super().__init__()
-        self.ranks, self.collectives, self.sent = ranks, 0, 0.0
+    def saw(self, name: str, x: Any, out: Any) -> None:
+        """Called after each.
+
+        Args:
+            name: of the op, with its namespace.
+            x: its first argument.
+            out: its result.
+        """
+        raise NotImplementedError
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -59,9 +65,18 @@ class _Counter(TorchDispatchMode):
             return NotImplemented  # its ops on blocks come back here
         out = op(*args, **(kwargs or {}))
         if op.namespace in ("_c10d_functional", "shardcompile") and op.name() not in _SILENT:
-            self.collectives += 1
-            self.sent += _sent(op.name(), args[0], out, self.ranks)
+            self.saw(op.name(), args[0], out)
         return out
+
+
+class _Counter(CollectiveWatch):
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks, self.collectives, self.sent = ranks, 0, 0.0
+
+    def saw(self, name: str, x: Any, out: Any) -> None:
+        self.collectives += 1
+        self.sent += _sent(name, x, out, self.ranks)
 
 
 _SILENT = {"_c10d_functional::wait_tensor", "shardcompile::take_block", "shardcompile::place_block"}

@@ -40,10 +40,15 @@ def layout_of_block(
     """
     if placements is None:
         placements = [Replicate()] * mesh.ndim
-    if compat.is_fake(local):
-        return _traced_layout(local, mesh, placements, sharding_shapes, global_shape, run_check)
+    infer = isinstance(sharding_shapes, str) and sharding_shapes == "infer"
     blocks: _Blocks | None = None
-    if run_check or (isinstance(sharding_shapes, str) and sharding_shapes == "infer"):
+    if compat.is_fake(local):
+        compat.trace_size_obliviously()
+        if run_check:
+            raise LayoutError("from_local(run_check=True) compares the ranks, which a trace cannot; call it outside")
+        if infer or _has_symbols(sharding_shapes):
+            return _layout_of_symbols(local, mesh, placements, None if infer else sharding_shapes, global_shape)
+    elif run_check or infer:
         # Before anything that may fail on one rank alone: the others would wait for it.
         blocks = _agreed_blocks(local, mesh, placements, sharding_shapes, global_shape)
     layout = _layout_as_asked(local, mesh, placements, sharding_shapes, global_shape, blocks)
@@ -55,35 +60,22 @@ def layout_of_block(
     return layout
 
 
-def _traced_layout(
-    local: Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    sharding_shapes: ShardingShapes,
-    global_shape: Sequence[int] | None,
-    run_check: bool,
+def _layout_of_symbols(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shapes: Any, global_shape: Sequence[int] | None
 ) -> Layout:
-    """`layout_of_block` inside a trace, where nothing can be sent: sizes to infer become known at run time."""
-    compat.trace_size_obliviously()
-    if run_check:
-        raise LayoutError("from_local(run_check=True) compares the ranks, which a trace cannot; call it outside")
-    stated = normalize_placements(placements, mesh, local.ndim)
-    infer = isinstance(sharding_shapes, str) and sharding_shapes == "infer"
-    if not infer and not _has_symbols(sharding_shapes):
-        layout = _layout_as_asked(local, mesh, stated, sharding_shapes, global_shape, None)
-        if problem := _problem(local, layout, global_shape):
-            raise LayoutError(problem)
-        return layout
+    """Inside a trace, where nothing can be sent: sizes to infer, or that are no constants, become known at run time."""
     if mesh.ndim > 1 or global_shape is not None:
         raise LayoutError(
             "inside a compiled function from_local takes block sizes that are not constants on 1-D meshes only, and "
-            f"without global_shape; here sharding_shapes={sharding_shapes!r} on {mesh}. Call it outside"
+            f"without global_shape; here sharding_shapes={'infer' if shapes is None else shapes!r} on {mesh}. "
+            "Call it outside"
         )
+    stated = normalize_placements(placements, mesh, local.ndim)
     shape: list[Any] = list(local.shape)
     cuts: list[Cut | None] = [None] * local.ndim
     if isinstance(stated[0], Shard):
         dim = stated[0].dim
-        sizes = None if infer else _sizes_stated(sharding_shapes, stated, dim)
+        sizes = None if shapes is None else _sizes_stated(shapes, stated, dim)
         shape[dim], key = symbolic_cut(local, dim, sizes, compat.group_name_of(mesh, 0))
         cuts[dim] = Cut.traced([0], mesh.shape, shape[dim], key, local.shape[dim])
     return Layout.of(mesh, stated, shape, local.dtype, cuts)

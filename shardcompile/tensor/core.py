@@ -471,15 +471,9 @@ class ShardTensor(torch.Tensor):
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
-def _from_local(
-    local: Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement] | None,
-    sharding_shapes: ShardingShapes,
-    global_shape: Sequence[int] | None,
-    run_check: bool,
-) -> ShardTensor:
-    layout = construct.layout_of_block(local, mesh, placements, sharding_shapes, global_shape, run_check)
+def _from_local(local: Tensor, *asked: Any) -> ShardTensor:
+    """`asked`: the other arguments of `construct.layout_of_block`."""
+    layout = construct.layout_of_block(local, *asked)
     return FromLocal.apply(local, ShardTensor, Spec.of(layout, contiguous_stride(layout.shape)))
 
 
