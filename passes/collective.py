@@ -25,6 +25,7 @@ KINDS = {
     _ours.all_to_all_v.default: "all_to_all_v",
     _ours.fetch_ranges.default: "fetch_ranges",
     _ours.return_ranges.default: "return_ranges",
+    _ours.mirror_blocks.default: "mirror_blocks",
 }
 """The functional collectives, torch's and ours. All of them take their payload first and the group's name last."""
 

@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources  # 2.11 - 
 from torch.distributed.distributed_c10d import _resolve_process_group  # 2.11 - 2.15
 from torch.distributed.tensor.debug import _comm_mode  # 2.11 - 2.15
 from torch.fx.experimental.proxy_tensor import (  # 2.11 - 2.15
+    _SympyExprTrackerValue,
     disable_proxy_modes_tracing,
     get_proxy_mode,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "current_mesh",
     "decomposition_of",
     "detect_fake_mode",
+    "expression_of",
     "follow_view",
     "functional_variant",
     "give_storage",
@@ -65,10 +67,12 @@ __all__ = [
     "let_comm_debug_mode_see_through",
     "lower_as_collective",
     "mark_weakly_dynamic",
+    "once_in_trace",
     "process_group",
     "refusing_unknown_shapes",
     "register_work",
     "retraced",
+    "same_symbol",
     "share_storage",
     "size_hint",
     "start_epoch",
@@ -134,6 +138,16 @@ def current_mesh() -> DeviceMesh:
     if current is not None:
         return current()
     return _mesh_resources.get_current_mesh()
+
+
+def same_symbol(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal; of those that get their value when the graph runs, whether they surely are.
+
+    Installs a guard where the sizes are symbols whose values are known.
+    """
+    if a is b:
+        return True
+    return surely(a == b) if is_unbacked(a) or is_unbacked(b) else bool(a == b)
 
 
 def surely(condition: bool | torch.SymBool) -> bool:
@@ -382,6 +396,54 @@ def _retraced(known: dict[Any, Any], size: torch.SymInt) -> Any:
     return sympy_interp(PythonReferenceAnalysis, symbols, expression)
 
 
+_MEMOS: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def once_in_trace(what: Any, like: torch.SymInt, make: Callable[[], Sequence[torch.SymInt]]) -> Sequence[torch.SymInt]:
+    """Symbols that get their value when the graph runs: made once in a trace, and the same ones in all of its passes.
+
+    Dynamo and AOTAutograd run a function several times before they record it, and make the gradients of its results
+    of what they found. These have to have the symbols of the recorded graph, and its nodes have to stand for them.
+
+    Args:
+        what: names them, hashable.
+        like: any symbol of the trace.
+        make: makes them.
+    """
+    mode, shape_env = get_proxy_mode(), like.node.shape_env
+    memo = _MEMOS.setdefault(shape_env if mode is None else mode.tracer, {})
+    if what not in memo:
+        symbols = make()
+        if mode is not None:
+            for new, known in zip(symbols, _MEMOS.setdefault(shape_env, {}).setdefault(what, symbols), strict=True):
+                _rename(shape_env, new, known)
+                _stand_for(mode.tracer, new)
+        memo[what] = symbols
+    return memo[what]
+
+
+def _rename(shape_env: Any, new: torch.SymInt, known: torch.SymInt) -> None:
+    a, b = new.node.expr, known.node.expr
+    if a == b:
+        return
+    if a.is_symbol and b.is_symbol and free_unbacked_symbols(b):
+        shape_env._rename_unbacked_to(a, b)  # 2.11 - 2.15
+    else:
+        torch._check(new == known)
+
+
+def _stand_for(tracer: Any, size: torch.SymInt) -> None:
+    """Have the node that gives a size stand for its symbol, in place of an input of the joint graph that has it too."""
+    keep_symbol(size)
+    proxy = tracer.symnode_tracker[size]  # 2.11 - 2.15
+    dict.__setitem__(tracer.sympy_expr_tracker, size.node.expr, _SympyExprTrackerValue(proxy, size))
+
+
+def expression_of(size: Any) -> Any:
+    """The formula of a size that may be symbolic: hashable, and equal for sizes that surely are."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
 def unrecorded_symbols(size: Any) -> contextlib.AbstractContextManager[None]:
     """While no graph is recorded, as in Dynamo's runs on fake tensors: the symbols made here need not reach a result.
 
@@ -389,7 +451,8 @@ def unrecorded_symbols(size: Any) -> contextlib.AbstractContextManager[None]:
     """
     if get_proxy_mode() is not None or not isinstance(size, torch.SymInt):
         return contextlib.nullcontext()
-    return size.node.shape_env.ignore_fresh_unbacked_symbols()
+    shape_env: Any = size.node.shape_env
+    return shape_env.ignore_fresh_unbacked_symbols()
 
 
 def without_guards(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:

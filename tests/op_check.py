@@ -244,23 +244,37 @@ def shown_if_slow(text: str) -> Iterator[None]:
 
 
 class Watch(CollectiveWatch):
-    """Sees what blocks are sent."""
+    """Sees what blocks are sent.
 
-    _GATHERS = ("all_gather", "all_to_all", "fetch_ranges")
+    Args:
+        whole: elements of the smallest input that is cut.
+    """
 
-    def __init__(self) -> None:
+    _EXCHANGES = ("all_gather", "all_to_all", "fetch_ranges", "return_ranges", "mirror_blocks")
+
+    def __init__(self, whole: int) -> None:
         super().__init__()
+        self.whole = whole
         self.kinds: set[str] = set()
         self.nbytes = 0
+        self.gathers = False
 
     def saw(self, name: str, x: Any, out: Any) -> None:
-        self.kinds.add(name.partition("::")[2])
+        kind = name.partition("::")[2]
+        self.kinds.add(kind)
         self.nbytes += x.nbytes if isinstance(x, Tensor) else 0
+        self.gathers |= kind.startswith("all_gather") and out.numel() >= self.whole
 
     def how(self) -> str:
-        """``local``, ``reduced`` (only sums and the like are sent) or ``gathered``."""
-        if any(k.startswith(self._GATHERS) for k in self.kinds):
+        """How an op was served.
+
+        ``gathered``: some input is whole on every rank; ``exchanged``: rows went from one rank to others, but no input
+        became whole; ``reduced``: only sums and the like were sent; ``local``: nothing was.
+        """
+        if self.gathers:
             return "gathered"
+        if any(k.startswith(self._EXCHANGES) for k in self.kinds):
+            return "exchanged"
         return "reduced" if self.kinds else "local"
 
 
@@ -307,7 +321,8 @@ def run_sharded(
     for n, (spec, x, way) in enumerate(zip(case.inputs, full, ways, strict=True)):
         given = x.detach().clone() if way is None else lay_out(x, mesh, way, _seed(case.name, n)).detach()
         inputs.append(given.requires_grad_(spec.grad))
-    watch = Watch()
+    cut = [x.numel() for x, w in zip(full, ways, strict=True) if w and any(isinstance(p, Shard) for p in w.placements)]
+    watch = Watch(min(cut, default=0))
     with watch if function in (None, case.run) else nullcontext():  # compiled code may hold what a mode cannot see
         result = (function or case.run)(*inputs)
     SERVED.append((case.name, " ".join("plain" if w is None else str(w) for w in ways), watch.how(), watch.nbytes))

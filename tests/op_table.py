@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-WAYS = ("local", "reduced", "gathered")
+WAYS = ("local", "reduced", "exchanged", "gathered")
 
 
 def main() -> None:

@@ -38,6 +38,7 @@ _SCHEMAS = (
     "str group_name) -> Tensor",
     f"return_ranges(Tensor input, int dim, SymInt total, SymInt block, {_TWO_CUTS}, int before, int after, "
     "str group_name) -> Tensor",
+    "mirror_blocks(Tensor input, int dim, SymInt block, str group_name) -> Tensor",
     f"take_block(Tensor input, int dim, SymInt block, {_CUT}, str group_name) -> Tensor",
     f"place_block(Tensor input, int dim, SymInt total, {_CUT}, str group_name) -> Tensor",
     "chunk_block(SymInt total, str group_name) -> Tensor",
@@ -55,6 +56,7 @@ COLLECTIVES = (
     _ops.all_to_all_v,
     _ops.fetch_ranges,
     _ops.return_ranges,
+    _ops.mirror_blocks,
     _ops.gather_cut,
 )
 """Ops that communicate."""
@@ -301,6 +303,19 @@ def _return_ranges(
     return out
 
 
+def _mirror_blocks(x: Tensor, dim: int, block: int, group_name: str) -> Tensor:
+    """The block of the rank that is as far from the last one as this rank is from the first."""
+    group = compat.process_group(group_name)
+    peer = group.size() - 1 - group.rank()
+    out = _new_rows(x, dim, block)
+    rows, target = transport.rows_first(x, dim), _as_rows(out, x, dim, block)
+    if peer == group.rank():
+        target.copy_(rows)
+    else:
+        transport.register_all(out, transport.exchange(group, [(peer, rows)], [(peer, target)]))
+    return out
+
+
 def _take_block(
     x: Tensor, dim: int, block: int, sizes: list[int], key: int, nest: list[int], group_name: str
 ) -> Tensor:
@@ -368,6 +383,7 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]]
     "all_to_all_v": (_all_to_all_v, _fake_all_to_all_v),
     "fetch_ranges": (_fetch_ranges, lambda x, dim, total, block, *_: _new_rows(x, dim, block)),
     "return_ranges": (_return_ranges, lambda x, dim, total, block, *_: _new_rows(x, dim, block)),
+    "mirror_blocks": (_mirror_blocks, lambda x, dim, block, *_: _new_rows(x, dim, block)),
     "take_block": (_take_block, lambda x, dim, block, *_: x.new_empty(_with_extent(x, dim, block))),
     "place_block": (_place_block, lambda x, dim, total, *_: x.new_empty(_with_extent(x, dim, total))),
 }
@@ -457,6 +473,13 @@ def _return_ranges_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return _gradient(ctx, out, ctx.shape, dim, ctx.shape[dim])
 
 
+def _mirror_blocks_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    dim, block, group_name = ctx.args
+    mirrored = Pending.of(grad, ctx.shape, dim, block).result()
+    out = _ops.mirror_blocks(mirrored, dim, ctx.shape[dim], group_name)
+    return _gradient(ctx, out, ctx.shape, dim, ctx.shape[dim])
+
+
 def _take_block_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     dim, _, *rest = ctx.args
     return (_ops.place_block(grad, dim, ctx.shape[dim], *rest), *[None] * len(ctx.args))
@@ -473,6 +496,7 @@ _GRADIENTS = {
     "all_to_all_v": _all_to_all_v_grad,
     "fetch_ranges": _fetch_ranges_grad,
     "return_ranges": _return_ranges_grad,
+    "mirror_blocks": _mirror_blocks_grad,
     "take_block": _take_block_grad,
     "place_block": _place_block_grad,
 }

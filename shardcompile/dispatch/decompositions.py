@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
+from shardcompile.dispatch import rows
 from shardcompile.dispatch.copied_views import follow
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout, Spec
@@ -304,6 +305,15 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.addmm.default: _addmm,
     aten.baddbmm.default: _baddbmm,
     aten.as_strided.default: _as_strided,
+    aten.slice.Tensor: rows.slice_rows,
+    aten.slice_backward.default: rows.slice_backward,
+    aten.slice_scatter.default: rows.slice_scatter,
+    aten.select.int: rows.select,
+    aten.select_scatter.default: rows.select_scatter,
+    aten.split.Tensor: rows.split,
+    aten.split_with_sizes.default: rows.split_with_sizes,
+    aten.constant_pad_nd.default: rows.pad,
+    aten.cat.default: rows.cat,
     aten.size.default: lambda x: list(x._spec.shape),  # asked for where extents depend on values
 }
 """By op, what is run when the op itself would have to gather."""

@@ -24,6 +24,7 @@ from shardcompile.dispatch.attention import ATTENTION_OPS
 from shardcompile.dispatch.choice import Choice, OutputPlan, choose, whole_plan
 from shardcompile.dispatch.copied_views import WATCHED, follow, note_write
 from shardcompile.dispatch.decompositions import DECOMPOSITIONS, NOT_DECOMPOSED
+from shardcompile.dispatch.global_meta import global_meta, tensors_of
 from shardcompile.dispatch.handlers import Handlers
 from shardcompile.dispatch.local_ops import COPYING_VIEWS, LOCAL_OPS, copy_block
 from shardcompile.dispatch.random import RANDOM_OPS
@@ -106,7 +107,7 @@ def _extend_key(key: list[Any], cls: type, a: Any) -> None:
 
 
 def _remember(cls: type, key: list[Any], entry: _Entry, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    specs = [x._spec for x in _tensors([*args, *kwargs.values()]) if type(x) is cls]
+    specs = [x._spec for x in tensors_of([*args, *kwargs.values()]) if type(x) is cls]
     if not all(s.is_plain for s in specs):
         return
     entry.specs_by_id = specs
@@ -250,13 +251,18 @@ def _decide_functional(cls: type, call: OpCall, args: tuple[Any, ...], kwargs: d
     if rule is not None:
         choice = choose(_layouts(call), rule.strategies(call), len(op._schema.returns))
         assert choice is not None, "replicating everything is always possible"
-        if not (choice.communicates and op in DECOMPOSITIONS):
+
+        def as_chosen() -> _Entry:
             try:
                 return _local_entry(cls, call, rule, choice, args, kwargs)
             except compat.UNKNOWN_OUTPUT_SHAPE:
                 return _fallback(call)
+
+        if not (choice.communicates and op in DECOMPOSITIONS):
+            return as_chosen()
+        return _Composed(DECOMPOSITIONS[op], as_chosen)
     if op in DECOMPOSITIONS:
-        return _Composed(DECOMPOSITIONS[op])
+        return _Composed(DECOMPOSITIONS[op], lambda: _fallback(call))
     composite = _composite(op)
     if composite is not None:
         return _Composed(composite, lambda: _fallback(call))
@@ -308,7 +314,7 @@ def _plain_layout(mesh: Any, x: Tensor) -> Layout:
 
 def _common_mesh(cls: type, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     mesh = None
-    for x in _tensors([*args, *kwargs.values()]):
+    for x in tensors_of([*args, *kwargs.values()]):
         if type(x) is not cls:
             _refuse_foreign(op, x)
         elif mesh is None:
@@ -333,18 +339,10 @@ def _refuse_foreign(op: OpOverload, x: Tensor) -> None:
         )
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for a in values:
-        if isinstance(a, Tensor):
-            yield a
-        elif isinstance(a, (list, tuple)):
-            yield from _tensors(a)
-
-
 def _tensors_text(cls: type, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     return "; ".join(
         f"input {i}: {x._spec.layout.describe() if type(x) is cls else f'plain {tuple(x.shape)}'}"
-        for i, x in enumerate(_tensors([*args, *kwargs.values()]))
+        for i, x in enumerate(tensors_of([*args, *kwargs.values()]))
     )
 
 
@@ -392,38 +390,6 @@ def _output_specs(
     meta = global_meta(cls, call.op, args, kwargs)
     metas = meta if isinstance(meta, tuple) and len(call.op._schema.returns) > 1 else (meta,)
     return [spec(m, plan) for m, plan in zip(metas, outputs, strict=True)]
-
-
-_EAGER_FAKE_MODE: Any = None
-
-
-def global_meta(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the op gives on tensors of the global shapes, without computing it.
-
-    Errors that plain PyTorch raises for these shapes are raised here, on all ranks alike.
-    """
-    global _EAGER_FAKE_MODE
-    mode = compat.detect_fake_mode([_inner(cls, x) for x in _tensors([*args, *kwargs.values()])])
-    if mode is None:
-        if _EAGER_FAKE_MODE is None:
-            _EAGER_FAKE_MODE = compat.FakeTensorMode()
-        mode = _EAGER_FAKE_MODE
-
-    def fake(a: Any) -> Any:
-        if isinstance(a, Tensor):
-            inner = _inner(cls, a)
-            return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=inner.device)
-        if isinstance(a, (list, tuple)):
-            return [fake(b) for b in a]
-        return a
-
-    known = compat.refusing_unknown_shapes(mode, op)
-    with compat.untraced(), mode, known, torch._C.DisableTorchFunctionSubclass():
-        return op(*[fake(a) for a in args], **{k: fake(a) for k, a in kwargs.items()})
-
-
-def _inner(cls: type, x: Tensor) -> Tensor:
-    return x._local_tensor if type(x) is cls else x
 
 
 # Ops that write to an argument

@@ -7,6 +7,7 @@ from shardcompile.layout.cut import IntLike as IntLike
 from shardcompile.layout.cut import chunk_sizes as chunk_sizes
 from shardcompile.layout.cut import digest_of as digest_of
 from shardcompile.layout.cut import sizes_of_key as sizes_of_key
+from shardcompile.layout.derived import DERIVATIONS as DERIVATIONS
 from shardcompile.layout.layout import Layout as Layout
 from shardcompile.layout.layout import normalize_placements as normalize_placements
 from shardcompile.layout.mesh import Mesh as Mesh

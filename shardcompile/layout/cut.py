@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 
+from shardcompile import compat
 from shardcompile.errors import LayoutError
 
 Kind = Literal["chunk", "fixed", "dynamic"]
@@ -127,6 +128,7 @@ class Cut:
         inner: the number of neighbouring blocks of `key` that make one block of this cut.
         scale: elements of this dim for one of `key`'s; more than 1 where trailing dims were flattened into the dim.
         carrier: while tracing, the tensor whose shape brought the key into the graph; not part of the value.
+        origin: of the cut of a slice: the cut of what was sliced, first row and step. A gradient finds its way back.
     """
 
     kind: Kind
@@ -139,6 +141,7 @@ class Cut:
     inner: int = 1
     scale: int = 1
     carrier: object = field(default=None, compare=False, repr=False)
+    origin: tuple[Cut, IntLike, int] | None = field(default=None, repr=False)
 
     @staticmethod
     def chunk(mesh_dims: Sequence[int], parts: Sequence[int], extent: IntLike) -> Cut:
@@ -231,7 +234,8 @@ class Cut:
         blocks = self.blocks
         if blocks is not None:
             blocks = tuple(sum(blocks[i : i + count]) for i in range(0, len(blocks), count))
-        return replace(self, mesh_dims=outer, parts=parts, blocks=blocks, block=None, inner=self.inner * count)
+        inner = self.inner * count
+        return replace(self, mesh_dims=outer, parts=parts, blocks=blocks, block=None, inner=inner, origin=None)
 
     def scaled(self, factor: int) -> Cut:
         """The cut of a dim into which `factor` trailing elements for each of its own were flattened."""
@@ -243,7 +247,8 @@ class Cut:
             if blocks is None:
                 raise LayoutError("a chunk cut of a symbolic extent cannot be flattened with trailing dims")
             return Cut.of_sizes(self.mesh_dims, self.parts, blocks, "fixed")
-        return replace(self, extent=self.extent * factor, blocks=blocks, block=block, scale=self.scale * factor)
+        scale = self.scale * factor
+        return replace(self, extent=self.extent * factor, blocks=blocks, block=block, scale=scale, origin=None)
 
     def unscaled(self, factor: int) -> Cut | None:
         """The cut of the leading dim when `factor` trailing elements are split off; None if a block would split."""
@@ -253,7 +258,8 @@ class Cut:
             blocks = None if self.blocks is None else tuple(b // factor for b in self.blocks)
             block = None if self.block is None else self.block // factor
             scale = self.scale // factor
-            return replace(self, extent=self.extent // factor, blocks=blocks, block=block, scale=scale)
+            extent = self.extent // factor
+            return replace(self, extent=extent, blocks=blocks, block=block, scale=scale, origin=None)
         if self.blocks is None or any(b % factor for b in self.blocks):
             return None
         kind: Kind = "fixed" if self.kind == "chunk" else self.kind
@@ -269,8 +275,9 @@ class Cut:
     def same_blocks(self, other: Cut | None) -> bool:
         """Whether both divide a dim into the same blocks on the same ranks.
 
-        Inside a trace the answer for two dynamic cuts compares their keys, which installs a guard. A dynamic cut and
-        another kind count as different there, which costs an exchange that moves nothing if they were the same.
+        Inside a trace the answer for two dynamic cuts compares their keys, which installs a guard. Keys that only
+        become known when the graph runs, and a dynamic cut and another kind, count as different there, which costs an
+        exchange that moves nothing if they were the same.
         """
         if self is other:
             return True
@@ -279,10 +286,10 @@ class Cut:
         if self.blocks is not None and other.blocks is not None:
             return self.blocks == other.blocks
         if self.kind == other.kind == "chunk":
-            return bool(self.extent == other.extent)
+            return compat.same_symbol(self.extent, other.extent)
         if (self.inner, self.scale) != (other.inner, other.scale) or "chunk" in (self.kind, other.kind):
             return False
-        return bool(self.key == other.key)
+        return compat.same_symbol(self.key, other.key)
 
     def group_ref(self, coordinate: Sequence[int]) -> GroupCut:
         """What a collective over the innermost mesh dim needs to know, for the group at a mesh coordinate."""

@@ -280,6 +280,22 @@ register(aten.slice_backward.default, _spread_back(2, added=False), local_shape_
 register(aten.select_backward.default, _spread_back(2, added=True), local_shape_at(1))
 
 
+def _scatter_into(removed: bool) -> Any:
+    """A tensor with a slice, or a selected row, replaced: any dim but ``dim`` may be cut, alike in both."""
+
+    def rule(call: OpCall) -> Iterable[Strategy]:
+        ndim = call.tensors[0].ndim
+        dim = call.arg(2, "dim", 0) % max(ndim, 1)
+        yield from (along([d, d - (removed and d > dim)], [d]) for d in range(ndim) if d != dim)
+        yield from (partial([op] * 2, [op]) for op in REDUCE_OPS)
+
+    return rule
+
+
+register(aten.slice_scatter.default, _scatter_into(removed=False))
+register(aten.select_scatter.default, _scatter_into(removed=True))
+
+
 # Joins
 
 

@@ -185,7 +185,6 @@ def test_all_reduce(op: str):
             reduced_alike(all_reduce(terms[rank()], group(), reduce_op=op), reduction(terms, op), op)
 
 
-
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("op", ["max", "min"])
 def test_nan_wins(op: str):

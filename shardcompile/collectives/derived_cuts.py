@@ -1,0 +1,108 @@
+"""Cuts that follow from others, such as that of a slice; inside a trace by an op that works them out at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcompile import compat
+from shardcompile.layout import DERIVATIONS, Cut, IntLike, sizes_of_key
+
+_SIZES, _KEY, _CHUNK, _WHOLE = range(4)
+"""How a cut is written as numbers: with the sizes of all blocks, the key of a dynamic cut, an extent that torch.chunk
+divides, or an extent that is not divided."""
+
+
+def derive(
+    how: str, cuts: Sequence[Cut | IntLike], numbers: Sequence[IntLike], extent: IntLike, mesh: DeviceMesh
+) -> tuple[Cut, IntLike]:
+    """The cut that follows from others over the same mesh dims.
+
+    Args:
+        how: one of `DERIVATIONS`.
+        cuts: what it follows from; an extent stands for a dim that is whole on every rank.
+        numbers: the function's other arguments.
+        extent: global extent of the result.
+        mesh: the mesh.
+
+    Returns:
+        The cut, and the row number that the function gives for this rank's block. Inside a trace, where the sizes are
+        not known, both hold symbols.
+    """
+    like = next(c for c in cuts if isinstance(c, Cut))
+    known = all(isinstance(c, int) if not isinstance(c, Cut) else c.blocks is not None for c in cuts)
+    if known and all(isinstance(n, int) for n in numbers):
+        sizes, rows = DERIVATIONS[how]([c.sizes if isinstance(c, Cut) else (int(c),) for c in cuts], *numbers)
+        fixed = all(c.kind == "fixed" for c in cuts if isinstance(c, Cut)) or compat.is_compiling()
+        cut = Cut.of_sizes(like.mesh_dims, like.parts, sizes, "fixed" if fixed else "dynamic")
+        return cut, rows[cut.block_index(mesh.get_coordinate() or ())]
+    groups = ",".join(compat.group_name_of(mesh, m) for m in like.mesh_dims)
+    code = [n for c in cuts for n in _code(c)]
+    key, block, row = _symbols(how, list(numbers), code, list(like.parts), groups, extent)
+    return Cut.traced(like.mesh_dims, like.parts, extent, key, block), row
+
+
+def _code(cut: Cut | IntLike) -> list[IntLike]:
+    if not isinstance(cut, Cut):
+        return [_WHOLE, cut]
+    if cut.kind == "chunk":
+        return [_CHUNK, cut.extent]
+    if cut.kind == "dynamic" and cut.blocks is None:
+        return [_KEY, cut.key, cut.inner, cut.scale]
+    return [_SIZES, len(cut.sizes), *cut.sizes]
+
+
+def _decoded(code: list[int], parts: list[int]) -> list[tuple[int, ...]]:
+    cuts: list[tuple[int, ...]] = []
+    rest = iter(code)
+    for kind in rest:
+        if kind == _WHOLE:
+            cuts.append((next(rest),))
+        elif kind == _CHUNK:
+            cuts.append(Cut.chunk(range(len(parts)), parts, next(rest)).sizes)
+        elif kind == _SIZES:
+            cuts.append(tuple(next(rest) for _ in range(next(rest))))
+        else:
+            base, inner, scale = sizes_of_key(next(rest)), next(rest), next(rest)
+            cuts.append(tuple(sum(base[i : i + inner]) * scale for i in range(0, len(base), inner)))
+    return cuts
+
+
+def _symbols(
+    how: str, numbers: list[Any], code: list[Any], parts: list[int], groups: str, extent: IntLike
+) -> tuple[IntLike, IntLike, IntLike]:
+    def make() -> list[Any]:
+        with compat.unrecorded_symbols(like):
+            found = torch.ops.shardcompile.derive_cut(how, numbers, code, parts, groups)
+            return [n.item() for n in found.unbind()]
+
+    like = next(n for n in (*code, *numbers) if isinstance(n, torch.SymInt))
+    asked = (how, groups, *(compat.expression_of(n) for n in (*numbers, -1, *code)))
+    key, block, row = compat.once_in_trace(asked, like, make)
+    for size in (block, row):
+        torch._check(size >= 0)
+    torch._check(block <= extent)
+    return key, block, row
+
+
+def _derive_cut(how: str, numbers: list[int], cuts: list[int], parts: list[int], group_names: str) -> Tensor:
+    """Key of the derived cut, this rank's block size and row number: [3], int64, on the CPU."""
+    sizes, rows = DERIVATIONS[how](_decoded(cuts, parts), *numbers)
+    index = 0
+    for count, name in zip(parts, group_names.split(","), strict=True):
+        index = index * count + compat.process_group(name).rank()
+    cut = Cut.of_sizes(range(len(parts)), parts, sizes)
+    return torch.tensor([cut.key, sizes[index], rows[index]])
+
+
+_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
+_LIBRARY.define(
+    "derive_cut(str how, SymInt[] numbers, SymInt[] cuts, int[] parts, str group_names) -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe],
+)
+_LIBRARY.impl("derive_cut", _derive_cut, "CompositeExplicitAutograd")
+torch.library.register_fake("shardcompile::derive_cut", lambda *_: torch.empty([3], dtype=torch.int64), lib=_LIBRARY)

@@ -1,0 +1,368 @@
+"""Ops along a cut dim that leave every row on its rank: slices, their gradients, what is written to them, padding.
+
+The cut of the result follows from that of the input (`shardcompile.layout.derived`), and each rank works on rows of its
+own block. Which ones is a number in eager mode and, inside a trace, a symbol that gets its value when the graph runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Replicate
+
+from shardcompile import compat
+from shardcompile.collectives import derive
+from shardcompile.dispatch.copied_views import follow
+from shardcompile.dispatch.global_meta import global_meta
+from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
+from shardcompile.plan import find_plan
+from shardcompile.redistribute import run_plan
+
+aten = torch.ops.aten
+
+
+def wrap(like: Any, local: Tensor, layout: Layout, stride: Sequence[IntLike]) -> Any:
+    """A block as a tensor of the class of `like`."""
+    return type(like)._wrap(local, Spec.of(layout, tuple(stride)))
+
+
+def with_cut(layout: Layout, dim: int, cut: Cut) -> Layout:
+    """A layout with another cut of a dim, over the same mesh dims, and so another extent."""
+    shape = [cut.extent if d == dim else n for d, n in enumerate(layout.shape)]
+    return Layout.of(layout.mesh, layout.placements, shape, layout.dtype, _replaced(layout.cuts, dim, cut))
+
+
+def moved(x: Any, layout: Layout) -> Tensor:
+    """The block of a sharded or plain tensor in another layout of its values."""
+    source = x._spec.layout if hasattr(x, "_spec") else None
+    if source is None:
+        source = Layout.of(layout.mesh, (Replicate(),) * len(layout.placements), x.shape, x.dtype, (None,) * x.ndim)
+    return run_plan(find_plan(source, layout.with_dtype(x.dtype)), x._local_tensor if hasattr(x, "_spec") else x)
+
+
+def block_size(cut: Cut, layout: Layout) -> IntLike:
+    """Size of this rank's block of a cut."""
+    return cut.local_size(layout.mesh.get_coordinate())
+
+
+def sliced_cut(cut: Cut, start: IntLike, step: int, count: IntLike, mesh: Any) -> tuple[Cut, IntLike]:
+    """The cut of rows ``start, start + step, ...``, `count` of them, and the first one in this rank's block."""
+    found, row = derive("sliced", [cut], [start, step, count], count, mesh)
+    depth, base = 1, cut.origin
+    while base is not None:
+        depth, base = depth + 1, base[0].origin
+    return (found if depth > 8 else replace(found, origin=(cut, start, step))), row
+
+
+# Rows of a block
+
+
+def _numbers(*values: IntLike) -> bool:
+    return all(isinstance(v, int) for v in values)
+
+
+def _positions(x: Tensor, first: IntLike, step: int, count: IntLike) -> Tensor:
+    return torch.ops.prims.iota.default(
+        count, start=first, step=step, dtype=torch.int64, device=x.device, requires_grad=False
+    )
+
+
+def take_rows(x: Tensor, dim: int, first: IntLike, step: int, count: IntLike) -> Tensor:
+    """Rows of a block: a view, or inside a trace where the numbers are symbols a copy."""
+    if _numbers(first, count):
+        return aten.slice.Tensor(x, dim, first, first + count * step, step)
+    return aten.index_select.default(x, dim, _positions(x, first, step, count))
+
+
+def write_rows(x: Tensor, rows: Tensor, dim: int, first: IntLike, step: int, count: IntLike) -> Tensor:
+    """A copy of a block with other rows."""
+    if _numbers(first, count):
+        return aten.slice_scatter.default(x, rows, dim, first, first + count * step, step)
+    return aten.index_copy.default(x, dim, _positions(x, first, step, count), rows)
+
+
+# Slices
+
+
+def begin_of(start: IntLike | None, extent: IntLike) -> IntLike:
+    """The row that `start` of a slice names."""
+    if start is None:
+        return 0
+    return start + extent if isinstance(start, int) and start < 0 else start
+
+
+def slice_rows(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    """``aten.slice`` along a cut dim."""
+    dim = dim % x.ndim
+    if x._spec.layout.cuts[dim] is None:
+        return NotImplemented
+    args = (x, dim, start, end, step)
+    meta = global_meta(type(x), aten.slice.Tensor, args, {})
+    shape, stride = compat.retraced(meta.shape), compat.retraced(meta.stride())
+    begin = begin_of(start, x.shape[dim])
+    if isinstance(begin, int) and begin < 0:
+        begin = 0
+    return _view(x, aten.slice.Tensor, args, dim, begin, step, shape[dim], stride)
+
+
+def _view(
+    x: Any, op: Any, args: tuple[Any, ...], dim: int, begin: Any, step: int, count: Any, stride: Sequence[Any]
+) -> Any:
+    layout = x._spec.layout
+    cut, row = sliced_cut(layout.cuts[dim], begin, step, count, layout.mesh)
+    size = block_size(cut, layout)
+    wrapped = wrap(x, take_rows(x._local_tensor, dim, row, step, size), with_cut(layout, dim, cut), stride)
+    if x._copied is not None or not _numbers(row, size):
+        follow(wrapped, op, args, None, lambda: take_rows(x._local_tensor, dim, row, step, size))
+    elif type(x._local_tensor) is Tensor:
+        compat.share_storage(wrapped, x)
+    return wrapped
+
+
+def split(x: Any, size: int, dim: int = 0) -> Any:
+    """``aten.split`` along a cut dim."""
+    dim = dim % x.ndim
+    if x._spec.layout.cuts[dim] is None:
+        return NotImplemented
+    global_meta(type(x), aten.split.Tensor, (x, size, dim), {})
+    extent = x.shape[dim]
+    count = max(int(-(-extent // size)) if size else 1, 1)
+    return [slice_rows(x, dim, i * size, (i + 1) * size) for i in range(count)]
+
+
+def split_with_sizes(x: Any, sizes: Sequence[Any], dim: int = 0) -> Any:
+    """``aten.split_with_sizes`` along a cut dim."""
+    dim = dim % x.ndim
+    if x._spec.layout.cuts[dim] is None:
+        return NotImplemented
+    global_meta(type(x), aten.split_with_sizes.default, (x, sizes, dim), {})
+    pieces: list[Any] = []
+    start: Any = 0
+    for size in sizes:
+        pieces.append(slice_rows(x, dim, start, start + size))
+        start = start + size
+    return pieces
+
+
+def select(x: Any, dim: int, index: Any) -> Any:
+    """``aten.select`` along a cut dim: the row goes from its rank to the others."""
+    dim = dim % x.ndim
+    layout = x._spec.layout
+    cut = layout.cuts[dim]
+    if cut is None:
+        return NotImplemented
+    meta = global_meta(type(x), aten.select.int, (x, dim, index), {})
+    at = begin_of(index, x.shape[dim])
+    one, row = sliced_cut(cut, at, 1, 1, layout.mesh)
+    sliced = with_cut(layout, dim, one)
+    placements = [Replicate() if m in cut.mesh_dims else p for m, p in enumerate(layout.placements)]
+    whole = Layout.of(layout.mesh, placements, sliced.shape, layout.dtype, _replaced(layout.cuts, dim, None))
+    plan = find_plan(sliced, whole)
+    size = block_size(one, layout)
+
+    def block() -> Tensor:
+        row_of_x = run_plan(plan, take_rows(x._local_tensor, dim, row, 1, size))
+        return aten.squeeze.dim(row_of_x, dim)
+
+    kept = [d for d in range(x.ndim) if d != dim]
+    out = Layout.of(
+        layout.mesh,
+        [_lowered(p, dim) for p in placements],
+        [layout.shape[d] for d in kept],
+        layout.dtype,
+        [layout.cuts[d] for d in kept],
+    )
+    wrapped = wrap(x, block(), out, compat.retraced(meta.stride()))
+    follow(wrapped, aten.select.int, (x, dim, index), None, block)
+    return wrapped
+
+
+def _lowered(placement: Any, dim: int) -> Any:
+    """The placement when a dim in front of it goes."""
+    if getattr(placement, "dim", -1) > dim:
+        return type(placement)(placement.dim - 1)
+    return placement
+
+
+def slice_scatter(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    """``aten.slice_scatter`` along a cut dim: each rank writes the rows that are its own."""
+    x, src = _reduced(x), _reduced(src)
+    dim = dim % x.ndim
+    if not hasattr(x, "_spec") or x._spec.layout.cuts[dim] is None:
+        return NotImplemented
+    meta = global_meta(type(x), aten.slice_scatter.default, (x, src, dim, start, end, step), {})
+    layout = x._spec.layout
+    cut, row = sliced_cut(layout.cuts[dim], begin_of(start, x.shape[dim]), step, src.shape[dim], layout.mesh)
+    rows = moved(src, with_cut(layout, dim, cut)).to(x.dtype)
+    local = write_rows(x._local_tensor, rows, dim, row, step, block_size(cut, layout))
+    return wrap(x, local, layout, compat.retraced(meta.stride()))
+
+
+def select_scatter(x: Any, src: Any, dim: int, index: Any) -> Any:
+    """``aten.select_scatter`` along a cut dim."""
+    x = _reduced(x)
+    dim = dim % x.ndim
+    if not hasattr(x, "_spec") or x._spec.layout.cuts[dim] is None:
+        return NotImplemented
+    global_meta(type(x), aten.select_scatter.default, (x, src, dim, index), {})
+    at = begin_of(index, x.shape[dim])
+    return slice_scatter(x, src.unsqueeze(dim), dim, at, at + 1)
+
+
+def _reduced(x: Any) -> Any:
+    if hasattr(x, "_spec") and x._spec.layout.is_partial:
+        return wrap(x, moved(x, x._spec.layout.reduced()), x._spec.layout.reduced(), x._spec.stride)
+    return x
+
+
+# New rows around those that are there
+
+
+def slice_backward(grad: Any, sizes: Sequence[Any], dim: int, start: Any, end: Any, step: int) -> Any:
+    """The gradient of a slice along a cut dim: in the cut of what was sliced, if the gradient still tells."""
+    dim = dim % len(sizes)
+    cut = grad._spec.layout.cuts[dim]
+    if cut is None:
+        return NotImplemented
+    meta = global_meta(type(grad), aten.slice_backward.default, (grad, sizes, dim, start, end, step), {})
+    extent, begin = compat.retraced(meta.shape)[dim], begin_of(start, sizes[dim])
+    base = cut.origin
+    if base is not None and _surely_same((base[0].extent, base[1], base[2]), (extent, begin, step)):
+        whole = base[0]
+        _, row = derive("sliced", [whole], [begin, step, grad.shape[dim]], grad.shape[dim], grad._spec.layout.mesh)
+        return _placed(grad, dim, whole, row, step, 0)
+    return grown(grad, dim, begin, step, extent, 0)
+
+
+def _surely_same(a: Sequence[IntLike], b: Sequence[IntLike]) -> bool:
+    return all(m is n or compat.surely(m == n) for m, n in zip(a, b, strict=True))
+
+
+def grown(x: Any, dim: int, begin: IntLike, step: int, extent: IntLike, value: Any) -> Any:
+    """Row i of a cut dim as row ``begin + i * step`` of `extent`, the others filled with a value."""
+    cut, row = derive("spread", [x._spec.layout.cuts[dim]], [begin, step, extent], extent, x._spec.layout.mesh)
+    return _placed(x, dim, cut, row, step, value)
+
+
+def _placed(x: Any, dim: int, cut: Cut, row: IntLike, step: int, value: Any) -> Any:
+    layout, local = x._spec.layout, x._local_tensor
+    size, count = block_size(cut, layout), local.shape[dim]
+    target = with_cut(layout, dim, cut)
+    if step == 1:
+        front, behind = _rows_like(local, dim, row, value), _rows_like(local, dim, size - row - count, value)
+        out = aten.cat.default([front, local, behind], dim)
+    else:
+        out = write_rows(_rows_like(local, dim, size, value), local, dim, row, step, count)
+    return wrap(x, out, target, contiguous_stride(target.shape))
+
+
+def _rows_like(x: Tensor, dim: int, count: IntLike, value: Any) -> Tensor:
+    torch._check(count >= 0)
+    return x.new_full([count if d == dim else n for d, n in enumerate(x.shape)], value)
+
+
+def pad(x: Any, amounts: Sequence[Any], value: Any = 0) -> Any:
+    """``aten.constant_pad_nd`` where a padded dim is cut: the first and the last rank have more rows."""
+    by_dim = {x.ndim - 1 - i // 2: (amounts[i], amounts[i + 1]) for i in range(0, len(amounts) - 1, 2)}
+    global_meta(type(x), aten.constant_pad_nd.default, (x, amounts, value), {})
+    cut_dims = [d for d, a in by_dim.items() if x._spec.layout.cuts[d] is not None and a != (0, 0)]
+    if not cut_dims:
+        return NotImplemented
+    x = x if value == 0 and _sums(x) else _reduced(x)
+    for d in cut_dims:
+        before, after = by_dim.pop(d)
+        if _negative(before) or _negative(after):
+            stop = x.shape[d] + (after if _negative(after) else 0)
+            x = slice_rows(x, d, -before if _negative(before) else 0, stop)
+        before, after = (0 if _negative(n) else n for n in (before, after))
+        x = grown(x, d, before, 1, before + x.shape[d] + after, value)
+    rest = [n for d in range(x.ndim - 1, -1, -1) for n in by_dim.get(d, (0, 0))]
+    return aten.constant_pad_nd.default(x, rest, value) if any(n is not 0 for n in rest) else x  # noqa: F632
+
+
+def _negative(amount: Any) -> bool:
+    return bool(amount < 0)
+
+
+def _sums(x: Any) -> bool:
+    return all(getattr(p, "reduce_op", "sum") in ("sum", "avg") for p in x._spec.layout.placements)
+
+
+# Joins
+
+
+def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
+    """``aten.cat`` along a cut dim: every rank gets as many rows as it has in all tensors together."""
+    ndim = max(t.ndim for t in tensors)
+    kept = [t for t in tensors if t.ndim == ndim]  # torch.cat skips tensors of shape [0]
+    dim = dim % max(ndim, 1)
+    cuts = [t._spec.layout.cuts[dim] if ndim and hasattr(t, "_spec") else None for t in kept]
+    widest = max((c for c in cuts if c is not None), key=lambda c: len(c.mesh_dims), default=None)
+    if widest is None:
+        return NotImplemented
+    like = next(t for t in tensors if hasattr(t, "_spec"))
+    mesh = like._spec.layout.mesh
+    meta = global_meta(type(like), aten.cat.default, (list(tensors), dim), {})
+    parts: list[Any] = [
+        c if c is None or c.mesh_dims == widest.mesh_dims else Cut.chunk(widest.mesh_dims, widest.parts, c.extent)
+        for c in cuts
+    ]
+    extents = [t.shape[dim] for t in kept]
+    joined, pieces = _joined([n if c is None else c for c, n in zip(parts, extents, strict=True)], extents, mesh)
+    placements, others = _common_frame(kept, dim, widest, mesh)
+    blocks = []
+    for t, cut in zip(kept, pieces, strict=True):
+        target = Layout.of(mesh, placements, t.shape, t.dtype, _replaced(others, dim, cut))
+        blocks.append(moved(t, target).to(meta.dtype))
+    layout = Layout.of(mesh, placements, compat.retraced(meta.shape), meta.dtype, _replaced(others, dim, joined))
+    return wrap(like, aten.cat.default(blocks, dim), layout, compat.retraced(meta.stride()))
+
+
+def _replaced(cuts: Sequence[Cut | None], dim: int, cut: Cut | None) -> list[Cut | None]:
+    return [cut if d == dim else c for d, c in enumerate(cuts)]
+
+
+def _joined(cuts: Sequence[Any], extents: Sequence[IntLike], mesh: Any) -> tuple[Cut, list[Cut]]:
+    """The cut of tensors one after the other, and what each of them has to be cut like."""
+    total: IntLike = sum(extents)
+    joined, _ = derive("joined", cuts, [], total, mesh)
+    divided = [c for c in cuts if isinstance(c, Cut)]
+    pieces: list[Cut] = []
+    start: IntLike = 0
+    for cut, extent in zip(cuts, extents, strict=True):
+        if isinstance(cut, Cut) and len(divided) == 1:
+            pieces.append(cut)  # stays where it is
+        else:
+            pieces.append(sliced_cut(joined, start, 1, extent, mesh)[0])
+        start = start + extent
+    if joined.is_traced:
+        # Their sum in the graph: a symbol of its own would not be known to be the same.
+        coordinate = mesh.get_coordinate()
+        joined = replace(joined, block=sum(p.local_size(coordinate) for p in pieces))
+    return joined, pieces
+
+
+def _common_frame(tensors: Sequence[Any], dim: int, cut: Cut, mesh: Any) -> tuple[list[Any], list[Cut | None]]:
+    """Placements, and cuts of the other dims, to which all tensors are brought."""
+    placements: list[Any] = [Replicate()] * len(mesh.shape)
+    cuts: list[Cut | None] = [None] * tensors[0].ndim
+    for m in cut.mesh_dims:
+        placements[m] = torch.distributed.tensor.Shard(dim)
+    layouts = [t._spec.layout for t in tensors if hasattr(t, "_spec")]
+    free = {m for m in range(len(mesh.shape)) if m not in cut.mesh_dims}
+    for m in sorted(free):
+        now = [x.placements[m] for x in layouts]
+        if len(layouts) == len(tensors) and all(p == now[0] and p.is_partial() for p in now):
+            placements[m] = now[0]
+    for layout in layouts:
+        for d, c in enumerate(layout.cuts):
+            if d != dim and c is not None and cuts[d] is None and set(c.mesh_dims) <= free:
+                cuts[d] = c
+                free -= set(c.mesh_dims)
+                for m in c.mesh_dims:
+                    placements[m] = torch.distributed.tensor.Shard(d)
+    return placements, cuts

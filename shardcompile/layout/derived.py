@@ -1,0 +1,88 @@
+"""Arithmetic on the block sizes of a cut: what becomes of them where rows are taken out, added or put in order anew.
+
+Rows keep their order over the ranks: the rows of a rank follow those of the ranks before it. So a slice along a cut
+dim leaves every row on its rank, and only the sizes change. Each function takes the sizes of all blocks and gives those
+of the result, and for every block a row number within it; they are pure, so that every rank gets the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+Sizes = tuple[int, ...]
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return list(itertools.accumulate(sizes[:-1], initial=0))
+
+
+def sliced(cuts: Sequence[Sizes], start: int, step: int, count: int) -> tuple[Sizes, Sizes]:
+    """Rows ``start, start + step, ...``, `count` of them: how many every block holds, and which of its rows is first.
+
+    >>> sliced([(3, 0, 5)], 2, 2, 3)
+    ((1, 0, 2), (2, 0, 1))
+    """
+    (sizes,) = cuts
+    kept, firsts = [], []
+    for begin, size in zip(_starts(sizes), sizes, strict=True):
+        low = min(max(-(-(begin - start) // step), 0), count)
+        high = min(max(-(-(begin + size - start) // step), 0), count)
+        kept.append(high - low)
+        firsts.append(start + low * step - begin if high > low else 0)
+    return tuple(kept), tuple(firsts)
+
+
+def spread(cuts: Sequence[Sizes], start: int, step: int, extent: int) -> tuple[Sizes, Sizes]:
+    """The way back: row i becomes row ``start + i * step`` of `extent`; new rows stay with the row before them.
+
+    Rows in front of all go to the first block. Gives the sizes, and which row of its block a block's first row becomes.
+
+    >>> spread([(1, 0, 2)], 2, 2, 8)
+    ((4, 0, 4), (2, 0, 0))
+    """
+    (sizes,) = cuts
+    ends = [min(start + begin * step, extent) for begin in _starts(sizes)[1:]] + [extent]
+    grown = tuple(b - a for a, b in itertools.pairwise([0, *ends]))
+    return grown, (start, *[0] * (len(sizes) - 1))
+
+
+def mirrored(cuts: Sequence[Sizes], inner: int, count: int) -> tuple[Sizes, Sizes]:
+    """Every `count` neighbours in reverse order, where neighbours are runs of `inner` blocks.
+
+    >>> mirrored([(1, 2, 3, 4)], 2, 2)
+    ((3, 4, 1, 2), (0, 0, 0, 0))
+    """
+    (sizes,) = cuts
+    runs = [sizes[i : i + inner] for i in range(0, len(sizes), inner)]
+    turned = [run for i in range(0, len(runs), count) for run in reversed(runs[i : i + count])]
+    return tuple(itertools.chain.from_iterable(turned)), (0,) * len(sizes)
+
+
+def joined(cuts: Sequence[Sizes]) -> tuple[Sizes, Sizes]:
+    """Cuts one after the other as one: every block gets as many rows as it has in all of them together.
+
+    A cut of a single block is a value that is whole on every rank. It costs nothing to take it, wherever that is: in
+    front of all others by the first rank, behind them by the last, so that they stay where they are.
+
+    >>> joined([(1,), (3, 0, 5), (2, 2, 2)])
+    ((6, 2, 7), (0, 0, 0))
+    """
+    count = max(map(len, cuts))
+    total = [0] * count
+    divided = [i for i, sizes in enumerate(cuts) if len(sizes) > 1]
+    for i, sizes in enumerate(cuts):
+        if len(sizes) > 1:
+            total = [a + b for a, b in zip(total, sizes, strict=True)]
+        else:
+            total[0 if not divided or i < divided[-1] else -1] += sizes[0]
+    return tuple(total), (0,) * count
+
+
+DERIVATIONS: dict[str, Callable[..., tuple[Sizes, Sizes]]] = {
+    "sliced": sliced,
+    "spread": spread,
+    "mirrored": mirrored,
+    "joined": joined,
+}
+"""By name, as ops inside a graph call them."""
