@@ -54,7 +54,9 @@ __all__ = [
     "decomposition_of",
     "detect_fake_mode",
     "expression_of",
+    "faking_like",
     "follow_view",
+    "from_first_symbols",
     "functional_variant",
     "give_storage",
     "group_name_of",
@@ -351,6 +353,17 @@ def retraced(sizes: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(_retraced(known, s) if isinstance(s, torch.SymInt) else s for s in sizes)
 
 
+def from_first_symbols(make: Callable[[], Any]) -> Any:
+    """A size in terms of the inputs that were there first, whatever it is computed from.
+
+    What is computed from the size of a gradient would be read off the gradient by the backward graph. Inductor
+    (2.11 - 2.15) wants every symbol in the sizes of a graph's inputs to be the whole size of one of them, or an input.
+    """
+    with untraced():
+        size = make()
+    return retraced([size])[0]
+
+
 class _FirstKept(dict[Any, Any]):
     """A dict whose entries are never replaced."""
 
@@ -442,6 +455,12 @@ def _stand_for(tracer: Any, size: torch.SymInt) -> None:
 def expression_of(size: Any) -> Any:
     """The formula of a size that may be symbolic: hashable, and equal for sizes that surely are."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def faking_like(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Where `x` is fake, ops that take no tensor make fake ones, too, even if the mode is not on at the moment."""
+    mode = detect_fake_mode([x]) if is_fake(x) and get_proxy_mode() is None else None
+    return contextlib.nullcontext() if mode is None else mode
 
 
 def unrecorded_symbols(size: Any) -> contextlib.AbstractContextManager[None]:

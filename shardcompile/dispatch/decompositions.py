@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.dispatch import rows
+from shardcompile.dispatch import rows, scans
 from shardcompile.dispatch.copied_views import follow
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout, Spec
@@ -314,6 +314,14 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.split_with_sizes.default: rows.split_with_sizes,
     aten.constant_pad_nd.default: rows.pad,
     aten.cat.default: rows.cat,
+    aten.cumsum.default: scans.cumsum,
+    aten.cumprod.default: scans.cumprod,
+    aten.logcumsumexp.default: scans.logcumsumexp,
+    aten.cummax.default: scans.cummax,
+    aten.cummin.default: scans.cummin,
+    aten.flip.default: scans.flip,
+    aten.roll.default: scans.roll,
+    aten.repeat.default: scans.repeat,
     aten.size.default: lambda x: list(x._spec.shape),  # asked for where extents depend on values
 }
 """By op, what is run when the op itself would have to gather."""

@@ -44,6 +44,11 @@ def moved(x: Any, layout: Layout) -> Tensor:
     return run_plan(find_plan(source, layout.with_dtype(x.dtype)), x._local_tensor if hasattr(x, "_spec") else x)
 
 
+def first_row(cut: Cut, layout: Layout) -> IntLike:
+    """Where this rank's block of a cut starts in the whole dim."""
+    return derive("located", [cut], [], cut.extent, layout.mesh)[1]
+
+
 def block_size(cut: Cut, layout: Layout) -> IntLike:
     """Size of this rank's block of a cut."""
     return cut.local_size(layout.mesh.get_coordinate())
@@ -66,9 +71,10 @@ def _numbers(*values: IntLike) -> bool:
 
 
 def _positions(x: Tensor, first: IntLike, step: int, count: IntLike) -> Tensor:
-    return torch.ops.prims.iota.default(
-        count, start=first, step=step, dtype=torch.int64, device=x.device, requires_grad=False
-    )
+    with compat.faking_like(x):
+        return torch.ops.prims.iota.default(
+            count, start=first, step=step, dtype=torch.int64, device=x.device, requires_grad=False
+        )
 
 
 def take_rows(x: Tensor, dim: int, first: IntLike, step: int, count: IntLike) -> Tensor:
@@ -190,7 +196,7 @@ def _lowered(placement: Any, dim: int) -> Any:
 
 def slice_scatter(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
     """``aten.slice_scatter`` along a cut dim: each rank writes the rows that are its own."""
-    x, src = _reduced(x), _reduced(src)
+    x, src = reduced(x), reduced(src)
     dim = dim % x.ndim
     if not hasattr(x, "_spec") or x._spec.layout.cuts[dim] is None:
         return NotImplemented
@@ -204,7 +210,7 @@ def slice_scatter(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = 
 
 def select_scatter(x: Any, src: Any, dim: int, index: Any) -> Any:
     """``aten.select_scatter`` along a cut dim."""
-    x = _reduced(x)
+    x = reduced(x)
     dim = dim % x.ndim
     if not hasattr(x, "_spec") or x._spec.layout.cuts[dim] is None:
         return NotImplemented
@@ -213,7 +219,8 @@ def select_scatter(x: Any, src: Any, dim: int, index: Any) -> Any:
     return slice_scatter(x, src.unsqueeze(dim), dim, at, at + 1)
 
 
-def _reduced(x: Any) -> Any:
+def reduced(x: Any) -> Any:
+    """A tensor with every pending reduction carried out."""
     if hasattr(x, "_spec") and x._spec.layout.is_partial:
         return wrap(x, moved(x, x._spec.layout.reduced()), x._spec.layout.reduced(), x._spec.stride)
     return x
@@ -269,10 +276,10 @@ def pad(x: Any, amounts: Sequence[Any], value: Any = 0) -> Any:
     """``aten.constant_pad_nd`` where a padded dim is cut: the first and the last rank have more rows."""
     by_dim = {x.ndim - 1 - i // 2: (amounts[i], amounts[i + 1]) for i in range(0, len(amounts) - 1, 2)}
     global_meta(type(x), aten.constant_pad_nd.default, (x, amounts, value), {})
-    cut_dims = [d for d, a in by_dim.items() if x._spec.layout.cuts[d] is not None and a != (0, 0)]
+    cut_dims = [d for d, a in by_dim.items() if x._spec.layout.cuts[d] is not None and not _nothing(a)]
     if not cut_dims:
         return NotImplemented
-    x = x if value == 0 and _sums(x) else _reduced(x)
+    x = x if value == 0 and _sums(x) else reduced(x)
     for d in cut_dims:
         before, after = by_dim.pop(d)
         if _negative(before) or _negative(after):
@@ -281,7 +288,11 @@ def pad(x: Any, amounts: Sequence[Any], value: Any = 0) -> Any:
         before, after = (0 if _negative(n) else n for n in (before, after))
         x = grown(x, d, before, 1, before + x.shape[d] + after, value)
     rest = [n for d in range(x.ndim - 1, -1, -1) for n in by_dim.get(d, (0, 0))]
-    return aten.constant_pad_nd.default(x, rest, value) if any(n is not 0 for n in rest) else x  # noqa: F632
+    return x if _nothing(rest) else aten.constant_pad_nd.default(x, rest, value)
+
+
+def _nothing(amounts: Sequence[Any]) -> bool:
+    return all(isinstance(n, int) and n == 0 for n in amounts)
 
 
 def _negative(amount: Any) -> bool:
@@ -319,7 +330,22 @@ def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
         target = Layout.of(mesh, placements, t.shape, t.dtype, _replaced(others, dim, cut))
         blocks.append(moved(t, target).to(meta.dtype))
     layout = Layout.of(mesh, placements, compat.retraced(meta.shape), meta.dtype, _replaced(others, dim, joined))
-    return wrap(like, aten.cat.default(blocks, dim), layout, compat.retraced(meta.stride()))
+    return wrap(
+        like, _as_block(aten.cat.default(blocks, dim), dim, joined, mesh), layout, compat.retraced(meta.stride())
+    )
+
+
+def _as_block(x: Tensor, dim: int, cut: Cut, mesh: Any) -> Tensor:
+    """Inside a trace: the symbol that stands for this rank's block as the extent, in place of a sum of others.
+
+    They are equal when the graph runs, but the compiler would not know. And the backward graph could not read the
+    terms of a sum off the gradients that it is given.
+    """
+    if not cut.is_traced:
+        return x
+    shape = [cut.local_size(mesh.get_coordinate()) if d == dim else n for d, n in enumerate(x.shape)]
+    dense = x.contiguous()
+    return aten.as_strided.default(dense, shape, contiguous_stride(shape))
 
 
 def _replaced(cuts: Sequence[Cut | None], dim: int, cut: Cut | None) -> list[Cut | None]:
@@ -339,10 +365,6 @@ def _joined(cuts: Sequence[Any], extents: Sequence[IntLike], mesh: Any) -> tuple
         else:
             pieces.append(sliced_cut(joined, start, 1, extent, mesh)[0])
         start = start + extent
-    if joined.is_traced:
-        # Their sum in the graph: a symbol of its own would not be known to be the same.
-        coordinate = mesh.get_coordinate()
-        joined = replace(joined, block=sum(p.local_size(coordinate) for p in pieces))
     return joined, pieces
 
 

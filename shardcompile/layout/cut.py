@@ -15,7 +15,7 @@ import itertools
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -242,7 +242,7 @@ class Cut:
         if factor == 1:
             return self
         blocks = None if self.blocks is None else tuple(b * factor for b in self.blocks)
-        block = None if self.block is None else self.block * factor
+        block = self._block_as(lambda block: block * factor)
         if self.kind == "chunk":
             if blocks is None:
                 raise LayoutError("a chunk cut of a symbolic extent cannot be flattened with trailing dims")
@@ -250,13 +250,19 @@ class Cut:
         scale = self.scale * factor
         return replace(self, extent=self.extent * factor, blocks=blocks, block=block, scale=scale, origin=None)
 
+    def _block_as(self, formula: Callable[[IntLike], IntLike]) -> IntLike | None:
+        block = self.block
+        if block is None or isinstance(block, int):
+            return None if block is None else formula(block)
+        return compat.from_first_symbols(lambda: formula(block))
+
     def unscaled(self, factor: int) -> Cut | None:
         """The cut of the leading dim when `factor` trailing elements are split off; None if a block would split."""
         if factor == 1:
             return self
         if self.kind != "chunk" and self.scale % factor == 0:
             blocks = None if self.blocks is None else tuple(b // factor for b in self.blocks)
-            block = None if self.block is None else self.block // factor
+            block = self._block_as(lambda block: block // factor)
             scale = self.scale // factor
             extent = self.extent // factor
             return replace(self, extent=extent, blocks=blocks, block=block, scale=scale, origin=None)

@@ -79,10 +79,17 @@ def joined(cuts: Sequence[Sizes]) -> tuple[Sizes, Sizes]:
     return tuple(total), (0,) * count
 
 
+def located(cuts: Sequence[Sizes]) -> tuple[Sizes, Sizes]:
+    """The same blocks, and at which row of the whole dim each one starts."""
+    (sizes,) = cuts
+    return sizes, tuple(_starts(sizes))
+
+
 DERIVATIONS: dict[str, Callable[..., tuple[Sizes, Sizes]]] = {
     "sliced": sliced,
     "spread": spread,
     "mirrored": mirrored,
     "joined": joined,
+    "located": located,
 }
 """By name, as ops inside a graph call them."""

@@ -90,6 +90,21 @@ def _flip(call: OpCall) -> Iterable[Strategy]:
     return [along([d], [d]) for d in range(ndim) if d not in dims]
 
 
+def _roll(call: OpCall) -> Iterable[Strategy]:
+    """Any dim that is not rolled may be cut; without dims it is the flat tensor that is."""
+    ndim = call.tensors[0].ndim
+    dims = {d % max(ndim, 1) for d in call.arg(2, "dims", ())}
+    return [along([d], [d]) for d in range(ndim) if dims and d not in dims]
+
+
+def _repeat(call: OpCall) -> Iterable[Strategy]:
+    """Any dim that is not repeated may be cut."""
+    repeats = call.args[1]
+    new = len(repeats) - call.tensors[0].ndim
+    once = (isinstance(n, int) and n == 1 for n in repeats[new:])
+    return [along([d], [d + new]) for d, only in enumerate(once) if only]
+
+
 def _cumprod(call: OpCall) -> Iterable[Strategy]:
     shape = call.tensors[0].shape
     if shape:
@@ -128,4 +143,6 @@ register(aten.sort.default, other_dims(1, -1))
 register(aten.sort.stable, other_dims(99, -1))
 register(aten.topk.default, other_dims(2, -1))
 register(aten.flip.default, _flip)
+register(aten.roll.default, _roll)
+register(aten.repeat.default, _repeat)
 register(aten.glu.default, other_dims(1, -1))
