@@ -160,10 +160,10 @@ def roll(x: Any, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Any:
     if not any(_is_cut(x, d) for d in dims):
         return NotImplemented
     for shift, dim in zip(shifts, dims, strict=True):
-        if _is_cut(x, dim) and x.shape[dim] != 0:
-            start = (x.shape[dim] - shift) % x.shape[dim]
+        if _is_cut(x, dim):
+            start = (x.shape[dim] - shift) % x.shape[dim] if x.shape[dim] != 0 else 0
             x = cat([slice_rows(x, dim, start), slice_rows(x, dim, 0, start)], dim)
-        elif not _is_cut(x, dim):
+        else:
             x = aten.roll.default(x, [shift], [dim])
     return x
 
