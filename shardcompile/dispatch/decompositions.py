@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.dispatch import rows, scans
+from shardcompile.dispatch import lookups, rows, scans
 from shardcompile.dispatch.copied_views import follow
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout, Spec
@@ -271,6 +271,18 @@ def _as_strided(x: Any, size: Sequence[int], stride: Sequence[int], storage_offs
     return wrapped
 
 
+def _triangle(keeps: Any) -> Callable[..., Any]:
+    """`tril` or `triu` of cut matrices: which elements stay is known from their row and column."""
+
+    def decomposed(x: Any, diagonal: int = 0) -> Any:
+        if x.ndim < 2:
+            return NotImplemented
+        rows = torch.arange(x.shape[-2], device=x.device).unsqueeze(-1)
+        return torch.where(keeps(torch.arange(x.shape[-1], device=x.device) - rows, diagonal), x, 0)
+
+    return decomposed
+
+
 def _torch_decomposition(op: Any) -> Callable[..., Any]:
     """Torch's own, looked up when it is needed: importing the table takes time."""
 
@@ -314,6 +326,12 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.split_with_sizes.default: rows.split_with_sizes,
     aten.constant_pad_nd.default: rows.pad,
     aten.cat.default: rows.cat,
+    aten.tril.default: _triangle(torch.le),
+    aten.triu.default: _triangle(torch.ge),
+    aten.embedding.default: lookups.embedding,
+    aten.index_select.default: lookups.index_select,
+    aten.index.Tensor: lookups.index,
+    aten.gather.default: lookups.gather,
     aten.cumsum.default: scans.cumsum,
     aten.cumprod.default: scans.cumprod,
     aten.logcumsumexp.default: scans.logcumsumexp,

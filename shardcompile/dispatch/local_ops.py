@@ -33,7 +33,7 @@ def _may_be_empty(extent: int | torch.SymInt) -> bool:
     return not isinstance(extent, int) or extent == 0
 
 
-def _padded(x: Tensor, dims: list[int], value: Any) -> Tensor:
+def padded(x: Tensor, dims: list[int], value: Any) -> Tensor:
     """`x` with one neutral row along dims that may be empty on this rank; Inductor fuses it into the reduction."""
     pad = [0] * (2 * x.ndim)
     for dim in dims:
@@ -49,14 +49,14 @@ def _padded(x: Tensor, dims: list[int], value: Any) -> Tensor:
 def _extremum(op: Any, neutral: Callable[[torch.dtype], Any]) -> Callable[..., Tensor]:
     def local(x: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
         dims = list(range(x.ndim)) if dim is None or len(dim) == 0 else list(dim)
-        return op(_padded(x, dims, neutral(x.dtype)) if x.ndim else x, dim, keepdim)
+        return op(padded(x, dims, neutral(x.dtype)) if x.ndim else x, dim, keepdim)
 
     return local
 
 
 def _whole_extremum(op: Any, neutral: Callable[[torch.dtype], Any]) -> Callable[..., Tensor]:
     def local(x: Tensor) -> Tensor:
-        return op(_padded(x, list(range(x.ndim)), neutral(x.dtype)), [], False) if x.ndim else x.clone()
+        return op(padded(x, list(range(x.ndim)), neutral(x.dtype)), [], False) if x.ndim else x.clone()
 
     return local
 

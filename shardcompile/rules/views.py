@@ -332,6 +332,15 @@ register(aten.cat.default, _cat)
 register(aten.stack.default, _stack)
 
 
+def _triangle(call: OpCall) -> Iterable[Strategy]:
+    """Dims of the batch may be cut."""
+    yield from (along([d], [d]) for d in range(call.tensors[0].ndim - 2))
+    yield from (partial([op], [op]) for op in ("sum", "avg"))
+
+
+register([aten.tril.default, aten.triu.default], _triangle)
+
+
 # New tensors of a stated shape
 
 

@@ -1,0 +1,177 @@
+"""Rows of a cut dim by their numbers: every rank takes those that it holds, and the results are added up.
+
+This is how a table that is cut by rows is looked up in without gathering it (as in Shoeybi et al., "Megatron-LM", 2019,
+for the vocabulary). An index that is out of range for the whole dim is left to the local kernel, which raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from shardcompile import compat
+from shardcompile.dispatch.global_meta import global_meta
+from shardcompile.dispatch.local_ops import padded
+from shardcompile.dispatch.rows import first_row, moved, reduced, wrap
+from shardcompile.layout import Cut, Layout
+
+aten = torch.ops.aten
+_NOWHERE = 1 << 62
+
+
+def _whole_along(x: Any, mesh_dims: Sequence[int], mesh: Any) -> tuple[Layout, Tensor]:
+    """A tensor on every rank of some mesh dims, its other placements kept as far as they are no reductions."""
+    if not hasattr(x, "_spec"):
+        layout = Layout.of(mesh, (Replicate(),) * len(mesh.shape), x.shape, x.dtype, (None,) * x.ndim)
+        return layout, x
+    now = x._spec.layout.reduced()
+    gone = {d for d, c in enumerate(now.cuts) if c is not None and set(c.mesh_dims) & set(mesh_dims)}
+    kept = [Replicate() if isinstance(p, Shard) and p.dim in gone else p for p in now.placements]
+    layout = Layout.of(mesh, kept, now.shape, now.dtype, [None if d in gone else c for d, c in enumerate(now.cuts)])
+    return layout, moved(x, layout)
+
+
+def _own(index: Tensor, cut: Cut, layout: Layout, dim: int) -> tuple[Tensor, Tensor]:
+    """Which numbers are rows of this rank's block, and the numbers within it; of other rows that of its first."""
+    extent: Any = layout.shape[dim]
+    first: Any = first_row(cut, layout)
+    whole = torch.where(index < 0, index + extent, index)
+    mine = (whole >= first) & (whole < first + cut.local_size(layout.mesh.get_coordinate()))
+    known = (whole >= 0) & (whole < extent)
+    return mine, torch.where(mine, whole - first, torch.where(known, 0, _NOWHERE))
+
+
+def _summed(values: Tensor, mine: Tensor) -> tuple[Tensor, str]:
+    """This rank's term: its own values, and what changes nothing elsewhere."""
+    if values.dtype is torch.bool:
+        return values & mine, "max"
+    return torch.where(mine, values, 0), "sum"
+
+
+def _placed(layout: Layout, cut: Cut, ndim: int, of_x: dict[int, int], other: Layout, of_index: dict[int, int]) -> Any:
+    """Placements and cuts of the result, or None if both inputs are cut by one mesh dim.
+
+    Args:
+        layout: of the tensor that is looked up in.
+        cut: of the dim by which it is.
+        ndim: of the result.
+        of_x: result dim for each dim of the tensor that it has.
+        other: layout of the index.
+        of_index: result dim for each dim of the index.
+    """
+    placements: list[Placement] = [Replicate()] * len(layout.placements)
+    cuts: list[Cut | None] = [None] * ndim
+    for source, dims in ((layout, of_x), (other, of_index)):
+        for d, c in enumerate(source.cuts):
+            if c is None or c is cut:
+                continue
+            if d not in dims or any(not isinstance(placements[m], Replicate) for m in c.mesh_dims):
+                return None
+            cuts[dims[d]] = c
+            for m in c.mesh_dims:
+                placements[m] = Shard(dims[d])
+    return placements, cuts
+
+
+def _finish(x: Any, cut: Cut, values: Tensor, mine: Tensor, placed: Any, shape: Any, stride: Any) -> Any:
+    placements, cuts = placed
+    term, reduce_op = _summed(values, mine)
+    layout = x._spec.layout
+    for m in cut.mesh_dims:
+        placements[m] = Partial(reduce_op)
+    return wrap(x, term, Layout.of(layout.mesh, placements, shape, values.dtype, cuts), stride)
+
+
+def embedding(weight: Any, indices: Any, *options: Any) -> Any:
+    """``aten.embedding`` with a table that is cut by rows."""
+    cut = weight._spec.layout.cuts[0] if hasattr(weight, "_spec") else None
+    if cut is None:
+        return NotImplemented
+    weight = reduced(weight)
+    meta = global_meta(type(weight), aten.embedding.default, (weight, indices, *options), {})
+    layout = weight._spec.layout
+    other, index = _whole_along(indices, cut.mesh_dims, layout.mesh)
+    ndim = indices.ndim
+    placed = _placed(layout, cut, ndim + 1, {1: ndim}, other, {d: d for d in range(ndim)})
+    if placed is None:
+        return NotImplemented
+    table = padded(weight._local_tensor, [0], 0)
+    mine, local = _own(index, cut, layout, 0)
+    values = aten.embedding.default(table, local)
+    shape, stride = compat.retraced(meta.shape), compat.retraced(meta.stride())
+    return _finish(weight, cut, values, mine.unsqueeze(-1), placed, shape, stride)
+
+
+def _is_worth_it(x: Any, shape: Sequence[Any]) -> bool:
+    """Whether to add up the results, which moves each twice, takes fewer bytes than to gather the tensor."""
+    out, whole = 2, 1
+    for n in shape:
+        out *= compat.size_hint(n)
+    for n in x.shape:
+        whole *= compat.size_hint(n)
+    return out <= whole
+
+
+def index_select(x: Any, dim: int, index: Any) -> Any:
+    """``aten.index_select`` along a cut dim."""
+    if not hasattr(x, "_spec") or not x.ndim or index.ndim != 1:
+        return NotImplemented
+    dim = dim % x.ndim
+    return _index(x, [index if d == dim else None for d in range(x.ndim)], aten.index_select.default, (x, dim, index))
+
+
+def index(x: Any, indices: Sequence[Any]) -> Any:
+    """``aten.index`` by numbers along a cut dim."""
+    return _index(x, indices, aten.index.Tensor, (x, indices)) if hasattr(x, "_spec") else NotImplemented
+
+
+def _index(x: Any, indices: Sequence[Any], op: Any, args: tuple[Any, ...]) -> Any:
+    layout = x._spec.layout
+    at = [d for d, i in enumerate(indices) if i is not None]
+    cut_dims = [d for d in at if layout.cuts[d] is not None]
+    by_mask = any(indices[d].dtype in (torch.bool, torch.uint8) for d in at)
+    if len(cut_dims) != 1 or by_mask or at != list(range(at[0], at[-1] + 1)) or layout.is_partial:
+        return NotImplemented
+    (dim,) = cut_dims
+    cut = layout.cut_of(dim)
+    meta = global_meta(type(x), op, args, {})
+    shape, stride = compat.retraced(meta.shape), compat.retraced(meta.stride())
+    rank = len(shape) - (x.ndim - len(at))
+    if not _is_worth_it(x, shape) or (len(at) > 1 and len({indices[d].ndim for d in at}) > 1):
+        return NotImplemented
+    whole = {d: _whole_along(indices[d], cut.mesh_dims, layout.mesh) for d in at}
+    if any(not w.is_replicated for d, (w, _) in whole.items() if len(at) > 1):
+        return NotImplemented
+    of_x = {d: d if d < at[0] else d - len(at) + rank for d in range(x.ndim) if d not in at}
+    placed = _placed(layout, cut, len(shape), of_x, whole[dim][0], {d: at[0] + d for d in range(rank)})
+    if placed is None:
+        return NotImplemented
+    rows = padded(x._local_tensor, [dim], 0)
+    mine, local = _own(whole[dim][1], cut, layout, dim)
+    by_dim = {**{d: i for d, (_, i) in whole.items()}, dim: local}
+    values = aten.index.Tensor(rows, [by_dim.get(d) for d in range(at[-1] + 1)])
+    mine = mine.reshape([*mine.shape, *[1] * (x.ndim - 1 - at[-1])])
+    return _finish(x, cut, values, mine, placed, shape, stride)
+
+
+def gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+    """``aten.gather`` along a cut dim of a tensor that is not cut otherwise."""
+    if not hasattr(x, "_spec") or not x.ndim or index.ndim != x.ndim or not _is_worth_it(x, index.shape):
+        return NotImplemented
+    dim, layout = dim % x.ndim, x._spec.layout
+    cut = layout.cuts[dim]
+    if cut is None or layout.is_partial or sum(c is not None for c in layout.cuts) > 1:
+        return NotImplemented
+    meta = global_meta(type(x), aten.gather.default, (x, dim, index), {})
+    other, whole = _whole_along(index, cut.mesh_dims, layout.mesh)
+    if not other.is_replicated:
+        return NotImplemented
+    rows = padded(x._local_tensor, [dim], 0)
+    mine, local = _own(whole, cut, layout, dim)
+    values = aten.gather.default(rows, dim, local)
+    placed = ([Replicate()] * len(layout.placements), [None] * x.ndim)
+    return _finish(x, cut, values, mine, placed, compat.retraced(meta.shape), compat.retraced(meta.stride()))
