@@ -244,6 +244,19 @@ def _baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: floa
     return _added(aten.bmm.default(a, b), bias, beta, alpha)
 
 
+def _addbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return _added(aten.sum.dim_IntList(aten.bmm.default(a, b), [0]), bias, beta, alpha)
+
+
+def _trace(x: Tensor) -> Tensor:
+    rows, columns = (torch.arange(n, device=x.device) for n in x.shape)
+    return aten.sum.default(torch.where(rows.unsqueeze(-1) == columns, x, 0))
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool((a == b).all().item())
+
+
 def _as_strided(x: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tensor:
     """On the whole value, stored with exactly the strides that the global tensor has."""
     if storage_offset and (x._is_view() or x.is_inference()):
@@ -316,6 +329,9 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.native_layer_norm_backward.default: _torch_decomposition(aten.native_layer_norm_backward.default),
     aten.addmm.default: _addmm,
     aten.baddbmm.default: _baddbmm,
+    aten.addbmm.default: _addbmm,
+    aten.trace.default: _trace,
+    aten.equal.default: _equal,
     aten.as_strided.default: _as_strided,
     aten.slice.Tensor: rows.slice_rows,
     aten.slice_backward.default: rows.slice_backward,
@@ -346,7 +362,6 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 
 NOT_DECOMPOSED = {
     aten.index_add.default,  # torch's fails for an index of 0 dims
-    aten.equal.default,
     aten.diagonal_backward.default,
     aten.diagonal_scatter.default,
 }

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
+from shardcompile.rules import images
 
 aten = torch.ops.aten
 
@@ -100,6 +101,28 @@ def copy_block(target: Tensor, source: Tensor, non_blocking: bool = False) -> Te
         return target.copy_(source, non_blocking)
 
 
+def _per_channel(op: Any, spatial: int) -> Callable[..., Any]:
+    """Where this rank may have no channels, which kernels refuse: all leading dims as samples of one channel."""
+
+    def local(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        leading = x.shape[:-spatial]
+        if not _may_be_empty(leading[-1]):
+            return op(x, *args, **kwargs)
+
+        def merged(a: Any) -> Any:
+            if isinstance(a, Tensor):
+                return a.reshape([math.prod(a.shape[:-spatial]), 1, *a.shape[-spatial:]])
+            is_shape = isinstance(a, (list, tuple)) and len(a) == spatial + len(leading) > spatial
+            return [math.prod(a[:-spatial]), 1, *a[-spatial:]] if is_shape else a
+
+        out = op(merged(x), *map(merged, args), **kwargs)
+        if isinstance(out, Tensor):
+            return out.reshape([*leading, *out.shape[-spatial:]])
+        return tuple(o.reshape([*leading, *o.shape[-spatial:]]) for o in out)
+
+    return local
+
+
 LOCAL_OPS: dict[Any, Callable[..., Any]] = {
     aten.amax.default: _extremum(aten.amax.default, lowest),
     aten.amin.default: _extremum(aten.amin.default, highest),
@@ -116,6 +139,9 @@ LOCAL_OPS: dict[Any, Callable[..., Any]] = {
     # The rule names the dims that go: on a block, others may have extent 1 as well.
     aten.squeeze.default: aten.squeeze.dims,
     aten.squeeze.dim: aten.squeeze.dims,
+    **{op: _per_channel(op, n) for op, n in images.PER_CHANNEL.items()},
+    **{op: _per_channel(op, n) for op, n in images.PER_CHANNEL_BACKWARD.items()},
+    **{op: _per_channel(op, n) for op, n in images.INTERPOLATION_BACKWARD.items()},
 }
 """By op, what runs on a block in its place."""
 

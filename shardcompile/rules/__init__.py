@@ -1,6 +1,6 @@
 """Rules: for each op, the legal ways to run it along one mesh dim. Pure: layouts in, strategies out."""
 
-from shardcompile.rules import indexing, linalg, normalization, pointwise, reductions, views
+from shardcompile.rules import images, indexing, linalg, normalization, pointwise, reductions, views
 from shardcompile.rules.pointwise import is_pointwise as is_pointwise
 from shardcompile.rules.pointwise import pointwise as pointwise_rule
 from shardcompile.rules.registry import Rule as Rule
@@ -14,4 +14,4 @@ from shardcompile.rules.strategy import TensorArg as TensorArg
 from shardcompile.rules.strategy import along as along
 from shardcompile.rules.strategy import replicate_all as replicate_all
 
-__all__ = ["indexing", "linalg", "normalization", "pointwise", "pointwise_rule", "reductions", "views"]
+__all__ = ["images", "indexing", "linalg", "normalization", "pointwise", "pointwise_rule", "reductions", "views"]

@@ -53,6 +53,16 @@ def _matmul(call: OpCall) -> Iterable[Strategy]:
         yield partial([None, op], [op])
 
 
+def _trilinear(call: OpCall) -> Iterable[Strategy]:
+    """Products of three tensors, of which each lacks some dims; some dims are summed over."""
+    expand, total = [set(dims) for dims in call.args[3:6]], set(call.args[6])
+    ndim = call.tensors[0].ndim + len(expand[0])
+    for dim in range(ndim):
+        at = [None if dim in gone else dim - sum(g < dim for g in gone) for gone in expand]
+        yield along(at, ["sum" if dim in total else dim - sum(t < dim for t in total)])
+
+
+register(aten._trilinear.default, _trilinear)
 register(aten.matmul.default, _matmul)
 register(aten.mm.default, multilinear("m k, k n -> m n"))
 register(aten.bmm.default, multilinear("b m k, b k n -> b m n"))

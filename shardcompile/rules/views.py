@@ -220,6 +220,18 @@ register(aten.unsqueeze.default, _unsqueeze)
 register([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims], _squeeze, _squeeze_locally)
 
 
+# Complex numbers as pairs
+
+
+def _pairs(call: OpCall) -> Iterable[Strategy]:
+    """Any dim of the complex tensor may be cut; the pairs are a further one."""
+    ndim = call.tensors[0].ndim - ("view_as_complex" in call.op._schema.name)
+    return [*(along([d], [d]) for d in range(ndim)), *(partial([op], [op]) for op in ("sum", "avg"))]
+
+
+register([aten.view_as_real.default, aten.view_as_complex.default], _pairs)
+
+
 # Slices and pieces along one dim
 
 
