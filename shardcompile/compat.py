@@ -56,6 +56,7 @@ __all__ = [
     "expression_of",
     "faking_like",
     "follow_view",
+    "forget_with_world",
     "from_first_symbols",
     "functional_variant",
     "give_storage",
@@ -93,6 +94,16 @@ UNKNOWN_OUTPUT_SHAPE = (DynamicOutputShapeException, DataDependentOutputExceptio
 
 _world: Any = None
 _world_epoch = 0
+_BY_MESH: list[Callable[[], None]] = []
+
+
+def forget_with_world(clear: Callable[[], None]) -> None:
+    """Have `clear` called when the process groups change.
+
+    What is kept by mesh keeps the mesh, and with it process groups: their threads and sockets live on when they have
+    been destroyed.
+    """
+    _BY_MESH.append(clear)
 
 
 def world_epoch() -> int:
@@ -105,7 +116,7 @@ def world_epoch() -> int:
     world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
     if world is not None and (_world is None or _world() is not world):
         _world = weakref.ref(world)
-        _world_epoch += 1
+        start_epoch()
     return _world_epoch
 
 
@@ -113,6 +124,8 @@ def start_epoch() -> None:
     """Say that process groups of meshes were destroyed, though not the default one."""
     global _world_epoch
     _world_epoch += 1
+    for clear in _BY_MESH:
+        clear()
 
 
 def process_group(name: str) -> ProcessGroup:

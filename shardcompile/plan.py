@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from shardcompile.compat import size_hint
+from shardcompile.compat import forget_with_world, size_hint
 from shardcompile.errors import RedistributeError
 from shardcompile.layout import Cut, IntLike, Layout
 
@@ -107,6 +107,9 @@ def find_plan(src: Layout, dst: Layout) -> Plan:
 @lru_cache(maxsize=1 << 14)
 def _search_cached(src: Layout, dst: Layout) -> Plan:
     return _search(src, dst)
+
+
+forget_with_world(_search_cached.cache_clear)
 
 
 def _search(src: Layout, dst: Layout) -> Plan:

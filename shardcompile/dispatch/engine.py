@@ -47,6 +47,9 @@ def clear_cache() -> None:
     _CACHE.clear()
 
 
+compat.forget_with_world(clear_cache)
+
+
 def dispatch(
     cls: Any, op: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:

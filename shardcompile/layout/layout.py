@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from shardcompile.compat import world_epoch
+from shardcompile.compat import forget_with_world, world_epoch
 from shardcompile.errors import LayoutError
 from shardcompile.layout.cut import Cut, IntLike
 from shardcompile.layout.mesh import Mesh
@@ -21,6 +21,7 @@ REDUCE_OPS = ("sum", "avg", "product", "max", "min")
 _PARTS = ("mesh", "placements", "shape", "dtype", "cuts")
 _INTERNED: dict[Layout, Layout] = {}
 _INTERNED_LIMIT = 1 << 16
+forget_with_world(_INTERNED.clear)
 
 
 class Layout:

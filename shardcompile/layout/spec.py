@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardcompile.compat import size_hint
+from shardcompile.compat import forget_with_world, size_hint
 from shardcompile.layout.cut import IntLike
 from shardcompile.layout.layout import Layout
 
 _INTERNED: dict[Spec, Spec] = {}
 _INTERNED_LIMIT = 1 << 16
+forget_with_world(_INTERNED.clear)
 
 
 class Spec:

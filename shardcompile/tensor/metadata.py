@@ -61,6 +61,7 @@ class Metadata:
 
 
 _INTERNED: dict[Metadata, Metadata] = {}
+compat.forget_with_world(_INTERNED.clear)
 
 
 def intern_metadata(
@@ -102,6 +103,7 @@ def keys_tensor(layout: Layout, metadata: Metadata, like: Tensor) -> Tensor:
 
 _RUNTIME_SPECS: dict[Any, Spec] = {}
 _RUNTIME_SPECS_LIMIT = 1 << 14
+compat.forget_with_world(_RUNTIME_SPECS.clear)
 
 
 def spec_from_parts(

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from shardcompile import compat
-from shardcompile.dispatch import clear_cache
 
 
 def seed() -> None:
@@ -33,7 +32,6 @@ class Cleaner:
             torch._dynamo.reset()
         _destroy_groups_of_test()
         compat.start_epoch()  # layouts of this test's meshes must not stand in for the next test's
-        clear_cache()
         self._collect()
 
     def _collect(self) -> None:

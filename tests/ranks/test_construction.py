@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import itertools
 import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from torch.distributed.tensor import distribute_tensor as distribute_dtensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 import shardcompile as sc
-from shardcompile import LayoutError, ShardTensor
+from shardcompile import LayoutError, ShardTensor, compat
 from shardcompile.collectives import transport
 from shardcompile.testing import rank, world_size
 
@@ -790,3 +792,21 @@ def test_the_gradient_of_a_leaf_has_its_layout() -> None:
         assert leaf.grad is not None
         assert leaf.grad.sharding is leaf.sharding
     torch.testing.assert_close(b.grad.full_tensor(), full_b.grad)
+
+
+@pytest.mark.ranks(4)
+def test_process_groups_are_freed_when_they_are_destroyed() -> None:
+    """What is kept by mesh, such as layouts and plans, must not keep threads and sockets of groups that are gone."""
+
+    def use_a_mesh() -> list[weakref.ref[object]]:
+        mesh = mesh_2d()
+        x = sc.distribute_tensor(values(7, 4), mesh, [S0, S1])
+        (x[1:] * 2).sum().full_tensor()
+        return [weakref.ref(mesh.get_group(d)) for d in (0, 1)]
+
+    groups = use_a_mesh()
+    for group in groups:
+        dist.destroy_process_group(group())
+    compat.start_epoch()
+    gc.collect()
+    assert [g() for g in groups] == [None, None]

@@ -1,0 +1,87 @@
+"""Derived cuts: what torch does to the whole tensor is what every block keeps of its rows, in order."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardcompile.layout import DERIVATIONS
+
+SIZES = st.lists(st.integers(0, 5), min_size=1, max_size=6).map(tuple)
+
+
+def blocks(sizes: tuple[int, ...], first: int = 0) -> list[Tensor]:
+    return list(torch.arange(first, first + sum(sizes)).split(list(sizes)))
+
+
+@given(SIZES, st.data())
+def test_sliced_rows_stay_in_their_blocks(sizes: tuple[int, ...], data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, sum(sizes)))
+    step = data.draw(st.integers(1, 4))
+    wanted = torch.arange(sum(sizes))[start::step]
+    count = data.draw(st.integers(0, len(wanted)))
+    kept, firsts = DERIVATIONS["sliced"]([sizes], start, step, count)
+    pieces = [b[f : f + n * step : step] for b, n, f in zip(blocks(sizes), kept, firsts, strict=True)]
+    assert tuple(map(len, pieces)) == kept
+    assert torch.equal(torch.cat(pieces), wanted[:count])
+
+
+@given(SIZES, st.data())
+def test_spread_rows_stay_in_their_blocks(sizes: tuple[int, ...], data: st.DataObject) -> None:
+    start, step, behind = (data.draw(st.integers(low, 4)) for low in (0, 1, 0))
+    rows = sum(sizes)
+    extent = start + max((rows - 1) * step + 1, 0) + behind
+    grown, firsts = DERIVATIONS["spread"]([sizes], start, step, extent)
+    wanted = torch.full([extent], -1)
+    wanted[start : start + rows * step : step] = torch.arange(rows)
+    pieces = []
+    for block, size, first in zip(blocks(sizes), grown, firsts, strict=True):
+        pieces.append(torch.full([size], -1))
+        pieces[-1][first : first + len(block) * step : step] = block
+    assert sum(grown) == extent
+    assert torch.equal(torch.cat(pieces), wanted)
+
+
+@given(SIZES, st.integers(0, 4), st.integers(1, 4), st.integers(0, 4))
+def test_what_was_spread_is_sliced_back(sizes: tuple[int, ...], start: int, step: int, behind: int) -> None:
+    extent = start + max((sum(sizes) - 1) * step + 1, 0) + behind
+    grown, firsts = DERIVATIONS["spread"]([sizes], start, step, extent)
+    kept, rows = DERIVATIONS["sliced"]([grown], start, step, sum(sizes))
+    assert kept == sizes
+    assert all(r == f for r, f, n in zip(rows, firsts, sizes, strict=True) if n)
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.data())
+def test_mirrored_along_each_mesh_dim_is_reversed(outer: int, inner: int, data: st.DataObject) -> None:
+    sizes = tuple(data.draw(st.lists(st.integers(0, 5), min_size=outer * inner, max_size=outer * inner)))
+    within, _ = DERIVATIONS["mirrored"]([sizes], 1, inner)
+    whole, _ = DERIVATIONS["mirrored"]([within], inner, outer)
+    assert whole == sizes[::-1]
+
+
+@given(st.integers(2, 5), st.data())
+def test_joined_has_all_rows_and_one_divided_tensor_stays(count: int, data: st.DataObject) -> None:
+    divided = st.lists(st.integers(0, 5), min_size=count, max_size=count).map(tuple)
+    cuts = data.draw(st.lists(st.one_of(divided, st.tuples(st.integers(0, 5))), min_size=1, max_size=4))
+    cuts.append(data.draw(divided))
+    total, _ = DERIVATIONS["joined"](cuts)
+    assert len(total) == count
+    assert sum(total) == sum(map(sum, cuts))
+    start = 0
+    pieces = []
+    for sizes in cuts:
+        pieces.append(DERIVATIONS["sliced"]([total], start, 1, sum(sizes))[0])
+        start += sum(sizes)
+    assert tuple(map(sum, zip(*pieces, strict=True))) == total, "every block is made of its parts"
+    many = [(p, c) for p, c in zip(pieces, cuts, strict=True) if len(c) > 1]
+    if len(many) == 1:
+        assert many[0][0] == many[0][1], "what is whole everywhere is put around it"
+
+
+@given(SIZES)
+def test_located_gives_the_first_row_of_every_block(sizes: tuple[int, ...]) -> None:
+    same, starts = DERIVATIONS["located"]([sizes])
+    assert same == sizes
+    assert all(int(b[0]) == s for b, s in zip(blocks(sizes), starts, strict=True) if len(b))

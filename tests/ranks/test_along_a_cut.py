@@ -1,0 +1,181 @@
+"""Ops along a cut dim: rows stay where they are, one graph serves every cut, and no dim is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.placement_types import Shard
+
+import shardcompile as sc
+from shardcompile.demo.traffic import CollectiveWatch
+from shardcompile.testing import rank
+
+CUTS = ([3, 5, 1], [0, 6, 4], [7, 0, 0], [1, 2, 3], [4, 4, 4])
+"""An empty block, all rows on one rank, a block of one, even blocks; extents differ."""
+
+
+def _written_to(x: Tensor) -> Tensor:
+    y = x * 1
+    y[2:5] += 1
+    y[3] = 0
+    y[::2].mul_(2)
+    return y
+
+
+def _token(x: Tensor) -> Tensor:
+    return torch.cat([torch.ones(1, x.shape[1], dtype=x.dtype), x])
+
+
+_PICKED = torch.tensor([0, 2, -1, 3, 3])
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "slice": lambda x: x[1:4] * 2,
+    "steps": lambda x: x[::2].sin(),
+    "difference": lambda x: x[1:] - x[:-1],
+    "row": lambda x: x[2] * x,
+    "last row": lambda x: x[-1].sum() * x[:-1],
+    "split": lambda x: x.split([2, x.shape[0] - 2])[1].sin(),
+    "cat": lambda x: torch.cat([x, 2 * x, x.sin()]),
+    "token in front": lambda x: _token(x) @ torch.eye(x.shape[1], dtype=x.dtype),
+    "token there and gone": lambda x: _token(x).softmax(0)[1:] * x,
+    "pad": lambda x: nnf.pad(x, (0, 0, 2, 1), value=3.0).cos(),
+    "shift": lambda x: x + nnf.pad(x[1:], (0, 0, 0, 1)),
+    "two equal slices": lambda x: x[1:] + x.cos()[1:],
+    "flat": lambda x: x.flatten(),
+    "flat slice": lambda x: x[1:].flatten().sin(),
+    "in place": _written_to,
+    "cumsum": lambda x: x.cumsum(0).sin(),
+    "cummax": lambda x: x.cummax(0)[0],
+    "cummax index": lambda x: x * x.round().cummin(0)[1],
+    "logcumsumexp": lambda x: x.logcumsumexp(0),
+    "flip": lambda x: x.flip(0) * x,
+    "roll": lambda x: x.roll(2, 0) * x,
+    "repeat": lambda x: x.repeat(2, 1).sin(),
+    "triangle": lambda x: (x @ x.T).tril(1).sum(1),
+    "embedding": lambda x: nnf.embedding(torch.tensor([0, 2, 3, 3]), x).sin(),
+    "index": lambda x: x[_PICKED].sin(),
+    "gather": lambda x: torch.gather(x, 0, torch.tensor([[0, 2], [1, 1], [3, 0]])).sin(),
+}
+
+INDUCTOR = (
+    "difference",
+    "token there and gone",
+    "shift",
+    "flat",
+    "flat slice",
+    "in place",
+    "cumsum",
+    "cummax",
+    "index",
+)
+
+
+def _check(name: str, backend: str) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend=counter)
+    for sizes in CUTS:
+        torch.manual_seed(sum(sizes))
+        full = torch.randn(sum(sizes), 2, dtype=torch.float64, requires_grad=True)
+        block = full.detach().split(sizes)[rank()].clone()
+        x = sc.ShardTensor.from_local(block, mesh, [Shard(0)]).requires_grad_()
+        expected, out = FUNCTIONS[name](full), compiled(x)
+        torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-10, atol=1e-10)
+        weight = torch.linspace(-1, 2, expected.numel(), dtype=expected.dtype).view(expected.shape)
+        (expected * weight).sum().backward()
+        (out.full_tensor() * weight).sum().backward()
+        assert x.grad.sharding.sizes(0) == tuple(sizes)
+        torch.testing.assert_close(x.grad.full_tensor(), full.grad, rtol=1e-10, atol=1e-10)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.ranks(3, timeout=120)
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+def test_one_graph_for_every_cut(name: str) -> None:
+    _check(name, "aot_eager")
+
+
+@pytest.mark.ranks(3, timeout=200)
+@pytest.mark.parametrize("name", INDUCTOR)
+def test_one_graph_through_inductor(name: str) -> None:
+    _check(name, "inductor")
+
+
+class _Received(CollectiveWatch):
+    """Adds up what this rank gets from others: elements of results, less what it put in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[str, int]] = []
+
+    def saw(self, name: str, x: Tensor, out: Tensor) -> None:
+        self.rows.append((name.partition("::")[2], out.numel()))
+
+
+def _traffic(function: Callable[[Tensor], object], sizes: list[int]) -> list[tuple[str, int]]:
+    mesh = init_device_mesh("cpu", (3,))
+    x = sc.ShardTensor.from_local(torch.randn(sizes[rank()], 2), mesh, [Shard(0)], {0: sizes})
+    with _Received() as watch:
+        function(x)
+    return watch.rows
+
+
+@pytest.mark.ranks(3)
+def test_slices_pads_and_tokens_send_nothing() -> None:
+    for name in ("slice", "steps", "split", "token in front", "pad", "in place"):
+        function = FUNCTIONS[name]
+        if name == "in place":
+            function = lambda x: x[2:5].add_(1)  # noqa: E731
+        assert _traffic(function, [30, 50, 10]) == [], name
+
+
+@pytest.mark.ranks(3)
+def test_the_cut_of_a_slice_says_who_has_what() -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    x = sc.ShardTensor.from_local(torch.randn([3, 5, 1][rank()], 2), mesh, [Shard(0)])
+    assert x[2:5].sharding.sizes(0) == (1, 2, 0)
+    assert x[1::3].sharding.sizes(0) == (1, 2, 0)
+    assert nnf.pad(x, (0, 0, 4, 2)).sharding.sizes(0) == (7, 5, 3)
+    assert torch.cat([x, x]).sharding.sizes(0) == (6, 10, 2)
+    assert x.flip(0).sharding.sizes(0) == (1, 5, 3)
+    a, b = x.split([4, 5])
+    assert (a.sharding.sizes(0), b.sharding.sizes(0)) == ((3, 1, 0), (0, 4, 1))
+    assert x[2:5]._local_tensor.untyped_storage().data_ptr() == x._local_tensor.untyped_storage().data_ptr()
+
+
+@pytest.mark.ranks(3)
+def test_a_scan_passes_on_one_row_for_each_rank() -> None:
+    sent = _traffic(lambda x: x.cumsum(0), [30, 50, 10])
+    assert sent == [("all_gather_v", 3 * 2)]
+
+
+@pytest.mark.ranks(3)
+def test_an_index_out_of_range_is_an_error_on_every_rank() -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    table = sc.ShardTensor.from_local(torch.randn([3, 5, 0][rank()], 2), mesh, [Shard(0)])
+    for wrong in (8, -9):
+        with pytest.raises(IndexError):
+            nnf.embedding(torch.tensor([wrong]), table)
+        with pytest.raises(IndexError):
+            table[torch.tensor([1, wrong])]
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_a_dim_that_two_mesh_dims_cut() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    full = torch.arange(22.0, dtype=torch.float64).view(11, 2).cos()
+    for name in ("slice", "difference", "row", "cat", "pad", "shift", "cumsum", "cummax", "flip", "roll", "index"):
+        x = sc.distribute_tensor(full, mesh, [Shard(0), Shard(0)], sharding_shapes={1: [3, 0, 7, 1]}).detach()
+        y = full.clone().requires_grad_()
+        x.requires_grad_()
+        out, expected = FUNCTIONS[name](x), FUNCTIONS[name](y)
+        torch.testing.assert_close(out.full_tensor(), expected, msg=lambda m, name=name: f"{name}: {m}")
+        (out.full_tensor() ** 2).sum().backward()
+        (expected**2).sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), y.grad, msg=lambda m, name=name: f"gradient of {name}: {m}")
