@@ -26,6 +26,7 @@ from shardcompile.dispatch.copied_views import WATCHED, follow, note_write
 from shardcompile.dispatch.decompositions import DECOMPOSITIONS, NOT_DECOMPOSED
 from shardcompile.dispatch.global_meta import global_meta, tensors_of
 from shardcompile.dispatch.handlers import Handlers
+from shardcompile.dispatch.listwise import listwise_form
 from shardcompile.dispatch.local_ops import COPYING_VIEWS, LOCAL_OPS, copy_block
 from shardcompile.dispatch.random import RANDOM_OPS
 from shardcompile.dispatch.strides import all_in_order, in_order
@@ -237,6 +238,9 @@ def _wrap_all(cls: type, out: Any, specs: Sequence[Any]) -> Any:
 def _decide(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
     if op in ATTENTION_OPS:
         return _Composed(ATTENTION_OPS[op])
+    listwise = listwise_form(op)
+    if listwise is not None:
+        return _Composed(listwise)
     if torch.Tag.nondeterministic_seeded in op.tags:
         if op in RANDOM_OPS:
             return _Composed(RANDOM_OPS[op])

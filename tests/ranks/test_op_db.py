@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -24,17 +27,22 @@ from shardcompile.testing import rank
 SAMPLE = sorted(op_db.OPS)[::16]
 
 
-def sweep(name: str, mesh_shape: tuple[int, ...], count: int, limit: int) -> None:
+def sweep(name: str, mesh_shape: tuple[int, ...], count: int, limit: int, backend: str | None = None) -> None:
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        torch._dynamo.reset()
+        return torch.compile(function, fullgraph=True, backend=backend)
+
     mesh = init_device_mesh("cpu", mesh_shape)
     op_check.SERVED.clear()
     failures = [
         text
         for case, full in op_db.samples(name, count)
-        for text in op_check.check_values(case, full, mesh, limit=limit)
+        for text in op_check.check_values(case, full, mesh, limit, None if backend is None else compiled)
     ]
     everyone = op_check.agree(failures)
+    torch._dynamo.reset()
     if rank() == 0 and (path := os.environ.get("OP_DB_RESULTS")):
-        result = {"op": name, "mesh": mesh_shape, "failures": everyone, "served": op_check.SERVED}
+        result = {"op": name, "mesh": mesh_shape, "backend": backend, "failures": everyone, "served": op_check.SERVED}
         with Path(path).open("a") as file:
             file.write(json.dumps(result) + "\n")
     assert not everyone, "\n".join(everyone)
@@ -58,3 +66,17 @@ def test_every_op_on_three_ranks(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(op_db.OPS))
 def test_every_op_on_two_by_two_ranks(name: str) -> None:
     sweep(name, (2, 2), count=3, limit=4)
+
+
+@pytest.mark.sweep
+@pytest.mark.ranks(3, timeout=200)
+@pytest.mark.parametrize("name", sorted(op_db.OPS))
+def test_every_op_compiled_with_aot_eager(name: str) -> None:
+    sweep(name, (3,), count=1, limit=2, backend="aot_eager")
+
+
+@pytest.mark.sweep
+@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.parametrize("name", sorted(op_db.OPS)[::4])
+def test_a_sample_of_the_ops_compiled_with_inductor(name: str) -> None:
+    sweep(name, (3,), count=1, limit=1, backend="inductor")
