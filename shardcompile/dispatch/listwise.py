@@ -129,7 +129,7 @@ def _one(op: OpOverload, name: str, args: list[Any], kwargs: dict[str, Any]) -> 
     if base == "norm":
         return torch.linalg.vector_norm(*args, **kwargs)
     if base == "powsum":
-        return (args[0].abs() ** args[1]).sum(**kwargs)
+        return (args[0].abs() ** (args[1] if len(args) > 1 else 2)).sum(**kwargs)
     if base in ("copy", "zero"):
         target = args[0] if op._schema.is_mutable else torch.empty_like(args[0])
         return target.copy_(args[1]) if base == "copy" else target.zero_()
