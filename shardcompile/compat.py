@@ -425,7 +425,7 @@ def _retraced(known: dict[Any, Any], size: torch.SymInt) -> Any:
 _MEMOS: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-def once_in_trace(what: Any, like: torch.SymInt, make: Callable[[], Sequence[torch.SymInt]]) -> Sequence[torch.SymInt]:
+def once_in_trace(what: Any, like: torch.SymInt, make: Callable[[], Sequence[torch.SymInt]]) -> Sequence[Any]:
     """Symbols that get their value when the graph runs: made once in a trace, and the same ones in all of its passes.
 
     Dynamo and AOTAutograd run a function several times before they record it, and make the gradients of its results
@@ -442,20 +442,24 @@ def once_in_trace(what: Any, like: torch.SymInt, make: Callable[[], Sequence[tor
         symbols = make()
         if mode is not None:
             for new, known in zip(symbols, _MEMOS.setdefault(shape_env, {}).setdefault(what, symbols), strict=True):
-                _rename(shape_env, new, known)
-                _stand_for(mode.tracer, new)
+                if not isinstance(_known_value(known), int):
+                    _rename(shape_env, new, known)
+                    _stand_for(mode.tracer, new)
         memo[what] = symbols
-    return memo[what]
+    first = _MEMOS.setdefault(shape_env, {}).get(what, memo[what])
+    return [k if isinstance(k := _known_value(f), int) else s for s, f in zip(memo[what], first, strict=True)]
+
+
+def _known_value(size: Any) -> Any:
+    """A size as a number, if it is known to be one by now."""
+    known = isinstance(size, torch.SymInt) and size.node.expr.is_number
+    return int(size.node.expr) if known else size
 
 
 def _rename(shape_env: Any, new: torch.SymInt, known: torch.SymInt) -> None:
     a, b = new.node.expr, known.node.expr
-    if a == b:
-        return
-    if a.is_symbol and b.is_symbol and free_unbacked_symbols(b):
+    if a != b:
         shape_env._rename_unbacked_to(a, b)  # 2.11 - 2.15
-    else:
-        torch._check(new == known)
 
 
 def _stand_for(tracer: Any, size: torch.SymInt) -> None:

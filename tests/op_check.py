@@ -462,6 +462,10 @@ def _works_on_plain(
 ) -> bool:
     """Whether what is done to the function can be done to it on plain tensors: not every one can be one graph."""
     inputs = [x.detach().clone().requires_grad_(i.grad) for i, x in zip(case.inputs, full, strict=True)]
+    for x in inputs:
+        for dim, extent in enumerate(x.shape):
+            if extent > 1:
+                torch._dynamo.maybe_mark_dynamic(x, dim)  # as sharded dims are
     try:
         _backward(case, pytree.tree_leaves(wrap(case.run)(*inputs)))
     except Exception:

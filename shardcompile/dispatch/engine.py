@@ -256,7 +256,7 @@ def _decide_functional(cls: type, call: OpCall, args: tuple[Any, ...], kwargs: d
     op = call.op
     rule = _rule_of(op)
     if rule is not None:
-        choice = choose(_layouts(call), rule.strategies(call), len(op._schema.returns))
+        choice = choose(_layouts(call), rule.ways(call), len(op._schema.returns))
         assert choice is not None, "replicating everything is always possible"
 
         def as_chosen() -> _Entry:
@@ -431,7 +431,7 @@ def _decide_mutation(
         global_meta(cls, call.op, args, kwargs)
     rule = _rule_of(call.op)
     if mutated == [0] and type(targets[0]) is cls and rule is not None:
-        choice = choose(_layouts(call), rule.strategies(call), len(call.op._schema.returns), in_place=True)
+        choice = choose(_layouts(call), rule.ways(call), len(call.op._schema.returns), in_place=True)
         if choice is not None:
             return _InPlace(call.op, choice)
     if functional is not None:

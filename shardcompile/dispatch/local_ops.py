@@ -101,6 +101,16 @@ def copy_block(target: Tensor, source: Tensor, non_blocking: bool = False) -> Te
         return target.copy_(source, non_blocking)
 
 
+def _roll(x: Tensor, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Tensor:
+    """`roll`; inside a trace torch's own asks whether the block is empty."""
+    if type(x) is Tensor or not dims:
+        return aten.roll.default(x, shifts, dims)
+    for shift, dim in zip(shifts, dims, strict=True):
+        start = (x.shape[dim] - shift) % x.shape[dim]
+        x = aten.cat.default([x.narrow(dim, start, x.shape[dim] - start), x.narrow(dim, 0, start)], dim)
+    return x
+
+
 def _per_channel(op: Any, spatial: int) -> Callable[..., Any]:
     """Where this rank may have no channels, which kernels refuse: all leading dims as samples of one channel."""
 
@@ -129,6 +139,7 @@ LOCAL_OPS: dict[Any, Callable[..., Any]] = {
     aten.max.default: _whole_extremum(aten.amax.default, lowest),
     aten.min.default: _whole_extremum(aten.amin.default, highest),
     aten.copy_.default: copy_block,
+    aten.roll.default: _roll,
     aten.matmul.default: _matmul,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,

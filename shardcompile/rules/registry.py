@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch.distributed.tensor.placement_types import Shard
 
 from shardcompile.compat import OpOverload, OpOverloadPacket
 from shardcompile.errors import RuleError
@@ -32,6 +34,30 @@ class Rule:
     strategies: Strategies
     local_args: LocalArgs | None = None
     origin: str = ""
+
+    def ways(self, call: OpCall) -> Iterator[Strategy]:
+        """The strategies for a call.
+
+        Raises:
+            RuleError: one of them does not fit the call.
+        """
+        for strategy in self.strategies(call):
+            self._check(call, strategy)
+            yield strategy
+
+    def _check(self, call: OpCall, strategy: Strategy) -> None:
+        inputs, outputs = len(call.tensors), len(call.op._schema.returns)
+        if (len(strategy.inputs), len(strategy.outputs)) != (inputs, outputs):
+            raise RuleError(
+                f"{call.op}: the rule from {self.origin} gives placements for {len(strategy.inputs)} inputs and "
+                f"{len(strategy.outputs)} outputs; this call has {inputs} tensors, and the op returns {outputs}"
+            )
+        for tensor, placement in zip(call.tensors, strategy.inputs, strict=True):
+            if isinstance(placement, Shard) and not 0 <= placement.dim < tensor.ndim:
+                raise RuleError(
+                    f"{call.op}: the rule from {self.origin} wants {placement} of a tensor of {tensor.ndim} dims "
+                    f"({tensor.layout.describe()})"
+                )
 
 
 _RULES: dict[OpOverload, Rule] = {}

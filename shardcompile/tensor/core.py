@@ -195,6 +195,8 @@ class ShardTensor(torch.Tensor):
         local = inner["_local_tensor"]
         if type(local) is not Tensor:
             compat.keep_first_proxies()
+            # What AOTAutograd hands over for a gradient was computed in another pass.
+            shape, stride = compat.retraced(shape), compat.retraced(stride)
         keys = inner.get("_cut_keys")
         spec = spec_from_parts(metadata, local, keys, shape, stride)
         self = _make_wrapper(ShardTensor, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device)
