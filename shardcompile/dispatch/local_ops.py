@@ -106,7 +106,8 @@ def _roll(x: Tensor, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Tensor:
     if type(x) is Tensor or not dims:
         return aten.roll.default(x, shifts, dims)
     for shift, dim in zip(shifts, dims, strict=True):
-        start = (x.shape[dim] - shift) % x.shape[dim]
+        empty = isinstance(x.shape[dim], int) and x.shape[dim] == 0
+        start = 0 if empty else (x.shape[dim] - shift) % x.shape[dim]
         x = aten.cat.default([x.narrow(dim, start, x.shape[dim] - start), x.narrow(dim, 0, start)], dim)
     return x
 

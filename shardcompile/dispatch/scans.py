@@ -168,10 +168,18 @@ def roll(x: Any, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Any:
     return x
 
 
+def _repeat_by_views(x: Any, repeats: Sequence[Any]) -> Any:
+    decomposed = compat.decomposition_of(aten.repeat.default)
+    assert decomposed is not None, "torch has one"
+    return decomposed(x, repeats)
+
+
 def repeat(x: Any, repeats: Sequence[Any]) -> Any:
     """``aten.repeat`` where a cut dim is repeated: copies one after the other."""
     new = len(repeats) - x.ndim
     known = [d for d in range(x.ndim) if _is_cut(x, d) and isinstance(repeats[new + d], int) and repeats[new + d] > 1]
+    if not all(isinstance(n, int) for n in repeats):
+        return _repeat_by_views(x, repeats)
     if not known:
         return NotImplemented
     for d in known:

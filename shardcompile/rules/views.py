@@ -296,10 +296,12 @@ def _scatter_into(removed: bool) -> Any:
     """A tensor with a slice, or a selected row, replaced: any dim but ``dim`` may be cut, alike in both."""
 
     def rule(call: OpCall) -> Iterable[Strategy]:
-        ndim = call.tensors[0].ndim
-        dim = call.arg(2, "dim", 0) % max(ndim, 1)
-        yield from (along([d, d - (removed and d > dim)], [d]) for d in range(ndim) if d != dim)
-        yield from (partial([op] * 2, [op]) for op in REDUCE_OPS)
+        target, source = call.tensors
+        dim = call.arg(2, "dim", 0) % max(target.ndim, 1)
+        others = [(d, d - (removed and d > dim)) for d in range(target.ndim) if d != dim]
+        if source.ndim == target.ndim - removed and all(_same(target.shape[d], source.shape[e]) for d, e in others):
+            yield from (along([d, e], [d]) for d, e in others)
+            yield from (partial([op] * 2, [op]) for op in REDUCE_OPS)
 
     return rule
 
