@@ -406,8 +406,16 @@ def keep_first_proxies() -> None:
     a sum that is built anew from `a` and `b` is then defined by itself, without end.
     """
     mode = get_proxy_mode()
-    if mode is not None and type(mode.tracer.sympy_expr_tracker) is dict:
-        mode.tracer.sympy_expr_tracker = _FirstKept(mode.tracer.sympy_expr_tracker)
+    if mode is None or type(mode.tracer.sympy_expr_tracker) is not dict:
+        return
+    tracker = _FirstKept()
+    # Of the inputs of a joint graph, too: the tracer has gone through them by now, gradients last.
+    for node, proxy in mode.tracer.symnode_tracker.sym_node_dict.items():  # 2.11 - 2.15
+        if node.pytype is int and node.is_symbolic() and node.expr.is_symbol:
+            tracker[node.expr] = _SympyExprTrackerValue(proxy, torch.SymInt(node))
+    for expression, entry in mode.tracer.sympy_expr_tracker.items():
+        tracker[expression] = entry
+    mode.tracer.sympy_expr_tracker = tracker
 
 
 def _retraced(known: dict[Any, Any], size: torch.SymInt) -> Any:
