@@ -410,7 +410,8 @@ def keep_first_proxies() -> None:
         return
     tracker = _FirstKept()
     # Of the inputs of a joint graph, too: the tracer has gone through them by now, gradients last.
-    for node, proxy in mode.tracer.symnode_tracker.sym_node_dict.items():  # 2.11 - 2.15
+    nodes: dict[Any, Any] = mode.tracer.symnode_tracker.sym_node_dict  # type: ignore[assignment]  # 2.11 - 2.15
+    for node, proxy in nodes.items():
         if node.pytype is int and node.is_symbolic() and node.expr.is_symbol:
             tracker[node.expr] = _SympyExprTrackerValue(proxy, torch.SymInt(node))
     for expression, entry in mode.tracer.sympy_expr_tracker.items():

@@ -49,7 +49,7 @@ def reduction(reduce_op: str | None, passes: Sequence[str] = (), dim_at: int = 1
         for dim, at in kept_axes(ndim, dims, keepdim):
             yield along([dim], [at] * outputs)
         if reduce_op is not None:
-            for dim in sorted(dims):
+            for dim in sorted(dims & set(range(ndim))):
                 yield along([dim], [reduce_op] * outputs)
         for op in passes:
             yield partial([op], [op] * outputs)

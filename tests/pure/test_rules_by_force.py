@@ -198,10 +198,9 @@ def _wrong(name: str) -> tuple[list[str], int]:
     return problems, tried
 
 
-@pytest.mark.parametrize("start", range(4))
-def test_strategies_of_a_sample_of_the_ops(start: int) -> None:
+def test_strategies_of_a_sample_of_the_ops() -> None:
     problems, tried = [], 0
-    for name in sorted(op_db.OPS)[start::16]:
+    for name in sorted(op_db.OPS)[::16]:
         found, count = _wrong(name)
         problems += [f"{name}: {p}" for p in found]
         tried += count
