@@ -63,6 +63,7 @@ __all__ = [
     "group_name_of",
     "is_compiling",
     "is_fake",
+    "is_specialised",
     "is_unbacked",
     "keep_first_proxies",
     "keep_symbol",
@@ -176,6 +177,11 @@ def size_hint(value: Any, default: int = 64) -> int:
         return value
     hint = value.node.hint
     return default if hint is None else int(hint)
+
+
+def is_specialised(size: Any) -> bool:
+    """Whether a size that was a symbol has become a number while tracing."""
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.is_number)
 
 
 def is_unbacked(value: Any) -> bool:

@@ -88,6 +88,11 @@ def dispatch(
             return Handlers.ops[op](op, types, args, kwargs)
         entry = _decide(cls, op, args, kwargs)
         _remember(cls, key, entry, args, kwargs)
+        out = entry.run(cls, args, kwargs)
+        for x in tensors_of([*args, *kwargs.values()]):
+            if type(x) is cls and not x._spec.is_plain:
+                _refuse_specialised(op, x._spec.layout)
+        return out
     return entry.run(cls, args, kwargs)
 
 
@@ -206,6 +211,21 @@ class _Local(_Entry):
         for out in wrapped if isinstance(wrapped, (list, tuple)) else [wrapped]:
             compat.share_storage(out, args[0])
         return wrapped
+
+
+def _refuse_specialised(op: OpOverload, layout: Layout) -> None:
+    """Raise, on all ranks alike, if a trace has taken the size of this rank's block for a number.
+
+    It took the hint, which all ranks share. The graph would be right on the ranks that happen to have this size, and
+    the others would be left behind.
+    """
+    for dim, cut in enumerate(layout.cuts):
+        if cut is not None and cut.is_traced and compat.is_specialised(cut.block):
+            raise UnsupportedOpError(
+                f"{op} cannot be compiled on a block whose size is not known beforehand: it takes the size of dim "
+                f"{dim} for a number ({layout.describe()}). Redistribute that dim to Replicate before it, or call it "
+                "outside of the compiled function"
+            )
 
 
 def _follow_all(wrapped: Any, op: OpOverload, args: tuple[Any, ...], blocks: Callable[[], Any]) -> None:

@@ -101,6 +101,20 @@ def copy_block(target: Tensor, source: Tensor, non_blocking: bool = False) -> Te
         return target.copy_(source, non_blocking)
 
 
+def _trilinear(
+    a: Tensor, b: Tensor, c: Tensor, expand_a: list[int], expand_b: list[int], expand_c: list[int], total: list[int]
+) -> Tensor:
+    """`_trilinear`; inside a trace torch's own takes sizes for numbers, and specialises on that of a block."""
+    if type(a) is Tensor:
+        return aten._trilinear.default(a, b, c, expand_a, expand_b, expand_c, total)
+    out: Any = 1
+    for x, dims in ((a, expand_a), (b, expand_b), (c, expand_c)):
+        for d in sorted(dims):
+            x = x.unsqueeze(d)
+        out = x * out
+    return out.sum(total)
+
+
 def _roll(x: Tensor, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Tensor:
     """`roll`; inside a trace torch's own asks whether the block is empty."""
     if type(x) is Tensor or not dims:
@@ -141,6 +155,7 @@ LOCAL_OPS: dict[Any, Callable[..., Any]] = {
     aten.min.default: _whole_extremum(aten.amin.default, highest),
     aten.copy_.default: copy_block,
     aten.roll.default: _roll,
+    aten._trilinear.default: lambda a, b, c, x, y, z, total, unroll=1: _trilinear(a, b, c, x, y, z, total),
     aten.matmul.default: _matmul,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,

@@ -151,3 +151,28 @@ def test_local_map_does_not_guess_between_two_cuts() -> None:
     with pytest.raises(sc.LayoutError, match="not all cut so"):
         mapped(a, b)
     assert mapped(a, a).sharding is a.sharding
+
+
+@torch.library.custom_op("shardcompile_tests::counted", mutates_args=())
+def counted(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@counted.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty([int(n) for n in x.shape])  # takes a symbol for a number
+
+
+@pytest.mark.ranks(3)
+def test_an_op_that_specialises_on_the_size_of_a_block_is_refused_on_every_rank() -> None:
+    @sc.register_sharding(torch.ops.shardcompile_tests.counted.default)
+    def rule(x: Any) -> list[Any]:
+        return [([Shard(0)], [Shard(0)])]
+
+    x = sharded(torch.randn(7, 2))
+    torch.testing.assert_close(counted(x).full_tensor(), x.full_tensor())
+    # One rank's block has the size that all ranks take decisions with: that rank alone would go on.
+    for sizes in (SIZES, [3, 1, 3]):
+        y = sc.distribute_tensor(torch.randn(7, 2), x.device_mesh, [Shard(0)], sharding_shapes={0: sizes})
+        with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="takes the size of dim 0 for a number"):
+            torch.compile(counted, fullgraph=True, backend="aot_eager")(y)
