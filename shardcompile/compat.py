@@ -467,8 +467,7 @@ def once_in_trace(what: Any, like: torch.SymInt, make: Callable[[], Sequence[tor
 
 def _known_value(size: Any) -> Any:
     """A size as a number, if it is known to be one by now."""
-    known = isinstance(size, torch.SymInt) and size.node.expr.is_number
-    return int(size.node.expr) if known else size
+    return int(size.node.expr) if is_specialised(size) else size
 
 
 def _rename(shape_env: Any, new: torch.SymInt, known: torch.SymInt) -> None:

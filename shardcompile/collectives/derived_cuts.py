@@ -67,8 +67,7 @@ def _decoded(code: list[int], parts: list[int]) -> list[tuple[int, ...]]:
         elif kind == _SIZES:
             cuts.append(tuple(next(rest) for _ in range(next(rest))))
         else:
-            base, inner, scale = sizes_of_key(next(rest)), next(rest), next(rest)
-            cuts.append(tuple(sum(base[i : i + inner]) * scale for i in range(0, len(base), inner)))
+            cuts.append(sizes_of_key(next(rest), next(rest), next(rest)))
     return cuts
 
 

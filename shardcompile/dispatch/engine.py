@@ -335,8 +335,7 @@ def _describe(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _plain_layout(mesh: Any, x: Tensor) -> Layout:
-    replicate = torch.distributed.tensor.Replicate()
-    return Layout.of(mesh, (replicate,) * len(mesh.shape), tuple(x.shape), x.dtype, (None,) * x.ndim)
+    return Layout.whole(mesh, tuple(x.shape), x.dtype)
 
 
 def _common_mesh(cls: type, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

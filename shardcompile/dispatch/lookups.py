@@ -26,8 +26,7 @@ _NOWHERE = 1 << 62
 def _whole_along(x: Any, mesh_dims: Sequence[int], mesh: Any) -> tuple[Layout, Tensor]:
     """A tensor on every rank of some mesh dims, its other placements kept as far as they are no reductions."""
     if not hasattr(x, "_spec"):
-        layout = Layout.of(mesh, (Replicate(),) * len(mesh.shape), x.shape, x.dtype, (None,) * x.ndim)
-        return layout, x
+        return Layout.whole(mesh, x.shape, x.dtype), x
     now = x._spec.layout.reduced()
     gone = {d for d, c in enumerate(now.cuts) if c is not None and set(c.mesh_dims) & set(mesh_dims)}
     kept = [Replicate() if isinstance(p, Shard) and p.dim in gone else p for p in now.placements]

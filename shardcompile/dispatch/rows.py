@@ -38,10 +38,9 @@ def with_cut(layout: Layout, dim: int, cut: Cut) -> Layout:
 
 def moved(x: Any, layout: Layout) -> Tensor:
     """The block of a sharded or plain tensor in another layout of its values."""
-    source = x._spec.layout if hasattr(x, "_spec") else None
-    if source is None:
-        source = Layout.of(layout.mesh, (Replicate(),) * len(layout.placements), x.shape, x.dtype, (None,) * x.ndim)
-    return run_plan(find_plan(source, layout.with_dtype(x.dtype)), x._local_tensor if hasattr(x, "_spec") else x)
+    plain = not hasattr(x, "_spec")
+    source = Layout.whole(layout.mesh, x.shape, x.dtype) if plain else x._spec.layout
+    return run_plan(find_plan(source, layout.with_dtype(x.dtype)), x if plain else x._local_tensor)
 
 
 def first_row(cut: Cut, layout: Layout) -> IntLike:
@@ -165,8 +164,7 @@ def select(x: Any, dim: int, index: Any) -> Any:
     at = begin_of(index, x.shape[dim])
     one, row = sliced_cut(cut, at, 1, 1, layout.mesh)
     sliced = with_cut(layout, dim, one)
-    placements = [Replicate() if m in cut.mesh_dims else p for m, p in enumerate(layout.placements)]
-    whole = Layout.of(layout.mesh, placements, sliced.shape, layout.dtype, _replaced(layout.cuts, dim, None))
+    whole = sliced.gathered(dim)
     plan = find_plan(sliced, whole)
     size = block_size(one, layout)
 
@@ -177,7 +175,7 @@ def select(x: Any, dim: int, index: Any) -> Any:
     kept = [d for d in range(x.ndim) if d != dim]
     out = Layout.of(
         layout.mesh,
-        [_lowered(p, dim) for p in placements],
+        [_lowered(p, dim) for p in whole.placements],
         [layout.shape[d] for d in kept],
         layout.dtype,
         [layout.cuts[d] for d in kept],

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor.placement_types import Replicate
 
 from shardcompile import compat
 from shardcompile.collectives import Pending, derive
@@ -34,9 +33,7 @@ def _one_row_each(layout: Layout, dim: int, dtype: torch.dtype) -> tuple[Layout,
     cut = layout.cut_of(dim)
     blocks = math.prod(cut.parts)
     rows = with_cut(layout, dim, Cut.of_sizes(cut.mesh_dims, cut.parts, [1] * blocks, "fixed")).with_dtype(dtype)
-    placements = [Replicate() if m in cut.mesh_dims else p for m, p in enumerate(rows.placements)]
-    cuts = [None if d == dim else c for d, c in enumerate(rows.cuts)]
-    return rows, Layout.of(layout.mesh, placements, rows.shape, dtype, cuts)
+    return rows, rows.gathered(dim)
 
 
 def _of_blocks_before(

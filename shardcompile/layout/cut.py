@@ -104,13 +104,19 @@ class _SizeTable:
 _TABLE = _SizeTable()
 
 
-def sizes_of_key(key: int) -> tuple[int, ...]:
+def sizes_of_key(key: int, inner: int = 1, scale: int = 1) -> tuple[int, ...]:
     """All block sizes of the dynamic cut with this key.
+
+    Args:
+        key: as in `Cut`.
+        inner: as in `Cut`.
+        scale: as in `Cut`.
 
     Raises:
         LayoutError: the key is unknown in this process.
     """
-    return _TABLE.sizes_of(key)
+    base = _TABLE.sizes_of(key)
+    return tuple(sum(base[i : i + inner]) * scale for i in range(0, len(base), inner))
 
 
 @dataclass(frozen=True)

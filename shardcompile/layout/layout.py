@@ -199,8 +199,19 @@ class Layout:
 
     def replicated(self) -> Layout:
         """The layout in which every rank holds the whole tensor."""
-        placements = (Replicate(),) * len(self.placements)
-        return Layout.of(self.mesh, placements, self.shape, self.dtype, (None,) * self.ndim)
+        return Layout.whole(self.mesh, self.shape, self.dtype)
+
+    @staticmethod
+    def whole(mesh: Mesh, shape: Sequence[IntLike], dtype: torch.dtype) -> Layout:
+        """The layout of a plain tensor: the same value on every rank."""
+        return Layout.of(mesh, (Replicate(),) * len(mesh.shape), shape, dtype, (None,) * len(shape))
+
+    def gathered(self, dim: int) -> Layout:
+        """The layout in which every rank has all blocks of a sharded tensor dim."""
+        mesh_dims = self.cut_of(dim).mesh_dims
+        placements = [Replicate() if m in mesh_dims else p for m, p in enumerate(self.placements)]
+        cuts = [None if d == dim else c for d, c in enumerate(self.cuts)]
+        return Layout.of(self.mesh, placements, self.shape, self.dtype, cuts)
 
     def reduced(self) -> Layout:
         """The same layout with every pending reduction carried out."""

@@ -141,8 +141,7 @@ def _cut(metadata: Metadata, parts_of: CutKind, key: IntLike, extent: IntLike, l
         return cut if cut.blocks is not None else replace(cut, block=local.shape[dim])
     if type(key) is not int or type(extent) is not int:
         return replace(Cut.traced(mesh_dims, parts, extent, key, local.shape[dim]), inner=inner, scale=scale)
-    base = sizes_of_key(key)
-    blocks = tuple(sum(base[i : i + inner]) * scale for i in range(0, len(base), inner))
+    blocks = sizes_of_key(key, inner, scale)
     return Cut("dynamic", mesh_dims, tuple(parts), extent, blocks, key, inner=inner, scale=scale)
 
 
