@@ -1,4 +1,4 @@
-"""The table of a sweep over the operator database: ``python tests/op_table.py RESULTS [--totals]``.
+"""The table of a sweep over the operator database: ``python tests/op_table.py RESULTS [--totals | --families]``.
 
 RESULTS is what OP_DB_RESULTS named, see tests/ranks/test_op_db.py.
 """
@@ -20,15 +20,48 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument("--totals", action="store_true", help="only the totals")
+    parser.add_argument("--families", action="store_true", help="a line of Markdown for every family of ops")
     options = parser.parse_args()
     results = [json.loads(line) for line in options.results.read_text().splitlines()]
     if not results:
         sys.exit(f"{options.results} holds no results")
+    if options.families:
+        _print_families(results)
+        return
     if not options.totals:
         for result in sorted(results, key=lambda r: r["op"]):
             print(_line(result))
     for mesh in sorted({tuple(r["mesh"]) for r in results}):
         _print_totals(mesh, [r for r in results if tuple(r["mesh"]) == mesh])
+
+
+def _print_families(results: list[dict[str, Any]]) -> None:
+    """Of the runs that gathered, those with one cut input are told from those where several inputs were cut.
+
+    Where two inputs are cut along different dims, one of them has to move, and it is gathered where that is cheapest.
+    """
+    from op_families import SHOULD_NOT_GATHER, family_of  # with all of torch's tests
+
+    families: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        families.setdefault(family_of(result["op"]), []).append(result)
+    order = [*SHOULD_NOT_GATHER, *sorted(families.keys() - set(SHOULD_NOT_GATHER))]
+    print("| | ops | runs | local | sums only | rows exchanged | gathered: one input cut | several cut |")
+    print("|---|---|---|---|---|---|---|---|")
+    alone: dict[str, set[str]] = {}
+    for family in order:
+        members = families.get(family, [])
+        served = [(r["op"], *s) for r in members for s in r["served"]]
+        how = Counter(s[3] for s in served)
+        gathered = [s for s in served if s[3] == "gathered"]
+        one = [s for s in gathered if s[2].count("S(") == 1]
+        alone[family] = {s[0] for s in one}
+        counts = " | ".join(str(how[way]) for way in WAYS[:-1])
+        print(f"| {family} | {len(members)} | {len(served)} | {counts} | {len(one)} | {len(gathered) - len(one)} |")
+    print()
+    for family in SHOULD_NOT_GATHER:
+        if alone[family]:
+            print(f"- {family}, gathered with one input cut: {', '.join(sorted(alone[family]))}")
 
 
 def _line(result: dict[str, Any]) -> str:

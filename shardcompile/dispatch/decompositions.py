@@ -257,6 +257,11 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool((a == b).all().item())
 
 
+def _take(x: Any, index: Any) -> Tensor:
+    """Of the flattened tensor. Torch's decomposition reads the value of an index of 0 dims, which a trace cannot."""
+    return aten.index.Tensor(x.reshape(-1), [index])
+
+
 def _as_strided(x: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tensor:
     """On the whole value, stored with exactly the strides that the global tensor has."""
     if storage_offset and (x._is_view() or x.is_inference()):
@@ -333,6 +338,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.trace.default: _trace,
     aten.equal.default: _equal,
     aten.as_strided.default: _as_strided,
+    aten.take.default: _take,
     aten.slice.Tensor: rows.slice_rows,
     aten.slice_backward.default: rows.slice_backward,
     aten.slice_scatter.default: rows.slice_scatter,

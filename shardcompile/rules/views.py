@@ -101,7 +101,8 @@ def _view(call: OpCall) -> Iterable[Strategy]:
         dst = resolved_shape(dst, _numel(src))
     for ins, outs in _joined_ones(match_dims(src, dst)):
         if is_one(src[ins[0]]):
-            yield from (along([i], [j]) for i in ins for j in outs)
+            for n, i in enumerate(ins):  # any would do; a view to the same shape keeps its layout
+                yield from (along([i], [j]) for j in sorted(outs, key=lambda j: outs.index(j) != n))
         else:
             yield from _view_group(src, dst, ins, outs)
     yield from (partial([op], [op]) for op in REDUCE_OPS)

@@ -601,10 +601,19 @@ def _tolist(func: Callable[..., Any], x: Any) -> Any:
     return x.full_tensor().tolist()
 
 
+def _sgn(func: Callable[..., Any], x: Any, **kwargs: Any) -> Any:
+    """`sgn`, which of real numbers is `sign`; its gradient is a kind of tensor that has no symbolic size."""
+    return func(x, **kwargs) if not isinstance(x, Tensor) or x.is_complex() else torch.sign(x, **kwargs)
+
+
 def _tensor_split(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     """`tensor_split`, whose kernel reads the memory of a tensor that says where to split."""
 
     def known(where: Any) -> Any:
+        if isinstance(where, Tensor) and compat.is_compiling():
+            raise UnsupportedOpError(
+                f"{func.__name__} of {x!r} by a tensor would need its values while it is compiled; pass a list of ints"
+            )
         whole = where.full_tensor() if isinstance(where, ShardTensor) else where
         return whole.tolist() if isinstance(whole, Tensor) else whole
 
@@ -633,6 +642,8 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__deepcopy__: _deep_copied,
     torch.Tensor.requires_grad_: _require_grad,
     torch.Tensor.requires_grad.__set__: _require_grad,  # type: ignore[attr-defined]
+    torch.sgn: _sgn,
+    torch.Tensor.sgn: _sgn,
     torch.nn.functional.scaled_dot_product_attention: _attend,
     torch.nn.functional.linear: _product,
     torch.matmul: _product,
