@@ -233,10 +233,15 @@ def trace_size_obliviously() -> None:
     stride_of_view, overlaps = fake_impls._compute_stride, torch._debug_has_internal_overlap  # 2.11 - 2.15
     fake_impls._compute_stride = _without_comparing(stride_of_view)
     torch._debug_has_internal_overlap = _unguarded(overlaps)  # type: ignore[assignment]
+    from torch._inductor import ir
+
+    fill_order = ir.get_fill_order  # 2.11 - 2.15
+    ir.get_fill_order = _sorted_by_hint(fill_order)
 
     def restore(_: Any) -> None:
         _symbolic_shapes_config.backed_size_oblivious = False
         fake_impls._compute_stride, torch._debug_has_internal_overlap = stride_of_view, overlaps
+        ir.get_fill_order = fill_order
         _compile_callbacks.remove_end_callback(restore)
 
     _compile_callbacks.register_end_callback(restore)
@@ -265,6 +270,23 @@ def _without_comparing(stride_of_view: Callable[..., Any]) -> Callable[..., Any]
         return stride_of_view(*args, size_oblivious=oblivious, **kwargs)
 
     return strides
+
+
+def _sorted_by_hint(fill_order: Callable[..., Any]) -> Callable[..., Any]:
+    """Have Inductor sort strides by their hints, which are the same on every rank and larger than 1.
+
+    It would compare them, and leave guards that a block of one row breaks. Where a dim has extent 0 or 1, its stride
+    may stand anywhere in the order.
+    """
+
+    def order(strides: Sequence[Any], shape_env: Any = None) -> Any:
+        of_strides = next((s.node.shape_env for s in strides if isinstance(s, torch.SymInt)), shape_env)
+        if of_strides is None:
+            return fill_order(strides)
+        with of_strides.suppress_guards():
+            return fill_order(strides, shape_env)
+
+    return order
 
 
 def _decide_by_hint_where_guards_are_suppressed(shape_env: Any) -> None:
