@@ -65,7 +65,13 @@ def _key(c: Collective) -> Any:
 
 
 def _can_join(c: Collective) -> bool:
-    return c.kind == "all_reduce" and 0 < len(c.waits) == len(c.node.users) and c.value.ndim <= 1
+    return (
+        c.kind == "all_reduce"
+        and c.functional
+        and len(c.payloads) == 1
+        and 0 < len(c.waits) == len(c.node.users)
+        and c.value.ndim <= 1
+    )
 
 
 def _merge(graph: Graph, bucket: Sequence[Collective], dependencies: Dependencies) -> Dependencies:

@@ -3,52 +3,69 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from shardcompile import compat
+from shardcompile.layout import CHUNK_KEY, GroupCut
 
 _c10d = torch.ops._c10d_functional
 _ours = torch.ops.shardcompile
 
 KINDS = {
     _c10d.all_reduce.default: "all_reduce",
+    _c10d.all_reduce_.default: "all_reduce",
+    _c10d.all_reduce_coalesced.default: "all_reduce",
+    _c10d.all_reduce_coalesced_.default: "all_reduce",
     _c10d.all_gather_into_tensor.default: "all_gather",
+    _c10d.all_gather_into_tensor_out.default: "all_gather",
+    _c10d.all_gather_into_tensor_coalesced.default: "all_gather",
     _c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    _c10d.reduce_scatter_tensor_coalesced.default: "reduce_scatter",
     _c10d.all_to_all_single.default: "all_to_all",
     _c10d.broadcast.default: "broadcast",
+    _c10d.broadcast_.default: "broadcast",
     _ours.all_gather_v.default: "all_gather_v",
     _ours.reduce_scatter_v.default: "reduce_scatter_v",
     _ours.all_to_all_v.default: "all_to_all_v",
     _ours.fetch_ranges.default: "fetch_ranges",
     _ours.return_ranges.default: "return_ranges",
     _ours.mirror_blocks.default: "mirror_blocks",
+    _ours.gather_cut.default: "gather_cut",
 }
 """The functional collectives, torch's and ours. All of them take their payload first and the group's name last."""
+
+_CUT_AT = {"all_gather_v": 3, "reduce_scatter_v": 4, "all_to_all_v": 5, "fetch_ranges": 4, "return_ranges": 4}
+"""Which of the arguments is the first of the (source) cut: sizes, key and nest."""
 
 WAIT = _c10d.wait_tensor.default
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Collective:
     """A collective of a graph.
 
     Attributes:
         node: where it starts.
         kind: see `KINDS`.
-        payload: the tensor that this rank puts in.
+        payloads: the tensors that this rank puts in: one, but for the coalesced forms.
         group_name: name of its process group.
-        waits: the nodes that complete it. Torch 2.15 repeats the wait for a result that the backward pass needs.
+        waits: the nodes that complete it, in the graph's order. Torch 2.15 repeats the wait for a result that the
+            backward pass needs.
+        functional: whether it writes to none of its arguments. Passes leave the others alone.
     """
 
     node: Node
     kind: str
-    payload: Node
+    payloads: tuple[Node, ...]
     group_name: str
     waits: tuple[Node, ...]
+    functional: bool
 
     @staticmethod
     def of(node: Node) -> Collective | None:
@@ -56,10 +73,20 @@ class Collective:
         kind = KINDS.get(node.target) if node.op == "call_function" else None  # type: ignore[call-overload]
         if kind is None:
             return None
-        waits = tuple(u for u in node.users if u.target is WAIT)
+        first = node.args[0]
+        payloads = tuple(first) if isinstance(first, (list, tuple)) else (first,)
         group_name = node.args[-1]
-        assert isinstance(group_name, str) and isinstance(node.args[0], Node), f"an unknown form of {node.target}"
-        return Collective(node, kind, node.args[0], group_name, waits)
+        assert isinstance(group_name, str) and all(isinstance(p, Node) for p in payloads), f"unknown form of {node}"
+        results = [node, *(u for u in node.users if u.target is operator.getitem)]
+        waits = tuple(u for r in results for u in r.users if u.target is WAIT)
+        functional = not node.target._schema.is_mutable  # type: ignore[union-attr]
+        return Collective(node, kind, payloads, group_name, waits, functional)  # type: ignore[arg-type]
+
+    @property
+    def payload(self) -> Node:
+        """The only tensor that this rank puts in."""
+        (payload,) = self.payloads
+        return payload
 
     @property
     def value(self) -> torch.Tensor:
@@ -68,8 +95,89 @@ class Collective:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the payload; where it has symbolic sizes, their hint, which is the same on every rank."""
-        return math.prod(map(compat.size_hint, self.value.shape)) * self.value.dtype.itemsize
+        """Bytes that this rank puts in; where there are symbolic sizes, by their hints.
+
+        Not the same on every rank where blocks are of fixed, unequal sizes: decisions read `global_bytes`.
+        """
+        return sum(_hint(_nbytes(p.meta["val"])) for p in self.payloads)
+
+    @cached_property
+    def global_size(self) -> Any:
+        """Bytes of the tensor that the group's ranks hold together, or that each of them gets; may be symbolic.
+
+        Halos are not counted.
+        """
+        if self.kind in ("all_gather", "all_gather_v"):
+            return sum(_nbytes(v) for v in _tensors(self.node.meta["val"]))
+        args = self.node.args
+        if self.kind in ("all_to_all_v", "fetch_ranges", "return_ranges"):
+            dim = args[1]
+            total: Any = args[3] if self.kind == "all_to_all_v" else args[2]
+            total = total.meta["val"] if isinstance(total, Node) else total
+            rest = [s for d, s in enumerate(self.value.shape) if d != dim]
+            return math.prod((total, *rest)) * self.value.dtype.itemsize
+        whole = sum(_nbytes(p.meta["val"]) for p in self.payloads)
+        return whole * self.group_size if self.kind in ("all_to_all", "mirror_blocks", "gather_cut") else whole
+
+    @property
+    def global_bytes(self) -> int:
+        """`global_size` as a number, by hints where it is symbolic. The same on every rank."""
+        return _hint(self.global_size)
+
+    @property
+    def group_size(self) -> int:
+        """Ranks in the group."""
+        return compat.process_group(self.group_name).size()
+
+    @property
+    def sizes(self) -> tuple[int, ...] | None:
+        """Block sizes along the cut dim in group order, where they are known to the compiler; None if they are not.
+
+        Of an all-to-all or a fetch those of its source. The same on every rank.
+        """
+        if self.kind in ("all_gather", "reduce_scatter"):
+            rows = self.value.shape[0] if self.value.ndim else 1
+            rows = rows // self.group_size if self.kind == "reduce_scatter" else rows
+            return (rows,) * self.group_size if isinstance(rows, int) else None
+        if self.kind not in _CUT_AT:
+            return None
+        total, sizes, key, nest = self._cut()
+        unknown = any(isinstance(s, Node) for s in sizes) if sizes else isinstance(key, Node)
+        if unknown or (not sizes and key == CHUNK_KEY and not isinstance(total, int)):
+            return None
+        return GroupCut.resolve(total, sizes, key, nest, self.group_size)
+
+    def _cut(self) -> tuple[Any, Any, Any, Any]:
+        """Extent, sizes, key and nest of the (source) cut, as they are written in the graph."""
+        args: tuple[Any, ...] = self.node.args
+        first = _CUT_AT[self.kind]
+        sizes, key, nest = args[first : first + 3]
+        if self.kind == "reduce_scatter_v":
+            total = self.value.shape[args[1]]  # type: ignore[index]
+        else:
+            total = args[3] if self.kind == "all_to_all_v" else args[2]
+        return total, sizes, key, nest
+
+    @property
+    def backward(self) -> bool:
+        """Whether it is part of a backward pass."""
+        return bool(self.node.meta.get("autograd_backward")) or self.node.meta.get("partitioner_tag") == "is_backward"
+
+    @property
+    def source(self) -> str:
+        """The user's line that led to it, or an empty text."""
+        lines = [line.strip() for line in str(self.node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+        return " ".join(lines[-2:])
+
+    @property
+    def module(self) -> str:
+        """The path of the module that it was traced in, or an empty text."""
+        stack = self.node.meta.get("nn_module_stack") or self.node.meta.get("fwd_nn_module_stack") or {}
+        return str(list(stack.values())[-1][0]) if stack else ""
+
+    def __str__(self) -> str:
+        side = "backward" if self.backward else "forward"
+        return f"{self.kind} {self.node.name} ({self.global_bytes} B, group {self.group_name}, {side})"
 
 
 def collectives(graph: Graph) -> list[Collective]:
@@ -91,3 +199,11 @@ def add_node(graph: Graph, target: Any, *args: Any) -> Node:
 def _tensors(values: Any) -> list[torch.Tensor]:
     flat, _ = torch.utils._pytree.tree_flatten(values)
     return [v for v in flat if isinstance(v, torch.Tensor)]
+
+
+def _nbytes(value: torch.Tensor) -> Any:
+    return math.prod(value.shape) * value.dtype.itemsize
+
+
+def _hint(size: Any) -> int:
+    return compat.size_hint(size)
