@@ -8,11 +8,14 @@ can be switched off by its name.
 """
 
 from shardcompile.passes.backend import compile_with_passes, inductor_options
-from shardcompile.passes.bucket import BucketAllReduces
+from shardcompile.passes.bucket import BucketAllGathers, BucketAllReduces, BucketAllToAlls, BucketReduceScatters
 from shardcompile.passes.pipeline import Pass, Pipeline, default_passes
 
 __all__ = [
+    "BucketAllGathers",
     "BucketAllReduces",
+    "BucketAllToAlls",
+    "BucketReduceScatters",
     "Pass",
     "Pipeline",
     "compile_with_passes",

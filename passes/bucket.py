@@ -1,7 +1,16 @@
-"""Buckets: many collectives in one."""
+"""Buckets: many collectives in one.
+
+A small collective costs its latency, so that the gradients of a model's parameters, reduced one by one, cost a
+multiple of what their bytes do; the same holds for the gathers of parameters that are kept in blocks.
+
+What meets in a bucket follows from the program and from sizes that all ranks of a group share:
+`Collective.global_bytes`, never the bytes of this rank's block. A bucket is issued where its last member was; what
+reads the first member's result moves behind it.
+"""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -9,35 +18,27 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from shardcompile.collectives import flat_cuts
 from shardcompile.passes.collective import WAIT, Collective, add_node, collectives
 from shardcompile.passes.dependencies import Dependencies, ordered_inputs, reorder
 
 aten = torch.ops.aten
+_ours = torch.ops.shardcompile
+
+DEFAULT_BYTES = 25 << 20
+"""DDP's default for the same trade of latency against overlap."""
 
 
-class BucketAllReduces:
-    """Reduce many tensors in one collective, where none waits for the result of another.
-
-    A small collective costs its latency, so that the gradients of a model's parameters, reduced one by one, cost a
-    multiple of what their bytes do.
-
-        all_reduce(a); all_reduce(b)   ->   all_reduce(cat(a, b)), split
-
-    Legal because an all-reduce works element by element. Members have one group, one reduction and one dtype, and a
-    bucket is issued where its last member was. The order in which a backend adds up the ranks' terms may depend on the
-    length of the message, so floats can differ in their last bit from those without the bucket (seen with three and
-    more ranks; two terms add up the same in either order).
-
-    Which collectives meet in a bucket follows from the program and from sizes that all ranks of a group share.
+class Bucketing:
+    """What the bucketing passes share: which collectives meet, and how a graph is put in order again.
 
     Args:
-        bucket_bytes: a bucket is full when it holds so many bytes. DDP's default for the same trade of latency against
-            overlap.
+        bucket_bytes: a bucket is full when its members hold so many bytes, over all ranks.
     """
 
-    name = "bucket_all_reduces"
+    name = ""
 
-    def __init__(self, bucket_bytes: int = 25 << 20) -> None:
+    def __init__(self, bucket_bytes: int = DEFAULT_BYTES) -> None:
         self.bucket_bytes = bucket_bytes
 
     def __repr__(self) -> str:
@@ -45,72 +46,196 @@ class BucketAllReduces:
 
     def __call__(self, graph: Graph) -> None:
         dependencies = Dependencies(graph)
-        open_buckets: dict[Any, list[Collective]] = {}
-        for candidate in filter(_can_join, collectives(graph)):
-            bucket = open_buckets.setdefault(_key(candidate), [])
-            if bucket and not self._fits(bucket, candidate, dependencies):
-                dependencies = _merge(graph, bucket, dependencies)
+        open_buckets: dict[Any, list[Node]] = {}
+        sizes: dict[Node, int] = {}
+        full: list[list[Node]] = []
+        for candidate in collectives(graph):
+            key = self._key(candidate) if _is_simple(candidate) else None
+            if key is None:
+                continue
+            sizes[candidate.node] = candidate.global_bytes
+            bucket = open_buckets.setdefault((key, candidate.group_name, candidate.backward), [])
+            nbytes = sum(map(sizes.__getitem__, (*bucket, candidate.node)))
+            if bucket and (nbytes > self.bucket_bytes or not dependencies.independent(candidate.node, bucket)):
+                full.append(_tied(bucket, dependencies))
                 bucket.clear()
-            bucket.append(candidate)
-        for bucket in open_buckets.values():
-            dependencies = _merge(graph, bucket, dependencies)
+            bucket.append(candidate.node)
+        full += [_tied(bucket, dependencies) for bucket in open_buckets.values()]
+        self._replace(graph, [bucket for bucket in full if len(bucket) > 1])
 
-    def _fits(self, bucket: Sequence[Collective], candidate: Collective, dependencies: Dependencies) -> bool:
-        nbytes = sum(c.nbytes for c in (*bucket, candidate))
-        return nbytes <= self.bucket_bytes and dependencies.independent(candidate.node, [c.node for c in bucket])
+    def _key(self, c: Collective) -> Any:
+        """What members of a bucket have in common besides their group, or None for what cannot join one."""
+        raise NotImplementedError
+
+    def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
+        """One collective for all members, at the graph's insertion point: its start, lengths of their parts, dtype."""
+        raise NotImplementedError
+
+    def _replace(self, graph: Graph, buckets: Sequence[Sequence[Node]]) -> None:
+        if not buckets:
+            return
+        place = {node: float(i) for i, node in enumerate(graph.nodes)}
+        for bucket in buckets:
+            self._replace_one(graph, sorted(bucket, key=place.__getitem__), place)
+        _sort(graph, place)
+
+    def _replace_one(self, graph: Graph, bucket: Sequence[Node], place: dict[Node, float]) -> None:
+        # As they are now: other buckets may have replaced their payloads.
+        members = [c for c in map(Collective.of, bucket) if c is not None]
+        last = members[-1]
+        members.sort(key=lambda m: -m.value.dtype.itemsize)  # so that in bytes every part starts at its own width
+        with graph.inserting_before(last.node):
+            start, lengths, dtype = self._merge(graph, members)
+        start.meta |= {what: last.node.meta[what] for what in _KEPT if what in last.node.meta}
+        with graph.inserting_before(min(last.waits, key=place.__getitem__)):
+            parts = add_node(graph, aten.split_with_sizes.default, add_node(graph, WAIT, start), lengths, 0)
+            for i, m in enumerate(members):
+                part = add_node(graph, operator.getitem, parts, i)
+                result = m.node.meta["val"]
+                if dtype != result.dtype:
+                    part = add_node(graph, aten.view.dtype, part, result.dtype)
+                if result.ndim != 1:
+                    part = add_node(graph, aten.view.default, part, list(result.shape))
+                for wait in m.waits:
+                    wait.replace_all_uses_with(part)
+        for m in members:
+            for node in (*m.waits, m.node):
+                graph.erase_node(node)
 
 
-def _key(c: Collective) -> Any:
-    return c.group_name, c.node.args[1], c.value.dtype, c.value.device
+_KEPT = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "autograd_backward", "partitioner_tag")
+"""What a bucket's start keeps of its last member."""
 
 
-def _can_join(c: Collective) -> bool:
-    return (
-        c.kind == "all_reduce"
-        and c.functional
-        and len(c.payloads) == 1
-        and 0 < len(c.waits) == len(c.node.users)
-        and c.value.ndim <= 1
-    )
+class BucketAllReduces(Bucketing):
+    """Reduce many tensors in one collective, where none waits for the result of another.
+
+        all_reduce(a); all_reduce(b)   ->   all_reduce(cat(a, b)), split
+
+    Legal because an all-reduce works element by element. Members have one group, one reduction and one dtype. The
+    order in which a backend adds up the ranks' terms may depend on the length of the message, so floats can differ in
+    their last bit from those without the bucket (seen with three and more ranks; two terms add up the same in either
+    order).
+    """
+
+    name = "bucket_all_reduces"
+
+    def _key(self, c: Collective) -> Any:
+        if c.kind != "all_reduce" or c.value.ndim > 1:
+            return None
+        return c.node.args[1], c.value.dtype, c.value.device
+
+    def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
+        flat = [_flat(graph, m.payload) for m in members]
+        lengths = [_numel(graph, f) for f in flat]
+        packed = add_node(graph, aten.cat.default, flat, 0)
+        start = add_node(graph, members[-1].node.target, packed, *members[-1].node.args[1:])
+        return start, lengths, members[-1].value.dtype
 
 
-def _merge(graph: Graph, bucket: Sequence[Collective], dependencies: Dependencies) -> Dependencies:
-    """Replace all-reduces by one, as far as they are independent; returns the dependencies in the graph afterwards.
+class BucketAllGathers(Bucketing):
+    """Gather the blocks of many tensors in one collective, of any sizes and dtypes.
+
+        all_gather_v(a, ...); all_gather_v(b, ...)   ->   all_gather_bucket([a, b], ...), split
+
+    Legal because a gather moves elements and computes nothing. Each rank sends its blocks of all members one after the
+    other: the bytes on the wire are those of the blocks. Even gathers of torch's own join.
+    """
+
+    name = "bucket_all_gathers"
+
+    def _key(self, c: Collective) -> Any:
+        if c.kind == "all_gather_v":
+            # In bytes the parts' places are multiples of symbols, of which a view to a dtype would have to be sure.
+            return c.value.device, None if _is_static(c) else c.value.dtype
+        if c.kind == "all_gather" and c.value.ndim and _is_static(c):
+            return c.value.device, None
+        return None
+
+    def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
+        arguments = [_gather_of(m) for m in members]
+        inputs = [m.payload for m in members]
+        dims, totals = [a[0] for a in arguments], [a[1] for a in arguments]
+        cuts = flat_cuts([a[2:] for a in arguments])
+        start = add_node(graph, _ours.all_gather_bucket.default, inputs, dims, totals, *cuts, members[-1].group_name)
+        dtype = start.meta["val"].dtype
+        return start, [_length(graph, m, dtype) for m in members], dtype
+
+
+class BucketReduceScatters(Bucketing):
+    """Reduce many tensors, and leave each rank its blocks, in one collective.
+
+        reduce_scatter_v(a, ...); reduce_scatter_v(b, ...)   ->   reduce_scatter_bucket([a, b], ...), split
+
+    Legal because the reduction works element by element, and in rank order as that of a single one does: the results
+    are the same bit for bit. Members have one group, one reduction and one dtype.
+    """
+
+    name = "bucket_reduce_scatters"
+
+    def _key(self, c: Collective) -> Any:
+        return (c.node.args[3], c.value.dtype, c.value.device) if c.kind == "reduce_scatter_v" else None
+
+    def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
+        inputs, args = [m.payload for m in members], [m.node.args for m in members]
+        cuts = flat_cuts([a[4:7] for a in args])  # type: ignore[misc]
+        target = _ours.reduce_scatter_bucket.default
+        dims, blocks = [a[1] for a in args], [a[2] for a in args]
+        start = add_node(graph, target, inputs, dims, blocks, args[-1][3], *cuts, members[-1].group_name)
+        dtype = start.meta["val"].dtype
+        return start, [_length(graph, m, dtype) for m in members], dtype
+
+
+class BucketAllToAlls(Bucketing):
+    """Exchange the blocks of many tensors between the same ranks in one collective.
+
+        all_to_all_v(a, ...); all_to_all_v(b, ...)   ->   all_to_all_bucket([a, b], ...), split
+
+    Legal because an exchange moves elements and computes nothing. Members have one group and one dtype.
+    """
+
+    name = "bucket_all_to_alls"
+
+    def _key(self, c: Collective) -> Any:
+        return (c.value.dtype, c.value.device) if c.kind == "all_to_all_v" else None
+
+    def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
+        inputs, args = [m.payload for m in members], [m.node.args for m in members]
+        cuts = flat_cuts([cut for a in args for cut in (a[5:8], a[8:11])])  # type: ignore[misc]
+        dims, extents = [d for a in args for d in a[1:3]], [e for a in args for e in a[3:5]]
+        start = add_node(graph, _ours.all_to_all_bucket.default, inputs, dims, extents, *cuts, members[-1].group_name)
+        dtype = start.meta["val"].dtype
+        return start, [_length(graph, m, dtype) for m in members], dtype
+
+
+def _is_simple(c: Collective) -> bool:
+    """Whether it writes to nothing, has one payload, and only its waits read its result."""
+    return c.functional and len(c.payloads) == 1 and 0 < len(c.waits) == len(c.node.users)
+
+
+def _tied(bucket: Sequence[Node], dependencies: Dependencies) -> list[Node]:
+    """The members of a bucket, as far as they still are independent, from now on as one.
 
     They were when they were chosen, but other buckets that were filled at the same time may have tied them together.
     """
     free: list[Node] = []
-    for c in bucket:
-        if dependencies.independent(c.node, free):
-            free.append(c.node)
-    if len(free) < 2:
-        return dependencies
-    place = {node: float(i) for i, node in enumerate(graph.nodes)}
-    free.sort(key=place.__getitem__)
-    # As they are now: other buckets may have replaced their payloads.
-    members = [c for c in map(Collective.of, free) if c is not None]
-    last = members[-1]
-    reduce_op, group_name = last.node.args[1:]
-    with graph.inserting_before(last.node):
-        flat = [_flat(graph, m.payload) for m in members]
-        sizes = [_numel(graph, f) for f in flat]
-        packed = add_node(graph, aten.cat.default, flat, 0)
-        start = add_node(graph, last.node.target, packed, reduce_op, group_name)
-        start.meta["stack_trace"] = last.node.meta.get("stack_trace")
-    with graph.inserting_before(min(last.waits, key=place.__getitem__)):
-        parts = add_node(graph, aten.split_with_sizes.default, add_node(graph, WAIT, start), sizes, 0)
-        for i, m in enumerate(members):
-            part = add_node(graph, operator.getitem, parts, i)
-            if m.value.ndim == 0:
-                part = add_node(graph, aten.view.default, part, [])
-            for wait in m.waits:
-                wait.replace_all_uses_with(part)
-    for m in members:
-        for wait in m.waits:
-            graph.erase_node(wait)
-        graph.erase_node(m.node)
-    _sort(graph, place)
-    return Dependencies(graph)
+    for node in bucket:
+        if dependencies.independent(node, free):
+            free.append(node)
+    dependencies.tie(free)
+    return free
+
+
+def _is_static(c: Collective) -> bool:
+    return all(isinstance(s, int) for v in (c.value, c.node.meta["val"]) for s in v.shape)
+
+
+def _gather_of(c: Collective) -> tuple[Any, ...]:
+    """Dim, extent, sizes, key and nest of a gather, ours or torch's."""
+    if c.kind == "all_gather_v":
+        return c.node.args[1:6]
+    ranks, rows = c.node.args[1], c.value.shape[0]
+    return 0, ranks * rows, [rows] * ranks, 0, []  # type: ignore[operator, list-item]
 
 
 def _sort(graph: Graph, place: dict[Node, float]) -> None:
@@ -130,3 +255,37 @@ def _flat(graph: Graph, payload: Node) -> Node:
 def _numel(graph: Graph, flat: Node) -> Any:
     size = flat.meta["val"].shape[0]
     return add_node(graph, aten.sym_size.int, flat, 0) if isinstance(size, torch.SymInt) else size
+
+
+def _length(graph: Graph, c: Collective, dtype: torch.dtype) -> Any:
+    """Elements of `dtype` in a collective's result, as a number or a node."""
+    result = c.node.meta["val"]
+    if all(isinstance(s, int) for s in result.shape):
+        return math.prod(result.shape) * result.dtype.itemsize // dtype.itemsize
+    return _product(graph, _factors(graph, c))
+
+
+def _factors(graph: Graph, c: Collective) -> list[Any]:
+    """Numbers and nodes whose product is the length of a flat result of ours."""
+    args = c.node.args
+    moved = {args[1]: args[2]} if c.kind != "all_to_all_v" else {args[1]: args[3], args[2]: args[4]}
+    return [moved[d] if d in moved else _extent(graph, c.payload, d) for d in range(c.value.ndim)]
+
+
+def _extent(graph: Graph, node: Node, dim: int) -> Any:
+    size = node.meta["val"].shape[dim]
+    return add_node(graph, aten.sym_size.int, node, dim) if isinstance(size, torch.SymInt) else size
+
+
+def _product(graph: Graph, factors: Sequence[Any]) -> Any:
+    product: Any = math.prod(f for f in factors if isinstance(f, int))
+    for factor in factors:
+        if isinstance(factor, Node):
+            product = factor if isinstance(product, int) and product == 1 else _times(graph, product, factor)
+    return product
+
+
+def _times(graph: Graph, a: Any, b: Node) -> Node:
+    node = graph.call_function(operator.mul, (a, b))
+    node.meta["val"] = (a.meta["val"] if isinstance(a, Node) else a) * b.meta["val"]
+    return node

@@ -37,6 +37,19 @@ class Dependencies:
         """Whether `node` may run before each of the others as well as after it."""
         return not any(self.needs(node, o) or self.needs(o, node) for o in others)
 
+    def tie(self, nodes: Iterable[Node]) -> None:
+        """Reckon with independent nodes as one from now on: what needs one of them needs all, and all their inputs."""
+        nodes = list(nodes)
+        members = sum(1 << self.position[n] for n in nodes)
+        before = 0
+        for n in nodes:
+            before |= self._ancestors[n]
+        for node, ancestors in self._ancestors.items():
+            if ancestors & members:
+                self._ancestors[node] = ancestors | before | members
+        for n in nodes:
+            self._ancestors[n] |= before
+
 
 def ordered_inputs(graph: Graph) -> dict[Node, list[Node]]:
     """For each node the nodes that it must directly follow."""

@@ -9,7 +9,7 @@ from torch.fx import Graph
 
 from shardcompile import compat
 from shardcompile.errors import PassError
-from shardcompile.passes.bucket import BucketAllReduces
+from shardcompile.passes.bucket import BucketAllGathers, BucketAllReduces, BucketAllToAlls, BucketReduceScatters
 
 
 class Pass(Protocol):
@@ -23,7 +23,7 @@ class Pass(Protocol):
 
 def default_passes() -> list[Pass]:
     """The passes that are on by default, in their order."""
-    return [BucketAllReduces()]
+    return [BucketAllGathers(), BucketAllToAlls(), BucketReduceScatters(), BucketAllReduces()]
 
 
 class Pipeline(compat.CustomGraphPass):

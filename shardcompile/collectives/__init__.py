@@ -4,6 +4,9 @@ Each one is an op of the namespace ``shardcompile``: it returns a new tensor, co
 those of ``_c10d_functional``, has a fake and an autograd implementation, and stays one node in a graph.
 """
 
+from shardcompile.collectives.buckets import BUCKETS as BUCKETS
+from shardcompile.collectives.buckets import bucket_dtype as bucket_dtype
+from shardcompile.collectives.buckets import flat_cuts as flat_cuts
 from shardcompile.collectives.derived_cuts import derive as derive
 from shardcompile.collectives.functional import all_gather_even as all_gather_even
 from shardcompile.collectives.functional import all_gather_v as all_gather_v

@@ -151,7 +151,7 @@ def _as_rows(flat: Tensor, x: Tensor, dim: int, extent: int) -> Tensor:
     return flat.view([extent, *(s for d, s in enumerate(x.shape) if d != dim)])
 
 
-def _blocks(
+def blocks_of(
     x: Tensor, dim: int, total: int, cut: tuple[Sequence[int], int, Sequence[int]], group: Any, what: str
 ) -> list[Range]:
     """Ranges of all blocks, after checking that this rank's own one fits."""
@@ -161,7 +161,7 @@ def _blocks(
     return transport.running_ends(sizes)
 
 
-def _check_block(x: Tensor, dim: int, block: Range, rank: int, what: str) -> None:
+def check_block(x: Tensor, dim: int, block: Range, rank: int, what: str) -> None:
     if x.shape[dim] != block[1] - block[0]:
         raise CollectiveError(
             f"{what}: rank {rank} of the group holds {x.shape[dim]} rows along dim {dim} (shape {tuple(x.shape)}), "
@@ -173,11 +173,12 @@ def _all_gather_v(
     x: Tensor, dim: int, total: int, sizes: list[int], key: int, nest: list[int], group_name: str
 ) -> Tensor:
     group = compat.process_group(group_name)
-    blocks = _blocks(x, dim, total, (sizes, key, nest), group, "all_gather_v")
-    _check_block(x, dim, blocks[group.rank()], group.rank(), "all_gather_v")
+    blocks = blocks_of(x, dim, total, (sizes, key, nest), group, "all_gather_v")
+    check_block(x, dim, blocks[group.rank()], group.rank(), "all_gather_v")
     out = _new_rows(x, dim, total)
     rows = transport.rows_first(x, dim)
-    transport.gather_rows(group, rows, [b - a for a, b in blocks], _as_rows(out, x, dim, total))
+    works = transport.gather_rows(group, rows, [b - a for a, b in blocks], _as_rows(out, x, dim, total))
+    transport.register_all(out, works)
     return out
 
 
@@ -186,7 +187,7 @@ def _reduce_scatter_v(
 ) -> Tensor:
     transport.check_reduction(reduce_op, x.dtype)
     group = compat.process_group(group_name)
-    blocks = _blocks(x, dim, x.shape[dim], (sizes, key, nest), group, "reduce_scatter_v")
+    blocks = blocks_of(x, dim, x.shape[dim], (sizes, key, nest), group, "reduce_scatter_v")
     rows = transport.rows_first(x, dim)
     parts = rows.new_empty([group.size() * block, *rows.shape[1:]])
     from_peers = [(r * block, (r + 1) * block) for r in range(group.size())]
@@ -217,9 +218,9 @@ def _all_to_all_v(
 ) -> Tensor:
     group = compat.process_group(group_name)
     me = group.rank()
-    src = _blocks(x, src_dim, total, (src_sizes, src_key, src_nest), group, "all_to_all_v")
-    dst = _blocks(x, dst_dim, x.shape[dst_dim], (dst_sizes, dst_key, dst_nest), group, "all_to_all_v")
-    _check_block(x, src_dim, src[me], me, "all_to_all_v")
+    src = blocks_of(x, src_dim, total, (src_sizes, src_key, src_nest), group, "all_to_all_v")
+    dst = blocks_of(x, dst_dim, x.shape[dst_dim], (dst_sizes, dst_key, dst_nest), group, "all_to_all_v")
+    check_block(x, src_dim, src[me], me, "all_to_all_v")
     kept = x.narrow(dst_dim, dst[me][0], block)
     out = _new_rows(kept, src_dim, total)
     target = _as_rows(out, kept, src_dim, total)
@@ -253,10 +254,10 @@ def _fetch_ranges(
 ) -> Tensor:
     group = compat.process_group(group_name)
     me = group.rank()
-    held = _blocks(x, dim, total, (src_sizes, src_key, src_nest), group, "fetch_ranges")
-    wanted = _blocks(x, dim, total, (dst_sizes, dst_key, dst_nest), group, "fetch_ranges")
+    held = blocks_of(x, dim, total, (src_sizes, src_key, src_nest), group, "fetch_ranges")
+    wanted = blocks_of(x, dim, total, (dst_sizes, dst_key, dst_nest), group, "fetch_ranges")
     wanted = _widened(wanted, before, after, total)
-    _check_block(x, dim, held[me], me, "fetch_ranges")
+    check_block(x, dim, held[me], me, "fetch_ranges")
     out = _new_rows(x, dim, block)
     to_peers = [transport.shifted(transport.overlap(held[me], w), -held[me][0]) for w in wanted]
     from_peers = [transport.shifted(transport.overlap(h, wanted[me]), -wanted[me][0]) for h in held]
@@ -282,10 +283,10 @@ def _return_ranges(
 ) -> Tensor:
     group = compat.process_group(group_name)
     me = group.rank()
-    held = _blocks(x, dim, total, (src_sizes, src_key, src_nest), group, "return_ranges")
-    wanted = _blocks(x, dim, total, (dst_sizes, dst_key, dst_nest), group, "return_ranges")
+    held = blocks_of(x, dim, total, (src_sizes, src_key, src_nest), group, "return_ranges")
+    wanted = blocks_of(x, dim, total, (dst_sizes, dst_key, dst_nest), group, "return_ranges")
     wanted = _widened(wanted, before, after, total)
-    _check_block(x, dim, wanted[me], me, "return_ranges")
+    check_block(x, dim, wanted[me], me, "return_ranges")
     rows = transport.rows_first(x, dim)
     to_peers = [transport.shifted(transport.overlap(h, wanted[me]), -wanted[me][0]) for h in held]
     back = [transport.shifted(transport.overlap(held[me], w), -held[me][0]) for w in wanted]
@@ -320,7 +321,7 @@ def _take_block(
     x: Tensor, dim: int, block: int, sizes: list[int], key: int, nest: list[int], group_name: str
 ) -> Tensor:
     group = compat.process_group(group_name)
-    blocks = _blocks(x, dim, x.shape[dim], (sizes, key, nest), group, "take_block")
+    blocks = blocks_of(x, dim, x.shape[dim], (sizes, key, nest), group, "take_block")
     return x.narrow(dim, blocks[group.rank()][0], block).clone(memory_format=torch.contiguous_format)
 
 
@@ -328,7 +329,7 @@ def _place_block(
     x: Tensor, dim: int, total: int, sizes: list[int], key: int, nest: list[int], group_name: str
 ) -> Tensor:
     group = compat.process_group(group_name)
-    blocks = _blocks(x, dim, total, (sizes, key, nest), group, "place_block")
+    blocks = blocks_of(x, dim, total, (sizes, key, nest), group, "place_block")
     out = x.new_zeros(_with_extent(x, dim, total))
     out.narrow(dim, blocks[group.rank()][0], x.shape[dim]).copy_(x)
     return out
@@ -364,7 +365,7 @@ def _state_cut(x: Tensor, dim: int, sizes: list[int], group_name: str) -> Tensor
     group = compat.process_group(group_name)
     if len(sizes) != group.size():
         raise CollectiveError(f"sharding_shapes has {len(sizes)} sizes for a mesh dim of {group.size()} ranks: {sizes}")
-    _check_block(x, dim, (0, sizes[group.rank()]), group.rank(), "from_local")
+    check_block(x, dim, (0, sizes[group.rank()]), group.rank(), "from_local")
     return _extent_and_key(sizes, x)
 
 

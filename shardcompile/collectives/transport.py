@@ -29,10 +29,10 @@ Its one ring kernel beats grouped sends at equal bytes; the limit is an estimate
 class ThenWork(Work):
     """Work that is complete when other works are, and a last local step has run."""
 
-    def __init__(self, works: Sequence[Work], then: Callable[[], None]) -> None:
+    def __init__(self, works: Sequence[Work], then: Callable[[], object]) -> None:
         super().__init__()
         self._works = list(works)
-        self._then: Callable[[], None] | None = then
+        self._then: Callable[[], object] | None = then
 
     def wait(self, timeout: object = None) -> bool:
         """Wait for the works, then run the last step, once."""
@@ -99,17 +99,16 @@ def send_ranges(
     return exchange(group, sends, receives)
 
 
-def gather_rows(group: ProcessGroup, rows: Tensor, sizes: Sequence[int], out: Tensor) -> None:
-    """Start to gather every rank's rows into `out`; `wait_tensor(out)` completes it."""
+def gather_rows(group: ProcessGroup, rows: Tensor, sizes: Sequence[int], out: Tensor) -> list[Work]:
+    """Start to gather every rank's rows into `out`, which is complete when all works are."""
     if group.name() == "nccl" and max(sizes) * len(sizes) <= PAD_LIMIT * sum(sizes):
-        _gather_padded(group, rows, sizes, out)
-        return
+        return [_gather_padded(group, rows, sizes, out)]
     ends = running_ends(sizes)
     whole = [(0, rows.shape[0])] * len(sizes)
-    register_all(out, send_ranges(group, rows, whole, out, ends))
+    return send_ranges(group, rows, whole, out, ends)
 
 
-def _gather_padded(group: ProcessGroup, rows: Tensor, sizes: Sequence[int], out: Tensor) -> None:
+def _gather_padded(group: ProcessGroup, rows: Tensor, sizes: Sequence[int], out: Tensor) -> Work:
     size = max(sizes)
     padded = rows
     if rows.shape[0] < size:
@@ -121,7 +120,7 @@ def _gather_padded(group: ProcessGroup, rows: Tensor, sizes: Sequence[int], out:
         gathered = torch.ops._c10d_functional.wait_tensor(start)
         torch.cat([gathered[r * size : r * size + n] for r, n in enumerate(sizes)], out=out)
 
-    register_work(out, ThenWork([], unpack))
+    return ThenWork([], unpack)
 
 
 def check_reduction(reduce_op: str, dtype: torch.dtype) -> None:

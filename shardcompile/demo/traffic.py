@@ -83,20 +83,21 @@ _SILENT = {"_c10d_functional::wait_tensor", "shardcompile::take_block", "shardco
 """Ops that send nothing."""
 
 
-def _sent(name: str, x: Tensor, out: Tensor, ranks: int) -> float:
+def _sent(name: str, x: Tensor | list[Tensor], out: Tensor, ranks: int) -> float:
     """Bytes that this rank sends, at least, so that its input becomes its output.
 
     Raises:
         NotImplementedError: for a collective that the demo does not use.
     """
     others = ranks - 1
+    held = sum(t.nbytes for t in x) if isinstance(x, list) else x.nbytes
     match name.rpartition("::")[2]:
         case "all_reduce" | "all_reduce_":  # its share of 2 (w - 1) n, see `shardcompile.plan.moved_bytes`
-            return 2 * others / ranks * x.nbytes
-        case "all_gather_v" | "all_gather_into_tensor":  # its block to each of the others
-            return others * x.nbytes
-        case "reduce_scatter_v":  # all but its own block
-            return x.nbytes - out.nbytes
+            return 2 * others / ranks * held
+        case "all_gather_v" | "all_gather_bucket" | "all_gather_into_tensor":  # its block to each of the others
+            return others * held
+        case "reduce_scatter_v" | "reduce_scatter_bucket":  # all but its own block
+            return held - out.nbytes
         case _:
             raise NotImplementedError(f"the bytes that {name} sends are not known to the demo")
 

@@ -1,0 +1,208 @@
+"""Several collectives of one group as one: a message for each peer, in place of one for each peer and member.
+
+What the passes put in place of single collectives. Each rank packs its blocks one after the other, whatever their
+sizes, so that nothing is padded; the result holds the members one after the other, each as its own collective would
+have given it, flat and rows first. Of all-gathers of several dtypes the bytes are gathered. No gradients: passes run
+when these are traced.
+
+A member's cuts are passed as in `shardcompile.collectives.ops`, those of all members in one list each: `sizes`,
+`keys`, `nests`, and in `lengths`, for each cut, how many of the sizes and of the nests are its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcompile import compat
+from shardcompile.collectives import transport
+from shardcompile.collectives.ops import blocks_of, check_block
+
+Cut = tuple[Sequence[Any], Any, Sequence[Any]]
+"""Sizes, key and nest, see `shardcompile.layout.GroupCut`."""
+
+_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
+_CUTS = "SymInt[] sizes, SymInt[] keys, int[] nests, int[] lengths"
+_SCHEMAS = (
+    f"all_gather_bucket(Tensor[] inputs, int[] dims, SymInt[] totals, {_CUTS}, str group_name) -> Tensor",
+    f"reduce_scatter_bucket(Tensor[] inputs, int[] dims, SymInt[] blocks, str reduce_op, {_CUTS}, str group_name) "
+    "-> Tensor",
+    f"all_to_all_bucket(Tensor[] inputs, int[] dims, SymInt[] extents, {_CUTS}, str group_name) -> Tensor",
+)
+for _schema in _SCHEMAS:
+    _LIBRARY.define(_schema, tags=[torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout])
+
+_ops = torch.ops.shardcompile
+BUCKETS = (_ops.all_gather_bucket, _ops.reduce_scatter_bucket, _ops.all_to_all_bucket)
+"""The ops of this module."""
+
+
+def flat_cuts(cuts: Sequence[Cut]) -> tuple[list[Any], list[Any], list[Any], list[int]]:
+    """Cuts as arguments of a bucket: sizes, keys, nests, lengths."""
+    sizes = [s for c in cuts for s in c[0]]
+    nests = [n for c in cuts for n in c[2]]
+    return sizes, [c[1] for c in cuts], nests, [n for c in cuts for n in (len(c[0]), len(c[2]))]
+
+
+def _cuts(sizes: Sequence[int], keys: Sequence[int], nests: Sequence[int], lengths: Sequence[int]) -> list[Cut]:
+    cuts: list[Cut] = []
+    i = j = 0
+    for key, n_sizes, n_nest in zip(keys, lengths[::2], lengths[1::2], strict=True):
+        cuts.append((sizes[i : i + n_sizes], key, nests[j : j + n_nest]))
+        i, j = i + n_sizes, j + n_nest
+    return cuts
+
+
+def bucket_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """The dtype in which members of these dtypes are gathered together: bytes, unless they have one."""
+    return dtypes[0] if len(set(dtypes)) == 1 else torch.uint8
+
+
+def _width(x: Tensor, dtype: torch.dtype, *without: int) -> Any:
+    """Elements of `dtype` in a row of `x`: in what its other dims hold."""
+    return math.prod(s for d, s in enumerate(x.shape) if d not in without) * (x.dtype.itemsize // dtype.itemsize)
+
+
+def _regrouped(flat: Tensor, counts: Sequence[Sequence[int]], out: Tensor | None = None) -> Tensor:
+    """Pieces in the order (a, b) put in the order (b, a).
+
+    Args:
+        flat: all pieces, one after the other.
+        counts: counts[a][b] is the number of elements of a piece.
+        out: where to.
+    """
+    inner = len(counts[0])
+    pieces = flat.split([n for row in counts for n in row])
+    return torch.cat([pieces[a * inner + b] for b in range(inner) for a in range(len(counts))], out=out)
+
+
+def _all_gather_bucket(
+    inputs: list[Tensor],
+    dims: list[int],
+    totals: list[int],
+    sizes: list[int],
+    keys: list[int],
+    nests: list[int],
+    lengths: list[int],
+    group_name: str,
+) -> Tensor:
+    group = compat.process_group(group_name)
+    dtype = bucket_dtype([x.dtype for x in inputs])
+    counts, packed = [], []
+    for x, dim, total, cut in zip(inputs, dims, totals, _cuts(sizes, keys, nests, lengths), strict=True):
+        blocks = blocks_of(x, dim, total, cut, group, "all_gather_bucket")
+        check_block(x, dim, blocks[group.rank()], group.rank(), "all_gather_bucket")
+        width = _width(x, dtype, dim)
+        counts.append([(b - a) * width for a, b in blocks])
+        packed.append(transport.rows_first(x, dim).view(-1).view(dtype))
+    by_rank = [list(column) for column in zip(*counts, strict=True)]
+    shares = [sum(row) for row in by_rank]
+    gathered = packed[0].new_empty([sum(shares)])
+    out = torch.empty_like(gathered)
+    works = transport.gather_rows(group, torch.cat(packed), shares, gathered)
+    compat.register_work(out, transport.ThenWork(works, lambda: _regrouped(gathered, by_rank, out)))
+    return out
+
+
+def _reduce_scatter_bucket(
+    inputs: list[Tensor],
+    dims: list[int],
+    blocks: list[int],
+    reduce_op: str,
+    sizes: list[int],
+    keys: list[int],
+    nests: list[int],
+    lengths: list[int],
+    group_name: str,
+) -> Tensor:
+    transport.check_reduction(reduce_op, inputs[0].dtype)
+    group = compat.process_group(group_name)
+    counts, terms = [], []
+    for x, dim, cut in zip(inputs, dims, _cuts(sizes, keys, nests, lengths), strict=True):
+        ranges = blocks_of(x, dim, x.shape[dim], cut, group, "reduce_scatter_bucket")
+        width = _width(x, x.dtype, dim)
+        counts.append([(b - a) * width for a, b in ranges])
+        terms.append(transport.rows_first(x, dim).view(-1))
+    shares = [sum(column) for column in zip(*counts, strict=True)]
+    own = shares[group.rank()]
+    out = terms[0].new_empty([own])
+    parts = out.new_empty([group.size() * own])
+    from_peers = [(r * own, (r + 1) * own) for r in range(group.size())]
+    packed = _regrouped(torch.cat(terms), counts)
+    works = transport.send_ranges(group, packed, transport.running_ends(shares), parts, from_peers)
+
+    def reduce() -> None:
+        out.copy_(transport.reduce_rows(parts.view(group.size(), own), reduce_op))
+
+    compat.register_work(out, transport.ThenWork(works, reduce))
+    return out
+
+
+def _all_to_all_bucket(
+    inputs: list[Tensor],
+    dims: list[int],
+    extents: list[int],
+    sizes: list[int],
+    keys: list[int],
+    nests: list[int],
+    lengths: list[int],
+    group_name: str,
+) -> Tensor:
+    group = compat.process_group(group_name)
+    me, ranks = group.rank(), range(group.size())
+    cuts = _cuts(sizes, keys, nests, lengths)
+    sent: list[list[Tensor]] = [[] for _ in ranks]
+    received: list[list[int]] = [[] for _ in ranks]
+    for n, x in enumerate(inputs):
+        src_dim, dst_dim = dims[2 * n : 2 * n + 2]
+        total, block = extents[2 * n : 2 * n + 2]
+        src = blocks_of(x, src_dim, total, cuts[2 * n], group, "all_to_all_bucket")
+        dst = blocks_of(x, dst_dim, x.shape[dst_dim], cuts[2 * n + 1], group, "all_to_all_bucket")
+        check_block(x, src_dim, src[me], me, "all_to_all_bucket")
+        width = _width(x, x.dtype, src_dim, dst_dim) * block
+        for r in ranks:
+            part = x.narrow(dst_dim, dst[r][0], dst[r][1] - dst[r][0])
+            sent[r].append(transport.rows_first(part, src_dim).view(-1))
+            received[r].append((src[r][1] - src[r][0]) * width)
+    to_peers = transport.running_ends([sum(p.numel() for p in row) for row in sent])
+    from_peers = transport.running_ends([sum(row) for row in received])
+    parts = inputs[0].new_empty([from_peers[-1][1]])
+    out = torch.empty_like(parts)
+    packed = torch.cat([p for row in sent for p in row])
+    works = transport.send_ranges(group, packed, to_peers, parts, from_peers)
+    compat.register_work(out, transport.ThenWork(works, lambda: _regrouped(parts, received, out)))
+    return out
+
+
+def _fake_all_gather(inputs: list[Tensor], dims: list[int], totals: list[Any], *_: Any) -> Tensor:
+    dtype = bucket_dtype([x.dtype for x in inputs])
+    numel = sum(t * _width(x, dtype, d) for x, d, t in zip(inputs, dims, totals, strict=True))
+    return inputs[0].new_empty([numel], dtype=dtype)
+
+
+def _fake_reduce_scatter(inputs: list[Tensor], dims: list[int], blocks: list[Any], *_: Any) -> Tensor:
+    numel = sum(b * _width(x, x.dtype, d) for x, d, b in zip(inputs, dims, blocks, strict=True))
+    return inputs[0].new_empty([numel])
+
+
+def _fake_all_to_all(inputs: list[Tensor], dims: list[int], extents: list[Any], *_: Any) -> Tensor:
+    pairs = zip(inputs, dims[::2], dims[1::2], extents[::2], extents[1::2], strict=True)
+    return inputs[0].new_empty([sum(total * block * _width(x, x.dtype, a, b) for x, a, b, total, block in pairs)])
+
+
+_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "all_gather_bucket": (_all_gather_bucket, _fake_all_gather),
+    "reduce_scatter_bucket": (_reduce_scatter_bucket, _fake_reduce_scatter),
+    "all_to_all_bucket": (_all_to_all_bucket, _fake_all_to_all),
+}
+for _name, (_real, _fake) in _IMPLEMENTATIONS.items():
+    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardcompile::{_name}", _fake, lib=_LIBRARY)
+
+for _packet in BUCKETS:
+    compat.lower_as_collective(_packet.default)
+compat.count_as_collective(BUCKETS)

@@ -1,0 +1,153 @@
+"""Buckets of uneven collectives on real ranks: what the single collectives give, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+import shardcompile as sc
+from shardcompile.collectives import flat_cuts, wait
+from shardcompile.demo.traffic import traffic_of
+from shardcompile.passes import inductor_options
+from shardcompile.testing import rank, world_size
+
+_ops = torch.ops.shardcompile
+SIZES = {2: [[3, 5], [0, 4], [1, 0], [2, 2]], 3: [[3, 0, 5], [0, 0, 4], [1, 1, 1], [7, 1, 0]]}
+SHAPES: list[tuple[int, list[int]]] = [(0, [-1, 3]), (1, [2, -1, 3]), (0, [-1]), (1, [4, -1])]
+"""Dim that is cut, shape but for its extent."""
+
+PASSES = ["bucket_all_gathers", "bucket_reduce_scatters", "bucket_all_to_alls", "bucket_all_reduces"]
+
+
+def group_name() -> str:
+    return init_device_mesh("cpu", (world_size(),)).get_group(0).group_name
+
+
+def values(shape: list[int], dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64) * 8
+    return x > 0 if dtype == torch.bool else x.to(dtype)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    "dtypes",
+    [[torch.float64] * 4, [torch.float64, torch.float32, torch.bfloat16, torch.bool], [torch.complex64] * 4],
+    ids=["one dtype", "mixed", "complex"],
+)
+def test_gathers(dtypes: list[torch.dtype]) -> None:
+    blocks, singles, totals = [], [], []
+    for n, (sizes, (dim, shape), dtype) in enumerate(zip(SIZES[world_size()], SHAPES, dtypes, strict=True)):
+        blocks.append(values([s if s >= 0 else sizes[rank()] for s in shape], dtype, 10 * n + rank()))
+        totals.append(sum(sizes))
+        singles.append(wait(_ops.all_gather_v(blocks[-1], dim, totals[-1], sizes, 0, [], group_name())))
+    cuts = flat_cuts([(sizes, 0, []) for sizes in SIZES[world_size()]])
+    flat = wait(_ops.all_gather_bucket(blocks, [d for d, _ in SHAPES], totals, *cuts, group_name()))
+    start = 0
+    for single in singles:
+        length = single.numel() * single.dtype.itemsize // flat.dtype.itemsize
+        part = flat[start : start + length].view(single.dtype)
+        assert torch.equal(part, single)
+        start += length
+    assert start == flat.numel()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("reduce_op", ["sum", "max"])
+def test_reduce_scatters(reduce_op: str) -> None:
+    terms, singles, blocks = [], [], []
+    for n, (sizes, (dim, shape)) in enumerate(zip(SIZES[world_size()], SHAPES, strict=True)):
+        terms.append(values([s if s >= 0 else sum(sizes) for s in shape], torch.float32, 10 * n + rank()))
+        blocks.append(sizes[rank()])
+        singles.append(wait(_ops.reduce_scatter_v(terms[-1], dim, blocks[-1], reduce_op, sizes, 0, [], group_name())))
+    cuts = flat_cuts([(sizes, 0, []) for sizes in SIZES[world_size()]])
+    dims = [d for d, _ in SHAPES]
+    flat = wait(_ops.reduce_scatter_bucket(terms, dims, blocks, reduce_op, *cuts, group_name()))
+    assert torch.equal(flat, torch.cat(singles))
+
+
+@pytest.mark.ranks(2, 3)
+def test_all_to_alls() -> None:
+    blocks, singles, dims, extents, cuts = [], [], [], [], []
+    for n, (src, dst) in enumerate(zip(SIZES[world_size()], SIZES[world_size()][::-1], strict=True)):
+        blocks.append(values([2, src[rank()], sum(dst)], torch.float64, 10 * n + rank()))
+        arguments = (1, 2, sum(src), dst[rank()])
+        singles.append(wait(_ops.all_to_all_v(blocks[-1], *arguments, src, 0, [], dst, 0, [], group_name())))
+        dims += arguments[:2]
+        extents += arguments[2:]
+        cuts += [(src, 0, []), (dst, 0, [])]
+    flat = wait(_ops.all_to_all_bucket(blocks, dims, extents, *flat_cuts(cuts), group_name()))
+    assert torch.equal(flat, torch.cat(singles))
+
+
+class Sharded(nn.Module):
+    """Layers whose weights are kept in uneven blocks and gathered where they are used."""
+
+    def __init__(self, layers: int, mesh: Any, sizes: list[int]) -> None:
+        super().__init__()
+        dtypes = (torch.float64, torch.float32)
+        self.weights = nn.ParameterList(
+            nn.Parameter(sc.distribute_tensor(torch.randn(sum(sizes), 6, dtype=dtype), mesh, [Shard(0)], **cut))
+            for dtype in dtypes
+            for cut in [{"sharding_shapes": {0: sizes}}] * layers
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            whole = weight.redistribute(placements=[Replicate()])
+            x = torch.tanh(x @ whole.mT.to(x.dtype)) @ whole.to(x.dtype)
+        return x.square().mean()
+
+
+@pytest.mark.ranks(2, 3, timeout=300)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "dynamic"])
+def test_a_model_with_sharded_weights_is_the_same_with_and_without_buckets(dynamic: bool) -> None:
+    mesh = init_device_mesh("cpu", (world_size(),))
+    sizes, rows = ([4, 1], [5, 2]) if world_size() == 2 else ([4, 0, 1], [5, 2, 0])
+    torch.manual_seed(0)
+    net = Sharded(3, mesh, sizes)
+    full = torch.randn(7, 6, dtype=torch.float64)
+    results = []
+    for off in (PASSES, []):
+        torch._dynamo.reset()
+        x = sc.distribute_tensor(full, mesh, [Shard(0)], sharding_shapes={0: rows})
+        model = copy.deepcopy(net)
+        weights = [w.detach().requires_grad_() if dynamic else w for w in model.weights]
+
+        def loss(x: Tensor, weights: list[Tensor], model: nn.Module = model) -> Tensor:
+            return model.forward(x) if not dynamic else Sharded.forward(_Weights(weights), x)
+
+        compiled = torch.compile(loss, fullgraph=True, options=inductor_options(off=off))
+        compiled(x, weights).backward()  # compiles
+        for w in weights:
+            w.grad = None
+        out: list[Tensor] = []
+        traffic = traffic_of(lambda c=compiled, x=x, w=weights, out=out: _step(c, x, w, out), world_size())
+        results.append((out[0], [w.grad.full_tensor() for w in weights], traffic.collectives))
+    (value, gradients, many), (again, same, few) = results
+    assert torch.equal(again, value)
+    for a, b in zip(same, gradients, strict=True):
+        assert torch.equal(a, b)
+    assert many >= 12 + 1
+    assert few <= many - 8
+    counts = [None] * world_size()
+    dist.all_gather_object(counts, few)
+    assert len(set(counts)) == 1
+
+
+class _Weights:
+    def __init__(self, weights: list[Tensor]) -> None:
+        self.weights = weights
+
+
+def _step(compiled: Any, x: Tensor, weights: list[Tensor], out: list[Tensor]) -> None:
+    loss = compiled(x, weights)
+    loss.backward()
+    out.append(loss.full_tensor() if isinstance(loss, sc.ShardTensor) else loss)
