@@ -1,0 +1,25 @@
+"""Offline tracing: the graph of any rank of any world, for CUDA or the CPU, on a machine that has neither.
+
+    def build(mesh):
+        sizes = [100 + 7 * r for r in range(mesh.size())]
+        local = torch.randn(sizes[mesh.get_local_rank()], 64)  # fake: on the device that is traced for, without memory
+        return Net(), (sc.ShardTensor.from_local(local, mesh, [Shard(0)], {0: sizes}),)
+
+    trace = trace_offline(build, world_size=256)
+    print(trace)
+
+Tracing runs in this process, with fake tensors and a fake process group, and leaves it as it was.
+"""
+
+from shardcompile.offline.trace import CollectiveRecord, OfflineTrace, trace_offline, trace_step
+from shardcompile.offline.world import OfflineError, OfflineWorld, offline_world
+
+__all__ = [
+    "CollectiveRecord",
+    "OfflineError",
+    "OfflineTrace",
+    "OfflineWorld",
+    "offline_world",
+    "trace_offline",
+    "trace_step",
+]

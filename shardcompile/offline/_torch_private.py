@@ -1,0 +1,80 @@
+"""Private names of torch that offline tracing relies on. Seen in torch 2.13 and 2.15.
+
+Kept apart from the rest, so that they can move into `shardcompile.compat` as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo.backends.common import aot_autograd  # 2.13 - 2.15
+from torch._dynamo.callback import CallbackTrigger  # 2.13 - 2.15
+from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.13 - 2.15
+from torch._functorch.partitioners import min_cut_rematerialization_partition  # 2.13 - 2.15
+from torch._inductor.decomposition import select_decomp_table  # 2.13 - 2.15
+from torch._subclasses.fake_tensor import FakeTensorMode  # 2.13 - 2.15
+from torch.fx import GraphModule
+from torch.testing._internal.distributed.fake_pg import FakeStore  # 2.13 - 2.15; importing it registers "fake"
+
+
+def fake_store() -> torch.distributed.Store:
+    """The store of a fake process group, whose collectives do nothing."""
+    return FakeStore()
+
+
+def fake_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Inside of it tensors have no memory, on any device."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def capturing_backend(partitioned: Callable[[GraphModule, GraphModule | None], None], run: Callable[..., Any]) -> Any:
+    """A backend of ``torch.compile`` that hands over the graphs as AOTAutograd makes them for Inductor.
+
+    Args:
+        partitioned: called with the forward and the backward graph, or with the only graph and None.
+        run: what the compiled function calls in place of each graph, with a list of its inputs.
+    """
+    seen = False
+
+    def partition(joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        nonlocal seen
+        seen = True
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        partitioned(forward, backward)
+        return forward, backward
+
+    def compiled(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        if not seen:
+            partitioned(graph, None)
+        return boxed
+
+    def boxed(inputs: list[Any]) -> Any:
+        return run(inputs)
+
+    boxed._boxed_call = True  # type: ignore[attr-defined]  # 2.13 - 2.15
+    return aot_autograd(
+        fw_compiler=compiled,
+        bw_compiler=compiled,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )
+
+
+def as_in_a_compilation() -> contextlib.AbstractContextManager[None]:
+    """Inside of it fake tensors may be made as in a trace: switches that last for a compilation go back at its end."""
+    return _compile_callbacks.install_callbacks(CallbackTrigger.DYNAMO, "offline")
+
+
+@contextlib.contextmanager
+def autocast_for_cuda() -> Iterator[None]:
+    """Have ``torch.autocast("cuda")`` be on inside, where torch sees no GPU and would turn it off with a warning."""
+    with (
+        mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),  # 2.13 - 2.15
+        mock.patch.object(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
+    ):
+        yield

@@ -1,0 +1,126 @@
+"""A CUDA device for tracing, where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from shardcompile.errors import ShardError
+from shardcompile.offline import _torch_private
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+class OfflineError(ShardError):
+    """A function cannot be traced for this world or this device."""
+
+
+@contextlib.contextmanager
+def pretended_cuda() -> Iterator[None]:
+    """Inside of it fake CUDA tensors work as if there was one device. Does nothing where there is a GPU.
+
+    Torch has its code for CUDA, but for meta kernels, in a library that CPU builds lack and that refuses to work without
+    a GPU. A few lines of C++ answer in its place (see absent_cuda.cpp); they are compiled on first use, in seconds, and
+    kept in the user's cache folder, by version of torch.
+
+    It is the whole process that is answered differently meanwhile: ``torch.accelerator.is_available()`` says yes, and
+    attention picks the kernel that it would on a GPU. ``torch.cuda.is_available()`` still says no. Real work on a CUDA
+    device fails as it did before. At the end everything answers for itself again.
+
+    Raises:
+        OfflineError: there is no C++ compiler, or it fails.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    library = _library()
+    _start_autograd_engine()
+    if not library.shardcompile_pretend():
+        raise OfflineError("this process already traces offline for CUDA")
+    try:
+        with _torch_private.autocast_for_cuda():
+            yield
+    finally:
+        library.shardcompile_stop()
+
+
+def _start_autograd_engine() -> None:
+    """Have the engine count its devices now: it starts a thread for each, once, when it is first used."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
+        torch.ones((), requires_grad=True).clone().backward()
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(_built()))
+    library.shardcompile_pretend.restype = ctypes.c_bool
+    return library
+
+
+def _built() -> Path:
+    """The compiled library, from the cache folder if it is there."""
+    command = [_compiler(), *_flags()]
+    key = hashlib.sha256(repr((torch.__version__, torch.__file__, command, _SOURCE.read_text())).encode()).hexdigest()
+    path = _cache_folder() / f"absent_cuda-{key[:16]}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # others may look for it meanwhile
+            part = Path(folder) / path.name
+            run = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True)
+            if run.returncode:
+                raise OfflineError(
+                    f"what tracing for CUDA without a GPU needs does not compile; device='cpu' works without it.\n"
+                    f"{' '.join(command)}\n{run.stderr[-2000:]}"
+                )
+            part.replace(path)
+    return path
+
+
+def _cache_folder() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(home).expanduser() / "shardcompile"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        usable = os.access(folder, os.W_OK)
+    except OSError:
+        usable = False
+    return folder if usable else Path(tempfile.mkdtemp(prefix="shardcompile-"))
+
+
+def _compiler() -> str:
+    wanted = os.environ.get("CXX")
+    for name in [wanted] if wanted else ["c++", "g++", "clang++"]:
+        if found := shutil.which(name):
+            return found
+    raise OfflineError(
+        f"tracing for CUDA on a machine without a GPU needs a C++ compiler once, and {wanted or 'c++, g++ or clang++'} "
+        "is not there. Install one (on Debian: apt-get install g++; on conda: conda install gxx), or name it in the "
+        "environment variable CXX. Tracing with device='cpu' needs none"
+    )
+
+
+def _flags() -> list[str]:
+    torch_folder = Path(torch.__file__).parent
+    libraries = torch_folder / "lib"
+    return [
+        "-std=c++20",
+        "-shared",
+        "-fPIC",
+        "-w",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-I{torch_folder / 'include'}",
+        str(_SOURCE),
+        f"-L{libraries}",
+        "-lc10",
+        "-ltorch_cpu",
+        f"-Wl,-rpath,{libraries}",
+    ]

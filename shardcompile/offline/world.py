@@ -1,0 +1,101 @@
+"""A rank of a world that does not exist."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardcompile import compat
+from shardcompile.offline import _torch_private
+from shardcompile.offline.absent_cuda import OfflineError, pretended_cuda
+
+
+@dataclass(frozen=True)
+class OfflineWorld:
+    """A fake process group, as one of its ranks sees it.
+
+    Attributes:
+        mesh: over all ranks.
+        rank: that this process is.
+    """
+
+    mesh: DeviceMesh
+    rank: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.mesh.size()
+
+    @property
+    def device(self) -> str:
+        """Type of the device that is traced for."""
+        return self.mesh.device_type
+
+
+@contextlib.contextmanager
+def offline_world(
+    world_size: int = 64,
+    *,
+    mesh_shape: Sequence[int] | None = None,
+    mesh_dim_names: Sequence[str] | None = None,
+    rank: int = 0,
+    device: str = "cuda",
+) -> Iterator[OfflineWorld]:
+    """Be a rank of a world that does not exist; its collectives do nothing.
+
+    Inside of it `trace_step` traces, and graphs can be worked on: passes ask for process groups, and make fake tensors
+    on the device. At the end process groups are gone, and `torch.compile` has forgotten what it compiled, there and
+    before. With ``device="cuda"`` on a machine without a GPU the process answers as if it had one meanwhile; see
+    `shardcompile.offline.absent_cuda.pretended_cuda`. A GPU that is there is not touched.
+
+    Args:
+        world_size: number of ranks.
+        mesh_shape: of the mesh over them; by default it has one dim.
+        mesh_dim_names: names of its dims.
+        rank: which rank to be.
+        device: "cuda" or "cpu".
+
+    Raises:
+        OfflineError: a process group exists, or cannot be pretended: no C++ compiler, arguments that make no sense.
+    """
+    shape = (world_size,) if mesh_shape is None else tuple(mesh_shape)
+    _check(world_size, shape, rank, device)
+    with contextlib.ExitStack() as stack:
+        if device == "cuda":
+            stack.enter_context(pretended_cuda())
+            if torch.cuda.is_available():
+                stack.enter_context(torch.cuda.device(torch.cuda.current_device()))  # a mesh sets the device by rank
+        stack.callback(compat.start_epoch)
+        dist.init_process_group("fake", store=_torch_private.fake_store(), rank=rank, world_size=world_size)
+        stack.callback(dist.destroy_process_group)
+        names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+        mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+        if device == "cuda" and torch.cuda.is_available():
+            torch.cuda.set_device(0)
+        torch.compiler.reset()
+        stack.callback(torch.compiler.reset)
+        yield OfflineWorld(mesh, rank)
+
+
+def _check(world_size: int, shape: tuple[int, ...], rank: int, device: str) -> None:
+    if device not in ("cuda", "cpu"):
+        raise OfflineError(f'offline tracing is for device="cuda" or "cpu", got {device!r}')
+    if not 0 <= rank < world_size:
+        raise OfflineError(f"there is no rank {rank} in a world of {world_size}")
+    if math.prod(shape) != world_size:
+        raise OfflineError(f"a mesh of shape {shape} has {math.prod(shape)} ranks, but world_size is {world_size}")
+    if not dist.is_available():
+        raise OfflineError("this build of torch has no torch.distributed")
+    if dist.is_initialized():
+        raise OfflineError(
+            "offline tracing makes a fake process group, but this process has one already "
+            f"({dist.get_backend()}, {dist.get_world_size()} ranks). Call it before init_process_group, after "
+            "destroy_process_group, or in a process of its own"
+        )
