@@ -1,0 +1,478 @@
+"""What the nodes of a graph cost: seconds and bytes, the same on every rank.
+
+Costs are reckoned with symbolic sizes by their hints, which the library makes the same on every rank, and with the
+size vectors of cuts. Numbers that may differ between ranks are never read: see `shardcompile.passes.blocks`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils.flop_counter import flop_registry
+
+from shardcompile import compat
+from shardcompile.collectives.transport import running_ends
+from shardcompile.passes import blocks, links
+from shardcompile.passes.blocks import Member, shares
+from shardcompile.passes.collective import WAIT, Collective
+from shardcompile.passes.links import Device, Link
+
+aten = torch.ops.aten
+_LOG = logging.getLogger("shardcompile")
+
+NOMINAL_BYTES = 1 << 20
+"""What stands for the bytes of a tensor that may have another size on another rank, where no cut tells the largest."""
+
+NOMINAL_FLOPS = 2 * 512**3
+"""What stands for the operations of a product of such tensors: that of two square matrices of `NOMINAL_BYTES`."""
+
+NOMINAL_RANKS = 8
+"""What stands for the size of a group that is not known."""
+
+_LIKE = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+"""Ops that torch's registry of operations does not have, by one that costs the same."""
+
+_LOOKUPS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
+"""Ops that read as much as they write."""
+
+_ALLOCATIONS = {aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default, aten.empty_like.default}
+"""Ops that run no kernel."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a collective moves.
+
+    Attributes:
+        busiest: bytes that the rank sends or receives that has most to.
+        total: bytes that all ranks send.
+        copied: bytes that the busiest rank reads and writes in its own memory besides.
+    """
+
+    busiest: float
+    total: float
+    copied: float = 0.0
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds and bytes.
+
+    Attributes:
+        device: what every rank computes with.
+        ranks_per_node: groups up to this size use the device's link within a node.
+        group_sizes: numbers of ranks by the group's name, where there are no such process groups.
+        group_links: links by the group's name, in place of the device's: calibrated ones, or that of a small group
+            which spans nodes.
+    """
+
+    device: Device
+    ranks_per_node: int = links.RANKS_PER_NODE
+    group_sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    group_links: Mapping[str, Link] = field(default_factory=dict, hash=False)
+
+    def group_size(self, name: str) -> int | None:
+        """Ranks in a group, or None."""
+        return blocks.size_of_group(name, self.group_sizes)
+
+    def link(self, group_name: str) -> Link:
+        """The link that a group uses."""
+        if group_name in self.group_links:
+            return self.group_links[group_name]
+        return links.link_of(self.device, self.group_size(group_name) or NOMINAL_RANKS, self.ranks_per_node)
+
+    def collective_seconds(self, c: Collective, labels: Mapping[Node, set[str]] | None = None) -> float:
+        """How long a collective takes that runs alone.
+
+        Args:
+            c: any.
+            labels: of the graph, see `shardcompile.passes.blocks.labels`; left out, they are looked for.
+        """
+        labels = blocks.labels(c.node.graph, self.group_sizes) if labels is None else labels
+        n = self.group_size(c.group_name)
+        moved = None if n is None else _TRAFFIC.get(c.kind)
+        if n is None or moved is None:
+            _say_once(f"{c.kind} over group {c.group_name} of {n or 'unknown'} ranks has no price; a default stands in")
+            return self._wire_seconds(c.group_name, NOMINAL_RANKS, Traffic(NOMINAL_BYTES, NOMINAL_BYTES))
+        if not readable(c, blocks.members(c, n), labels):
+            return self._wire_seconds(c.group_name, n, Traffic(NOMINAL_BYTES, NOMINAL_BYTES * n))
+        return self._wire_seconds(c.group_name, n, moved(blocks.members(c, n), n))
+
+    def _wire_seconds(self, group_name: str, n: int, traffic: Traffic) -> float:
+        link = self.link(group_name)
+        wire = traffic.busiest if link.medium == "ports" else traffic.total / n
+        return link.seconds(wire, n) + traffic.copied / (self.device.memory * self.device.share)
+
+    def compute_seconds(self, node: Node, labels: Mapping[Node, set[str]] | None = None) -> float:
+        """How long a node takes on the compute stream: 0 for what runs no kernel, and for collectives.
+
+        The larger of what its operations and what its memory traffic take. Inductor fuses pointwise ops with their
+        pointwise neighbours: what only passes between them is neither written nor read, and launches no kernel.
+
+        Args:
+            node: any.
+            labels: as for `collective_seconds`.
+        """
+        labels = blocks.labels(node.graph, self.group_sizes) if labels is None else labels
+        if _is_free(node):
+            return 0.0
+        dependent = node in labels or any(i in labels for i in node.all_input_nodes)
+        nominal = NOMINAL_BYTES if dependent else None
+        reads = [i for i in node.all_input_nodes if blocks.tensors(i) and not _fused(_behind_views(i), node)]
+        writes = not _passes_on(node)
+        traffic = _traffic_of(node, reads, writes, nominal)
+        flops = NOMINAL_FLOPS * (_formula(node) is not None) if dependent else _flops(node)
+        seconds = self.device.compute_seconds(flops, traffic, _dtype(node))
+        return seconds if writes else seconds - self.device.kernel
+
+
+def readable(c: Collective, members: Sequence[Member], labels: Mapping[Node, set[str]]) -> bool:
+    """Whether all ranks, those of other groups as well, find the same bytes in a collective's arguments.
+
+    Within its group they do by the meaning of the collective, except where its cut is not known and a payload is put in
+    as it is.
+    """
+    if any(labels.get(p, set()) - {c.group_name} for p in c.payloads):
+        return False
+    return not any(m.put is not None and m.put.sizes is None and m.put.number for m in members) or c.kind in _CUT_TELLS
+
+
+_CUT_TELLS = {"all_gather_v", "all_to_all_v", "fetch_ranges", "return_ranges", "all_gather_bucket", "gather_cut"} | {
+    "all_to_all_bucket"
+}
+"""Collectives of which the bytes of the whole are told by their arguments, not by the payload alone."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What every node of a graph costs, worked out once.
+
+    Attributes:
+        seconds: by node: on the compute stream, or of a collective from start to end.
+        nbytes: by node: the memory that it allocates.
+        storage: by node: the node that allocated what it holds; views hold what their base does.
+        group: by collective: the name of its group, which has a stream of its own.
+        awaits: by wait: the collective that it completes.
+        inputs: by node: the nodes that it reads.
+    """
+
+    seconds: Mapping[Node, float]
+    nbytes: Mapping[Node, int]
+    storage: Mapping[Node, Node]
+    group: Mapping[Node, str]
+    awaits: Mapping[Node, Node]
+    inputs: Mapping[Node, tuple[Node, ...]]
+
+    @staticmethod
+    def of(graph: Graph, model: CostModel) -> Prices:
+        """Price a graph.
+
+        Args:
+            graph: in a valid order.
+            model: the costs.
+        """
+        labels = blocks.labels(graph, model.group_sizes)
+        largest = _largest_blocks(graph, model, labels)
+        seconds: dict[Node, float] = {}
+        nbytes: dict[Node, int] = {}
+        storage: dict[Node, Node] = {}
+        group: dict[Node, str] = {}
+        awaits: dict[Node, Node] = {}
+        inputs: dict[Node, tuple[Node, ...]] = {}
+        for node in graph.nodes:
+            inputs[node] = tuple(node.all_input_nodes)
+            base = _base(node)
+            storage[node] = node if base is None else storage[base]
+            nbytes[node] = 0
+            if base is None and node.op != "output":
+                nbytes[node] = largest.get(node, NOMINAL_BYTES) if node in labels else blocks.nbytes_of(node)
+            c = Collective.of(node)
+            if c is None:
+                seconds[node] = model.compute_seconds(node, labels)
+                continue
+            seconds[node], group[node] = model.collective_seconds(c, labels), c.group_name
+            awaits.update(dict.fromkeys(c.waits, node))
+        return Prices(seconds, nbytes, storage, group, awaits, inputs)
+
+
+def _largest_blocks(graph: Graph, model: CostModel, labels: Mapping[Node, set[str]]) -> dict[Node, int]:
+    """Bytes of the largest of the ranks' blocks, for the payloads and results of collectives with known cuts."""
+    found: dict[Node, int] = {}
+    for node in graph.nodes:
+        c = Collective.of(node)
+        n = None if c is None else model.group_size(c.group_name)
+        if c is None or n is None:
+            continue
+        members = blocks.members(c, n)
+        if not readable(c, members, labels):
+            continue
+        for m in members:
+            if m.put is not None and m.put.sizes is not None and labels.get(m.payload) == {c.group_name}:
+                found[m.payload] = max(found.get(m.payload, 0), int(m.nbytes * max(shares(m.put, n))))
+        if labels.get(node) == {c.group_name} and all(m.get is not None and m.get.sizes is not None for m in members):
+            columns = zip(*([m.nbytes * s for s in shares(m.get, n)] for m in members), strict=True)
+            found[node] = int(max(sum(column) for column in columns))
+    return found
+
+
+# Traffic. An even collective moves what a ring or pairwise exchange does, which is the least possible
+# (Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005; nccl-tests,
+# PERFORMANCE.md). Uneven blocks are sent directly, as `shardcompile.collectives.transport` does: a rank sends its block
+# to each of the n-1 others, so that the owner of the largest one decides where every rank has its own link, with
+# (n-1) max(block); that is also what a gather padded to the largest block moves. Where all share one the sum decides.
+
+
+def _block_traffic(members: Sequence[Member], n: int) -> Traffic:
+    """all_gather_v: each block goes to the n-1 others. reduce_scatter_v: the same backwards, and the sum of n terms."""
+    largest, whole = _largest_and_whole(members, n)
+    reduced = (n + 1) * largest if members[0].get is not None else 0.0
+    return Traffic((n - 1) * largest, (n - 1) * whole, reduced)
+
+
+def _block_bucket_traffic(members: Sequence[Member], n: int) -> Traffic:
+    """As without a bucket, and members are packed by rank and unpacked: the whole is read and written once more."""
+    alone = _block_traffic(members, n)
+    largest, whole = _largest_and_whole(members, n)
+    return Traffic(alone.busiest, alone.total, alone.copied + 2 * (largest + whole))
+
+
+def _largest_and_whole(members: Sequence[Member], n: int) -> tuple[float, float]:
+    """Bytes of the rank that holds most, and of all ranks."""
+    columns = zip(*([m.nbytes * s for s in shares(m.put or m.get, n)] for m in members), strict=True)
+    return max(sum(column) for column in columns), sum(m.nbytes for m in members)
+
+
+def _even_gather_traffic(members: Sequence[Member], n: int) -> Traffic:
+    """all_gather of equal blocks: `nbytes` are those of one block."""
+    whole = n * sum(m.nbytes for m in members)
+    return Traffic((n - 1) / n * whole, (n - 1) * whole)
+
+
+def _even_scatter_traffic(members: Sequence[Member], n: int) -> Traffic:
+    whole = sum(m.nbytes for m in members)
+    return Traffic((n - 1) / n * whole, (n - 1) * whole)
+
+
+def _all_reduce_traffic(members: Sequence[Member], n: int) -> Traffic:
+    """A reduce-scatter and an all-gather."""
+    half = _even_scatter_traffic(members, n)
+    return Traffic(2 * half.busiest, 2 * half.total)
+
+
+def _broadcast_traffic(members: Sequence[Member], n: int) -> Traffic:
+    """Pipelined: each rank receives all and passes it on."""
+    whole = sum(m.nbytes for m in members)
+    return Traffic(whole, (n - 1) * whole)
+
+
+def _even_exchange_traffic(members: Sequence[Member], n: int) -> Traffic:
+    """all_to_all_single: of its payload each rank keeps one part in n."""
+    payload = sum(m.nbytes for m in members)
+    return Traffic((n - 1) / n * payload, (n - 1) * payload)
+
+
+def _mirror_traffic(members: Sequence[Member], n: int) -> Traffic:
+    payload = sum(m.nbytes for m in members)
+    return Traffic(payload, n * payload)
+
+
+def _turn_traffic(members: Sequence[Member], n: int) -> Traffic:
+    """all_to_all_v: rank p sends the part of its block that belongs to rank q's."""
+    sent, received = [0.0] * n, [0.0] * n
+    for m in members:
+        for r, (put, get) in enumerate(zip(shares(m.put, n), shares(m.get, n), strict=True)):
+            sent[r] += m.nbytes * put * (1 - get)
+            received[r] += m.nbytes * get * (1 - put)
+    return Traffic(max(*sent, *received), sum(sent))
+
+
+def _turn_bucket_traffic(members: Sequence[Member], n: int) -> Traffic:
+    """As without a bucket, and what is sent is packed, what is received unpacked."""
+    alone = _turn_traffic(members, n)
+    return Traffic(alone.busiest, alone.total, 4 * alone.busiest)
+
+
+def _fetch_traffic(members: Sequence[Member], n: int) -> Traffic:
+    """fetch_ranges and return_ranges: what a rank wants and does not hold."""
+    (m,) = members
+    assert m.put is not None and m.get is not None
+    narrow, wide = (m.put, m.get) if m.get.halo or not m.put.halo else (m.get, m.put)
+    if narrow.sizes is None or wide.sizes is None:
+        # Cuts that are known at run time only: all but one part in n may have to move.
+        return Traffic((n - 1) / n * m.nbytes / n, (n - 1) / n * m.nbytes)
+    rows = max(sum(narrow.sizes), 1)
+    taken, given = _moved_rows(narrow.sizes, wide.sizes, wide.halo)
+    return Traffic(m.nbytes * max(*taken, *given) / rows, m.nbytes * sum(taken) / rows)
+
+
+def _moved_rows(held: Sequence[int], wanted: Sequence[int], halo: int) -> tuple[list[int], list[int]]:
+    """Rows that each rank takes from others and gives to others. A halo counts half on either side."""
+    before, after = halo - halo // 2, halo // 2
+    total = sum(held)
+    own = running_ends(held)
+    taken, given = [0] * len(held), [0] * len(held)
+    first = 0
+    for r, (start, end) in enumerate(running_ends(wanted)):
+        if end == start:
+            continue
+        start, end = max(start - before, 0), min(end + after, total)
+        while first and own[first][0] > start:
+            first -= 1
+        while own[first][1] <= start:
+            first += 1
+        for p in range(first, len(own)):
+            a, b = own[p]
+            if a >= end:
+                break
+            rows = min(b, end) - max(a, start)
+            if p != r and rows > 0:
+                taken[r] += rows
+                given[p] += rows
+    return taken, given
+
+
+_TRAFFIC: dict[str, Callable[[Sequence[Member], int], Traffic]] = {
+    "all_gather": _even_gather_traffic,
+    "reduce_scatter": _even_scatter_traffic,
+    "all_reduce": _all_reduce_traffic,
+    "all_to_all": _even_exchange_traffic,
+    "broadcast": _broadcast_traffic,
+    "all_gather_v": _block_traffic,
+    "reduce_scatter_v": _block_traffic,
+    "all_to_all_v": _turn_traffic,
+    "fetch_ranges": _fetch_traffic,
+    "return_ranges": _fetch_traffic,
+    "mirror_blocks": _mirror_traffic,
+    "gather_cut": _even_gather_traffic,
+    "all_gather_bucket": _block_bucket_traffic,
+    "reduce_scatter_bucket": _block_bucket_traffic,
+    "all_to_all_bucket": _turn_bucket_traffic,
+}
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    _LOG.warning(text)
+
+
+# What nodes are and do.
+
+
+def _base(node: Node) -> Node | None:
+    """The node whose memory a node's result shares, or None."""
+    if node.op != "call_function":
+        return None
+    name = _aliased(node.target)
+    if name is None:
+        return None
+    base = node.args[name] if isinstance(name, int) and name < len(node.args) else node.kwargs.get(str(name))
+    return base if isinstance(base, Node) else None
+
+
+@functools.cache
+def _aliased(target: Any) -> int | str | None:
+    """Position or keyword of the argument whose memory a result shares, by the op's schema."""
+    if target in (WAIT, operator.getitem, aten._unsafe_view.default):
+        return 0
+    schema = getattr(target, "_schema", None)
+    if schema is None or not schema.returns or schema.returns[0].alias_info is None:
+        return None
+    names = schema.returns[0].alias_info.before_set  # of a list of views it is empty
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and (not names or names & argument.alias_info.before_set):
+            return argument.name if argument.kwarg_only else i
+    return None
+
+
+def _mutates(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _is_view(node: Node) -> bool:
+    return not _mutates(node) and _base(node) is not None
+
+
+def _is_free(node: Node) -> bool:
+    """Whether a node runs no kernel on the compute stream."""
+    if node.op != "call_function" or node.target in _ALLOCATIONS or Collective.of(node) is not None:
+        return True
+    return not _mutates(node) and (_base(node) is not None or not blocks.tensors(node))
+
+
+def _behind_views(node: Node) -> Node:
+    while _is_view(node):
+        base = _base(node)
+        assert base is not None
+        node = base
+    return node
+
+
+def _fused(producer: Node, reader: Node) -> bool:
+    """Whether Inductor computes both in one kernel."""
+    return _is_loop(producer) and (_is_loop(reader) or torch.Tag.reduction in getattr(reader.target, "tags", ()))
+
+
+def _is_loop(node: Node) -> bool:
+    return blocks.is_pointwise(node) and not _mutates(node)
+
+
+def _passes_on(node: Node) -> bool:
+    """Whether a result is only ever read in the kernel that makes it."""
+    return _is_loop(node) and bool(node.users) and all(_stays(node, u) for u in node.users)
+
+
+def _stays(producer: Node, user: Node) -> bool:
+    return all(_stays(producer, u) for u in user.users) if _is_view(user) else _fused(producer, user)
+
+
+def _traffic_of(node: Node, reads: Sequence[Node], writes: bool, nominal: int | None) -> int:
+    """Bytes that a kernel reads and writes, each tensor at its size or at a nominal one."""
+    if nominal is not None:
+        return nominal * (len(reads) + writes)
+    written = blocks.nbytes_of(node)
+    if node.target in _LOOKUPS:
+        return 2 * written
+    return sum(map(blocks.nbytes_of, reads)) + written * writes
+
+
+def _formula(node: Node) -> Any:
+    packet: Any = getattr(node.target, "overloadpacket", node.target)
+    return flop_registry.get(_LIKE.get(packet, packet))
+
+
+def _flops(node: Node) -> float:
+    """Operations of a product, from torch's own formulas; 0 of other ops, which their memory traffic prices."""
+    formula = _formula(node)
+    if formula is None:
+        return 0.0
+    args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: _numbers(n.meta.get("val")))
+    try:
+        return float(formula(*args, **kwargs, out_val=_numbers(node.meta.get("val"))))
+    except Exception as error:  # a formula of an op that wants real tensors, or of another version of the op
+        _say_once(f"the operations of {node.target} cannot be counted, its bytes price it: {error}")
+        return 0.0
+
+
+def _numbers(value: Any) -> Any:
+    """A tensor's extents as numbers, a symbol's hint; lists of them alike."""
+    if isinstance(value, torch.Tensor):
+        return tuple(compat.size_hint(s) for s in value.shape)
+    if isinstance(value, (list, tuple)):
+        return [_numbers(v) for v in value]
+    return compat.size_hint(value) if isinstance(value, torch.SymInt) else value
+
+
+def _dtype(node: Node) -> torch.dtype:
+    values = [t for n in (node, *node.all_input_nodes) for t in blocks.tensors(n)]
+    return values[0].dtype if values else torch.float32

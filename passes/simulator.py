@@ -1,0 +1,235 @@
+"""Replays a schedule: one stream for compute, one for each group's collectives.
+
+Nodes run in the order given. A collective starts when the compute stream has reached it and its group's stream is
+free; a wait holds up the compute stream until its collective has ended. What is not modelled: kernels that a running
+collective slows down, ranks that arrive late, and links that several groups share.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch.fx import Graph, Node
+
+from shardcompile.passes.cost import Prices
+
+COMPUTE = "compute"
+"""The stream of everything but collectives."""
+
+
+class Event(NamedTuple):
+    """A node at work. Times in seconds since the start; nodes that take no time have no event."""
+
+    node: Node
+    stream: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a schedule comes to. Times in seconds, memory in bytes.
+
+    Attributes:
+        total: until everything has ended, collectives that nobody waits for included.
+        compute: the compute stream's work.
+        communication: by group, its stream's work.
+        exposed: how long the compute stream has nothing to do.
+        peak_bytes: the most memory at any time, inputs included, which are never freed.
+        events: in the order in which nodes are reached.
+    """
+
+    total: float
+    compute: float
+    communication: Mapping[str, float]
+    exposed: float
+    peak_bytes: int
+    events: Sequence[Event]
+
+
+def simulate(order: Sequence[Node], prices: Prices) -> Timeline:
+    """Replay a schedule.
+
+    Args:
+        order: all nodes of a graph, each after its inputs.
+        prices: of that graph.
+    """
+    _check_order(order, prices)
+    seconds, group, awaits = prices.seconds, prices.group, prices.awaits
+    events: list[Event] = []
+    free_at: dict[str, float] = {}
+    communication: dict[str, float] = {}
+    ended: dict[Node, float] = {}
+    now = compute = 0.0
+    for node in order:
+        took = seconds[node]
+        stream = group.get(node)
+        if stream is not None:
+            start = max(now, free_at.get(stream, 0.0))
+            ended[node] = free_at[stream] = start + took
+            communication[stream] = communication.get(stream, 0.0) + took
+            events.append(Event(node, stream, start, start + took))
+            continue
+        if node in awaits:
+            now = max(now, ended[awaits[node]])
+        if took:
+            events.append(Event(node, COMPUTE, now, now + took))
+            now, compute = now + took, compute + took
+    total = max([now, *free_at.values()])
+    return Timeline(total, compute, communication, total - compute, peak_memory(order, prices), events)
+
+
+def _check_order(order: Sequence[Node], prices: Prices) -> None:
+    seen: set[Node] = set()
+    for node in order:
+        assert seen.issuperset(prices.inputs[node]), f"{node} stands before one of its inputs"
+        seen.add(node)
+    assert len(seen) == len(order) == len(prices.inputs), "the order has to hold each node of the graph once"
+
+
+def peak_memory(order: Sequence[Node], prices: Prices) -> int:
+    """The most bytes that are held at any time.
+
+    A tensor is held from the node that makes it to the last node that reads it or one of its views, a collective's
+    payload also until the collective is first awaited (the last node, if it never is), inputs throughout.
+
+    Args:
+        order: all nodes of a graph, each after its inputs.
+        prices: of that graph.
+    """
+    last = _last_uses(order, prices)
+    freed = [0] * (len(order) + 1)
+    held = peak = 0
+    for i, node in enumerate(order):
+        nbytes = prices.nbytes[node]
+        if nbytes:
+            held += nbytes
+            if node.op != "placeholder":
+                freed[last[node]] += nbytes
+        peak = max(peak, held)
+        held -= freed[i]
+    return peak
+
+
+def _last_uses(order: Sequence[Node], prices: Prices) -> dict[Node, int]:
+    """By node that allocates: where in the order its memory is used last."""
+    storage, awaits, group = prices.storage, prices.awaits, prices.group
+    last: dict[Node, int] = {}
+    running = {node: len(order) - 1 for node in group}
+    for i in range(len(order) - 1, -1, -1):  # from the end: the first wait is the last one seen
+        if order[i] in awaits:
+            running[awaits[order[i]]] = i
+    for i, node in enumerate(order):
+        last[storage[node]] = max(i, last.get(storage[node], 0))
+        until = running.get(node, i)
+        for x in prices.inputs[node]:
+            base = storage[x]
+            last[base] = max(until, last.get(base, 0))
+    return last
+
+
+def lower_bound(graph: Graph, prices: Prices) -> float:
+    """Seconds that no order of a graph can beat in `simulate`.
+
+    The largest of three, none of which an order has a say in:
+
+    * the longest path through the graph, where a collective's time lies between its start and its waits: a node starts
+      after its inputs, and after the collective that it awaits;
+    * of the compute stream, and of each group's: its work, one piece at a time, none before the longest path to it and
+      the last one before the longest path from it. With preemption allowed (and it is not), this is solved exactly by
+      Jackson's rule (Carlier, "The one-machine sequencing problem", 1982), so that it is at least the sum of the
+      work, the whole compute and a group's whole communication.
+    """
+    heads, tails = _heads(graph, prices), _tails(graph, prices)
+    jobs: dict[str, list[tuple[float, float, float]]] = {}
+    for node in graph.nodes:
+        if prices.seconds[node]:
+            job = (heads[node], prices.seconds[node], tails[node])
+            jobs.setdefault(prices.group.get(node, ""), []).append(job)  # no group has an empty name
+    path = max((sum(job) for work in jobs.values() for job in work), default=0.0)
+    return max([path, *map(_one_machine_bound, jobs.values())])
+
+
+def _heads(graph: Graph, prices: Prices) -> dict[Node, float]:
+    """The least time before each node."""
+    heads: dict[Node, float] = {}
+    for node in graph.nodes:
+        earliest = 0.0
+        for x in prices.inputs[node]:
+            # Only the wait is held up by a collective; other users of its unfinished result are not.
+            took = 0.0 if x in prices.group else prices.seconds[x]
+            earliest = max(earliest, heads[x] + took)
+        if node in prices.awaits:
+            start = prices.awaits[node]
+            earliest = max(earliest, heads[start] + prices.seconds[start])
+        heads[node] = earliest
+    return heads
+
+
+def _tails(graph: Graph, prices: Prices) -> dict[Node, float]:
+    """The least time after each node has ended."""
+    tails: dict[Node, float] = dict.fromkeys(graph.nodes, 0.0)
+    from_start = dict(tails)  # the least time from a node's start to the end of everything
+    for node in reversed(graph.nodes):
+        if node in prices.group:
+            from_start[node] = max(from_start[node], prices.seconds[node] + tails[node])
+        else:
+            from_start[node] = prices.seconds[node] + tails[node]
+        if node in prices.awaits:
+            start = prices.awaits[node]
+            tails[start] = max(tails[start], from_start[node])
+        for x in prices.inputs[node]:
+            after = from_start if x in prices.group else tails
+            after[x] = max(after[x], from_start[node])
+    return tails
+
+
+def _one_machine_bound(jobs: Iterable[tuple[float, float, float]]) -> float:
+    """Jackson's preemptive schedule: at any time the piece at hand with the longest tail. Jobs: (head, work, tail)."""
+    waiting = sorted(jobs)
+    ready: list[list[float]] = []  # (-tail, work left)
+    now = end = 0.0
+    i = 0
+    while i < len(waiting) or ready:
+        if not ready:
+            now = max(now, waiting[i][0])
+        while i < len(waiting) and waiting[i][0] <= now:
+            heapq.heappush(ready, [-waiting[i][2], waiting[i][1]])
+            i += 1
+        tail, work = ready[0]
+        until = waiting[i][0] if i < len(waiting) else float("inf")
+        if now + work <= until:
+            now += work
+            end = max(end, now - tail)
+            heapq.heappop(ready)
+        else:
+            ready[0][1] = work - (until - now)
+            now = until
+    return end
+
+
+def perfetto(timeline: Timeline) -> dict[str, Any]:
+    """A timeline as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing show: times in microseconds."""
+    streams = dict.fromkeys([COMPUTE, *timeline.communication])
+    threads = {stream: i for i, stream in enumerate(streams)}
+    names = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": t, "args": {"name": s if s == COMPUTE else f"group {s}"}}
+        for s, t in threads.items()
+    ]
+    spans = [
+        {
+            "ph": "X",
+            "name": e.node.name,
+            "cat": "compute" if e.stream == COMPUTE else "communication",
+            "pid": 0,
+            "tid": threads[e.stream],
+            "ts": e.start * 1e6,
+            "dur": (e.end - e.start) * 1e6,
+            "args": {"target": str(e.node.target)},
+        }
+        for e in timeline.events
+    ]
+    return {"traceEvents": [*names, *spans], "displayTimeUnit": "ms"}
