@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from shardcompile.passes.pipeline import Pass, Pipeline
+from shardcompile.passes.verify import report_failure
 
 
 def inductor_options(passes: Sequence[Pass] | None = None, off: Sequence[str] = ()) -> dict[str, Any]:
@@ -36,4 +37,8 @@ def compile_with_passes(
     """
     from torch._inductor.compile_fx import compile_fx  # heavy, and only needed here
 
-    return compile_fx(model, inputs, config_patches={**inductor_options(), **(options or {})})  # type: ignore[return-value]
+    try:
+        return compile_fx(model, inputs, config_patches={**inductor_options(), **(options or {})})  # type: ignore[return-value]
+    except Exception as error:
+        report_failure(error)
+        raise

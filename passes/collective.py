@@ -37,6 +37,9 @@ KINDS = {
     _ours.return_ranges.default: "return_ranges",
     _ours.mirror_blocks.default: "mirror_blocks",
     _ours.gather_cut.default: "gather_cut",
+    _ours.all_gather_bucket.default: "all_gather_bucket",
+    _ours.reduce_scatter_bucket.default: "reduce_scatter_bucket",
+    _ours.all_to_all_bucket.default: "all_to_all_bucket",
 }
 """The functional collectives, torch's and ours. All of them take their payload first and the group's name last."""
 
@@ -107,15 +110,15 @@ class Collective:
 
         Halos are not counted.
         """
-        if self.kind in ("all_gather", "all_gather_v"):
+        if self.kind in ("all_gather", "all_gather_v", "all_gather_bucket"):
             return sum(_nbytes(v) for v in _tensors(self.node.meta["val"]))
-        args = self.node.args
+        args: tuple[Any, ...] = self.node.args
         if self.kind in ("all_to_all_v", "fetch_ranges", "return_ranges"):
-            dim = args[1]
-            total: Any = args[3] if self.kind == "all_to_all_v" else args[2]
-            total = total.meta["val"] if isinstance(total, Node) else total
-            rest = [s for d, s in enumerate(self.value.shape) if d != dim]
-            return math.prod((total, *rest)) * self.value.dtype.itemsize
+            return _with_extent(self.value, args[1], args[3] if self.kind == "all_to_all_v" else args[2])
+        if self.kind == "all_to_all_bucket":
+            dims, totals = args[1][::2], args[2][::2]
+            values = [p.meta["val"] for p in self.payloads]
+            return sum(_with_extent(v, d, t) for v, d, t in zip(values, dims, totals, strict=True))
         whole = sum(_nbytes(p.meta["val"]) for p in self.payloads)
         return whole * self.group_size if self.kind in ("all_to_all", "mirror_blocks", "gather_cut") else whole
 
@@ -203,6 +206,13 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 def _nbytes(value: torch.Tensor) -> Any:
     return math.prod(value.shape) * value.dtype.itemsize
+
+
+def _with_extent(value: torch.Tensor, dim: Any, extent: Any) -> Any:
+    """Bytes of a tensor, had it this extent along a dim."""
+    extent = extent.meta["val"] if isinstance(extent, Node) else extent
+    rest = [s for d, s in enumerate(value.shape) if d != dim]
+    return math.prod((extent, *rest)) * value.dtype.itemsize
 
 
 def _hint(size: Any) -> int:

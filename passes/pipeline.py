@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
-from shardcompile import compat
+from shardcompile import compat, config
 from shardcompile.errors import PassError
 from shardcompile.passes.bucket import BucketAllGathers, BucketAllReduces, BucketAllToAlls, BucketReduceScatters
+from shardcompile.passes.collective import collectives
+from shardcompile.passes.verify import verify_graph
 
 
 class Pass(Protocol):
@@ -21,34 +25,114 @@ class Pass(Protocol):
         """Change a valid graph into a valid graph that computes the same."""
 
 
+@dataclass(frozen=True)
+class Step:
+    """What a pass did to a graph.
+
+    Attributes:
+        name: of the pass.
+        nodes: number of nodes before and after.
+        collectives: number of collectives before and after.
+        before: the graph as text.
+        after: the graph as text.
+    """
+
+    name: str
+    nodes: tuple[int, int]
+    collectives: tuple[int, int]
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        counts = "collectives {} -> {}, nodes {} -> {}".format(*self.collectives, *self.nodes)
+        return f"{self.name:<28} {counts if self.before != self.after else 'no change'}"
+
+
 def default_passes() -> list[Pass]:
     """The passes that are on by default, in their order."""
     return [BucketAllGathers(), BucketAllToAlls(), BucketReduceScatters(), BucketAllReduces()]
 
 
 class Pipeline(compat.CustomGraphPass):
-    """Runs passes one after the other.
+    """Runs passes one after the other, and checks the graph after each.
 
     Args:
         passes: in their order.
         off: names of passes to leave out.
+        record: whether to keep in `history`, for every graph, what each pass made of it.
+
+    Attributes:
+        passes: those that run.
+        history: for every graph the steps, if they are recorded.
 
     Raises:
         PassError: `off` names a pass that is not there.
     """
 
-    def __init__(self, passes: Sequence[Pass] | None = None, off: Sequence[str] = ()) -> None:
+    def __init__(self, passes: Sequence[Pass] | None = None, off: Sequence[str] = (), record: bool = False) -> None:
         passes = default_passes() if passes is None else list(passes)
         names = [p.name for p in passes]
         if unknown := sorted(set(off) - set(names)):
             raise PassError(f"no pass is called {', '.join(unknown)}; there are {', '.join(names)}")
         self.passes = [p for p in passes if p.name not in off]
+        self.record = record
+        self.history: list[list[Step]] = []
 
     def __call__(self, graph: Graph) -> None:
+        """Run the passes on a graph, in place.
+
+        Raises:
+            PassError: a pass failed, or left an invalid graph; the error says how to do without the pass. Or ranks
+                have compiled different collectives, see `shardcompile.passes.verify`.
+        """
+        if self.record:
+            self.history.append([])
         for graph_pass in self.passes:
-            graph_pass(graph)
-            graph.lint()
+            before = _described(graph) if self.record else None
+            _run(graph_pass, graph)
+            if before is not None:
+                self.history[-1].append(_step(graph_pass.name, before, _described(graph)))
+        if config.verify:
+            verify_graph(graph)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{i}. {p.name:<28} {p!r}" for i, p in enumerate(self.passes, 1)) or "no passes"
 
     def uuid(self) -> Any:
-        """What compiled code depends on besides this library's sources, by which all of torch's caches are keyed."""
-        return repr(self.passes)
+        """What compiled code depends on besides this library's sources, by which all of torch's caches are keyed.
+
+        None, so that nothing is cached, where something is to be seen each time that a graph is compiled.
+        """
+        return None if config.verify or self.record else repr(self.passes)
+
+
+def _run(graph_pass: Pass, graph: Graph) -> None:
+    try:
+        graph_pass(graph)
+        graph.lint()
+    except Exception as error:
+        raise PassError(
+            f"the pass {graph_pass.name} failed{_place(error)}: {type(error).__name__}: {error}. "
+            f"To compile without it: inductor_options(off=[{graph_pass.name!r}])"
+        ) from error
+
+
+def _place(error: Exception) -> str:
+    """The node that was worked on: of the innermost call that has one."""
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for value in frame.f_locals.values():
+            if isinstance(value, Node):
+                found = f" at node {value.format_node() or value}"
+    return found
+
+
+_Described = tuple[int, int, str]
+
+
+def _described(graph: Graph) -> _Described:
+    return len(graph.nodes), len(collectives(graph)), str(graph)
+
+
+def _step(name: str, before: _Described, after: _Described) -> Step:
+    return Step(name, (before[0], after[0]), (before[1], after[1]), before[2], after[2])

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import (  # 2.11 - 2.15
 from torch._subclasses.functional_tensor import disable_functional_mode  # 2.11 - 2.15
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources  # 2.11 - 2.15
-from torch.distributed.distributed_c10d import _resolve_process_group  # 2.11 - 2.15
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group  # 2.11 - 2.15
 from torch.distributed.tensor.debug import _comm_mode  # 2.11 - 2.15
 from torch.fx.experimental.proxy_tensor import (  # 2.11 - 2.15
     _SympyExprTrackerValue,
@@ -80,6 +80,7 @@ __all__ = [
     "share_storage",
     "size_hint",
     "start_epoch",
+    "store",
     "surely",
     "trace_size_obliviously",
     "unrecorded_symbols",
@@ -132,6 +133,11 @@ def start_epoch() -> None:
 def process_group(name: str) -> ProcessGroup:
     """The process group with this name."""
     return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def store() -> torch.distributed.Store:
+    """The key-value store of the default process group."""
+    return _get_default_store()
 
 
 def group_name_of(mesh: DeviceMesh, mesh_dim: int) -> str:

@@ -117,7 +117,7 @@ def _nameless_file() -> int:
 
 
 def _environment(rank: int, world_size: int) -> dict[str, str]:
-    preferred = {"GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
+    preferred = {"SHARDCOMPILE_VERIFY": "1", "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
     kept = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     ours = {
         "RANK": str(rank),

@@ -213,9 +213,10 @@ def test_symbolic_sizes_are_handed_to_the_split() -> None:
 
 
 def test_a_pass_is_switched_off_by_its_name() -> None:
-    assert [p.name for p in passes.Pipeline().passes] == ["bucket_all_reduces"]
-    assert passes.Pipeline(off=["bucket_all_reduces"]).passes == []
-    with pytest.raises(PassError, match=r"no pass is called bucket; there are bucket_all_reduces"):
+    names = [p.name for p in passes.Pipeline().passes]
+    assert "bucket_all_reduces" in names and len(set(names)) == len(names)
+    assert [p.name for p in passes.Pipeline(off=names[1:]).passes] == names[:1]
+    with pytest.raises(PassError, match=rf"no pass is called bucket; there are {', '.join(names)}"):
         passes.Pipeline(off=["bucket"])
 
 

@@ -1,0 +1,158 @@
+"""Finds ranks whose graphs would communicate differently, when they are compiled and not when they hang.
+
+Each rank writes down the collectives of its graph: kind, dtype, bytes of the global tensor and reduction, in their
+order. For every process group the ranks of it compare what they wrote, through the key-value store of the default
+process group; nothing is sent over the groups themselves. Of collectives on other groups those count that all of the
+group's ranks take part in, so that an exchanged order of two groups is found as well.
+
+A rank that fails to compile says so, and the others raise instead of waiting for it in their first collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch.fx import Graph
+
+from shardcompile import compat, config
+from shardcompile.errors import PassError
+from shardcompile.passes.collective import Collective, collectives
+
+_POLL_SECONDS = 0.01
+
+
+class OtherRankFailed(PassError):
+    """This rank could go on, but another one failed to compile."""
+
+
+@dataclass
+class _Progress:
+    """How far this rank has come in a world.
+
+    Attributes:
+        failures: how often a rank failed to compile. The count of graphs starts anew then, on every rank.
+        graphs: how many graphs have been compared since, by group.
+    """
+
+    failures: int = 0
+    graphs: Counter[str] = field(default_factory=Counter)
+
+    def fail(self) -> None:
+        """Count a failure."""
+        self.failures += 1
+        self.graphs.clear()
+
+
+_PROGRESS: weakref.WeakKeyDictionary[dist.ProcessGroup, _Progress] = weakref.WeakKeyDictionary()
+
+
+def _progress() -> _Progress:
+    world = dist.group.WORLD
+    assert world is not None, "there are collectives, so that there is a default process group"
+    return _PROGRESS.setdefault(world, _Progress())
+
+
+def signature(c: Collective) -> str:
+    """What has to be the same on every rank of a group: a line of text."""
+    size = c.global_size
+    nbytes = f"{size} B" if isinstance(size, int) else "symbolic size"
+    dtypes = " ".join(str(p.meta["val"].dtype).removeprefix("torch.") for p in c.payloads)
+    words = [a for a in c.node.args[1:-1] if isinstance(a, str)]
+    return " ".join([c.kind, *words, dtypes, nbytes])
+
+
+def verify_graph(graph: Graph) -> None:
+    """Compare the collectives of a graph with those that the other ranks of its groups have compiled.
+
+    Every rank of a group has to call this for as many graphs with collectives on that group.
+
+    Raises:
+        PassError: on every rank of the group, they differ, or a rank failed to compile, or did not compile in time.
+    """
+    found = collectives(graph)
+    groups = {c.group_name: compat.process_group(c.group_name) for c in found}
+    members = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+    for name, group in groups.items():
+        if group.size() < 2 or group.name() == "fake":
+            continue
+        shared = [c for c in found if set(members[name]) <= set(members[c.group_name])]
+        # Groups of the same ranks have the same place in the list on each of them, whatever their names.
+        places = {other: i for i, other in enumerate(dict.fromkeys(c.group_name for c in shared))}
+        lines = [f"{signature(c)}, group {places[c.group_name]} of {len(members[c.group_name])} ranks" for c in shared]
+        _compare(name, members[name], lines)
+
+
+def report_failure(error: BaseException) -> None:
+    """Tell the ranks that wait for this one that it could not compile."""
+    if _is_of_another_rank(error):
+        return
+    if config.verify and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
+        text = f"rank {dist.get_rank()} failed to compile: {type(error).__name__}: {error}"
+        progress = _progress()
+        compat.store().set(_failure_key(progress), text[:2000])
+        progress.fail()
+
+
+def _is_of_another_rank(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, OtherRankFailed):
+        error = error.__cause__ or error.__context__  # Inductor wraps what it catches
+    return error is not None
+
+
+def _failure_key(progress: _Progress) -> str:
+    return f"shardcompile/verify/{progress.failures}/failed"
+
+
+def _compare(group_name: str, ranks: Sequence[int], lines: Sequence[str]) -> None:
+    progress = _progress()
+    number = f"{progress.failures}/{progress.graphs[group_name]}"
+    key = f"shardcompile/verify/{','.join(map(str, ranks))}/{group_name}/{number}"
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+    digests = _exchanged(f"{key}/digest", ranks, digest)
+    progress.graphs[group_name] += 1
+    if len(set(digests)) == 1:
+        return
+    texts = [text.split("\n") if text else [] for text in _exchanged(f"{key}/text", ranks, "\n".join(lines))]
+    other = next(i for i, d in enumerate(digests) if d != digests[0])
+    raise PassError(_difference(ranks[0], texts[0], ranks[other], texts[other]))
+
+
+def _difference(rank: int, lines: Sequence[str], other_rank: int, others: Sequence[str]) -> str:
+    same = next(
+        (i for i, (a, b) in enumerate(zip(lines, others, strict=False)) if a != b), min(len(lines), len(others))
+    )
+    at = [x[same] if same < len(x) else "none: there are no more" for x in (lines, others)]
+    return (
+        f"ranks {rank} and {other_rank} have compiled different collectives, and would wait for one another without "
+        f"end. They differ from number {same} on (of {len(lines)} and {len(others)}): rank {rank} has {at[0]}; rank "
+        f"{other_rank} has {at[1]}. The program, or a pass, takes a decision by what only one rank knows: the rank, "
+        "the size of its block, or its values"
+    )
+
+
+def _exchanged(key: str, ranks: Sequence[int], value: str) -> list[str]:
+    """What each rank has set, in the order of `ranks`."""
+    store, progress = compat.store(), _progress()
+    failed = _failure_key(progress)
+    store.set(f"{key}/{dist.get_rank()}", value)
+    end = time.monotonic() + config.verify_timeout
+    for rank in ranks:
+        while not store.check([f"{key}/{rank}"]):
+            if store.check([failed]):
+                progress.fail()
+                raise OtherRankFailed(store.get(failed).decode())
+            if time.monotonic() > end:
+                store.delete_key(f"{key}/{dist.get_rank()}")  # as if it had not been compiled here either
+                raise PassError(
+                    f"rank {rank} did not compile this graph within {config.verify_timeout:.0f} s, as rank "
+                    f"{dist.get_rank()} did. It has other guards or other code, or it failed; see its output, or raise "
+                    "shardcompile.config.verify_timeout if it only is slow"
+                )
+            time.sleep(_POLL_SECONDS)
+    return [store.get(f"{key}/{rank}").decode() for rank in ranks]
