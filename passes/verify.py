@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.01
 
 
 class OtherRankFailed(PassError):
-    """This rank could go on, but another one failed to compile."""
+    """This rank could go on, but another one failed to compile, or did not."""
 
 
 @dataclass
@@ -149,7 +149,7 @@ def _exchanged(key: str, ranks: Sequence[int], value: str) -> list[str]:
                 raise OtherRankFailed(store.get(failed).decode())
             if time.monotonic() > end:
                 store.delete_key(f"{key}/{dist.get_rank()}")  # as if it had not been compiled here either
-                raise PassError(
+                raise OtherRankFailed(
                     f"rank {rank} did not compile this graph within {config.verify_timeout:.0f} s, as rank "
                     f"{dist.get_rank()} did. It has other guards or other code, or it failed; see its output, or raise "
                     "shardcompile.config.verify_timeout if it only is slow"

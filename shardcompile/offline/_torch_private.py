@@ -15,9 +15,13 @@ from torch._dynamo.backends.common import aot_autograd  # 2.13 - 2.15
 from torch._dynamo.callback import CallbackTrigger  # 2.13 - 2.15
 from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.13 - 2.15
 from torch._functorch.partitioners import min_cut_rematerialization_partition  # 2.13 - 2.15
+from torch._guards import detect_fake_mode  # 2.13 - 2.15
+from torch._inductor import config as _inductor_config  # 2.13 - 2.15
+from torch._inductor.compile_fx import _recursive_post_grad_passes, view_to_reshape  # 2.13 - 2.15
 from torch._inductor.decomposition import select_decomp_table  # 2.13 - 2.15
+from torch._inductor.virtualized import V  # 2.13 - 2.15
 from torch._subclasses.fake_tensor import FakeTensorMode  # 2.13 - 2.15
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore  # 2.13 - 2.15; importing it registers "fake"
 
 
@@ -63,6 +67,20 @@ def capturing_backend(partitioned: Callable[[GraphModule, GraphModule | None], N
         decompositions=select_decomp_table(),
         keep_inference_input_mutations=True,
     )
+
+
+def run_post_grad_passes(graph: GraphModule, last: Callable[[Graph], None], is_inference: bool) -> None:
+    """Inductor's own passes over a graph that AOTAutograd gave it, with `last` where it takes passes of others.
+
+    Args:
+        graph: is changed.
+        last: a pass.
+        is_inference: whether the graph has no backward.
+    """
+    mode = detect_fake_mode([n.meta.get("val") for n in graph.graph.nodes])
+    with V.set_fake_mode(mode), _inductor_config.patch(post_grad_custom_post_pass=last):
+        view_to_reshape(graph)
+        _recursive_post_grad_passes(graph, is_inference)
 
 
 def as_in_a_compilation() -> contextlib.AbstractContextManager[None]:

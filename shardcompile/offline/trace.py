@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from shardcompile import compat
+from shardcompile.errors import ShardError
 from shardcompile.offline import _torch_private
 from shardcompile.offline.world import OfflineError, OfflineWorld, offline_world
 from shardcompile.passes.collective import Collective, collectives
@@ -52,7 +53,9 @@ class CollectiveRecord:
 
     def __str__(self) -> str:
         dtypes = ", ".join(str(d).removeprefix("torch.") for d in self.dtypes)
-        return f"{self.kind} {dtypes} {self.global_bytes} B, {_named(self.ranks)}" + (self.source and f"  {self.source}")
+        return f"{self.kind} {dtypes} {self.global_bytes} B, {_named(self.ranks)}" + (
+            self.source and f"  {self.source}"
+        )
 
 
 def _named(ranks: tuple[int, ...]) -> str:
@@ -70,7 +73,7 @@ class OfflineTrace:
     for a process group need an `offline_world` around them, see `trace_step`.
 
     Attributes:
-        forward: what runs in the forward pass, as AOTAutograd gives it to Inductor.
+        forward: what runs in the forward pass, as Inductor would generate code for it.
         backward: the same of the backward pass; None if no result requires a gradient, or it was not asked for.
         world_size: number of ranks.
         rank: on which this was traced.
@@ -115,6 +118,7 @@ def trace_offline(
     passes: Sequence[Pass] | None = None,
     off: Sequence[str] = (),
     backward: bool = True,
+    inductor: bool = True,
 ) -> OfflineTrace:
     """Trace a function for a world and a device that need not exist, and run the passes on its graphs.
 
@@ -132,20 +136,26 @@ def trace_offline(
         passes: in place of `shardcompile.passes.default_passes()`.
         off: names of passes to leave out.
         backward: whether to trace for training; if not, gradients are off.
+        inductor: whether Inductor's own passes over such a graph run around ours, as they do in a compilation.
 
     Raises:
-        OfflineError: see `offline_world`; or there is nothing to trace.
+        OfflineError: see `offline_world`; or there is nothing to trace, or Inductor's passes fail.
         PassError: `off` names a pass that is not there.
     """
     pipeline = Pipeline(passes, off)
     with offline_world(
         world_size, mesh_shape=mesh_shape, mesh_dim_names=mesh_dim_names, rank=rank, device=device
     ) as world:
-        return trace_step(world, build, pipeline=pipeline, backward=backward)
+        return trace_step(world, build, pipeline=pipeline, backward=backward, inductor=inductor)
 
 
 def trace_step(
-    world: OfflineWorld, build: Build, *, pipeline: Pipeline | None = None, backward: bool = True
+    world: OfflineWorld,
+    build: Build,
+    *,
+    pipeline: Pipeline | None = None,
+    backward: bool = True,
+    inductor: bool = True,
 ) -> OfflineTrace:
     """What `trace_offline` does, in a world that is there: for work on the graphs that needs it.
 
@@ -158,19 +168,33 @@ def trace_step(
         build: see `trace_offline`.
         pipeline: in place of the default one.
         backward: whether to trace for training.
+        inductor: whether Inductor's own passes run, too.
 
     Raises:
-        OfflineError: there is nothing to trace.
+        OfflineError: there is nothing to trace, or Inductor's passes fail.
     """
-    graphs = _captured(*_built(world, build), backward)
+    forward_graph, backward_graph = _captured(*_built(world, build), backward)
     pipeline = Pipeline() if pipeline is None else pipeline
-    issued = []
-    for graph in filter(None, graphs):
-        pipeline(graph.graph)
-        graph.recompile()
-        issued.append(tuple(CollectiveRecord.of(c) for c in collectives(graph.graph)))
-    forward_issued, backward_issued = (*issued, ())[:2]
-    return OfflineTrace(*graphs, world.world_size, world.rank, world.device, forward_issued, backward_issued)
+    issued: list[tuple[CollectiveRecord, ...]] = []
+    for graph in (forward_graph, backward_graph):
+        if graph is not None:
+            _run_passes(graph, pipeline, inductor, is_inference=backward_graph is None)
+        issued.append(() if graph is None else tuple(map(CollectiveRecord.of, collectives(graph.graph))))
+    return OfflineTrace(forward_graph, backward_graph, world.world_size, world.rank, world.device, *issued)
+
+
+def _run_passes(graph: GraphModule, pipeline: Pipeline, inductor: bool, is_inference: bool) -> None:
+    try:
+        if inductor:
+            _torch_private.run_post_grad_passes(graph, pipeline, is_inference)
+        else:
+            pipeline(graph.graph)
+    except ShardError:
+        raise
+    except Exception as error:
+        hint = ". With inductor=False its own passes are left out" if inductor else ""
+        raise OfflineError(f"a pass failed on a traced graph: {error}{hint}") from error
+    graph.recompile()
 
 
 def _built(world: OfflineWorld, build: Build) -> tuple[Callable[..., Any], Sequence[Any]]:
@@ -188,9 +212,7 @@ class _CapturedError(Exception):
     """Ends a call of a compiled function when all graphs are there."""
 
 
-def _captured(
-    fn: Callable[..., Any], inputs: Sequence[Any], backward: bool
-) -> tuple[GraphModule, GraphModule | None]:
+def _captured(fn: Callable[..., Any], inputs: Sequence[Any], backward: bool) -> tuple[GraphModule, GraphModule | None]:
     """The forward and backward graph of a call. They are taken when AOTAutograd parts them, and never run."""
     found: list[tuple[GraphModule, GraphModule | None]] = []
 

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ def offline_world(
     Inside of it `trace_step` traces, and graphs can be worked on: passes ask for process groups, and make fake tensors
     on the device. At the end process groups are gone, and `torch.compile` has forgotten what it compiled, there and
     before. With ``device="cuda"`` on a machine without a GPU the process answers as if it had one meanwhile; see
-    `shardcompile.offline.absent_cuda.pretended_cuda`. A GPU that is there is not touched.
+    `shardcompile.offline.absent_cuda.pretended_cuda`. Of a GPU that is there nothing is used but that it is there.
 
     Args:
         world_size: number of ranks.
@@ -70,18 +71,22 @@ def offline_world(
     with contextlib.ExitStack() as stack:
         if device == "cuda":
             stack.enter_context(pretended_cuda())
-            if torch.cuda.is_available():
-                stack.enter_context(torch.cuda.device(torch.cuda.current_device()))  # a mesh sets the device by rank
+        stack.enter_context(_current_device())
         stack.callback(compat.start_epoch)
         dist.init_process_group("fake", store=_torch_private.fake_store(), rank=rank, world_size=world_size)
         stack.callback(dist.destroy_process_group)
         names = None if mesh_dim_names is None else tuple(mesh_dim_names)
         mesh = init_device_mesh(device, shape, mesh_dim_names=names)
-        if device == "cuda" and torch.cuda.is_available():
-            torch.cuda.set_device(0)
+        if torch.cuda.is_initialized():
+            torch.cuda.set_device(0)  # a mesh sets it by rank
         torch.compiler.reset()
         stack.callback(torch.compiler.reset)
         yield OfflineWorld(mesh, rank)
+
+
+def _current_device() -> contextlib.AbstractContextManager[Any]:
+    """Makes the current GPU, if there is one, the current one again."""
+    return torch.cuda.device(torch.cuda.current_device()) if torch.cuda.is_available() else contextlib.nullcontext()
 
 
 def _check(world_size: int, shape: tuple[int, ...], rank: int, device: str) -> None:
