@@ -1,0 +1,43 @@
+"""The link of real ranks, measured: positive, the same on every rank, and of some use for a size in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardcompile.errors import CollectiveError
+from shardcompile.passes import calibrate as calibration
+from shardcompile.testing import rank, world_size
+
+
+@pytest.mark.ranks(2)
+def test_a_measured_link_is_the_same_on_every_rank_and_predicts_a_size_in_between(tmp_path: Path) -> None:
+    link = calibration.measure_link()
+    assert link.launch > 0 and link.hop > 0 and link.bandwidth > 0
+    assert (link.medium, world_size()) == ("shared", 2)
+    found: list[object] = [None] * world_size()
+    dist.all_gather_object(found, link)
+    assert found == [link] * world_size()
+
+    path = tmp_path / f"link{rank()}.json"
+    calibration.save(link, path)
+    assert calibration.load(path) == link
+
+    group = dist.group.WORLD
+    assert group is not None
+    block = 1 << 17  # 512 KiB in floats, none of the sizes that were measured
+    x = torch.zeros(block)
+    took = calibration._slowest_rank(lambda: calibration._gather(x, group), group, x.device, 10)
+    predicted = link.seconds((world_size() - 1) * 4 * block, world_size())
+    # A machine that others use as well: a factor of 10 tells a fit from nonsense, and no more is claimed.
+    assert predicted / 10 < took < predicted * 10
+
+
+@pytest.mark.ranks(2)
+def test_one_rank_has_no_link() -> None:
+    alone = [dist.new_group([r]) for r in range(world_size())][rank()]
+    with pytest.raises(CollectiveError, match="at least two ranks"):
+        calibration.measure_link(alone)
