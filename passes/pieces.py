@@ -1,0 +1,336 @@
+"""Of which parts of one tensor another one is made, as far as views, copies, pads and concatenations go."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a value that is a part of the source.
+
+    Attributes:
+        at: where it begins in the value, by the value's dims.
+        extent: its extents, by the value's dims.
+        axes: along which of the source's dims each of the value's dims runs; None if the extent is 1 and it does not
+            matter.
+        start: where it begins in the source, by the source's dims.
+    """
+
+    at: tuple[int, ...]
+    extent: tuple[int, ...]
+    axes: tuple[int | None, ...]
+    start: tuple[int, ...]
+
+    def clipped(self, dim: int, low: int, high: int) -> Box | None:
+        """What lies in a range of a dim, in a value that begins at that range; None if that is nothing."""
+        first, end = max(self.at[dim], low), min(self.at[dim] + self.extent[dim], high)
+        if end <= first:
+            return None
+        axis = self.axes[dim]
+        start = self.start if axis is None else _changed(self.start, axis, self.start[axis] + first - self.at[dim])
+        at, extent = _changed(self.at, dim, first - low), _changed(self.extent, dim, end - first)
+        return Box(at, extent, self.axes, start)
+
+    def shifted(self, dim: int, by: int) -> Box:
+        """The same part of the source further along a dim."""
+        return replace(self, at=_changed(self.at, dim, self.at[dim] + by))
+
+    def permuted(self, dims: Sequence[int]) -> Box:
+        """With the value's dims in another order; dims that are left out have to be of extent 1."""
+        at, extent = (tuple(values[d] for d in dims) for values in (self.at, self.extent))
+        return Box(at, extent, tuple(self.axes[d] for d in dims), self.start)
+
+    def disjoint(self, other: Box) -> bool:
+        """Whether no element of the value is in both."""
+        ends = zip(self.at, self.extent, other.at, other.extent, strict=True)
+        return any(a + m <= b or b + n <= a for a, m, b, n in ends)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A value that is made of parts of a source, and of constants elsewhere.
+
+    Attributes:
+        shape: of the value.
+        boxes: disjoint parts.
+        fills: the constants that may be found outside of the boxes.
+    """
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    fills: frozenset[Any] = frozenset()
+
+    @staticmethod
+    def whole(shape: Sequence[int], rows: int) -> Pieces:
+        """The source itself, in boxes of so many rows of its first dim."""
+        axes, rest = tuple(range(len(shape))), tuple(shape[1:])
+        zeros = (0,) * len(rest)
+        firsts = range(0, shape[0], rows) if rows else ()
+        boxes = (Box((r, *zeros), (min(rows, shape[0] - r), *rest), axes, (r, *zeros)) for r in firsts)
+        return Pieces(tuple(shape), tuple(boxes) if math.prod(rest) else ())
+
+    def sliced(self, dim: int, low: int, high: int) -> Pieces:
+        """A range of a dim."""
+        shape = _changed(self.shape, dim, max(high - low, 0))
+        near = (b for b in self.boxes if b.at[dim] < high and b.at[dim] + b.extent[dim] > low)
+        return Pieces(shape, _present(b.clipped(dim, low, high) for b in near), self.fills)
+
+
+Value = Pieces | tuple[Pieces, ...]
+"""What a node yields: one tensor, or several."""
+
+
+def evaluate(node: Node, known: Mapping[Node, Value]) -> Value | None:
+    """What a node's value is made of.
+
+    Args:
+        node: a call of a function.
+        known: what the nodes are made of that it takes.
+
+    Returns:
+        None where that cannot be said: an op that computes, a size that is a symbol, a tensor that is not known.
+    """
+    if node.op != "call_function":
+        return None
+    if node.target is operator.getitem:
+        several = known.get(node.args[0])  # type: ignore[arg-type]
+        return several[node.args[1]] if isinstance(several, tuple) else None  # type: ignore[index]
+    rule = _RULES.get(node.target)  # type: ignore[arg-type]
+    arguments = None if rule is None else _static_arguments(node, known)
+    return rule(arguments) if rule is not None and arguments is not None else None
+
+
+def is_tracked(node: Node) -> bool:
+    """Whether `evaluate` may know what a node makes of its arguments."""
+    return node.op == "call_function" and (node.target is operator.getitem or node.target in _RULES)
+
+
+def static_shape(node: Node) -> tuple[int, ...] | None:
+    """The shape of a node's tensor, if it has one without symbols."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or any(type(s) is not int for s in value.shape):
+        return None
+    return tuple(value.shape)
+
+
+def arguments_of(node: Node) -> dict[str, Any]:
+    """A call's arguments by their names, with the defaults."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    given = dict(zip((a.name for a in schema), node.args, strict=False)) | dict(node.kwargs)
+    return {a.name: given.get(a.name, a.default_value) for a in schema}
+
+
+def _static_arguments(node: Node, known: Mapping[Node, Value]) -> dict[str, Any] | None:
+    """The arguments with their pieces in place of nodes; None if one of them is not known."""
+    arguments = arguments_of(node)
+    nodes = node.all_input_nodes
+    values = {n: known.get(n) or evaluate_constant(n) for n in nodes}
+    if any(v is None for v in values.values()):
+        return None
+    return {name: torch.fx.map_arg(a, values.__getitem__) for name, a in arguments.items()}  # type: ignore[arg-type]
+
+
+def evaluate_constant(node: Node) -> Pieces | None:
+    """A tensor that is one number throughout, as a value without boxes."""
+    shape = static_shape(node)
+    if node.target is not aten.full.default or shape is None:
+        return None
+    return Pieces(shape, (), frozenset([node.args[1]]))
+
+
+def _changed(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+def _present(boxes: Iterable[Box | None]) -> tuple[Box, ...]:
+    return tuple(b for b in boxes if b is not None)
+
+
+def _same(a: dict[str, Any]) -> Pieces:
+    return next(iter(a.values()))
+
+
+def _slice(a: dict[str, Any]) -> Pieces | None:
+    x, dim = a["self"], a["dim"] % len(a["self"].shape)
+    low, high, step = slice(a["start"], a["end"], a["step"]).indices(x.shape[dim])
+    return x.sliced(dim, low, high) if step == 1 else None
+
+
+def _select(a: dict[str, Any]) -> Pieces:
+    x, dim = a["self"], a["dim"] % len(a["self"].shape)
+    index = a["index"] % x.shape[dim]
+    kept = [d for d in range(len(x.shape)) if d != dim]
+    one = x.sliced(dim, index, index + 1)
+    return Pieces(tuple(x.shape[d] for d in kept), tuple(b.permuted(kept) for b in one.boxes), x.fills)
+
+
+def _ranges(x: Pieces, dim: int, sizes: Sequence[int]) -> tuple[Pieces, ...]:
+    ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    return tuple(x.sliced(dim, low, high) for low, high in pairwise(ends))
+
+
+def _split(a: dict[str, Any]) -> tuple[Pieces, ...] | None:
+    x, dim, size = a["self"], a["dim"] % len(a["self"].shape), a["split_size"]
+    if size <= 0:
+        return None
+    return tuple(x.sliced(dim, at, min(at + size, x.shape[dim])) for at in range(0, x.shape[dim], size))
+
+
+def _split_with_sizes(a: dict[str, Any]) -> tuple[Pieces, ...]:
+    return _ranges(a["self"], a["dim"] % len(a["self"].shape), a["split_sizes"])
+
+
+def _unbind(a: dict[str, Any]) -> tuple[Pieces, ...]:
+    extent = a["self"].shape[a["dim"]]
+    return tuple(_select({**a, "index": i}) for i in range(extent))
+
+
+def _cat(a: dict[str, Any]) -> Pieces | None:
+    parts = [p for p in a["tensors"] if p.shape != (0,) or len(a["tensors"]) == 1]
+    if not parts:
+        return None
+    dim = a["dim"] % len(parts[0].shape)
+    boxes, at = [], 0
+    for part in parts:
+        boxes += [b.shifted(dim, at) for b in part.boxes]
+        at += part.shape[dim]
+    return Pieces(_changed(parts[0].shape, dim, at), tuple(boxes), frozenset().union(*(p.fills for p in parts)))
+
+
+def _pad(a: dict[str, Any]) -> Pieces:
+    x, pads = a["self"], a["pad"]
+    for i in range(len(pads) // 2):
+        dim, front, back = len(x.shape) - 1 - i, pads[2 * i], pads[2 * i + 1]
+        end = x.shape[dim] + back
+        inner = x.sliced(dim, max(-front, 0), min(end, x.shape[dim]))
+        boxes = tuple(b.shifted(dim, max(front, 0)) for b in inner.boxes)
+        x = Pieces(_changed(x.shape, dim, end + front), boxes, inner.fills)
+    return replace(x, fills=x.fills | {a["value"]}) if any(p > 0 for p in pads) else x
+
+
+def _slice_scatter(a: dict[str, Any]) -> Pieces | None:
+    base, src, dim = a["self"], a["src"], a["dim"] % len(a["self"].shape)
+    low, high, step = slice(a["start"], a["end"], a["step"]).indices(base.shape[dim])
+    if step != 1 or base.sliced(dim, low, high).boxes:
+        return None
+    boxes = (*base.boxes, *(b.shifted(dim, low) for b in src.boxes))
+    return Pieces(base.shape, boxes, base.fills | src.fills)
+
+
+def _add(a: dict[str, Any]) -> Pieces | None:
+    """A sum in which of each element all terms but one are zeros."""
+    x, y = a["self"], a["other"]
+    if not isinstance(y, Pieces) or a["alpha"] != 1 or x.shape != y.shape or not (x.fills | y.fills) <= {0}:
+        return None
+    apart = all(b.disjoint(c) for b in x.boxes for c in y.boxes)
+    return Pieces(x.shape, x.boxes + y.boxes, frozenset([0])) if apart else None
+
+
+def _permute(a: dict[str, Any]) -> Pieces:
+    x = a["self"]
+    dims = [d % len(x.shape) for d in a["dims"]]
+    return Pieces(tuple(x.shape[d] for d in dims), tuple(b.permuted(dims) for b in x.boxes), x.fills)
+
+
+def _unsqueeze(a: dict[str, Any]) -> Pieces | None:
+    x = a["self"]
+    dim = a["dim"] % (len(x.shape) + 1)
+    return _reshaped(x, (*x.shape[:dim], 1, *x.shape[dim:]))
+
+
+def _view(a: dict[str, Any]) -> Pieces | None:
+    x, shape = a["self"], list(a["size"] if "size" in a else a["shape"])
+    if -1 in shape:
+        known = -math.prod(shape)
+        if not known:
+            return None
+        shape[shape.index(-1)] = math.prod(x.shape) // known
+    return _reshaped(x, tuple(shape))
+
+
+def _reshaped(x: Pieces, shape: tuple[int, ...]) -> Pieces | None:
+    if not math.prod(shape):
+        return None
+    groups = _regrouped(x.shape, shape)
+    boxes = [_regroup_box(b, groups, x.shape, shape) for b in x.boxes]
+    return None if None in boxes else Pieces(shape, _present(boxes), x.fills)
+
+
+def _regrouped(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
+    """The dims of two shapes of one number of elements, in groups of the same number of elements."""
+    groups: list[tuple[range, range]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        first = i, j
+        m = n = 1
+        if i < len(old):
+            i, m = i + 1, old[i]
+        if m == 1 and first[0] < len(old):
+            groups.append((range(first[0], i), range(j, j)))
+            continue
+        if j < len(new):
+            j, n = j + 1, new[j]
+        while m != n:
+            if m < n:
+                i, m = i + 1, m * old[i]
+            else:
+                j, n = j + 1, n * new[j]
+        groups.append((range(first[0], i), range(first[1], j)))
+    return groups
+
+
+def _regroup_box(box: Box, groups: Sequence[tuple[range, range]], old: Sequence[int], new: Sequence[int]) -> Box | None:
+    """The box in the new shape; None if it would fall apart, or run along two dims of the source at once."""
+    at: list[int] = []
+    extent: list[int] = []
+    axes: list[int | None] = []
+    for before, after in groups:
+        running = [d for d in before if box.extent[d] > 1]
+        if running and running != [before[-1]]:
+            return None
+        first, run = 0, math.prod(box.extent[d] for d in before)
+        for d in before:
+            first = first * old[d] + box.at[d]
+        places: list[int] = []
+        for d in reversed(after):
+            first, place = divmod(first, new[d])
+            places.insert(0, place)
+        if after and places[-1] + run > new[after[-1]]:
+            return None
+        at += places
+        extent += [1] * (len(places) - 1) + [run] * bool(places)
+        axes += [None] * (len(places) - 1)
+        axes += [box.axes[before[-1]] if before else None] * bool(places)
+    return Box(tuple(at), tuple(extent), tuple(axes), box.start)
+
+
+_RULES: dict[Any, Callable[[dict[str, Any]], Value | None]] = {
+    torch.ops._c10d_functional.wait_tensor.default: _same,
+    aten.alias.default: _same,
+    aten.clone.default: _same,
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split_with_sizes,
+    aten.unbind.int: _unbind,
+    aten.cat.default: _cat,
+    aten.constant_pad_nd.default: _pad,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.add.Tensor: _add,
+    aten.permute.default: _permute,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.view.default: _view,
+    aten.reshape.default: _view,
+    aten._unsafe_view.default: _view,
+}

@@ -1,0 +1,208 @@
+"""Graphs of all ranks of a group, written down and run side by side in one process.
+
+A collective is played when every rank has come to it; the ranks have to have come to the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+
+from shardcompile import compat
+from shardcompile.layout import GroupCut
+from shardcompile.passes.collective import KINDS, WAIT, Collective, add_node, collectives
+
+_c10d = torch.ops._c10d_functional
+ALL_REDUCE = _c10d.all_reduce.default
+ALL_GATHER = _c10d.all_gather_into_tensor.default
+REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
+
+
+class Builder:
+    """Writes a graph; every method returns a node."""
+
+    def __init__(self) -> None:
+        self.graph = Graph()
+        self.mode = FakeTensorMode()
+
+    def input(self, *shape: int, dtype: torch.dtype = torch.float64) -> Node:
+        node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
+        with self.mode:
+            node.meta["val"] = torch.empty(shape, dtype=dtype)
+        return node
+
+    def call(self, target: Any, *args: Any) -> Node:
+        return add_node(self.graph, target, *args)
+
+    def done(self, target: Any, *args: Any) -> Node:
+        """A collective and its wait."""
+        return self.call(WAIT, self.call(target, *args))
+
+    def output(self, *nodes: Node) -> Graph:
+        self.graph.output(nodes)
+        self.graph.lint()
+        return self.graph
+
+
+class World:
+    """Stands in for the process groups of a number of ranks; any name is a group of all of them.
+
+    Attributes:
+        ranks: how many.
+        here: the rank that asks.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.here = 0
+
+    def rank(self) -> int:
+        return self.here
+
+    def size(self) -> int:
+        return self.ranks
+
+    def each(self) -> Iterator[int]:
+        """All ranks, with `here` set to each."""
+        for self.here in range(self.ranks):
+            yield self.here
+
+
+@contextmanager
+def world_of(ranks: int) -> Iterator[World]:
+    """A world that collectives in graphs find by the name of their group."""
+    world = World(ranks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compat, "process_group", lambda name: world)
+        yield world
+
+
+def apply(world: World, graph_pass: Callable[[Graph], None], graphs: Sequence[Graph]) -> None:
+    """Run a pass on every rank's graph."""
+    for rank in world.each():
+        graph_pass(graphs[rank])
+        graphs[rank].lint()
+
+
+def play(world: World, graphs: Sequence[Graph], inputs: Sequence[Sequence[Tensor]]) -> list[Any]:
+    """Run every rank's graph on its inputs; returns every rank's outputs.
+
+    Raises:
+        AssertionError: the ranks come to different collectives, or one of them to none.
+    """
+    runs = [_steps(g, [x.clone() for x in i]) for g, i in zip(graphs, inputs, strict=True)]
+    answers: list[Any] = [None] * world.ranks
+    while True:
+        outputs: list[Any] = []
+        calls: list[tuple[Node, Any]] = []
+        for rank in world.each():
+            try:
+                calls.append(runs[rank].send(answers[rank]))
+            except StopIteration as end:
+                outputs.append(end.value)
+        if not calls:
+            return outputs
+        told = {signature(node) for node, _ in calls}
+        assert len(calls) == world.ranks and len(told) == 1, f"the ranks diverge: {told}"
+        kind = KINDS[calls[0][0].target]
+        answers = _PLAYED[kind]([args for _, args in calls])
+
+
+def signature(node: Node) -> str:
+    """What of a collective has to be the same on every rank."""
+    c = Collective.of(node)
+    assert c is not None
+    return f"{c.kind} {c.group_name} {c.value.dtype} {c.sizes} {c.global_size}"
+
+
+def signatures(graph: Graph) -> list[str]:
+    return [signature(c.node) for c in collectives(graph)]
+
+
+def targets(graph: Graph) -> list[Any]:
+    return [n.target for n in graph.nodes if n.op == "call_function"]
+
+
+def _steps(graph: Graph, inputs: list[Tensor]) -> Generator[tuple[Node, Any], Tensor, Any]:
+    given = iter(inputs)
+    values: dict[Node, Any] = {}
+    for node in graph.nodes:
+        args = torch.fx.map_arg(node.args, values.__getitem__)
+        if node.op == "placeholder":
+            values[node] = next(given)
+        elif node.op == "output":
+            return args[0]
+        elif node.target in KINDS:
+            values[node] = yield node, args
+        else:
+            values[node] = args[0] if node.target is WAIT else node.target(*args, **node.kwargs)
+    raise AssertionError("a graph has an output")
+
+
+def _flat(x: Tensor, dim: int) -> Tensor:
+    return x.movedim(dim, 0).reshape(-1)
+
+
+def _reduced(terms: Sequence[Tensor], reduce_op: str) -> Tensor:
+    stacked = torch.stack(list(terms))
+    return {"sum": stacked.sum(0), "avg": stacked.mean(0) if stacked.is_floating_point() else None}[reduce_op]
+
+
+def _all_reduce(calls: list[Any]) -> list[Tensor]:
+    return [_reduced([c[0] for c in calls], calls[0][1]) for _ in calls]
+
+
+def _all_gather(calls: list[Any]) -> list[Tensor]:
+    return [torch.cat([c[0] for c in calls]) for _ in calls]
+
+
+def _reduce_scatter(calls: list[Any]) -> list[Tensor]:
+    return list(_reduced([c[0] for c in calls], calls[0][1]).chunk(len(calls)))
+
+
+def _all_gather_v(calls: list[Any]) -> list[Tensor]:
+    return [_flat(torch.cat([c[0] for c in calls], c[1]), c[1]) for c in calls]
+
+
+def _reduce_scatter_v(calls: list[Any]) -> list[Tensor]:
+    whole = _reduced([c[0] for c in calls], calls[0][3])
+    sizes = GroupCut.resolve(whole.shape[calls[0][1]], *calls[0][4:7], len(calls))
+    return [_flat(part, calls[0][1]) for part in whole.split(sizes, calls[0][1])]
+
+
+def _all_to_all_v(calls: list[Any]) -> list[Tensor]:
+    _, src_dim, dst_dim, _, _, *_ = calls[0]
+    whole = torch.cat([c[0] for c in calls], src_dim)
+    sizes = GroupCut.resolve(whole.shape[dst_dim], *calls[0][8:11], len(calls))
+    return [_flat(part, src_dim) for part in whole.split(sizes, dst_dim)]
+
+
+def _fetch_ranges(calls: list[Any]) -> list[Tensor]:
+    dim = calls[0][1]
+    assert calls[0][10:12] == (0, 0), "no halos here"
+    whole = torch.cat([c[0] for c in calls], dim)
+    sizes = GroupCut.resolve(whole.shape[dim], *calls[0][7:10], len(calls))
+    return [_flat(part, dim) for part in whole.split(sizes, dim)]
+
+
+def _mirror_blocks(calls: list[Any]) -> list[Tensor]:
+    return [_flat(c[0], c[1]) for c in calls[::-1]]
+
+
+_PLAYED = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather_v": _all_gather_v,
+    "reduce_scatter_v": _reduce_scatter_v,
+    "all_to_all_v": _all_to_all_v,
+    "fetch_ranges": _fetch_ranges,
+    "mirror_blocks": _mirror_blocks,
+}

@@ -1,0 +1,434 @@
+"""Chains for uneven blocks, as DTensor emits them and as they are written by hand, of all ranks side by side."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lockstep import ALL_GATHER, REDUCE_SCATTER, Builder, World, apply, play, signatures, targets, world_of
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from shardcompile.passes.collective import WAIT
+from shardcompile.passes.normalise import NormaliseChains
+
+aten = torch.ops.aten
+PAD, SLICE, CAT = aten.constant_pad_nd.default, aten.slice.Tensor, aten.cat.default
+
+REST = {1: (), 2: (3,), 3: (2, 3)}
+"""Extents of the dims that are not cut, by the number of dims."""
+
+CUTS = [(3, 0, 5), (3, 3, 1), (2, 2, 0), (1, 4, 2), (5, 1), (0, 2, 2, 1)]
+
+
+def with_dim(rest: Sequence[int], dim: int, extent: int) -> tuple[int, ...]:
+    return (*rest[:dim], extent, *rest[dim:])
+
+
+def padding(ndim: int, dim: int, by: int) -> list[int]:
+    return [0] * (2 * (ndim - 1 - dim) + 1) + [by]
+
+
+# How the payload of a gather is padded.
+
+
+def by_pad(b: Builder, x: Node, dim: int, by: int, value: float = 0.0) -> Node:
+    return b.call(PAD, x, padding(x.meta["val"].ndim, dim, by), value) if by else x
+
+
+def by_cat(b: Builder, x: Node, dim: int, by: int) -> Node:
+    shape = list(x.meta["val"].shape)
+    shape[dim] = by
+    return b.call(CAT, [x, b.call(aten.new_zeros.default, x, shape)], dim) if by else x
+
+
+def by_rolling(b: Builder, x: Node, dim: int, by: int) -> Node:
+    """So that nobody can see what was padded."""
+    return b.call(aten.roll.default, by_pad(b, x, dim, by), [0], [dim])
+
+
+# How the blocks are taken out of what was gathered.
+
+
+def stacked_blocks(b: Builder, gathered: Node, dim: int, world: int) -> Node:
+    """As torch does for a gather along another dim than the first."""
+    if not dim:
+        return gathered
+    rows = gathered.meta["val"].shape[0] // world
+    parts = b.call(aten.split.Tensor, gathered, rows)
+    return b.call(CAT, [b.call(operator.getitem, parts, r) for r in range(world)], dim)
+
+
+def by_slices(b: Builder, gathered: Node, dim: int, sizes: Sequence[int]) -> Node:
+    whole, largest = stacked_blocks(b, gathered, dim, len(sizes)), max(sizes)
+    kept = [b.call(SLICE, whole, dim, r * largest, r * largest + n) for r, n in enumerate(sizes) if n]
+    return b.call(CAT, kept, dim) if len(kept) > 1 else kept[0]
+
+
+def by_split(b: Builder, gathered: Node, dim: int, sizes: Sequence[int]) -> Node:
+    rows = gathered.meta["val"].shape[0] // len(sizes)
+    parts = b.call(aten.split.Tensor, gathered, rows)
+    blocks = [b.call(operator.getitem, parts, r) for r in range(len(sizes))]
+    return b.call(CAT, [b.call(SLICE, x, dim, 0, n) for x, n in zip(blocks, sizes, strict=True)], dim)
+
+
+def by_view(b: Builder, gathered: Node, dim: int, sizes: Sequence[int]) -> Node:
+    shape = gathered.meta["val"].shape
+    blocks = b.call(aten.view.default, gathered, [len(sizes), shape[0] // len(sizes), *shape[1:]])
+    parts = [b.call(aten.select.int, blocks, 0, r) for r in range(len(sizes))]
+    parts = [b.call(PAD, p, padding(len(shape), dim, n - max(sizes))) for p, n in zip(parts, sizes, strict=True)]
+    return b.call(CAT, parts, dim)
+
+
+def by_split_sizes(b: Builder, gathered: Node, dim: int, sizes: Sequence[int]) -> Node:
+    whole, largest = stacked_blocks(b, gathered, dim, len(sizes)), max(sizes)
+    both = [n for size in sizes for n in (size, largest - size)]
+    parts = b.call(aten.split_with_sizes.default, whole, both, dim)
+    blocks = [b.call(operator.getitem, parts, 2 * r) for r in range(len(sizes))]
+    return b.call(aten.clone.default, b.call(CAT, blocks, dim))
+
+
+def by_tail(b: Builder, gathered: Node, dim: int, sizes: Sequence[int]) -> Node:
+    """As DTensor does, whose padding is all at the end."""
+    return b.call(SLICE, stacked_blocks(b, gathered, dim, len(sizes)), dim, 0, sum(sizes))
+
+
+TAKE = [by_slices, by_split, by_view, by_split_sizes]
+
+
+def gather(
+    world: World,
+    sizes: Sequence[int],
+    dim: int,
+    rest: Sequence[int],
+    pad: Callable[..., Node],
+    take: Callable[..., Node],
+) -> list[Graph]:
+    graphs = []
+    for rank in world.each():
+        b = Builder()
+        x = b.input(*with_dim(rest, dim, sizes[rank]))
+        padded = pad(b, b.call(aten.neg.default, x), dim, max(sizes) - sizes[rank])
+        whole = take(b, b.call(WAIT, b.done(ALL_GATHER, padded, len(sizes), "g")), dim, sizes)
+        graphs.append(b.output(b.call(aten.mul.Tensor, whole, 2.0)))
+    return graphs
+
+
+def blocks_of(sizes: Sequence[int], dim: int, rest: Sequence[int]) -> list[list[Tensor]]:
+    whole = torch.randn(with_dim(rest, dim, sum(sizes)), dtype=torch.float64)
+    return [[x] for x in whole.split(list(sizes), dim)]
+
+
+def check(world: World, graphs: list[Graph], inputs: list[Any], **options: Any) -> list[list[str]]:
+    """Normalise; values stay as they are, ranks agree. Returns every rank's collectives."""
+    before = play(world, graphs, inputs)
+    apply(world, NormaliseChains(**options), graphs)
+    torch.testing.assert_close(play(world, graphs, inputs), before, rtol=0, atol=0)
+    after = [signatures(g) for g in graphs]
+    assert all(a == after[0] for a in after)
+    return after
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+@pytest.mark.parametrize("take", TAKE)
+@pytest.mark.parametrize("sizes", CUTS)
+def test_a_padded_gather_becomes_one_of_blocks(sizes: tuple[int, ...], take: Callable[..., Node], ndim: int) -> None:
+    for dim in range(ndim):
+        with world_of(len(sizes)) as world:
+            graphs = gather(world, sizes, dim, REST[ndim], by_pad, take)
+            after = check(world, graphs, blocks_of(sizes, dim, REST[ndim]))
+            assert [a.split()[0] for a in after[0]] == ["all_gather_v"]
+            assert str(tuple(sizes)) in after[0][0]
+            assert all(not {PAD, SLICE, CAT} & set(targets(g)) for g in graphs)
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 1), (2, 2, 0), (4, 3)])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_padding_that_is_all_at_the_end(sizes: tuple[int, ...], dim: int) -> None:
+    with world_of(len(sizes)) as world:
+        graphs = gather(world, sizes, dim, (2, 3), by_pad, by_tail)
+        assert "all_gather_v" in check(world, graphs, blocks_of(sizes, dim, (2, 3)))[0][0]
+
+
+@pytest.mark.parametrize("pad", [by_cat, by_rolling, lambda *a: by_pad(*a, value=7.0)])
+def test_how_the_padding_was_made_does_not_matter(pad: Callable[..., Node]) -> None:
+    with world_of(3) as world:
+        graphs = gather(world, (3, 0, 5), 1, (2, 2), pad, by_slices)
+        assert "all_gather_v" in check(world, graphs, blocks_of((3, 0, 5), 1, (2, 2)))[0][0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_cut(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(0, 6), min_size=2, max_size=6).filter(lambda s: max(s) > 0))
+    rest = data.draw(st.sampled_from(list(REST.values())))
+    dim = data.draw(st.integers(0, len(rest)))
+    pad, take = data.draw(st.sampled_from([by_pad, by_cat])), data.draw(st.sampled_from(TAKE))
+    with world_of(len(sizes)) as world:
+        after = check(world, gather(world, sizes, dim, rest, pad, take), blocks_of(sizes, dim, rest))
+        uneven = len(set(sizes)) > 1 and sum(n > 0 for n in sizes) > 1
+        assert ("all_gather_v" in after[0][0]) == uneven
+
+
+# What is left alone.
+
+Reader = Callable[[Builder, Node, int], list[Node]]
+
+
+def reads_padding(b: Builder, g: Node, rank: int) -> list[Node]:
+    return [by_slices(b, g, 0, (3, 1)), b.call(aten.sum.default, g)]
+
+
+def reads_all(b: Builder, g: Node, rank: int) -> list[Node]:
+    return [b.call(CAT, [b.call(SLICE, g, 0, 0, 3), b.call(SLICE, g, 0, 3, 6)])]
+
+
+def reads_own(b: Builder, g: Node, rank: int) -> list[Node]:
+    return [b.call(SLICE, g, 0, 3 * rank, 3 * rank + 3)]
+
+
+def reads_backwards(b: Builder, g: Node, rank: int) -> list[Node]:
+    return [b.call(CAT, [b.call(SLICE, g, 0, 3, 4), b.call(SLICE, g, 0, 0, 3)])]
+
+
+def reads_ends(b: Builder, g: Node, rank: int) -> list[Node]:
+    return [b.call(CAT, [b.call(SLICE, g, 0, 0, 3), b.call(SLICE, g, 0, 5, 6)])]
+
+
+def reads_other_columns(b: Builder, g: Node, rank: int) -> list[Node]:
+    return [b.call(SLICE, by_slices(b, g, 0, (3, 1)), 1, rank, rank + 1)]
+
+
+def reads_every_second(b: Builder, g: Node, rank: int) -> list[Node]:
+    return [b.call(SLICE, g, 0, 0, 6, 2)]
+
+
+def reads_two_cuts(b: Builder, g: Node, rank: int) -> list[Node]:
+    return [by_slices(b, g, 0, (3, 1)), by_slices(b, g, 0, (1, 3))]
+
+
+def writes(b: Builder, g: Node, rank: int) -> list[Node]:
+    first = b.call(SLICE, g, 0, 0, 3)
+    b.call(aten.mul_.Tensor, first, 2.0)
+    return [b.call(CAT, [first, b.call(SLICE, g, 0, 3, 4)])]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [reads_padding, reads_all, reads_own, reads_backwards, reads_ends, reads_every_second, reads_two_cuts, writes],
+)
+def test_gathers_that_are_left_alone(read: Reader) -> None:
+    with world_of(2) as world:
+        for rank in world.each():
+            b = Builder()
+            g = b.done(ALL_GATHER, b.input(3, 2), 2, "g")
+            graph = b.output(*read(b, g, rank))
+            before = str(graph)
+            NormaliseChains()(graph)
+            assert str(graph) == before
+
+
+def test_a_part_of_the_blocks_may_be_read_of_them() -> None:
+    with world_of(2) as world:
+        graphs = []
+        for rank in world.each():
+            b = Builder()
+            g = b.done(ALL_GATHER, b.input(3, 2), 2, "g")
+            graphs.append(b.output(*reads_other_columns(b, g, rank)))
+        after = check(world, graphs, [[torch.randn(3, 2).double()] for _ in range(2)])
+        assert "all_gather_v g torch.float64 (3, 1)" in after[0][0]
+
+
+def test_symbolic_sizes_are_left_alone() -> None:
+    with world_of(2):
+        b = Builder()
+        b.mode.shape_env = ShapeEnv()
+        x = b.graph.placeholder("x")
+        x.meta["val"] = b.mode.from_tensor(torch.empty(3, 7), static_shapes=False)
+        graph = b.output(by_slices(b, b.done(ALL_GATHER, x, 2, "g"), 0, (3, 1)))
+        before = str(graph)
+        NormaliseChains()(graph)
+        assert str(graph) == before
+
+
+def test_a_block_that_changes_after_it_was_padded() -> None:
+    with world_of(2) as world:
+        graphs = []
+        for rank in world.each():
+            b = Builder()
+            x = b.input((3, 1)[rank], 2)
+            padded = by_pad(b, x, 0, (0, 2)[rank])
+            if rank:
+                b.call(aten.mul_.Tensor, x, 5.0)
+            graphs.append(b.output(by_slices(b, b.done(ALL_GATHER, padded, 2, "g"), 0, (3, 1))))
+        after = check(world, graphs, blocks_of((3, 1), 0, (2,)))
+        assert "all_gather_v" in after[0][0]
+        assert PAD in targets(graphs[1])
+
+
+def test_the_new_collective_says_where_it_comes_from() -> None:
+    with world_of(2) as world:
+        (graph, _) = gather(world, (3, 1), 0, (2,), by_pad, by_slices)
+        (old,) = graph.find_nodes(op="call_function", target=ALL_GATHER)
+        old.meta.update(stack_trace="line 7", partitioner_tag="is_backward")
+        NormaliseChains()(graph)
+        (new,) = graph.find_nodes(op="call_function", target=torch.ops.shardcompile.all_gather_v.default)
+        assert new.meta["stack_trace"] == "line 7" and new.meta["partitioner_tag"] == "is_backward"
+
+
+def test_chains_on_which_the_ranks_do_not_agree() -> None:
+    seen: list[str] = []
+
+    def none(lines: Sequence[str]) -> list[str]:
+        seen.extend(lines)
+        return []
+
+    with world_of(2) as world:
+        graphs = gather(world, (3, 1), 0, (2,), by_pad, by_slices)
+        before = str(graphs[0])
+        apply(world, NormaliseChains(agree=none), graphs)
+        assert str(graphs[0]) == before
+    assert seen == ["0: all_gather of group g along dim 0 as blocks of (3, 1)"] * 2
+
+
+def test_chains_that_follow_one_another() -> None:
+    with world_of(3) as world:
+        graphs = []
+        for rank in world.each():
+            b = Builder()
+            x, sizes = b.input((3, 0, 2)[rank], 2), (3, 0, 2)
+            for _ in range(3):
+                whole = by_slices(b, b.done(ALL_GATHER, by_pad(b, x, 0, 3 - sizes[rank]), 3, "g"), 0, sizes)
+                x = scattered(b, whole, 0, sizes, rank)
+            graphs.append(b.output(x))
+        after = check(world, graphs, blocks_of((3, 0, 2), 0, (2,)))
+        assert [a.split()[0] for a in after[0]] == ["all_gather_v", "reduce_scatter_v"] * 3
+        assert all(PAD not in targets(g) for g in graphs)
+
+
+# Scatters.
+
+
+def padded_parts(b: Builder, x: Node, dim: int, sizes: Sequence[int], value: float = 0.0) -> Node:
+    """As DTensor does, and as is natural by hand: all parts padded, one after the other along dim 0."""
+    parts = b.call(aten.split_with_sizes.default, x, list(sizes), dim)
+    largest = max(sizes)
+    padded = [by_pad(b, b.call(operator.getitem, parts, r), dim, largest - n, value) for r, n in enumerate(sizes)]
+    if not dim:
+        return b.call(CAT, padded)
+    again = b.call(aten.split.Tensor, b.call(CAT, padded, dim), largest, dim)
+    return b.call(CAT, [b.call(operator.getitem, again, r) for r in range(len(sizes))])
+
+
+def added_parts(b: Builder, x: Node, dim: int, sizes: Sequence[int], value: float = 0.0) -> Node:
+    """As the gradient of a gather with slices comes out."""
+    largest, shape = max(sizes), list(x.meta["val"].shape)
+    shape[0] = largest * len(sizes)
+    total = None
+    for r, n in enumerate(sizes):
+        first = sum(sizes[:r])
+        zeros = b.graph.call_function(aten.full.default, (shape, 0), {"dtype": torch.float64})
+        with b.mode:
+            zeros.meta["val"] = torch.zeros(shape, dtype=torch.float64)
+        part = b.call(SLICE, x, 0, first, first + n)
+        placed = b.call(aten.slice_scatter.default, zeros, part, 0, r * largest, r * largest + n)
+        total = placed if total is None else b.call(aten.add.Tensor, total, placed)
+    assert total is not None
+    return total
+
+
+def scattered(
+    b: Builder, x: Node, dim: int, sizes: Sequence[int], rank: int, pad: Callable[..., Node] = padded_parts, **kw: Any
+) -> Node:
+    result = b.done(REDUCE_SCATTER, pad(b, x, dim, sizes, **kw), "sum", len(sizes), "g")
+    return b.call(SLICE, result, dim, 0, sizes[rank]) if sizes[rank] < max(sizes) else result
+
+
+def scatter(world: World, sizes: Sequence[int], dim: int, rest: Sequence[int], **kw: Any) -> list[Graph]:
+    graphs = []
+    for rank in world.each():
+        b = Builder()
+        x = b.input(*with_dim(rest, dim, sum(sizes)))
+        own = scattered(b, b.call(aten.neg.default, x), dim, sizes, rank, **kw)
+        graphs.append(b.output(b.call(aten.mul.Tensor, own, 2.0)))
+    return graphs
+
+
+def terms_of(sizes: Sequence[int], dim: int, rest: Sequence[int]) -> list[list[Tensor]]:
+    """Integers, of which sums are exact in any order."""
+    shape = with_dim(rest, dim, sum(sizes))
+    return [[torch.randint(-9, 9, shape).double()] for _ in sizes]
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+@pytest.mark.parametrize("sizes", CUTS)
+def test_a_padded_scatter_becomes_one_of_blocks(sizes: tuple[int, ...], ndim: int) -> None:
+    for dim in range(ndim):
+        with world_of(len(sizes)) as world:
+            graphs = scatter(world, sizes, dim, REST[ndim])
+            after = check(world, graphs, terms_of(sizes, dim, REST[ndim]))
+            assert [a.split()[0] for a in after[0]] == ["reduce_scatter_v"]
+            assert str(tuple(sizes)) in after[0][0]
+            assert all(not {PAD, SLICE, CAT} & set(targets(g)) for g in graphs)
+
+
+@pytest.mark.parametrize("sizes", CUTS)
+def test_the_gradient_of_a_gather_with_slices(sizes: tuple[int, ...]) -> None:
+    with world_of(len(sizes)) as world:
+        graphs = scatter(world, sizes, 0, (2,), pad=added_parts)
+        assert "reduce_scatter_v" in check(world, graphs, terms_of(sizes, 0, (2,)))[0][0]
+
+
+def test_who_reads_the_padding_of_a_scatter_gets_zeros() -> None:
+    sizes = (1, 3, 0)
+    with world_of(3) as world:
+        graphs = []
+        for rank in world.each():
+            b = Builder()
+            padded = padded_parts(b, b.input(2, 4), 1, sizes)
+            result = b.done(REDUCE_SCATTER, padded, "avg", 3, "g")
+            graphs.append(b.output(b.call(aten.neg.default, result), b.call(SLICE, result, 1, 0, sizes[rank])))
+        assert "reduce_scatter_v" in check(world, graphs, terms_of(sizes, 1, (2,)))[0][0]
+
+
+def test_scatters_that_are_left_alone() -> None:
+    with world_of(2) as world:
+        even = scatter(world, (2, 2), 0, (2,))
+        ones = scatter(world, (3, 1), 0, (2,), value=1.0)
+        off = scatter(world, (3, 1), 0, (2,))
+        for graphs, options in ((even, {}), (ones, {}), (off, {"scatters": False})):
+            before = [str(g) for g in graphs]
+            apply(world, NormaliseChains(**options), graphs)
+            assert [str(g) for g in graphs] == before
+
+
+def test_scatters_in_another_order_are_left_alone() -> None:
+    with world_of(2):
+        b = Builder()
+        parts = b.call(aten.split_with_sizes.default, b.input(4, 2), [1, 3])
+        first, second = (b.call(operator.getitem, parts, r) for r in range(2))
+        graph = b.output(b.done(REDUCE_SCATTER, b.call(CAT, [second, by_pad(b, first, 0, 2)]), "sum", 2, "g"))
+        before = str(graph)
+        NormaliseChains()(graph)
+        assert str(graph) == before
+
+
+def test_many_ranks_take_little_time() -> None:
+    import time
+
+    sizes = [r % 7 for r in range(512)]
+    with world_of(len(sizes)) as world:
+        world.here = 5
+        b = Builder()
+        whole = by_slices(b, b.done(ALL_GATHER, by_pad(b, b.input(5, 2), 0, 1), len(sizes), "g"), 0, sizes)
+        graph = b.output(b.done(REDUCE_SCATTER, padded_parts(b, whole, 0, sizes), "sum", len(sizes), "g"))
+        start = time.perf_counter()
+        NormaliseChains()(graph)
+        assert time.perf_counter() - start < 5
+        assert len(signatures(graph)) == 2 and PAD not in targets(graph)[:-1]
