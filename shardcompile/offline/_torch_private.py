@@ -89,10 +89,19 @@ def as_in_a_compilation() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def autocast_for_cuda() -> Iterator[None]:
-    """Have ``torch.autocast("cuda")`` be on inside, where torch sees no GPU and would turn it off with a warning."""
+def cuda_questions_answered() -> Iterator[None]:
+    """Have Python's questions about the current CUDA device answered inside, as by a Hopper GPU.
+
+    ``torch.autocast("cuda")`` would be off, and ``torch.distributed.broadcast`` fail.
+    """
+    answers = {
+        "current_device": lambda: 0,
+        "get_device_capability": lambda device=None: (9, 0),
+        "is_bf16_supported": lambda including_emulation=True: True,
+    }
+    amp = torch.cuda.amp.common
     with (
-        mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),  # 2.13 - 2.15
-        mock.patch.object(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
+        mock.patch.multiple(torch.cuda, **answers),
+        mock.patch.object(amp, "amp_definitely_not_available", lambda: False),  # 2.13 - 2.15
     ):
         yield

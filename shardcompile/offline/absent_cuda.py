@@ -29,13 +29,14 @@ class OfflineError(ShardError):
 def pretended_cuda() -> Iterator[None]:
     """Inside of it fake CUDA tensors work as if there was one device. Does nothing where there is a GPU.
 
-    Torch has its code for CUDA, but for meta kernels, in a library that CPU builds lack and that refuses to work without
-    a GPU. A few lines of C++ answer in its place (see absent_cuda.cpp); they are compiled on first use, in seconds, and
-    kept in the user's cache folder, by version of torch.
+    Torch has what it knows of CUDA devices in a library that CPU builds lack and that refuses to work without a GPU. A
+    few lines of C++ answer in its place (see absent_cuda.cpp); they are compiled on first use, in seconds, and kept in
+    the user's cache folder, by version of torch.
 
     It is the whole process that is answered differently meanwhile: ``torch.accelerator.is_available()`` says yes, and
-    attention picks the kernel that it would on a GPU. ``torch.cuda.is_available()`` still says no. Real work on a CUDA
-    device fails as it did before. At the end everything answers for itself again.
+    attention picks the kernel that it would on an Ampere GPU or a later one, ``torch.autocast("cuda")`` is on, and
+    ``torch.cuda.current_device()`` is 0. ``torch.cuda.is_available()`` still says no. Real work on a CUDA device fails
+    as it did before. At the end everything answers for itself again.
 
     Raises:
         OfflineError: there is no C++ compiler, or it fails.
@@ -48,7 +49,7 @@ def pretended_cuda() -> Iterator[None]:
     if not library.shardcompile_pretend():
         raise OfflineError("this process already traces offline for CUDA")
     try:
-        with _torch_private.autocast_for_cuda():
+        with _torch_private.cuda_questions_answered():
             yield
     finally:
         library.shardcompile_stop()

@@ -48,7 +48,7 @@ class CollectiveRecord:
             tuple(dist.get_process_group_ranks(compat.process_group(collective.group_name))),
             tuple(dict.fromkeys(p.meta["val"].dtype for p in collective.payloads)),
             collective.global_bytes,
-            collective.source,
+            collective.source.rstrip("^~ "),
         )
 
     def __str__(self) -> str:
@@ -198,8 +198,14 @@ def _run_passes(graph: GraphModule, pipeline: Pipeline, inductor: bool, is_infer
 
 
 def _built(world: OfflineWorld, build: Build) -> tuple[Callable[..., Any], Sequence[Any]]:
-    with _torch_private.as_in_a_compilation(), _torch_private.fake_tensors(), torch.device(world.device):
-        fn, inputs = build(world.mesh)
+    try:
+        with _torch_private.as_in_a_compilation(), _torch_private.fake_tensors(), torch.device(world.device):
+            fn, inputs = build(world.mesh)
+    except compat.UNKNOWN_OUTPUT_SHAPE as error:
+        raise OfflineError(
+            "build(mesh) asks for the value of a tensor, but tensors are fake there. If that is ShardTensor.from_local, "
+            "state the sizes of all blocks: sharding_shapes={mesh dim: sizes}"
+        ) from error
     if not callable(fn) or not isinstance(inputs, (tuple, list)):
         raise OfflineError(
             "build(mesh) must return a function and a tuple of its arguments, got "
