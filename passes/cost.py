@@ -81,6 +81,16 @@ class CostModel:
     group_sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
     group_links: Mapping[str, Link] = field(default_factory=dict, hash=False)
 
+    @staticmethod
+    def of(graph: Graph) -> CostModel:
+        """What to reckon a graph's costs with where nothing is given: by the device type of its collectives.
+
+        Args:
+            graph: any.
+        """
+        kinds = [t.device.type for c in map(Collective.of, graph.nodes) if c for t in blocks.tensors(c.payloads[0])]
+        return CostModel(links.device_of(kinds[0] if kinds else "cpu"))
+
     def group_size(self, name: str) -> int | None:
         """Ranks in a group, or None."""
         return blocks.size_of_group(name, self.group_sizes)
@@ -104,9 +114,12 @@ class CostModel:
         if n is None or moved is None:
             _say_once(f"{c.kind} over group {c.group_name} of {n or 'unknown'} ranks has no price; a default stands in")
             return self._wire_seconds(c.group_name, NOMINAL_RANKS, Traffic(NOMINAL_BYTES, NOMINAL_BYTES))
-        if not readable(c, blocks.members(c, n), labels):
+        if any(compat.is_unbacked(s) for p in c.payloads for t in blocks.tensors(p) for s in t.shape):
+            _say_once("collectives of sizes that are known at run time only are priced as if these were 64")
+        members = blocks.members(c, n)
+        if not readable(c, members, labels):
             return self._wire_seconds(c.group_name, n, Traffic(NOMINAL_BYTES, NOMINAL_BYTES * n))
-        return self._wire_seconds(c.group_name, n, moved(blocks.members(c, n), n))
+        return self._wire_seconds(c.group_name, n, moved(members, n))
 
     def _wire_seconds(self, group_name: str, n: int, traffic: Traffic) -> float:
         link = self.link(group_name)

@@ -143,7 +143,7 @@ def lower_bound(graph: Graph, prices: Prices) -> float:
       Jackson's rule (Carlier, "The one-machine sequencing problem", 1982), so that it is at least the sum of the
       work, the whole compute and a group's whole communication.
     """
-    heads, tails = _heads(graph, prices), _tails(graph, prices)
+    heads, tails = _heads(graph, prices), tails_of(graph, prices)
     jobs: dict[str, list[tuple[float, float, float]]] = {}
     for node in graph.nodes:
         if prices.seconds[node]:
@@ -169,7 +169,7 @@ def _heads(graph: Graph, prices: Prices) -> dict[Node, float]:
     return heads
 
 
-def _tails(graph: Graph, prices: Prices) -> dict[Node, float]:
+def tails_of(graph: Graph, prices: Prices) -> dict[Node, float]:
     """The least time after each node has ended."""
     tails: dict[Node, float] = dict.fromkeys(graph.nodes, 0.0)
     from_start = dict(tails)  # the least time from a node's start to the end of everything

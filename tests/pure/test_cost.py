@@ -1,0 +1,440 @@
+"""Prices: formulas against numbers worked out by hand, and the same on every rank whatever its block is."""
+
+from __future__ import annotations
+
+import logging
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from shardcompile.passes import cost, links
+from shardcompile.passes.blocks import labels, rank_dependent
+from shardcompile.passes.collective import WAIT, Collective, add_node
+from shardcompile.passes.cost import NOMINAL_BYTES, CostModel, Prices
+from shardcompile.passes.links import CPU_CORE, H100, Device, Link
+from shardcompile.passes.simulator import lower_bound, simulate
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+ours = torch.ops.shardcompile
+
+PORTS = Link("a second for a byte", launch=0.0, hop=0.0, bandwidth=1.0)
+SHARED = Link("the same, shared", launch=0.0, hop=0.0, bandwidth=1.0, medium="shared")
+LATENT = Link("latency only", launch=10.0, hop=1.0, bandwidth=math.inf)
+GROUPS = {"g": 3, "h": 2, "one": 1}
+
+
+def model(link: Link = PORTS, device: Device = H100, groups: Mapping[str, int] = GROUPS) -> CostModel:
+    return CostModel(device, group_sizes=groups, group_links=dict.fromkeys([*groups, "unknown"], link))
+
+
+class Builder:
+    """Writes a graph of bytes: the extents of a tensor are what it holds and moves."""
+
+    def __init__(self, dtype: torch.dtype = torch.uint8) -> None:
+        self.graph = Graph()
+        self.mode = FakeTensorMode(shape_env=ShapeEnv())
+        self.dtype = dtype
+
+    def input(self, *shape: int, dynamic: Sequence[int] = ()) -> Node:
+        node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
+        if dynamic:
+            real = torch.empty(shape, dtype=self.dtype)
+            torch._dynamo.maybe_mark_dynamic(real, list(dynamic))
+            node.meta["val"] = self.mode.from_tensor(real, static_shapes=False)
+        else:
+            with self.mode:
+                node.meta["val"] = torch.empty(shape, dtype=self.dtype)
+        return node
+
+    def call(self, target: Any, *args: Any) -> Node:
+        return add_node(self.graph, target, *args)
+
+    def wait(self, target: Any, *args: Any) -> Node:
+        return self.call(WAIT, self.call(target, *args))
+
+    def output(self, *nodes: Node) -> Graph:
+        self.graph.output(nodes)
+        self.graph.lint()
+        return self.graph
+
+
+def cut(sizes: Sequence[int]) -> tuple[list[int], int, list[int]]:
+    return list(sizes), 0, []
+
+
+def seconds(make: Any, link: Link) -> float:
+    b = Builder()
+    c = Collective.of(make(b))
+    assert c is not None
+    return model(link).collective_seconds(c)
+
+
+SIZES = [6, 0, 2]
+COLLECTIVES = {
+    # What: (how, seconds where every rank has its own link, where all share one), a second for a byte.
+    "gather of 3 x 8": (lambda b: b.call(c10d.all_gather_into_tensor.default, b.input(8), 3, "g"), 16, 16),
+    "reduce-scatter of 24": (lambda b: b.call(c10d.reduce_scatter_tensor.default, b.input(24), "sum", 3, "g"), 16, 16),
+    "reduction of 24": (lambda b: b.call(c10d.all_reduce.default, b.input(24), "sum", "g"), 32, 32),
+    "two reductions": (lambda b: b.call(c10d.all_reduce_coalesced.default, [b.input(20), b.input(4)], "sum", "g"), 32, 32),
+    "exchange of 24": (lambda b: b.call(c10d.all_to_all_single.default, b.input(24), [], [], "g"), 16, 16),
+    "broadcast of 24": (lambda b: b.call(c10d.broadcast.default, b.input(24), 0, "g"), 24, 16),
+    # The owner of 6 x 10 sends them twice; all in all each of 80 bytes is sent twice, over 3 ranks.
+    "uneven gather": (lambda b: b.call(ours.all_gather_v.default, b.input(6, 10), 0, 8, *cut(SIZES), "g"), 120, 160 / 3),
+    "uneven scatter": (
+        lambda b: b.call(ours.reduce_scatter_v.default, b.input(8, 10), 0, 6, "sum", *cut(SIZES), "g"), 120, 160 / 3
+    ),
+    # Rank 0 holds 6 of 8 rows and keeps 1 of 8 columns; rank 1 gets 3 columns and holds no row of them.
+    "turn": (
+        lambda b: b.call(ours.all_to_all_v.default, b.input(6, 8), 0, 1, 8, 1, *cut(SIZES), *cut([1, 3, 4]), "g"),
+        6 * 7,
+        (6 * 7 + 2 * 4) / 3,
+    ),
+    # Rows 0-5 | - | 6-7 become 0-1 | 2-5 | 6-7: rank 1 takes four of rank 0's.
+    "new cut": (
+        lambda b: b.call(ours.fetch_ranges.default, b.input(6, 10), 0, 8, 2, *cut(SIZES), *cut([2, 4, 2]), 0, 0, "g"),
+        40,
+        40 / 3,
+    ),
+    # A row from either neighbour: rank 1 takes two and gives two.
+    "halo": (
+        lambda b: b.call(ours.fetch_ranges.default, b.input(3, 10), 0, 9, 4, *cut([3, 3, 3]), *cut([3, 3, 3]), 1, 1, "g"),
+        20,
+        40 / 3,
+    ),
+    "halo back": (
+        lambda b: b.call(ours.return_ranges.default, b.input(4, 10), 0, 9, 3, *cut([3, 3, 3]), *cut([3, 3, 3]), 1, 1, "g"),
+        20,
+        40 / 3,
+    ),
+    "chunk cut": (lambda b: b.call(ours.all_gather_v.default, b.input(3, 10), 0, 8, [], 0, [], "g"), 60, 160 / 3),
+    "alone": (lambda b: b.call(c10d.all_reduce.default, b.input(24), "sum", "one"), 0, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_what_collectives_move(name: str) -> None:
+    make, ports, shared = COLLECTIVES[name]
+    copies = 1e-6  # of single bytes: nothing
+    assert seconds(make, PORTS) == pytest.approx(ports, abs=copies)
+    assert seconds(make, SHARED) == pytest.approx(shared, abs=copies)
+
+
+def test_a_bucket_moves_what_its_members_hold_and_costs_one_latency_and_copies() -> None:
+    b = Builder()
+    x, y = b.input(6, 10), b.input(1, 5)
+    bucket = b.call(
+        ours.all_gather_bucket.default, [x, y], [0, 0], [8, 4], [6, 0, 2, 1, 3, 0], [0, 0], [], [3, 0, 3, 0], "g"
+    )
+    c = Collective.of(bucket)
+    assert c is not None
+    assert model(SHARED).collective_seconds(c) == pytest.approx(2 * (80 + 20) / 3, abs=1e-6)
+    assert model(PORTS).collective_seconds(c) == pytest.approx(2 * max(60 + 5, 15, 20), abs=1e-6)
+    copied = 2 * (100 + 65) / (H100.memory * H100.share)
+    assert model(LATENT).collective_seconds(c) == pytest.approx(10 + math.log2(3) + copied)
+
+
+def test_latency_grows_with_the_group() -> None:
+    assert LATENT.seconds(100, 2) == 11
+    assert LATENT.seconds(100, 8) == 13
+    assert LATENT.seconds(100, 1) == 0
+
+
+def test_links_follow_from_what_all_ranks_share() -> None:
+    assert links.link_of(H100, 8) is links.NVLINK4
+    assert links.link_of(H100, 9) is links.INFINIBAND_NDR
+    assert links.link_of(H100, 8, ranks_per_node=4) is links.INFINIBAND_NDR
+    assert links.link_of(links.device_of("cpu"), 4) is links.GLOO_LOOPBACK
+    assert links.device_of("cuda") is H100
+    assert all(d.flops[torch.float32] > 0 for d in links.DEVICES.values())
+
+
+def test_the_settings_of_a_model_are_in_its_repr() -> None:
+    reprs = {repr(model(link, device)) for link in (PORTS, SHARED) for device in (H100, CPU_CORE)}
+    assert len(reprs) == 4
+    assert repr(model()) in reprs
+
+
+def test_products_cost_their_operations_and_copies_their_bytes() -> None:
+    b = Builder(torch.bfloat16)
+    x, w = b.input(4096, 8192), b.input(8192, 2048)
+    product = b.call(aten.mm.default, x, w)
+    copied = b.call(aten.clone.default, product)
+    table = b.call(aten.cat.default, [copied, copied])
+    graph = b.output(table)
+    prices = Prices.of(graph, model())
+    flops = 2 * 4096 * 8192 * 2048 / 989e12 / 0.7
+    assert prices.seconds[product] == pytest.approx(flops + H100.kernel)
+    nbytes = 4096 * 2048 * 2
+    assert prices.seconds[table] == pytest.approx((nbytes + 2 * nbytes) / 3.35e12 / 0.7 + H100.kernel)
+    assert [prices.seconds[n] for n in (x, w)] == [0, 0]
+    assert [prices.nbytes[n] for n in (x, product, table)] == [4096 * 8192 * 2, nbytes, 2 * nbytes]
+
+
+@pytest.mark.parametrize("name", ["convolution", "attention", "attention on the CPU"])
+def test_operations_of_other_products(name: str) -> None:
+    b = Builder(torch.float32)
+    if name == "convolution":
+        x, w = b.input(2, 3, 8, 8), b.input(5, 3, 3, 3)
+        node = b.call(aten.convolution.default, x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        flops = 2 * (2 * 5 * 8 * 8) * (3 * 3 * 3)
+    else:
+        q = b.input(2, 4, 16, 8)
+        cpu = aten._scaled_dot_product_flash_attention_for_cpu.default
+        op = cpu if "CPU" in name else aten._scaled_dot_product_efficient_attention.default
+        node = b.graph.call_function(op, (q, q, q, *([None, False] if "CPU" not in name else [])))
+        node.meta["val"] = (q.meta["val"],)
+        flops = 2 * 2 * (2 * 4) * 16 * 16 * 8
+    assert cost._flops(node) == flops
+
+
+def test_an_op_whose_operations_cannot_be_counted_costs_its_bytes(caplog: pytest.LogCaptureFixture) -> None:
+    b = Builder()
+    x = b.input(8)
+    odd = b.graph.call_function(aten.mm.default, (x,))  # no such call, as another version of an op could have it
+    odd.meta["val"] = x.meta["val"]
+    with caplog.at_level(logging.WARNING, logger="shardcompile"):
+        assert cost._flops(odd) == 0
+    assert "cannot be counted" in caplog.text
+
+
+def test_what_passes_between_fused_ops_is_free() -> None:
+    b = Builder(torch.float32)
+    x = b.input(1 << 20)
+    first = b.call(aten.exp.default, x)
+    second = b.call(aten.neg.default, b.call(aten.view.default, first, [1 << 10, 1 << 10]))
+    graph = b.output(second)
+    prices = Prices.of(graph, model())
+    one_pass = (1 << 22) / 3.35e12 / 0.7
+    assert prices.seconds[first] == pytest.approx(one_pass)  # reads x
+    assert prices.seconds[second] == pytest.approx(one_pass + H100.kernel)  # writes its result
+
+
+def test_views_and_waits_hold_what_another_node_allocated() -> None:
+    b = Builder()
+    x = b.input(6, 4)
+    start = b.call(c10d.all_reduce.default, x, "sum", "g")
+    wait = b.call(WAIT, start)
+    parts = b.call(aten.split_with_sizes.default, wait, [2, 4], 0)
+    part = b.call(operator.getitem, parts, 1)
+    slept = b.call(aten.transpose.int, part, 0, 1)
+    written = b.call(aten.add_.Tensor, slept, 1)
+    coalesced = b.call(c10d.all_reduce_coalesced.default, [x, x], "sum", "g")
+    member = b.call(WAIT, b.call(operator.getitem, coalesced, 0))
+    own = b.call(aten.clone.default, part)
+    prices = Prices.of(b.output(own, written, member), model())
+    for node in (wait, parts, part, slept, written):
+        assert prices.storage[node] is start
+        assert prices.nbytes[node] == 0
+    assert prices.storage[member] is coalesced
+    assert (prices.nbytes[coalesced], prices.nbytes[own], prices.storage[own]) == (48, 16, own)
+    assert prices.seconds[written] > 0
+    assert [prices.seconds[n] for n in (wait, parts, part, slept)] == [0] * 4
+    assert prices.awaits == {wait: start, member: coalesced}
+    assert prices.group == {start: "g", coalesced: "g"}
+
+
+def test_symbols_are_priced_by_their_hints_and_get_no_guards() -> None:
+    b = Builder()
+    x = b.input(50, 10, dynamic=[0])
+    start = b.call(c10d.all_reduce.default, x, "sum", "g")
+    graph = b.output(b.call(WAIT, start))
+    guards = len(b.mode.shape_env.guards)
+    prices = Prices.of(graph, model())
+    assert prices.seconds[start] == 2 * 2 / 3 * 500
+    assert prices.nbytes[x] == 500
+    assert len(b.mode.shape_env.guards) == guards
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.message for r in caplog.records if r.name == "shardcompile"]
+
+
+def test_sizes_without_a_hint_get_a_default_and_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    b = Builder()
+    x = b.input(8)
+    extent = b.mode.shape_env.create_unbacked_symint()
+    torch._check(extent >= 0)
+    with b.mode:
+        x.meta["val"] = torch.empty((extent,), dtype=torch.uint8)
+    start = b.call(c10d.all_reduce.default, x, "sum", "g")
+    graph = b.output(b.call(WAIT, start))
+    cost._say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="shardcompile"):
+        assert [Prices.of(graph, model()).seconds[start] for _ in range(2)] == [2 * 2 / 3 * 64] * 2
+    assert ["known at run time only" in text for text in said(caplog)] == [True]
+
+
+def test_the_default_model_goes_by_the_kind_of_device() -> None:
+    b = Builder()
+    assert CostModel.of(b.output(b.wait(c10d.all_reduce.default, b.input(8), "sum", "g"))).device is CPU_CORE
+    b = Builder()
+    x = b.graph.placeholder("x")
+    with b.mode:
+        x.meta["val"] = torch.empty(8, device="cuda")
+    start = b.graph.call_function(c10d.all_reduce.default, (x, "sum", "g"))
+    assert CostModel.of(b.output(start)).device is H100
+
+
+def test_what_has_no_price_gets_a_default_and_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    b = Builder()
+    x = b.input(8)
+    graph = b.output(
+        b.wait(c10d.all_reduce.default, x, "sum", "unknown"), b.wait(c10d.all_reduce.default, x, "max", "unknown")
+    )
+    cost._say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="shardcompile"):
+        prices = [Prices.of(graph, model()) for _ in range(2)]
+    starts = list(prices[0].group)
+    assert [prices[0].seconds[s] for s in starts] == [NOMINAL_BYTES] * 2
+    assert ["all_reduce over group unknown" in text for text in said(caplog)] == [True]
+
+
+# The same on every rank.
+
+
+def step(sizes: Sequence[int], columns: Sequence[int], rank: int) -> Graph:
+    """What a rank traces of a program with fixed cuts: the numbers are those of its own blocks."""
+    b = Builder(torch.float32)
+    n, mine, total = len(sizes), sizes[rank], sum(sizes)
+    width = sum(columns)
+    x, w, weight = b.input(mine, width), b.input(width, width), b.input(mine, width)
+    # A weight that is gathered, used and gets a gradient.
+    whole = b.call(
+        aten.view.default, b.wait(ours.all_gather_v.default, weight, 0, total, *cut(sizes), "g"), [total, width]
+    )
+    hidden = b.call(aten.relu.default, b.call(aten.mm.default, x, w))
+    y = b.call(aten.mm.default, hidden, b.call(aten.t.default, whole))
+    grad = b.call(aten.mm.default, b.call(aten.t.default, y), hidden)
+    flat = b.wait(ours.reduce_scatter_v.default, grad, 0, mine, "sum", *cut(sizes), "g")
+    new = b.call(aten.sub.Tensor, weight, b.call(aten.view.default, flat, [mine, width]))
+    # Blocks that are cut anew, turned, exchanged, and gathered in a bucket.
+    moved = b.wait(
+        ours.fetch_ranges.default, hidden, 0, total, sizes[-1 - rank], *cut(sizes), *cut(sizes[::-1]), 0, 0, "g"
+    )
+    turned = b.wait(ours.all_to_all_v.default, hidden, 0, 1, total, columns[rank], *cut(sizes), *cut(columns), "g")
+    outer = [7 * (rank + 1)] * n
+    exchanged = b.wait(c10d.all_to_all_single.default, b.input(sum(outer)), outer, outer, "g")
+    both = b.wait(
+        ours.all_gather_bucket.default,
+        [new, hidden],
+        [0, 0],
+        [total, total],
+        [*sizes] * 2,
+        [0, 0],
+        [],
+        [n, 0, n, 0],
+        "g",
+    )
+    own = b.call(ours.take_block.default, whole, 0, mine, *cut(sizes), "g")
+    placed = b.call(ours.place_block.default, own, 0, total, *cut(sizes), "g")
+    mirrored = b.wait(ours.mirror_blocks.default, own, 0, sizes[-1 - rank], "g")
+    loss = b.wait(c10d.all_reduce.default, b.call(aten.sum.default, y), "sum", "g")
+    return b.output(new, moved, turned, exchanged, both, placed, mirrored, loss)  # fmt: skip
+
+
+def prices_of(graph: Graph) -> list[tuple[str, float, int]]:
+    prices = Prices.of(graph, model(links.NVLINK4))
+    return [(n.name, prices.seconds[n], prices.nbytes[n]) for n in graph.nodes]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(0, 40), min_size=3, max_size=3).filter(lambda s: len(set(s)) > 1),
+    st.lists(st.integers(1, 40), min_size=3, max_size=3),
+)
+def test_every_rank_finds_the_same_prices(sizes: list[int], columns: list[int]) -> None:
+    graphs = [step(sizes, columns, rank) for rank in range(3)]
+    first, *others = [prices_of(g) for g in graphs]
+    for rank, found in enumerate(others, 1):
+        assert [(a, b) for a, b in zip(first, found, strict=True) if a != b] == [], rank
+    plans = [Prices.of(g, model(links.NVLINK4)) for g in graphs]
+    totals = {(simulate(list(g.nodes), p).total, lower_bound(g, p)) for g, p in zip(graphs, plans, strict=True)}
+    assert len(totals) == 1
+
+
+def test_the_test_above_can_fail() -> None:
+    """Were the numbers in the graph read, the ranks' prices would differ."""
+    graphs = [step([30, 1, 5], [4, 4, 4], rank) for rank in range(3)]
+    read = [[m.compute_seconds(n, {}) for n in g.nodes] for g in graphs for m in [model(links.NVLINK4)]]
+    assert read[0] != read[1] != read[2]
+
+
+def test_blocks_of_a_known_cut_count_as_the_largest_of_them() -> None:
+    b = Builder()
+    x = b.input(1, 10)
+    start = b.call(ours.all_gather_v.default, x, 0, 12, *cut([1, 8, 3]), "g")
+    scattered = b.call(ours.reduce_scatter_v.default, b.input(12, 10), 0, 1, "sum", *cut([1, 8, 3]), "g")
+    other = b.call(aten.neg.default, x)
+    prices = Prices.of(b.output(start, b.call(WAIT, scattered), other), model())
+    assert [prices.nbytes[n] for n in (x, start, scattered)] == [80, 120, 80]
+    assert prices.nbytes[other] == NOMINAL_BYTES
+
+
+def test_whether_blocks_are_uneven_is_told_by_the_cut_and_not_by_the_block() -> None:
+    def dependent(sizes: Sequence[int]) -> bool:
+        b = Builder()
+        x = b.input(4, 2)
+        graph = b.output(b.wait(ours.all_gather_v.default, x, 0, sum(sizes), *cut(sizes), "g"))
+        return x in rank_dependent(graph, GROUPS)
+
+    assert not dependent([4, 4, 4])
+    assert dependent([4, 4, 5])
+
+
+def test_dependence_ends_at_collectives_and_scalars() -> None:
+    b = Builder(torch.float32)
+    x, w, u = b.input(5, 4), b.input(4, 4), b.input(5, 4)
+    y = b.call(aten.mm.default, x, w)
+    z = b.call(aten.add.Tensor, y, u)  # so that u is a block as well
+    of_u = b.call(aten.exp.default, u)
+    gathered = b.wait(ours.all_gather_v.default, y, 0, 9, *cut([5, 1, 3]), "g")
+    after = b.call(aten.relu.default, gathered)
+    loss = b.call(aten.sum.default, z)
+    other = b.call(aten.mul.Tensor, b.input(3), loss)
+    found = rank_dependent(b.output(after, loss, of_u, other), GROUPS)
+    assert {x, y, z, u, of_u} <= found
+    assert not {gathered, after, loss, other} & found
+
+
+def test_a_weight_that_was_gathered_is_alike_on_all_ranks() -> None:
+    b = Builder(torch.float32)
+    shard = b.input(2, 4)
+    whole = b.call(aten.view.default, b.wait(ours.all_gather_v.default, shard, 0, 4, *cut([2, 1, 1]), "g"), [4, 4])
+    y = b.call(aten.mm.default, b.input(5, 4), whole)
+    sent = b.wait(ours.all_gather_v.default, y, 0, 9, *cut([5, 1, 3]), "g")
+    elsewhere = b.call(aten.mm.default, b.input(7, 4), whole)
+    found = rank_dependent(b.output(sent, elsewhere), GROUPS)
+    assert {shard, y} <= found
+    assert not {whole, elsewhere} & found
+
+
+def test_what_differs_along_another_mesh_dim_gives_a_collective_a_nominal_price() -> None:
+    b = Builder()
+    x = b.input(5, 4)  # uneven rows over g, even columns over h
+    columns = b.call(ours.all_gather_v.default, x, 1, 8, *cut([4, 4]), "h")
+    block = b.call(aten.view.default, b.call(WAIT, columns), [5, 8])
+    rows = b.call(ours.all_gather_v.default, block, 0, 9, *cut([5, 1, 3]), "g")
+    graph = b.output(b.call(WAIT, rows))
+    assert labels(graph, GROUPS)[x] == {"g"}
+    prices = Prices.of(graph, model())
+    assert prices.seconds[columns] == NOMINAL_BYTES
+    assert prices.seconds[rows] == 2 * 5 * 8
+
+
+def test_a_halo_makes_even_blocks_uneven() -> None:
+    b = Builder()
+    fetched = b.call(ours.fetch_ranges.default, b.input(3, 4), 0, 9, 4, *cut([3, 3, 3]), *cut([3, 3, 3]), 1, 0, "g")
+    moved = b.call(ours.fetch_ranges.default, b.input(3, 4), 0, 9, 3, *cut([3, 3, 3]), *cut([3, 3, 3]), 0, 0, "g")
+    found = rank_dependent(b.output(b.call(WAIT, fetched), b.call(WAIT, moved)), GROUPS)
+    assert fetched in found
+    assert moved not in found

@@ -1,0 +1,297 @@
+"""Timelines worked out by hand, a bound that no order beats, memory, and how the work grows with the graph."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+
+from shardcompile.passes.collective import WAIT, add_node
+from shardcompile.passes.cost import CostModel, Prices
+from shardcompile.passes.links import H100
+from shardcompile.passes.simulator import COMPUTE, Timeline, lower_bound, perfetto, simulate
+
+aten = torch.ops.aten
+REDUCE = torch.ops._c10d_functional.all_reduce.default
+GATHER = torch.ops.shardcompile.all_gather_v.default
+MODEL = CostModel(H100, group_sizes={"g": 3, "h": 2})
+
+
+class Program:
+    """A graph whose nodes have stated costs: nothing of the cost model is asked."""
+
+    def __init__(self) -> None:
+        self.graph = Graph()
+        self.seconds: dict[Node, float] = {}
+        self.nbytes: dict[Node, int] = {}
+        self.storage: dict[Node, Node] = {}
+        self.group: dict[Node, str] = {}
+        self.awaits: dict[Node, Node] = {}
+
+    def _add(self, node: Node, seconds: float, nbytes: int, base: Node | None = None) -> Node:
+        self.seconds[node], self.nbytes[node] = seconds, nbytes
+        self.storage[node] = node if base is None else self.storage[base]
+        return node
+
+    def input(self, nbytes: int = 0) -> Node:
+        return self._add(self.graph.placeholder(f"x{len(self.seconds)}"), 0.0, nbytes)
+
+    def op(self, seconds: float, *inputs: Node, nbytes: int = 0) -> Node:
+        return self._add(self.graph.call_function(aten.cat.default, (inputs,)), seconds, nbytes)
+
+    def view(self, x: Node) -> Node:
+        return self._add(self.graph.call_function(aten.alias.default, (x,)), 0.0, 0, x)
+
+    def start(self, seconds: float, x: Node, group: str = "g", nbytes: int = 0) -> Node:
+        node = self._add(self.graph.call_function(REDUCE, (x, "sum", group)), seconds, nbytes)
+        self.group[node] = group
+        return node
+
+    def wait(self, start: Node) -> Node:
+        node = self._add(self.graph.call_function(WAIT, (start,)), 0.0, 0, start)
+        self.awaits[node] = start
+        return node
+
+    def prices(self, *results: Node) -> Prices:
+        self._add(self.graph.output(results), 0.0, 0)
+        inputs = {n: tuple(n.all_input_nodes) for n in self.graph.nodes}
+        return Prices(self.seconds, self.nbytes, self.storage, self.group, self.awaits, inputs)
+
+
+def two_products_and_a_gather() -> tuple[Program, Prices, list[Node]]:
+    """a: 3 s; gather: 5 s; b, which needs no gather: 4 s; c, which does: 2 s."""
+    p = Program()
+    x = p.input()
+    a = p.op(3.0, x)
+    g = p.start(5.0, a)
+    w = p.wait(g)
+    c = p.op(2.0, w)
+    b = p.op(4.0, x)
+    prices = p.prices(c, b)
+    (out,) = (n for n in p.graph.nodes if n.op == "output")
+    return p, prices, [x, a, g, w, c, b, out]
+
+
+def test_a_wait_at_once_hides_nothing() -> None:
+    _, prices, order = two_products_and_a_gather()
+    timeline = simulate(order, prices)
+    assert timeline.total == 3 + 5 + 2 + 4
+    assert (timeline.compute, timeline.communication, timeline.exposed) == (9, {"g": 5}, 5)
+    assert [(e.stream, e.start, e.end) for e in timeline.events] == [
+        (COMPUTE, 0, 3),
+        ("g", 3, 8),
+        (COMPUTE, 8, 10),
+        (COMPUTE, 10, 14),
+    ]
+
+
+def test_a_product_between_start_and_wait_hides_the_gather() -> None:
+    p, prices, (x, a, g, w, c, b, out) = two_products_and_a_gather()
+    timeline = simulate([x, a, g, b, w, c, out], prices)
+    assert timeline.total == 3 + 5 + 2  # b runs from 3 to 7, the gather from 3 to 8
+    assert timeline.exposed == 1
+    assert lower_bound(p.graph, prices) == 10
+
+
+def test_a_group_does_one_thing_at_a_time_and_groups_run_side_by_side() -> None:
+    p = Program()
+    x = p.input()
+    one, two, other = p.start(5.0, x), p.start(3.0, x), p.start(6.0, x, "h")
+    prices = p.prices(p.wait(one), p.wait(two), p.wait(other))
+    timeline = simulate(list(p.graph.nodes), prices)
+    assert timeline.total == 8
+    assert {e.node: e.start for e in timeline.events} == {one: 0, two: 5, other: 0}
+    assert lower_bound(p.graph, prices) == 8
+
+
+def test_a_collective_that_nobody_awaits_has_to_end_all_the_same() -> None:
+    p = Program()
+    start = p.start(5.0, p.op(1.0, p.input()))
+    prices = p.prices(start)
+    assert simulate(list(p.graph.nodes), prices).total == lower_bound(p.graph, prices) == 6
+
+
+def test_the_bound_counts_what_must_come_before_and_after_a_full_stream() -> None:
+    p = Program()
+    first = p.op(2.0, p.input())
+    gathers = [p.wait(p.start(3.0, first)) for _ in range(4)]
+    prices = p.prices(*[p.op(1.0, g) for g in gathers])
+    # 2 s, then 4 gathers, then the product of the last one; neither stream nor path alone is longer than 12 s.
+    assert simulate(list(p.graph.nodes), prices).total >= lower_bound(p.graph, prices) == 2 + 12 + 1
+
+
+def test_peak_memory() -> None:
+    p = Program()
+    x = p.input(nbytes=100)
+    a = p.op(1.0, x, nbytes=10)
+    v = p.view(a)
+    b = p.op(1.0, v, nbytes=1000)  # reads a through its view
+    c = p.op(1.0, b, nbytes=5)
+    prices = p.prices(c)
+    assert simulate(list(p.graph.nodes), prices).peak_bytes == 100 + 10 + 1000  # then a is freed: 100 + 1000 + 5
+
+
+def test_a_payload_is_held_until_the_wait() -> None:
+    p = Program()
+    x = p.input(nbytes=1)
+    payload = p.op(1.0, x, nbytes=10)
+    start = p.start(1.0, payload, nbytes=100)
+    between = p.op(1.0, x, nbytes=1000)
+    end = p.op(1.0, between, nbytes=2000)
+    late = p.wait(start)
+    prices = p.prices(late, end)
+    assert simulate(list(p.graph.nodes), prices).peak_bytes == 1 + 10 + 100 + 1000 + 2000
+    x, payload, start, between, end, late, out = p.graph.nodes
+    early = [x, payload, start, late, between, end, out]
+    assert simulate(early, prices).peak_bytes == 1 + 100 + 1000 + 2000
+
+
+def test_an_order_that_is_none_is_refused() -> None:
+    _, prices, (x, a, g, w, c, b, out) = two_products_and_a_gather()
+    with pytest.raises(AssertionError, match="before one of its inputs"):
+        simulate([x, g, a, w, c, b, out], prices)
+    with pytest.raises(AssertionError, match="each node of the graph once"):
+        simulate([x, a, g, w, c], prices)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[Program, Prices]:
+    p = Program()
+    nodes = [p.input()]
+    seconds = st.integers(0, 9).map(float)
+    for _ in range(draw(st.integers(1, 25))):
+        x = draw(st.sampled_from(nodes))
+        kind = draw(st.sampled_from(["op", "op", "start", "wait", "view"]))
+        if kind == "op":
+            nodes.append(p.op(draw(seconds), x, draw(st.sampled_from(nodes)), nbytes=draw(st.integers(0, 9))))
+        elif kind == "view":
+            nodes.append(p.view(x))
+        elif kind == "start" or not p.group:
+            nodes.append(p.start(draw(seconds), x, draw(st.sampled_from(["g", "h"])), nbytes=1))
+        else:
+            nodes.append(p.wait(draw(st.sampled_from(list(p.group)))))  # some twice, some never
+    return p, p.prices(*draw(st.lists(st.sampled_from(nodes), max_size=4)))
+
+
+def random_order(graph: Graph, seed: int) -> list[Node]:
+    rng, order, done = random.Random(seed), [], set()
+    left = list(graph.nodes)
+    while left:
+        ready = [n for n in left if done.issuperset(n.all_input_nodes) and (n.op != "output" or len(left) == 1)]
+        node = rng.choice(ready)
+        left.remove(node)
+        order.append(node)
+        done.add(node)
+    return order
+
+
+@settings(max_examples=300, deadline=None)
+@given(programs(), st.integers(0, 1 << 30))
+def test_no_order_beats_the_bound(drawn: tuple[Program, Prices], seed: int) -> None:
+    p, prices = drawn
+    bound = lower_bound(p.graph, prices)
+    for order in (list(p.graph.nodes), random_order(p.graph, seed), random_order(p.graph, seed + 1)):
+        timeline = simulate(order, prices)
+        assert bound <= timeline.total + 1e-9
+        assert bound >= max([timeline.compute, *timeline.communication.values()]) - 1e-9
+        assert timeline.exposed >= 0
+        assert timeline.peak_bytes <= sum(prices.nbytes.values())
+        _check_streams(timeline)
+
+
+def _check_streams(timeline: Timeline) -> None:
+    """Nothing overlaps on a stream, and the streams' work adds up."""
+    for stream in (COMPUTE, *timeline.communication):
+        events = [e for e in timeline.events if e.stream == stream]
+        assert all(a.end <= b.start for a, b in itertools.pairwise(events))
+        work = timeline.compute if stream == COMPUTE else timeline.communication[stream]
+        assert sum(e.end - e.start for e in events) == pytest.approx(work)
+
+
+def test_a_trace_that_perfetto_reads() -> None:
+    _, prices, (x, a, g, w, c, b, out) = two_products_and_a_gather()
+    trace = json.loads(json.dumps(perfetto(simulate([x, a, g, b, w, c, out], prices))))
+    events = trace["traceEvents"]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    spans = {e["name"]: e for e in events if e["ph"] == "X"}
+    assert sorted(threads.values()) == ["compute", "group g"]
+    assert set(spans) == {a.name, g.name, b.name, c.name}
+    assert threads[spans[g.name]["tid"]] == "group g"
+    assert (spans[g.name]["ts"], spans[g.name]["dur"]) == (3e6, 5e6)  # microseconds
+    assert threads[spans[b.name]["tid"]] == "compute"
+    assert all(set(e) >= {"name", "cat", "ph", "ts", "dur", "pid", "tid"} for e in spans.values())
+
+
+def layers(nodes: int) -> Graph:
+    """As of a model whose weights are gathered layer by layer."""
+    graph, mode = Graph(), FakeTensorMode()
+
+    def tensor(*shape: int) -> Node:
+        node = graph.placeholder(f"x{len(graph.nodes)}")
+        with mode:
+            node.meta["val"] = torch.empty(shape)
+        return node
+
+    x, weights = tensor(16, 64), [tensor(3, 64) for _ in range(nodes // 7)]
+    for weight in weights:
+        start = add_node(graph, GATHER, weight, 0, 64, [3, 50, 11], 0, [], "g")
+        whole = add_node(graph, aten.view.default, add_node(graph, WAIT, start), [64, 64])
+        x = add_node(
+            graph, aten.add.Tensor, add_node(graph, aten.relu.default, add_node(graph, aten.mm.default, x, whole)), 1.0
+        )
+    graph.output((x,))
+    return graph
+
+
+def calls(run: Callable[[], Any]) -> int:
+    """Calls of functions, Python's and built-in ones: work that does not depend on the machine."""
+    count = 0
+
+    def see(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_work_grows_no_faster_than_n_log_n(capsys: pytest.CaptureFixture[str]) -> None:
+    steps: dict[str, list[tuple[int, int]]] = {"price": [], "simulate": [], "bound": []}
+    lines = ["nodes   price s  simulate s  bound s"]
+    for size in (1000, 2000, 5000, 10000):
+        graph = layers(size)
+        order, prices = list(graph.nodes), Prices.of(graph, MODEL)
+        runs: Sequence[tuple[str, Callable[[], Any]]] = (
+            ("price", lambda graph=graph: Prices.of(graph, MODEL)),
+            ("simulate", lambda order=order, prices=prices: simulate(order, prices)),
+            ("bound", lambda graph=graph, prices=prices: lower_bound(graph, prices)),
+        )
+        times = []
+        for name, run in runs:
+            start = time.process_time()
+            run()
+            times.append(time.process_time() - start)
+            steps[name].append((len(order), calls(run)))
+        lines.append(f"{len(order):6}  {times[0]:7.3f}  {times[1]:10.3f}  {times[2]:7.3f}")
+    with capsys.disabled():
+        print("", *lines, sep="\n")
+    for name, counts in steps.items():
+        per_node = [work / (n * math.log2(n)) for n, work in counts]
+        assert max(per_node) < 1.2 * per_node[0], (name, counts)
