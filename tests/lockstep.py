@@ -71,8 +71,9 @@ class World:
 
     def each(self) -> Iterator[int]:
         """All ranks, with `here` set to each."""
-        for self.here in range(self.ranks):
-            yield self.here
+        for rank in range(self.ranks):
+            self.here = rank
+            yield rank
 
 
 @contextmanager
@@ -119,7 +120,8 @@ def signature(node: Node) -> str:
     """What of a collective has to be the same on every rank."""
     c = Collective.of(node)
     assert c is not None
-    return f"{c.kind} {c.group_name} {c.value.dtype} {c.sizes} {c.global_size}"
+    size = None if c.kind == "mirror_blocks" else c.global_size  # of that one a rank knows its own blocks only
+    return f"{c.kind} {c.group_name} {c.value.dtype} {c.sizes} {size}"
 
 
 def signatures(graph: Graph) -> list[str]:
