@@ -20,7 +20,7 @@ from torch._inductor import config as _inductor_config  # 2.13 - 2.15
 from torch._inductor.compile_fx import _recursive_post_grad_passes, view_to_reshape  # 2.13 - 2.15
 from torch._inductor.decomposition import select_decomp_table  # 2.13 - 2.15
 from torch._inductor.virtualized import V  # 2.13 - 2.15
-from torch._subclasses.fake_tensor import FakeTensorMode  # 2.13 - 2.15
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.13 - 2.15
 from torch.fx import Graph, GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore  # 2.13 - 2.15; importing it registers "fake"
 
@@ -33,6 +33,11 @@ def fake_store() -> torch.distributed.Store:
 def fake_tensors() -> contextlib.AbstractContextManager[Any]:
     """Inside of it tensors have no memory, on any device."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake_outside_traces(x: Any) -> bool:
+    """Whether a tensor is of `fake_tensors`: a trace has symbols for sizes."""
+    return type(x) is FakeTensor and x.fake_mode.shape_env is None
 
 
 def capturing_backend(partitioned: Callable[[GraphModule, GraphModule | None], None], run: Callable[..., Any]) -> Any:
@@ -94,7 +99,7 @@ def cuda_questions_answered() -> Iterator[None]:
 
     ``torch.autocast("cuda")`` would be off, and ``torch.distributed.broadcast`` fail.
     """
-    answers = {
+    answers: dict[str, Any] = {
         "current_device": lambda: 0,
         "get_device_capability": lambda device=None: (9, 0),
         "is_bf16_supported": lambda including_emulation=True: True,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from shardcompile.offline import _torch_private
 from shardcompile.offline.world import OfflineError, OfflineWorld, offline_world
 from shardcompile.passes.collective import Collective, collectives
 from shardcompile.passes.pipeline import Pass, Pipeline
+from shardcompile.tensor import ShardTensor
 
 Build = Callable[[DeviceMesh], tuple[Callable[..., Any], Sequence[Any]]]
 
@@ -173,7 +176,8 @@ def trace_step(
     Raises:
         OfflineError: there is nothing to trace, or Inductor's passes fail.
     """
-    forward_graph, backward_graph = _captured(*_built(world, build), backward)
+    with _blocks_vary():
+        forward_graph, backward_graph = _captured(*_built(world, build), backward)
     pipeline = Pipeline() if pipeline is None else pipeline
     issued: list[tuple[CollectiveRecord, ...]] = []
     for graph in (forward_graph, backward_graph):
@@ -203,8 +207,8 @@ def _built(world: OfflineWorld, build: Build) -> tuple[Callable[..., Any], Seque
             fn, inputs = build(world.mesh)
     except compat.UNKNOWN_OUTPUT_SHAPE as error:
         raise OfflineError(
-            "build(mesh) asks for the value of a tensor, but tensors are fake there. If that is ShardTensor.from_local, "
-            "state the sizes of all blocks: sharding_shapes={mesh dim: sizes}"
+            "build(mesh) asks for the value of a tensor, but tensors are fake there. If it is ShardTensor.from_local "
+            "that asks, state the sizes of all blocks: sharding_shapes={mesh dim: sizes}"
         ) from error
     if not callable(fn) or not isinstance(inputs, (tuple, list)):
         raise OfflineError(
@@ -212,6 +216,19 @@ def _built(world: OfflineWorld, build: Build) -> tuple[Callable[..., Any], Seque
             f"{type(fn).__name__} and {type(inputs).__name__}"
         )
     return fn, inputs
+
+
+def _blocks_vary() -> contextlib.AbstractContextManager[Any]:
+    """Inside of it fake blocks of sharded tensors count as values, whose sizes a graph may not be specialised on.
+
+    Otherwise they would for stand-ins inside of a trace, and each rank would get a graph of its own.
+    """
+
+    def holds_values(x: ShardTensor) -> bool:
+        block = x._local_tensor
+        return type(block) in (torch.Tensor, torch.nn.Parameter) or _torch_private.is_fake_outside_traces(block)
+
+    return mock.patch.object(ShardTensor, "_holds_values", property(holds_values))
 
 
 class _CapturedError(Exception):
