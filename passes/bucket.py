@@ -19,7 +19,9 @@ import torch
 from torch.fx import Graph, Node
 
 from shardcompile.collectives import flat_cuts
+from shardcompile.passes.benefit import Benefit
 from shardcompile.passes.collective import WAIT, Collective, add_node, collectives
+from shardcompile.passes.cost import CostModel
 from shardcompile.passes.dependencies import Dependencies, ordered_inputs, reorder
 
 aten = torch.ops.aten
@@ -33,33 +35,35 @@ class Bucketing:
     """What the bucketing passes share: which collectives meet, and how a graph is put in order again.
 
     Args:
-        bucket_bytes: a bucket is full when its members hold so many bytes, over all ranks.
+        bucket_bytes: no bucket holds more, over all ranks.
+        model: the costs, by which members are chosen, see `Benefit`; None for those of the device that the graph runs
+            on.
     """
 
     name = ""
 
-    def __init__(self, bucket_bytes: int = DEFAULT_BYTES) -> None:
+    def __init__(self, bucket_bytes: int = DEFAULT_BYTES, model: CostModel | None = None) -> None:
         self.bucket_bytes = bucket_bytes
+        self.model = model
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(bucket_bytes={self.bucket_bytes})"
+        return f"{type(self).__name__}(bucket_bytes={self.bucket_bytes}, model={self.model})"
 
     def __call__(self, graph: Graph) -> None:
+        candidates = [c for c in collectives(graph) if _is_simple(c) and self._key(c) is not None]
+        if len(candidates) < 2:
+            return
         dependencies = Dependencies(graph)
-        open_buckets: dict[Any, list[Node]] = {}
-        sizes: dict[Node, int] = {}
+        benefit = Benefit(graph, self.model or CostModel.of(graph), self.bucket_bytes)
+        open_buckets: dict[Any, list[Collective]] = {}
         full: list[list[Node]] = []
-        for candidate in collectives(graph):
-            key = self._key(candidate) if _is_simple(candidate) else None
-            if key is None:
-                continue
-            sizes[candidate.node] = candidate.global_bytes
-            bucket = open_buckets.setdefault((key, candidate.group_name, candidate.backward), [])
-            nbytes = sum(map(sizes.__getitem__, (*bucket, candidate.node)))
-            if bucket and (nbytes > self.bucket_bytes or not dependencies.independent(candidate.node, bucket)):
+        for c in candidates:
+            bucket = open_buckets.setdefault((self._key(c), c.group_name, c.backward), [])
+            free = dependencies.independent(c.node, [b.node for b in bucket])
+            if bucket and not (free and benefit.joins(bucket, c)):
                 full.append(_tied(bucket, dependencies))
                 bucket.clear()
-            bucket.append(candidate.node)
+            bucket.append(c)
         full += [_tied(bucket, dependencies) for bucket in open_buckets.values()]
         self._replace(graph, [bucket for bucket in full if len(bucket) > 1])
 
@@ -213,15 +217,15 @@ def _is_simple(c: Collective) -> bool:
     return c.functional and len(c.payloads) == 1 and 0 < len(c.waits) == len(c.node.users)
 
 
-def _tied(bucket: Sequence[Node], dependencies: Dependencies) -> list[Node]:
+def _tied(bucket: Sequence[Collective], dependencies: Dependencies) -> list[Node]:
     """The members of a bucket, as far as they still are independent, from now on as one.
 
     They were when they were chosen, but other buckets that were filled at the same time may have tied them together.
     """
     free: list[Node] = []
-    for node in bucket:
-        if dependencies.independent(node, free):
-            free.append(node)
+    for c in bucket:
+        if dependencies.independent(c.node, free):
+            free.append(c.node)
     dependencies.tie(free)
     return free
 

@@ -13,6 +13,8 @@ from shardcompile import compat, config
 from shardcompile.errors import PassError
 from shardcompile.passes.bucket import BucketAllGathers, BucketAllReduces, BucketAllToAlls, BucketReduceScatters
 from shardcompile.passes.collective import collectives
+from shardcompile.passes.hold import HoldOrder
+from shardcompile.passes.overlap import ScheduleOverlap
 from shardcompile.passes.verify import verify_graph
 
 
@@ -50,7 +52,14 @@ class Step:
 
 def default_passes() -> list[Pass]:
     """The passes that are on by default, in their order."""
-    return [BucketAllGathers(), BucketAllToAlls(), BucketReduceScatters(), BucketAllReduces()]
+    return [
+        BucketAllGathers(),
+        BucketAllToAlls(),
+        BucketReduceScatters(),
+        BucketAllReduces(),
+        ScheduleOverlap(),
+        HoldOrder(),
+    ]
 
 
 class Pipeline(compat.CustomGraphPass):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -216,6 +216,21 @@ def lower_as_collective(op: torch._ops.OpOverload) -> None:
     # No constraint on strides: to ask for those of the trace, Inductor would compare symbolic strides, and so
     # specialise on the size of this rank's block.
     register_lowering(op, type_promotion_kind=None)(lowering)
+
+
+def preserve_node_ordering(graph: torch.fx.Graph, before: Mapping[torch.fx.Node, Sequence[torch.fx.Node]]) -> None:
+    """Have Inductor run, for each node, others before it that it does not read."""
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering as preserve  # 2.11 - 2.15
+    from torch.utils._ordered_set import OrderedSet
+
+    preserve(graph, {node: OrderedSet(others) for node, others in before.items()})
+
+
+def inductor_has(option: str) -> bool:
+    """Whether the installed Inductor has a setting of this name."""
+    from torch._inductor import config
+
+    return option in config._config  # type: ignore[attr-defined]  # 2.11 - 2.15
 
 
 def is_compiling() -> bool:

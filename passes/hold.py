@@ -1,0 +1,89 @@
+"""Makes Inductor keep the order of a scheduled graph.
+
+Inductor orders kernels by their data alone: a collective that is started early sinks to its wait, and a wait rises to
+its start. Edges that carry no data hold them in their places (`control_deps`, which Inductor has for its own overlap
+scheduling, down to the generated code).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from shardcompile import compat
+from shardcompile.passes.collective import WAIT, Collective
+from shardcompile.passes.dependencies import ordered_inputs
+
+aten = torch.ops.aten
+
+ANCHORS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.convolution.default,
+    aten.convolution_backward.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+}
+"""Ops that Inductor calls as kernels of their own. An edge at another op would keep it from being fused."""
+
+
+class HoldOrder:
+    """Hold starts before, and waits behind, the matrix products, convolutions and attentions that they stand next to.
+
+    Legal because the graph stands in this order already: an edge that follows it closes no circle.
+    """
+
+    name = "hold_order"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def __call__(self, graph: Graph) -> None:
+        if graph.owning_module is None:
+            return
+        edges = held_edges(graph)
+        if edges:
+            compat.preserve_node_ordering(graph, edges)
+
+
+def held_edges(graph: Graph) -> dict[Node, list[Node]]:
+    """For a node those that Inductor has to run before it, beyond those that it reads.
+
+    A start is held before the next anchor, and a wait behind the last one, unless they depend on each other as it is.
+    """
+    edges: dict[Node, list[Node]] = {}
+    started: list[Node] = []
+    last: Node | None = None
+    behind: dict[Node, set[Node]] = _starts_behind(graph)
+    for node in graph.nodes:
+        if Collective.of(node) is not None:
+            started.append(node)
+        elif node.target is WAIT and last is not None:
+            edges[node] = [last]
+        elif node.op == "call_function" and node.target in ANCHORS:
+            held = [s for s in started if s not in behind[node]]
+            if held:
+                edges[node] = held
+            started.clear()
+            last = node
+    return edges
+
+
+def _starts_behind(graph: Graph) -> dict[Node, set[Node]]:
+    """By node: the collectives that it needs, directly or through others."""
+    needs: dict[Node, set[Node]] = {}
+    for node, inputs in ordered_inputs(graph).items():
+        found: set[Node] = set()
+        for i in inputs:
+            found |= needs[i]
+        if Collective.of(node) is not None:
+            found = found | {node}
+        needs[node] = found
+    return needs
