@@ -11,8 +11,10 @@ A member's cuts are passed as in `shardcompile.collectives.ops`, those of all me
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,9 +64,74 @@ def bucket_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
     return dtypes[0] if len(set(dtypes)) == 1 else torch.uint8
 
 
-def _width(x: Tensor, dtype: torch.dtype, *without: int) -> Any:
-    """Elements of `dtype` in a row of `x`: in what its other dims hold."""
-    return math.prod(s for d, s in enumerate(x.shape) if d not in without) * (x.dtype.itemsize // dtype.itemsize)
+def _width(shape: Sequence[Any], itemsize: int, dtype: torch.dtype, *without: int) -> Any:
+    """Elements of `dtype` in a row of a tensor: in what its other dims hold."""
+    return math.prod(s for d, s in enumerate(shape) if d not in without) * (itemsize // dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Lengths of the pieces of a bucket, in elements of its dtype.
+
+    Attributes:
+        counts: counts[member][rank].
+        by_rank: counts[rank][member].
+        shares: of each rank, all members together.
+    """
+
+    counts: list[list[int]]
+    by_rank: list[list[int]]
+    shares: list[int]
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan_of(
+    what: str,
+    shapes: tuple[tuple[int, ...], ...],
+    itemsizes: tuple[int, ...],
+    dtype: torch.dtype,
+    dims: tuple[int, ...],
+    totals: tuple[int, ...] | None,
+    cuts: tuple[tuple[int, ...], ...],
+    ranks: int,
+    holder: int | None,
+) -> _Plan:
+    """The pieces of a bucket, after checking that the tensors are what the layouts say.
+
+    Kept, because a bucket of many small members takes longer to divide than to send.
+
+    Args:
+        what: the op, for messages.
+        shapes: of the inputs.
+        itemsizes: of the inputs.
+        dtype: of the bucket.
+        dims: that are cut.
+        totals: their extents; None for those that the inputs have.
+        cuts: sizes, keys, nests and lengths.
+        ranks: in the group.
+        holder: this rank, if the inputs are its blocks.
+    """
+    counts = []
+    for n, (shape, dim, cut) in enumerate(zip(shapes, dims, _cuts(*cuts), strict=True)):
+        blocks = blocks_of(shape[dim] if totals is None else totals[n], dim, cut, ranks, what)
+        if holder is not None:
+            check_block(shape, dim, blocks[holder], holder, what)
+        width = _width(shape, itemsizes[n], dtype, dim)
+        counts.append([(b - a) * width for a, b in blocks])
+    by_rank = [list(column) for column in zip(*counts, strict=True)]
+    return _Plan(counts, by_rank, [sum(row) for row in by_rank])
+
+
+def _flattened(inputs: Sequence[Tensor], dims: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """All elements, tensor after tensor, the cut dim of each first."""
+    rows = [x if d == 0 and _is_plain(x) else transport.rows_first(x, d) for x, d in zip(inputs, dims, strict=True)]
+    if all(x.dtype == dtype for x in rows):
+        return compat.flatten_dense_tensors(rows)
+    return torch.cat([x.view(-1).view(dtype) for x in rows])
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
 def _regrouped(flat: Tensor, counts: Sequence[Sequence[int]], out: Tensor | None = None) -> Tensor:
@@ -92,19 +159,22 @@ def _all_gather_bucket(
 ) -> Tensor:
     group = compat.process_group(group_name)
     dtype = bucket_dtype([x.dtype for x in inputs])
-    counts, packed = [], []
-    for x, dim, total, cut in zip(inputs, dims, totals, _cuts(sizes, keys, nests, lengths), strict=True):
-        blocks = blocks_of(x, dim, total, cut, group, "all_gather_bucket")
-        check_block(x, dim, blocks[group.rank()], group.rank(), "all_gather_bucket")
-        width = _width(x, dtype, dim)
-        counts.append([(b - a) * width for a, b in blocks])
-        packed.append(transport.rows_first(x, dim).view(-1).view(dtype))
-    by_rank = [list(column) for column in zip(*counts, strict=True)]
-    shares = [sum(row) for row in by_rank]
-    gathered = packed[0].new_empty([sum(shares)])
+    plan = _plan_of(
+        "all_gather_bucket",
+        tuple(tuple(x.shape) for x in inputs),
+        tuple(x.dtype.itemsize for x in inputs),
+        dtype,
+        tuple(dims),
+        tuple(totals),
+        (tuple(sizes), tuple(keys), tuple(nests), tuple(lengths)),
+        group.size(),
+        group.rank(),
+    )
+    packed = _flattened(inputs, dims, dtype)
+    gathered = packed.new_empty([sum(plan.shares)])
     out = torch.empty_like(gathered)
-    works = transport.gather_rows(group, torch.cat(packed), shares, gathered)
-    compat.register_work(out, transport.ThenWork(works, lambda: _regrouped(gathered, by_rank, out)))
+    works = transport.gather_rows(group, packed, plan.shares, gathered)
+    compat.register_work(out, transport.ThenWork(works, lambda: _regrouped(gathered, plan.by_rank, out)))
     return out
 
 
@@ -121,19 +191,23 @@ def _reduce_scatter_bucket(
 ) -> Tensor:
     transport.check_reduction(reduce_op, inputs[0].dtype)
     group = compat.process_group(group_name)
-    counts, terms = [], []
-    for x, dim, cut in zip(inputs, dims, _cuts(sizes, keys, nests, lengths), strict=True):
-        ranges = blocks_of(x, dim, x.shape[dim], cut, group, "reduce_scatter_bucket")
-        width = _width(x, x.dtype, dim)
-        counts.append([(b - a) * width for a, b in ranges])
-        terms.append(transport.rows_first(x, dim).view(-1))
-    shares = [sum(column) for column in zip(*counts, strict=True)]
-    own = shares[group.rank()]
-    out = terms[0].new_empty([own])
+    plan = _plan_of(
+        "reduce_scatter_bucket",
+        tuple(tuple(x.shape) for x in inputs),
+        tuple(x.dtype.itemsize for x in inputs),
+        inputs[0].dtype,
+        tuple(dims),
+        None,
+        (tuple(sizes), tuple(keys), tuple(nests), tuple(lengths)),
+        group.size(),
+        None,
+    )
+    packed = _regrouped(_flattened(inputs, dims, inputs[0].dtype), plan.counts)
+    own = plan.shares[group.rank()]
+    out = packed.new_empty([own])
     parts = out.new_empty([group.size() * own])
     from_peers = [(r * own, (r + 1) * own) for r in range(group.size())]
-    packed = _regrouped(torch.cat(terms), counts)
-    works = transport.send_ranges(group, packed, transport.running_ends(shares), parts, from_peers)
+    works = transport.send_ranges(group, packed, transport.running_ends(plan.shares), parts, from_peers)
 
     def reduce() -> None:
         out.copy_(transport.reduce_rows(parts.view(group.size(), own), reduce_op))
@@ -160,10 +234,10 @@ def _all_to_all_bucket(
     for n, x in enumerate(inputs):
         src_dim, dst_dim = dims[2 * n : 2 * n + 2]
         total, block = extents[2 * n : 2 * n + 2]
-        src = blocks_of(x, src_dim, total, cuts[2 * n], group, "all_to_all_bucket")
-        dst = blocks_of(x, dst_dim, x.shape[dst_dim], cuts[2 * n + 1], group, "all_to_all_bucket")
-        check_block(x, src_dim, src[me], me, "all_to_all_bucket")
-        width = _width(x, x.dtype, src_dim, dst_dim) * block
+        src = blocks_of(total, src_dim, cuts[2 * n], group.size(), "all_to_all_bucket")
+        dst = blocks_of(x.shape[dst_dim], dst_dim, cuts[2 * n + 1], group.size(), "all_to_all_bucket")
+        check_block(x.shape, src_dim, src[me], me, "all_to_all_bucket")
+        width = _width(x.shape, x.dtype.itemsize, x.dtype, src_dim, dst_dim) * block
         for r in ranks:
             part = x.narrow(dst_dim, dst[r][0], dst[r][1] - dst[r][0])
             sent[r].append(transport.rows_first(part, src_dim).view(-1))
@@ -180,18 +254,19 @@ def _all_to_all_bucket(
 
 def _fake_all_gather(inputs: list[Tensor], dims: list[int], totals: list[Any], *_: Any) -> Tensor:
     dtype = bucket_dtype([x.dtype for x in inputs])
-    numel = sum(t * _width(x, dtype, d) for x, d, t in zip(inputs, dims, totals, strict=True))
+    numel = sum(t * _width(x.shape, x.dtype.itemsize, dtype, d) for x, d, t in zip(inputs, dims, totals, strict=True))
     return inputs[0].new_empty([numel], dtype=dtype)
 
 
 def _fake_reduce_scatter(inputs: list[Tensor], dims: list[int], blocks: list[Any], *_: Any) -> Tensor:
-    numel = sum(b * _width(x, x.dtype, d) for x, d, b in zip(inputs, dims, blocks, strict=True))
+    numel = sum(b * _width(x.shape, x.dtype.itemsize, x.dtype, d) for x, d, b in zip(inputs, dims, blocks, strict=True))
     return inputs[0].new_empty([numel])
 
 
 def _fake_all_to_all(inputs: list[Tensor], dims: list[int], extents: list[Any], *_: Any) -> Tensor:
     pairs = zip(inputs, dims[::2], dims[1::2], extents[::2], extents[1::2], strict=True)
-    return inputs[0].new_empty([sum(total * block * _width(x, x.dtype, a, b) for x, a, b, total, block in pairs)])
+    lengths = (t * n * _width(x.shape, x.dtype.itemsize, x.dtype, a, b) for x, a, b, t, n in pairs)
+    return inputs[0].new_empty([sum(lengths)])
 
 
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {

@@ -152,19 +152,35 @@ def _as_rows(flat: Tensor, x: Tensor, dim: int, extent: int) -> Tensor:
 
 
 def blocks_of(
-    x: Tensor, dim: int, total: int, cut: tuple[Sequence[int], int, Sequence[int]], group: Any, what: str
+    total: int, dim: int, cut: tuple[Sequence[int], int, Sequence[int]], ranks: int, what: str
 ) -> list[Range]:
-    """Ranges of all blocks, after checking that this rank's own one fits."""
-    sizes = GroupCut.resolve(total, *cut, group.size())
+    """Ranges of all blocks along a dim.
+
+    Args:
+        total: its extent.
+        dim: for messages.
+        cut: sizes, key and nest.
+        ranks: in the group.
+        what: the op, for messages.
+
+    Raises:
+        CollectiveError: the blocks do not add up to the extent.
+    """
+    sizes = GroupCut.resolve(total, *cut, ranks)
     if sum(sizes) != total:
         raise CollectiveError(f"{what}: block sizes {sizes} along dim {dim} add up to {sum(sizes)}, not to {total}")
     return transport.running_ends(sizes)
 
 
-def check_block(x: Tensor, dim: int, block: Range, rank: int, what: str) -> None:
-    if x.shape[dim] != block[1] - block[0]:
+def check_block(shape: Sequence[int], dim: int, block: Range, rank: int, what: str) -> None:
+    """Refuse a block that is not what its layout says.
+
+    Raises:
+        CollectiveError: it has another extent.
+    """
+    if shape[dim] != block[1] - block[0]:
         raise CollectiveError(
-            f"{what}: rank {rank} of the group holds {x.shape[dim]} rows along dim {dim} (shape {tuple(x.shape)}), "
+            f"{what}: rank {rank} of the group holds {shape[dim]} rows along dim {dim} (shape {tuple(shape)}), "
             f"its layout says {block[1] - block[0]}"
         )
 
@@ -173,8 +189,8 @@ def _all_gather_v(
     x: Tensor, dim: int, total: int, sizes: list[int], key: int, nest: list[int], group_name: str
 ) -> Tensor:
     group = compat.process_group(group_name)
-    blocks = blocks_of(x, dim, total, (sizes, key, nest), group, "all_gather_v")
-    check_block(x, dim, blocks[group.rank()], group.rank(), "all_gather_v")
+    blocks = blocks_of(total, dim, (sizes, key, nest), group.size(), "all_gather_v")
+    check_block(x.shape, dim, blocks[group.rank()], group.rank(), "all_gather_v")
     out = _new_rows(x, dim, total)
     rows = transport.rows_first(x, dim)
     works = transport.gather_rows(group, rows, [b - a for a, b in blocks], _as_rows(out, x, dim, total))
@@ -187,7 +203,7 @@ def _reduce_scatter_v(
 ) -> Tensor:
     transport.check_reduction(reduce_op, x.dtype)
     group = compat.process_group(group_name)
-    blocks = blocks_of(x, dim, x.shape[dim], (sizes, key, nest), group, "reduce_scatter_v")
+    blocks = blocks_of(x.shape[dim], dim, (sizes, key, nest), group.size(), "reduce_scatter_v")
     rows = transport.rows_first(x, dim)
     parts = rows.new_empty([group.size() * block, *rows.shape[1:]])
     from_peers = [(r * block, (r + 1) * block) for r in range(group.size())]
@@ -218,9 +234,9 @@ def _all_to_all_v(
 ) -> Tensor:
     group = compat.process_group(group_name)
     me = group.rank()
-    src = blocks_of(x, src_dim, total, (src_sizes, src_key, src_nest), group, "all_to_all_v")
-    dst = blocks_of(x, dst_dim, x.shape[dst_dim], (dst_sizes, dst_key, dst_nest), group, "all_to_all_v")
-    check_block(x, src_dim, src[me], me, "all_to_all_v")
+    src = blocks_of(total, src_dim, (src_sizes, src_key, src_nest), group.size(), "all_to_all_v")
+    dst = blocks_of(x.shape[dst_dim], dst_dim, (dst_sizes, dst_key, dst_nest), group.size(), "all_to_all_v")
+    check_block(x.shape, src_dim, src[me], me, "all_to_all_v")
     kept = x.narrow(dst_dim, dst[me][0], block)
     out = _new_rows(kept, src_dim, total)
     target = _as_rows(out, kept, src_dim, total)
@@ -254,10 +270,10 @@ def _fetch_ranges(
 ) -> Tensor:
     group = compat.process_group(group_name)
     me = group.rank()
-    held = blocks_of(x, dim, total, (src_sizes, src_key, src_nest), group, "fetch_ranges")
-    wanted = blocks_of(x, dim, total, (dst_sizes, dst_key, dst_nest), group, "fetch_ranges")
+    held = blocks_of(total, dim, (src_sizes, src_key, src_nest), group.size(), "fetch_ranges")
+    wanted = blocks_of(total, dim, (dst_sizes, dst_key, dst_nest), group.size(), "fetch_ranges")
     wanted = _widened(wanted, before, after, total)
-    check_block(x, dim, held[me], me, "fetch_ranges")
+    check_block(x.shape, dim, held[me], me, "fetch_ranges")
     out = _new_rows(x, dim, block)
     to_peers = [transport.shifted(transport.overlap(held[me], w), -held[me][0]) for w in wanted]
     from_peers = [transport.shifted(transport.overlap(h, wanted[me]), -wanted[me][0]) for h in held]
@@ -283,10 +299,10 @@ def _return_ranges(
 ) -> Tensor:
     group = compat.process_group(group_name)
     me = group.rank()
-    held = blocks_of(x, dim, total, (src_sizes, src_key, src_nest), group, "return_ranges")
-    wanted = blocks_of(x, dim, total, (dst_sizes, dst_key, dst_nest), group, "return_ranges")
+    held = blocks_of(total, dim, (src_sizes, src_key, src_nest), group.size(), "return_ranges")
+    wanted = blocks_of(total, dim, (dst_sizes, dst_key, dst_nest), group.size(), "return_ranges")
     wanted = _widened(wanted, before, after, total)
-    check_block(x, dim, wanted[me], me, "return_ranges")
+    check_block(x.shape, dim, wanted[me], me, "return_ranges")
     rows = transport.rows_first(x, dim)
     to_peers = [transport.shifted(transport.overlap(h, wanted[me]), -wanted[me][0]) for h in held]
     back = [transport.shifted(transport.overlap(held[me], w), -held[me][0]) for w in wanted]
@@ -321,7 +337,7 @@ def _take_block(
     x: Tensor, dim: int, block: int, sizes: list[int], key: int, nest: list[int], group_name: str
 ) -> Tensor:
     group = compat.process_group(group_name)
-    blocks = blocks_of(x, dim, x.shape[dim], (sizes, key, nest), group, "take_block")
+    blocks = blocks_of(x.shape[dim], dim, (sizes, key, nest), group.size(), "take_block")
     return x.narrow(dim, blocks[group.rank()][0], block).clone(memory_format=torch.contiguous_format)
 
 
@@ -329,7 +345,7 @@ def _place_block(
     x: Tensor, dim: int, total: int, sizes: list[int], key: int, nest: list[int], group_name: str
 ) -> Tensor:
     group = compat.process_group(group_name)
-    blocks = blocks_of(x, dim, total, (sizes, key, nest), group, "place_block")
+    blocks = blocks_of(total, dim, (sizes, key, nest), group.size(), "place_block")
     out = x.new_zeros(_with_extent(x, dim, total))
     out.narrow(dim, blocks[group.rank()][0], x.shape[dim]).copy_(x)
     return out
@@ -365,7 +381,7 @@ def _state_cut(x: Tensor, dim: int, sizes: list[int], group_name: str) -> Tensor
     group = compat.process_group(group_name)
     if len(sizes) != group.size():
         raise CollectiveError(f"sharding_shapes has {len(sizes)} sizes for a mesh dim of {group.size()} ranks: {sizes}")
-    check_block(x, dim, (0, sizes[group.rank()]), group.rank(), "from_local")
+    check_block(x.shape, dim, (0, sizes[group.rank()]), group.rank(), "from_local")
     return _extent_and_key(sizes, x)
 
 
