@@ -70,9 +70,14 @@ class NormaliseChains:
 
     Which chains are rewritten, and into what, follows from what all ranks see: of a gather from the blocks that are
     read, of a scatter from the blocks that are sent. Never from the padding of this rank's own block, which the rank
-    with the largest one has not got. This presumes that all ranks run one program. Rank 0 of a program that
-    reads other parts on other ranks (a halo out of an even gather) can have the very graph of a padded gather; a
-    comparison of the ranks' collectives finds that out, and `agree` prevents it.
+    with the largest one has not got. This presumes that all ranks run one program. Where each reads its own part of an
+    even gather (a halo, or to assemble the whole on rank 0 only), the graph of one rank can be that of a padded gather
+    node by node; nothing that this rank knows tells them apart. The comparison of the ranks' collectives finds it out,
+    and `agree` prevents it.
+
+    To be run on the graph of forward and backward together (``joint_custom_pre_pass``): what is saved in between is
+    chosen later, and can be the padded tensor, or on one rank nothing because its own block is a constant. On the
+    graphs of a forward or a backward alone it finds what is left, and nothing where the padded tensor leaves the graph.
 
     Left alone: even chains; gathers of which one rank's block is read only, which is how a rank takes its own; tensors
     with symbolic sizes; DTensor's `Shard` to `Shard`, in which a rank sees its own target block only.

@@ -1,0 +1,260 @@
+"""Graphs that are not ours, on real ranks: uneven DTensors and padded gathers by hand come out without padding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.fx import Graph
+
+from shardcompile import compat
+from shardcompile.passes.cleanup import (
+    CancelRoundTrips,
+    DropOwnSlice,
+    DropRepeatedWaits,
+    ReduceThenSlice,
+    ShareEqualCollectives,
+)
+from shardcompile.passes.collective import collectives
+from shardcompile.passes.normalise import NormaliseChains
+from shardcompile.passes.pipeline import Pipeline
+from shardcompile.testing import rank, world_size
+
+SIZES = [3, 0, 5]
+
+
+class Seen:
+    """A pass that changes nothing, and keeps which collectives and which pads there are."""
+
+    name = "seen"
+
+    def __init__(self) -> None:
+        self.collectives: list[tuple[Any, ...]] = []
+        self.pads = 0
+
+    def __repr__(self) -> str:
+        return "Seen()"
+
+    def __call__(self, graph: Graph) -> None:
+        self.collectives += [
+            (c.kind, c.group_name, str(c.value.dtype), c.sizes, c.global_size) for c in collectives(graph)
+        ]
+        self.pads += len(graph.find_nodes(op="call_function", target=torch.ops.aten.constant_pad_nd.default))
+
+    @property
+    def kinds(self) -> list[str]:
+        return [c[0] for c in self.collectives]
+
+
+def joint_passes(agree: Any = None) -> list[Any]:
+    """For forward and backward together, before blocks that this rank has not got become constants."""
+    return [DropRepeatedWaits(), NormaliseChains(agree=agree)]
+
+
+def passes() -> list[Any]:
+    """For forward and backward, each alone."""
+    return [DropRepeatedWaits(), ShareEqualCollectives(), CancelRoundTrips(), DropOwnSlice(), ReduceThenSlice()]
+
+
+def local(x: Any) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def step(fn: Callable[..., Any], inputs: Sequence[Tensor], joint: list[Any] | None) -> tuple[list[Tensor], Seen]:
+    """The result and the gradients of a compiled function, and what its graphs held in the end.
+
+    Args:
+        fn: compiled.
+        inputs: of it.
+        joint: the passes for forward and backward together; None for no passes at all.
+    """
+    seen = Seen()
+    inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    torch._dynamo.reset()
+    options = {  # recorded, so that nothing comes from a cache
+        "joint_custom_pre_pass": Pipeline(joint or [], record=True),
+        "post_grad_custom_post_pass": Pipeline([*(passes() if joint else []), seen], record=True),
+    }
+    out = torch.compile(fn, fullgraph=True, options=options)(*inputs)
+    if out.requires_grad:
+        (local(out) ** 2).sum().backward()
+    return [local(out).detach(), *(local(x.grad) for x in inputs if x.grad is not None)], seen
+
+
+def compare(fn: Callable[..., Any], inputs: Sequence[Tensor], tolerance: float = 0.0) -> tuple[Seen, Seen]:
+    """The same values with passes and without, the same collectives on every rank."""
+    expected, before = step(fn, inputs, None)
+    found, after = step(fn, inputs, joint_passes())
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    everywhere: list[Any] = [None] * world_size()
+    dist.all_gather_object(everywhere, after.collectives)
+    assert all(one == everywhere[0] for one in everywhere), everywhere
+    return before, after
+
+
+def sharded(shape: Sequence[int], *placements: Any, seed: int = 0) -> Tensor:
+    torch.manual_seed(seed)
+    full = torch.randn(shape, dtype=torch.float64)
+    return distribute_tensor(full, init_device_mesh("cpu", (world_size(),)), placements).requires_grad_()
+
+
+@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.parametrize(("dim", "shape"), [(0, (7, 4)), (0, (7,)), (1, (4, 7)), (1, (2, 4, 5))])
+def test_dtensors_of_uneven_blocks_are_gathered_as_they_are(dim: int, shape: tuple[int, ...]) -> None:
+    def gathered(x: DTensor) -> Tensor:
+        return x.redistribute(placements=[Replicate()]).to_local() ** 3
+
+    before, after = compare(gathered, [sharded(shape, Shard(dim))])
+    assert before.kinds == ["all_gather"]
+    assert after.kinds == ["all_gather_v"] and after.pads == 0
+
+
+@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.parametrize(("dim", "shape"), [(0, (7, 4)), (1, (4, 7)), (1, (2, 4, 5))])
+def test_dtensors_are_scattered_in_uneven_blocks(dim: int, shape: tuple[int, ...]) -> None:
+    mesh = init_device_mesh("cpu", (world_size(),))
+
+    def scattered(x: Tensor) -> Tensor:
+        return DTensor.from_local(x, mesh, [Partial()]).redistribute(placements=[Shard(dim)]).to_local() ** 3
+
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    before, after = compare(scattered, [x], tolerance=1e-12)
+    assert before.kinds == ["reduce_scatter", "all_gather"]
+    assert after.kinds == ["reduce_scatter_v", "all_gather_v"] and after.pads == 0
+
+
+@pytest.mark.ranks(3, timeout=300)
+def test_an_mlp_of_dtensors() -> None:
+    def mlp(x: DTensor, up: DTensor, down: DTensor) -> Tensor:
+        hidden = torch.relu(x.redistribute(placements=[Replicate()]) @ up)
+        return (hidden @ down).redistribute(placements=[Shard(0)]).to_local()
+
+    inputs = [sharded((7, 4), Shard(0)), sharded((4, 7), Shard(1), seed=1), sharded((7, 5), Shard(0), seed=2)]
+    before, after = compare(mlp, inputs, tolerance=1e-12)
+    assert before.kinds == ["all_gather", "reduce_scatter"] * 2
+    assert after.kinds == ["all_gather_v", "reduce_scatter_v"] * 2 and after.pads == 0
+
+
+@pytest.mark.ranks(3, timeout=300)
+def test_an_exchange_of_dtensors_is_left_alone() -> None:
+    def exchanged(x: DTensor) -> Tensor:
+        return x.redistribute(placements=[Shard(1)]).to_local() ** 3
+
+    before, after = compare(exchanged, [sharded((7, 5), Shard(0))])
+    assert after.kinds == before.kinds
+
+
+def padded(x: Tensor, dim: int = 0) -> Tensor:
+    pads = [0] * (2 * (x.ndim - dim))
+    pads[-1] = max(SIZES) - x.shape[dim]
+    return F.pad(x, pads)
+
+
+def by_slices(x: Tensor) -> Tensor:
+    g = funcol.all_gather_tensor_autograd(padded(x), 0, dist.group.WORLD)
+    return torch.cat([g[5 * r : 5 * r + n] for r, n in enumerate(SIZES)]).sin()
+
+
+def by_chunks(x: Tensor) -> Tensor:
+    g = funcol.wait_tensor(funcol.all_gather_tensor(padded(x), 0, dist.group.WORLD))
+    return torch.cat([c[:n] for c, n in zip(g.chunk(3), SIZES, strict=True)]).sin()
+
+
+def by_view(x: Tensor) -> Tensor:
+    g = funcol.all_gather_tensor(padded(x), 0, dist.group.WORLD).view(3, 5, 4)
+    return torch.cat([g[i, :n] for i, n in enumerate(SIZES)]).sin()
+
+
+def along_columns(x: Tensor) -> Tensor:
+    g = funcol.all_gather_tensor(padded(x.t(), 1), 1, dist.group.WORLD)
+    return torch.cat([g[:, 5 * r : 5 * r + n] for r, n in enumerate(SIZES)], 1).sin()
+
+
+def by_zeros(x: Tensor) -> Tensor:
+    zeros = x.new_zeros(max(SIZES) - x.shape[0], 4)
+    g = funcol.all_gather_tensor(torch.cat([x, zeros]), 0, dist.group.WORLD)
+    return torch.cat([g[5 * r : 5 * r + n] for r, n in enumerate(SIZES)]).sin()
+
+
+@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.parametrize("fn", [by_chunks, by_view, along_columns, by_zeros])
+def test_gathers_by_hand(fn: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(rank())
+    before, after = compare(fn, [torch.randn(SIZES[rank()], 4)])
+    assert before.kinds == ["all_gather"]
+    assert after.kinds == ["all_gather_v"] and after.pads == 0
+
+
+@pytest.mark.ranks(3, timeout=300)
+def test_a_gather_by_hand_and_its_gradient() -> None:
+    torch.manual_seed(rank())
+    x = torch.randn(SIZES[rank()], 4, dtype=torch.float64, requires_grad=True)
+    before, after = compare(by_slices, [x], tolerance=1e-12)
+    assert before.kinds == ["all_gather", "reduce_scatter"]
+    assert after.kinds == ["all_gather_v", "reduce_scatter_v"]
+
+
+@pytest.mark.ranks(3, timeout=300)
+def test_a_scatter_by_hand_whose_padding_is_read() -> None:
+    def scattered(x: Tensor) -> Tensor:
+        payload = torch.cat([padded(part) for part in x.split(SIZES)])
+        return funcol.reduce_scatter_tensor(payload, "sum", 0, dist.group.WORLD).cos()
+
+    torch.manual_seed(rank())
+    _, after = compare(scattered, [torch.randn(8, 4, dtype=torch.float64)], tolerance=1e-12)
+    assert after.kinds == ["reduce_scatter_v"]
+
+
+def halo(x: Tensor) -> Tensor:
+    """Each rank's rows and a row of each neighbour: on rank 0 the graph of a padded gather of 4, 1 and 0 rows."""
+    g = funcol.all_gather_tensor(x, 0, dist.group.WORLD)
+    return g[max(4 * rank() - 1, 0) : 4 * rank() + 5].sin()
+
+
+class Agreement:
+    """Those of the lines that every rank has; over the key-value store, since tensors are fake while compiling."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.graphs = 0
+
+    def __call__(self, lines: Sequence[str]) -> list[str]:
+        store = compat.store()
+        self.graphs += 1
+        key = f"{self.name}/{self.graphs}"
+        store.set(f"{key}/{rank()}", json.dumps(lines))
+        everywhere = [json.loads(store.get(f"{key}/{r}")) for r in range(world_size())]
+        return [line for line in lines if all(line in one for one in everywhere)]
+
+
+@pytest.mark.ranks(3, timeout=300)
+def test_ranks_that_read_different_parts_are_found_out() -> None:
+    x, agree = torch.randn(4, 2), Agreement("foreign graphs")
+    with pytest.raises(Exception, match="have compiled different collectives"):
+        step(halo, [x], joint_passes())
+    (expected,), _ = step(halo, [x], None)
+    (found,), seen = step(halo, [x], joint_passes(agree))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert seen.kinds == ["all_gather"]
+    _, seen = step(by_chunks, [torch.randn(SIZES[rank()], 4)], joint_passes(agree))
+    assert seen.kinds == ["all_gather_v"]
+
+
+@pytest.mark.ranks(3, timeout=300)
+def test_gathers_of_one_tensor_are_one() -> None:
+    def twice(x: Tensor) -> Tensor:
+        return by_chunks(x) * by_view(x)
+
+    torch.manual_seed(rank())
+    before, after = compare(twice, [torch.randn(SIZES[rank()], 4)])
+    assert before.kinds == ["all_gather"] * 2
+    assert after.kinds == ["all_gather_v"]
