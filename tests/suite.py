@@ -1,0 +1,525 @@
+"""Graphs that schedules are judged by: written down with realistic sizes, or traced from models.
+
+A written graph has numbers for the blocks of the rank that it is written for, and the size vectors of all ranks in its
+collectives. Compute and communication are of the same order in it, up to `MOST_TOKENS`, so that an order matters.
+
+A traced graph is that of a model under AOTAutograd, with the partitioner and the decompositions of Inductor, where
+blocks are symbols.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lockstep import Builder
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+from torch.fx import Graph, GraphModule, Node
+
+import shardcompile as sc
+from shardcompile.demo.model import PointTransformer, relative_l2
+from shardcompile.offline import OfflineWorld, trace_step
+from shardcompile.passes import Pipeline
+from shardcompile.passes.collective import WAIT
+from shardcompile.passes.links import H100, link_of
+
+aten = torch.ops.aten
+_ours = torch.ops.shardcompile
+_c10d = torch.ops._c10d_functional
+
+BF16 = torch.bfloat16
+
+# ----------------------------------------------------------------------------------------------- cuts
+
+IMBALANCES = ("even", "1:9", "log-normal", "one owner", "empty blocks")
+"""How a dim is cut, see `cut`."""
+
+
+def cut(total: int, ranks: int, imbalance: str, number: int = 0) -> list[int]:
+    """Block sizes along a dim.
+
+    Args:
+        total: extent of the dim.
+        ranks: how many blocks.
+        imbalance: one of `IMBALANCES`. Of 1:9 it is the first rank that has nine times as much as the others, whichever
+            tensor it is; single owners and log-normal sizes are other ones for each tensor; of empty blocks every
+            second one is.
+        number: of the tensor.
+    """
+    numbers = random.Random(f"{imbalance} {total} {ranks} {number}")
+    weights = {
+        "even": lambda: [1.0] * ranks,
+        "1:9": lambda: [9.0] + [1.0] * (ranks - 1),
+        "log-normal": lambda: [numbers.lognormvariate(0, 1) for _ in range(ranks)],
+        "one owner": lambda: [float(r == number % ranks) for r in range(ranks)],
+        "empty blocks": lambda: [float(r % 2 == number % 2) for r in range(ranks)],
+    }[imbalance]()
+    return apportioned(total, weights)
+
+
+def random_cut(total: int, ranks: int, numbers: random.Random) -> list[int]:
+    """Block sizes that are drawn: log-normal ones, with empty blocks now and then, or a single owner."""
+    kind = numbers.random()
+    if kind < 0.15:
+        return apportioned(total, [float(r == numbers.randrange(ranks)) or 1e-9 for r in range(ranks)])
+    sigma = numbers.choice([0.2, 0.5, 1.0, 2.0])
+    weights = [numbers.lognormvariate(0, sigma) for _ in range(ranks)]
+    if kind < 0.5:
+        weights = [w * (numbers.random() < 0.6) for w in weights]
+    return apportioned(total, weights if any(weights) else [1.0] * ranks)
+
+
+def apportioned(total: int, weights: Sequence[float]) -> list[int]:
+    """Whole numbers of a given sum, in proportion to weights."""
+    ends = [round(total * sum(weights[: i + 1]) / sum(weights)) for i in range(len(weights))]
+    return [b - a for a, b in zip([0, *ends], ends, strict=False)]
+
+
+# ------------------------------------------------------------------------------------ how graphs are written
+
+Cuts = Callable[[int, int], list[int]]
+"""Block sizes of a dim by its extent and the number of the tensor."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a graph is written for.
+
+    Attributes:
+        ranks: in the group.
+        rank: whose blocks the graph has.
+        group: name of the group.
+        cuts: of all that is cut.
+        device: of all tensors.
+        padded: whether gathers and reductions are written with torch's even collectives, padded to the largest block.
+    """
+
+    ranks: int
+    rank: int
+    group: str
+    cuts: Cuts
+    device: str = "cpu"
+    padded: bool = False
+
+
+class Writer(Builder):
+    """Writes a graph for one rank of a group.
+
+    Args:
+        place: of that rank.
+    """
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self.place = place
+        self._tensors = 0
+
+    def input(self, *shape: int, dtype: torch.dtype = BF16) -> Node:
+        node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
+        with self.mode:
+            node.meta["val"] = torch.empty(shape, dtype=dtype, device=self.place.device)
+        return node
+
+    def cut(self, extent: int) -> list[int]:
+        """The cut of one more tensor."""
+        self._tensors += 1
+        return self.place.cuts(extent, self._tensors - 1)
+
+    def parameter(self, *shape: int) -> tuple[Node, list[int], tuple[int, ...]]:
+        """The block of a parameter that is cut along its first dim, the cut and the shape of the whole."""
+        sizes = self.cut(shape[0])
+        return self.input(sizes[self.place.rank], *shape[1:]), sizes, shape
+
+    def gathered(self, block: Node, sizes: list[int], shape: tuple[int, ...]) -> Node:
+        """The whole parameter."""
+        if self.place.padded:
+            return self._gathered_with_padding(block, sizes)
+        flat = self.done(_ours.all_gather_v.default, block, 0, sum(sizes), sizes, 0, [], self.place.group)
+        return self.call(aten.view.default, flat, list(shape)) if len(shape) > 1 else flat
+
+    def _gathered_with_padding(self, block: Node, sizes: list[int]) -> Node:
+        most = max(sizes)
+        padded = self._padded(block, most - sizes[self.place.rank])
+        whole = self.done(_c10d.all_gather_into_tensor.default, padded, self.place.ranks, self.place.group)
+        if set(sizes) == {most}:
+            return whole
+        parts = [self.call(aten.slice.Tensor, whole, 0, r * most, r * most + s) for r, s in enumerate(sizes) if s]
+        return self.call(aten.cat.default, parts, 0)
+
+    def scattered(self, whole: Node, sizes: list[int]) -> Node:
+        """The sum over the ranks, of which each keeps its block."""
+        rows = sizes[self.place.rank]
+        if self.place.padded:
+            most = max(sizes)
+            parts = self.call(aten.split_with_sizes.default, whole, sizes, 0)
+            blocks = [
+                self._padded(self.call(operator.getitem, parts, r), most - s) if s else self._zeros(whole, most)
+                for r, s in enumerate(sizes)
+            ]
+            packed = self.call(aten.cat.default, blocks, 0)
+            reduced = self.done(_c10d.reduce_scatter_tensor.default, packed, "sum", self.place.ranks, self.place.group)
+            return self.call(aten.slice.Tensor, reduced, 0, 0, rows)
+        flat = self.done(_ours.reduce_scatter_v.default, whole, 0, rows, "sum", sizes, 0, [], self.place.group)
+        shape = [rows, *whole.meta["val"].shape[1:]]
+        return self.call(aten.view.default, flat, shape) if len(shape) > 1 else flat
+
+    def _padded(self, x: Node, rows: int) -> Node:
+        ndim = x.meta["val"].ndim
+        return self.call(aten.constant_pad_nd.default, x, [0, 0] * (ndim - 1) + [0, rows]) if rows else x
+
+    def _zeros(self, like: Node, rows: int) -> Node:
+        return self.call(aten.new_zeros.default, like, [rows, *like.meta["val"].shape[1:]])
+
+    def turned(self, x: Node, dims: tuple[int, int], cuts: tuple[list[int], list[int]]) -> Node:
+        """A tensor that is cut along the first of two dims, cut along the second one instead."""
+        (src, dst), (given, taken) = dims, cuts
+        rows = taken[self.place.rank]
+        args = (src, dst, sum(given), rows, given, 0, [], taken, 0, [], self.place.group)
+        flat = self.done(_ours.all_to_all_v.default, x, *args)
+        shape = list(x.meta["val"].shape)
+        shape[src], shape[dst] = sum(given), rows
+        # The op returns rows of the source dim first.
+        moved = self.call(aten.view.default, flat, [shape[src], *(s for d, s in enumerate(shape) if d != src)])
+        return moved if src == 0 else self.call(aten.permute.default, moved, _first_to(src, len(shape)))
+
+    def t(self, x: Node) -> Node:
+        """A matrix transposed."""
+        return self.call(aten.permute.default, x, [1, 0])
+
+    def mm(self, a: Node, b: Node) -> Node:
+        return self.call(aten.mm.default, a, b)
+
+    def normed(self, x: Node, weight: Node) -> Node:
+        """Root mean square norm, as Inductor's decomposition has it."""
+        wide = self.call(aten.mul.Tensor, x, 1.0)
+        mean = self.call(aten.mean.dim, self.call(aten.pow.Tensor_Scalar, wide, 2), [-1], True)
+        scale = self.call(aten.rsqrt.default, self.call(aten.add.Tensor, mean, 1e-6))
+        return self.call(aten.mul.Tensor, self.call(aten.mul.Tensor, wide, scale), weight)
+
+    def norm_gradients(self, grad: Node, x: Node, weight: Node) -> tuple[Node, Node]:
+        """What stands for the gradients of `normed`, of its input and its weight: as many passes over the memory."""
+        scaled = self.call(aten.mul.Tensor, grad, weight)
+        inner = self.call(aten.sum.dim_IntList, self.call(aten.mul.Tensor, scaled, x), [-1], True)
+        result = self.call(aten.sub.Tensor, scaled, self.call(aten.mul.Tensor, x, inner))
+        return result, self.call(aten.sum.dim_IntList, self.call(aten.mul.Tensor, grad, x), [0])
+
+
+def _first_to(dim: int, ndim: int) -> list[int]:
+    order = list(range(1, ndim))
+    order.insert(dim, 0)
+    return order
+
+
+# ---------------------------------------------------------------------- parameters that are kept in blocks
+
+SEQUENCE = 2048
+MOST_TOKENS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a transformer.
+
+    Attributes:
+        layers: how many.
+        width: channels.
+        tokens: of one rank.
+        heads: of the attention.
+    """
+
+    layers: int
+    width: int = 2048
+    tokens: int = 8192
+    heads: int = 16
+
+
+def balanced_tokens(ranks: int, cuts: Cuts, extent: int = 4096) -> int:
+    """Tokens of a rank with which a layer computes as long as its parameters take to be gathered, on H100.
+
+    A whole number of sequences, up to `MOST_TOKENS`.
+    """
+    shares = [max(c) / max(sum(c), 1) for c in (cuts(extent, i) for i in range(4))]
+    wire = 2 * (ranks - 1) * sum(shares) / len(shares) / link_of(H100, ranks).bandwidth  # seconds of a parameter
+    compute = 2 / (H100.flops[BF16] * H100.share)  # of a parameter and a token
+    return SEQUENCE * max(1, min(round(wire / compute / SEQUENCE), MOST_TOKENS // SEQUENCE))
+
+
+def _parameters(w: Writer, width: int) -> list[tuple[Node, list[int], tuple[int, ...]]]:
+    shapes = [(width,), (3 * width, width), (width, width), (width,), (4 * width, width), (width, 4 * width)]
+    return [w.parameter(*shape) for shape in shapes]
+
+
+def fsdp_forward(place: Place, size: Size) -> Graph:
+    """Layers of a transformer whose parameters are gathered for each of them."""
+    w = Writer(place)
+    x = w.input(size.tokens, size.width)
+    layers = [_parameters(w, size.width) for _ in range(size.layers)]
+    saved: list[Node] = []
+    for blocks in layers:
+        norm, qkv, out, norm2, up, down = (w.gathered(*b) for b in blocks)
+        h = w.normed(x, norm)
+        attended = _attention(w, w.mm(h, w.t(qkv)), size)
+        y = w.call(aten.add.Tensor, x, w.mm(attended[0], w.t(out)))
+        h2 = w.normed(y, norm2)
+        wide = w.mm(h2, w.t(up))
+        g = w.call(aten.gelu.default, wide)
+        saved += [x, h, *attended, y, h2, wide, g]
+        x = w.call(aten.add.Tensor, y, w.mm(g, w.t(down)))
+    return w.output(x, *saved)
+
+
+def _heads(w: Writer, packed: Node, size: Size) -> list[Node]:
+    shape = [size.tokens // SEQUENCE, SEQUENCE, 3, size.heads, size.width // size.heads]
+    heads = w.call(aten.permute.default, w.call(aten.view.default, packed, shape), [2, 0, 3, 1, 4])
+    return [w.call(aten.select.int, heads, 0, i) for i in range(3)]
+
+
+def _attention(w: Writer, packed: Node, size: Size) -> list[Node]:
+    """The attention's result, and what its gradient needs."""
+    q, k, v = _heads(w, packed, size)
+    if w.place.device == "cpu":
+        results = w.call(aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, v, 0.0, True)
+        rest = [w.call(operator.getitem, results, 1)]
+    else:
+        results = w.call(aten._scaled_dot_product_flash_attention.default, q, k, v, 0.0, True)
+        rest = [w.call(operator.getitem, results, i) for i in (1, 6, 7)]
+    out = w.call(aten.permute.default, w.call(operator.getitem, results, 0), [0, 2, 1, 3])
+    return [w.call(aten.view.default, out, [size.tokens, size.width]), packed, *rest]
+
+
+def _attention_gradient(w: Writer, grad: Node, attended: Node, packed: Node, rest: Sequence[Node], size: Size) -> Node:
+    q, k, v = _heads(w, packed, size)
+    shape = [size.tokens // SEQUENCE, SEQUENCE, size.heads, size.width // size.heads]
+    grad, out = (
+        w.call(aten.permute.default, w.call(aten.view.default, x, shape), [0, 2, 1, 3]) for x in (grad, attended)
+    )
+    if w.place.device == "cpu":
+        target = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        results = w.call(target, grad, q, k, v, out, rest[0], 0.0, True)
+    else:
+        target = aten._scaled_dot_product_flash_attention_backward.default
+        lse, seed, offset = rest
+        args = (grad, q, k, v, out, lse, None, None, SEQUENCE, SEQUENCE, 0.0, True, seed, offset)
+        results = w.call(target, *args)
+    parts = [w.call(aten.permute.default, w.call(operator.getitem, results, i), [0, 2, 1, 3]) for i in range(3)]
+    return w.call(aten.view.default, w.call(aten.stack.default, parts, 2), [size.tokens, 3 * size.width])
+
+
+def fsdp_backward(place: Place, size: Size) -> Graph:
+    """The backward pass of `fsdp_forward`: parameters are gathered again, gradients are reduced and scattered."""
+    w = Writer(place)
+    layers = [_parameters(w, size.width) for _ in range(size.layers)]
+    saved = [_saved(w, size) for _ in range(size.layers)]
+    dy = w.input(size.tokens, size.width)
+    results: list[Node] = []
+    for blocks, (x, h, a, packed, rest, y, h2, wide, g) in zip(layers[::-1], saved[::-1], strict=True):
+        sizes = [b[1] for b in blocks]
+        down, up, norm2, out, qkv, norm = (w.gathered(*b) for b in blocks[::-1])
+        d_down = w.scattered(w.mm(w.t(dy), g), sizes[5])
+        d_wide = w.call(aten.gelu_backward.default, w.mm(dy, down), wide)
+        d_up = w.scattered(w.mm(w.t(d_wide), h2), sizes[4])
+        d_y, d_norm2 = w.norm_gradients(w.mm(d_wide, up), y, norm2)
+        dy = w.call(aten.add.Tensor, dy, d_y)
+        d_out = w.scattered(w.mm(w.t(dy), a), sizes[2])
+        d_packed = _attention_gradient(w, w.mm(dy, out), a, packed, rest, size)
+        d_qkv = w.scattered(w.mm(w.t(d_packed), h), sizes[1])
+        d_x, d_norm = w.norm_gradients(w.mm(d_packed, qkv), x, norm)
+        dy = w.call(aten.add.Tensor, dy, d_x)
+        small = [w.scattered(d_norm2, sizes[3]), w.scattered(d_norm, sizes[0])]
+        results += [d_down, d_up, d_out, d_qkv, *small]
+    return w.output(dy, *results)
+
+
+def _saved(w: Writer, size: Size) -> tuple[Any, ...]:
+    batch, heads = size.tokens // SEQUENCE, size.heads
+    x, h, a, y, h2 = (w.input(size.tokens, size.width) for _ in range(5))
+    packed = w.input(size.tokens, 3 * size.width)
+    rest = [w.input(batch, heads, SEQUENCE, dtype=torch.float32)]
+    if w.place.device != "cpu":
+        rest += [w.input(2, dtype=torch.uint64), w.input(dtype=torch.uint64)]
+    wide, g = (w.input(size.tokens, 4 * size.width) for _ in range(2))
+    return x, h, a, packed, rest, y, h2, wide, g
+
+
+# ------------------------------------------------------------------------------------- mixture of experts
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Of a mixture of experts.
+
+    Attributes:
+        layers: how many.
+        experts: of a rank on average.
+        tokens: of a rank and an expert on average.
+        width: channels.
+        hidden: channels within an expert.
+    """
+
+    layers: int = 4
+    experts: int = 2
+    tokens: int = 256
+    width: int = 2048
+    hidden: int = 2048
+
+
+def experts_forward(place: Place, size: Experts) -> Graph:
+    """Tokens go to the ranks of their experts and back, in two halves; every token also meets a shared expert."""
+    w = Writer(place)
+    n, c = place.ranks * size.experts, max(place.ranks * size.tokens // (place.ranks * size.experts) // 2, 1)
+    c *= place.ranks
+    given = w.cut(c)
+    taken = w.cut(n)
+    rows = given[place.rank]
+    halves = [w.input(n, rows, size.width) for _ in range(2)]
+    shared = [(w.input(size.width, size.hidden), w.input(size.hidden, size.width)) for _ in range(size.layers)]
+    mine = taken[place.rank]
+    own = [(w.input(mine, size.width, size.hidden), w.input(mine, size.hidden, size.width)) for _ in range(size.layers)]
+    for (s1, s2), (e1, e2) in zip(shared, own, strict=True):
+        halves = [_expert_layer(w, x, (s1, s2), (e1, e2), (given, taken), size) for x in halves]
+    return w.output(*halves)
+
+
+def _expert_layer(w: Writer, x: Node, shared: Any, own: Any, cuts: tuple[list[int], list[int]], size: Experts) -> Node:
+    given, taken = cuts
+    rows, n = given[w.place.rank], sum(taken)
+    arrived = w.turned(x, (1, 0), (given, taken))
+    wide = w.call(aten.gelu.default, w.call(aten.bmm.default, arrived, own[0]))
+    back = w.turned(w.call(aten.bmm.default, wide, own[1]), (0, 1), (taken, given))
+    flat = w.call(aten.view.default, x, [n * rows, size.width])
+    own_result = w.mm(w.call(aten.gelu.default, w.mm(flat, shared[0])), shared[1])
+    both = w.call(aten.add.Tensor, back, w.call(aten.view.default, own_result, [n, rows, size.width]))
+    return w.call(aten.add.Tensor, x, both)
+
+
+# -------------------------------------------------------------------------------------------- traced models
+
+Rows = Callable[[int, int], list[int]]
+"""Block sizes of a number of rows over a number of ranks."""
+
+
+def sharded(mesh: DeviceMesh, shape: Sequence[int], dim: int, sizes: list[int]) -> sc.ShardTensor:
+    """Values of some kind, cut along a dim."""
+    local = [sizes[mesh.get_local_rank()] if d == dim else s for d, s in enumerate(shape)]
+    return sc.ShardTensor.from_local(torch.randn(local), mesh, [Shard(dim)], {0: sizes})
+
+
+def point_transformer(rows: Rows) -> Any:
+    """A `build` of a transformer on points that are cut unevenly."""
+
+    def build(mesh: DeviceMesh) -> Any:
+        net = PointTransformer(features=5, channels=256, heads=8, slices=64, layers=4)
+        x = sharded(mesh, (16384 * mesh.size(), 5), 0, rows(16384 * mesh.size(), mesh.size()))
+        return (lambda x: net(x).square().mean()), (x,)
+
+    return build
+
+
+def demo_step(rows: Rows) -> Any:
+    """A `build` of the demo's training step, loss included."""
+
+    def build(mesh: DeviceMesh) -> Any:
+        net = PointTransformer()
+        sizes = rows(1024 * mesh.size(), mesh.size())
+        x, y = sharded(mesh, (sum(sizes), 5), 0, sizes), sharded(mesh, (sum(sizes),), 0, sizes)
+        return (lambda x, y: relative_l2(net(x), y)), (x, y)
+
+    return build
+
+
+class _Convs(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.second = nn.Conv2d(outputs, outputs, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.second(F.relu(self.first(x))))
+
+
+class UNet(nn.Module):
+    """Two levels down and up, with halos along the rows, and upsampling that gathers them."""
+
+    def __init__(self, channels: int = 64) -> None:
+        super().__init__()
+        widths = [channels, 2 * channels, 4 * channels]
+        self.down = nn.ModuleList(_Convs(i, o) for i, o in zip([3, *widths], widths, strict=False))
+        self.up = nn.ModuleList(_Convs(a + b, a) for a, b in [(widths[1], widths[2]), (widths[0], widths[1])])
+        self.out = nn.Conv2d(channels, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips: list[Tensor] = []
+        for convs in self.down:
+            x = convs(F.max_pool2d(x, 2) if skips else x)
+            skips.append(x)
+        skips.pop()
+        for convs in self.up:
+            x = convs(torch.cat([skips.pop(), F.interpolate(x, scale_factor=2, mode="nearest")], 1))
+        return self.out(x)
+
+
+def unet(rows: Rows) -> Any:
+    """A `build` of a U-Net on images whose rows are cut unevenly, in whole fours."""
+
+    def build(mesh: DeviceMesh) -> Any:
+        net = UNet()
+        sizes = [4 * s for s in rows(64 * mesh.size(), mesh.size())]
+        x = sharded(mesh, (1, 3, sum(sizes), 512), 2, sizes)
+        return (lambda x: net(x).square().mean()), (x,)
+
+    return build
+
+
+def fsdp_module(rows: Rows, layers: int = 2, width: int = 2048) -> Any:
+    """A `build` of perceptrons whose parameters are gathered, and whose gradients are reduced and scattered."""
+
+    def build(mesh: DeviceMesh) -> Any:
+        def parameter(extent: int, *rest: int) -> sc.ShardTensor:
+            sizes = rows(extent, mesh.size())
+            local = torch.randn(sizes[mesh.get_local_rank()], *rest, dtype=BF16)
+            return sc.ShardTensor.from_local(local, mesh, [Shard(0)], {0: sizes}).requires_grad_()
+
+        parameters = [
+            [parameter(width), parameter(4 * width, width), parameter(width, 4 * width)] for _ in range(layers)
+        ]
+
+        def loss(x: Tensor, parameters: Any) -> Tensor:
+            for blocks in parameters:
+                norm, up, down = (
+                    p.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]) for p in blocks
+                )
+                x = x + F.linear(F.gelu(F.linear(F.rms_norm(x, (width,), norm), up)), down)
+            return x.float().square().mean()
+
+        return loss, (torch.randn(8192, width, dtype=BF16), parameters)
+
+    return build
+
+
+def traced(world: OfflineWorld, build: Any) -> Iterator[tuple[str, Graph]]:
+    """The forward and backward graph of a model, before our passes."""
+    trace = trace_step(world, build, pipeline=Pipeline([]))
+    yield "forward", trace.forward.graph
+    if trace.backward is not None:
+        yield "backward", trace.backward.graph
+
+
+# ------------------------------------------------------------------------------------------------ graphs
+
+
+def copied(graph: Graph) -> Graph:
+    """A graph that passes may change without the other, in a module of its own."""
+    new = Graph()
+    values: dict[Node, Node] = {}
+    output = new.graph_copy(graph, values)
+    new.output(output)
+    root = graph.owning_module or nn.Module()
+    return GraphModule(root, new).graph
