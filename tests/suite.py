@@ -359,45 +359,80 @@ class Experts:
     Attributes:
         layers: how many.
         experts: of a rank on average.
-        tokens: of a rank and an expert on average.
+        tokens: of a rank, for one expert and half of the batch, on average.
         width: channels.
         hidden: channels within an expert.
     """
 
     layers: int = 4
     experts: int = 2
-    tokens: int = 256
+    tokens: int = 64
     width: int = 2048
-    hidden: int = 2048
+    hidden: int = 4096
 
 
 def experts_forward(place: Place, size: Experts) -> Graph:
     """Tokens go to the ranks of their experts and back, in two halves; every token also meets a shared expert."""
     w = Writer(place)
-    n, c = place.ranks * size.experts, max(place.ranks * size.tokens // (place.ranks * size.experts) // 2, 1)
-    c *= place.ranks
-    given = w.cut(c)
-    taken = w.cut(n)
-    rows = given[place.rank]
+    given, taken = _expert_cuts(w, size)
+    n, rows = sum(taken), given[place.rank]
+    weights = [_expert_weights(w, taken[place.rank], size) for _ in range(size.layers)]
     halves = [w.input(n, rows, size.width) for _ in range(2)]
-    shared = [(w.input(size.width, size.hidden), w.input(size.hidden, size.width)) for _ in range(size.layers)]
-    mine = taken[place.rank]
-    own = [(w.input(mine, size.width, size.hidden), w.input(mine, size.hidden, size.width)) for _ in range(size.layers)]
-    for (s1, s2), (e1, e2) in zip(shared, own, strict=True):
-        halves = [_expert_layer(w, x, (s1, s2), (e1, e2), (given, taken), size) for x in halves]
-    return w.output(*halves)
+    saved: list[Node] = []
+    for shared_in, shared_out, own_in, own_out in weights:
+        for i, x in enumerate(halves):
+            arrived = w.turned(x, (1, 0), (given, taken))
+            wide = w.call(aten.bmm.default, arrived, own_in)
+            result = w.call(aten.bmm.default, w.call(aten.gelu.default, wide), own_out)
+            back = w.turned(result, (0, 1), (taken, given))
+            flat = w.call(aten.view.default, x, [n * rows, size.width])
+            hidden = w.mm(flat, shared_in)
+            alone = w.mm(w.call(aten.gelu.default, hidden), shared_out)
+            both = w.call(aten.add.Tensor, back, w.call(aten.view.default, alone, [n, rows, size.width]))
+            halves[i] = w.call(aten.add.Tensor, x, both)
+            saved += [x, arrived, wide, hidden]
+    return w.output(*halves, *saved)
 
 
-def _expert_layer(w: Writer, x: Node, shared: Any, own: Any, cuts: tuple[list[int], list[int]], size: Experts) -> Node:
-    given, taken = cuts
-    rows, n = given[w.place.rank], sum(taken)
-    arrived = w.turned(x, (1, 0), (given, taken))
-    wide = w.call(aten.gelu.default, w.call(aten.bmm.default, arrived, own[0]))
-    back = w.turned(w.call(aten.bmm.default, wide, own[1]), (0, 1), (taken, given))
-    flat = w.call(aten.view.default, x, [n * rows, size.width])
-    own_result = w.mm(w.call(aten.gelu.default, w.mm(flat, shared[0])), shared[1])
-    both = w.call(aten.add.Tensor, back, w.call(aten.view.default, own_result, [n, rows, size.width]))
-    return w.call(aten.add.Tensor, x, both)
+def experts_backward(place: Place, size: Experts) -> Graph:
+    """The backward pass of `experts_forward`, but for the gradients' reduction."""
+    w = Writer(place)
+    given, taken = _expert_cuts(w, size)
+    n, rows, mine = sum(taken), given[place.rank], taken[place.rank]
+    weights = [_expert_weights(w, mine, size) for _ in range(size.layers)]
+    extents = [(n, rows, size.width), (mine, sum(given), size.width), (mine, sum(given), size.hidden)]
+    hidden = (n * rows, size.hidden)
+    saved = [[[w.input(*e) for e in (*extents, hidden)] for _ in range(2)] for _ in range(size.layers)]
+    grads = [w.input(n, rows, size.width) for _ in range(2)]
+    results: list[Node] = []
+    for layer, (shared_in, shared_out, own_in, own_out) in reversed(list(enumerate(weights))):
+        for i, (x, arrived, wide, hid) in enumerate(saved[layer]):
+            flat, dy = (w.call(aten.view.default, t, [n * rows, size.width]) for t in (x, grads[i]))
+            d_hid = w.call(aten.gelu_backward.default, w.mm(dy, w.t(shared_out)), hid)
+            d_alone = w.call(aten.view.default, w.mm(d_hid, w.t(shared_in)), [n, rows, size.width])
+            results += [w.mm(w.t(flat), d_hid), w.mm(w.t(w.call(aten.gelu.default, hid)), dy)]
+            d_result = w.turned(grads[i], (1, 0), (given, taken))
+            d_wide = w.call(aten.gelu_backward.default, _bmm(w, d_result, own_out, 2), wide)
+            d_x = w.turned(_bmm(w, d_wide, own_in, 2), (0, 1), (taken, given))
+            results += [_bmm(w, arrived, d_wide, 1), _bmm(w, w.call(aten.gelu.default, wide), d_result, 1)]
+            grads[i] = w.call(aten.add.Tensor, grads[i], w.call(aten.add.Tensor, d_x, d_alone))
+    return w.output(*grads, *results)
+
+
+def _bmm(w: Writer, a: Node, b: Node, turn: int) -> Node:
+    """The product of two batches of matrices, of which the first or the second one is transposed."""
+    turned = w.call(aten.permute.default, a if turn == 1 else b, [0, 2, 1])
+    return w.call(aten.bmm.default, *((turned, b) if turn == 1 else (a, turned)))
+
+
+def _expert_cuts(w: Writer, size: Experts) -> tuple[list[int], list[int]]:
+    """How the tokens of an expert and how the experts are cut."""
+    return w.cut(w.place.ranks * size.tokens), w.cut(w.place.ranks * size.experts)
+
+
+def _expert_weights(w: Writer, mine: int, size: Experts) -> list[Node]:
+    shapes = [(size.width, size.hidden), (size.hidden, size.width)]
+    return [w.input(*s) for s in shapes] + [w.input(mine, *s) for s in shapes]
 
 
 # -------------------------------------------------------------------------------------------- traced models
