@@ -3,22 +3,61 @@
     torch.compile(model, backend="shardcompile")                      # Inductor and these passes
     torch.compile(model, options=shardcompile.passes.inductor_options())
 
-No pass is needed for correctness: each takes a valid graph and returns a valid graph that computes the same, and each
-can be switched off by its name.
+In their order: chains that others emit for uneven blocks become one collective; what is computed twice, or not needed,
+goes; small collectives meet in buckets; what is left is started early and awaited late, and Inductor is made to keep
+that order. No pass is needed for correctness: each takes a valid graph and returns a valid graph that computes the
+same, and each can be switched off by its name.
 """
 
 from shardcompile.passes.backend import compile_with_passes, inductor_options
 from shardcompile.passes.bucket import BucketAllGathers, BucketAllReduces, BucketAllToAlls, BucketReduceScatters
-from shardcompile.passes.pipeline import Pass, Pipeline, default_passes
+from shardcompile.passes.calibrate import measure_link
+from shardcompile.passes.cleanup import (
+    CancelRoundTrips,
+    DropOwnSlice,
+    DropRepeatedWaits,
+    ReduceThenSlice,
+    ShareEqualCollectives,
+)
+from shardcompile.passes.collective import Collective, collectives
+from shardcompile.passes.cost import CostModel, Prices
+from shardcompile.passes.hold import HoldOrder
+from shardcompile.passes.links import Device, Link
+from shardcompile.passes.lower import LowerEvenGathers
+from shardcompile.passes.normalise import NormaliseChains
+from shardcompile.passes.overlap import ScheduleOverlap
+from shardcompile.passes.pipeline import Pass, Pipeline, Step, default_passes
+from shardcompile.passes.simulator import Timeline, lower_bound, perfetto, simulate
 
 __all__ = [
     "BucketAllGathers",
     "BucketAllReduces",
     "BucketAllToAlls",
     "BucketReduceScatters",
+    "CancelRoundTrips",
+    "Collective",
+    "CostModel",
+    "Device",
+    "DropOwnSlice",
+    "DropRepeatedWaits",
+    "HoldOrder",
+    "Link",
+    "LowerEvenGathers",
+    "NormaliseChains",
     "Pass",
     "Pipeline",
+    "Prices",
+    "ReduceThenSlice",
+    "ScheduleOverlap",
+    "ShareEqualCollectives",
+    "Step",
+    "Timeline",
+    "collectives",
     "compile_with_passes",
     "default_passes",
     "inductor_options",
+    "lower_bound",
+    "measure_link",
+    "perfetto",
+    "simulate",
 ]

@@ -8,21 +8,44 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from shardcompile.passes.pipeline import Pass, Pipeline
+from shardcompile import compat
+from shardcompile.passes.pipeline import Pass, Pipeline, foreign_passes
 from shardcompile.passes.verify import report_failure
 
 
-def inductor_options(passes: Sequence[Pass] | None = None, off: Sequence[str] = ()) -> dict[str, Any]:
+def inductor_options(
+    passes: Sequence[Pass] | None = None, off: Sequence[str] = (), *, foreign: bool = False
+) -> dict[str, Any]:
     """What to give ``torch.compile(options=...)`` so that Inductor runs the passes.
+
+    Inductor's own overlap passes are off: they price by what a rank holds, so that ranks with unequal blocks could
+    order their collectives differently, and one of the two has to be in charge.
 
     Args:
         passes: in place of `default_passes()`.
         off: names of passes to leave out.
+        foreign: whether to make one collective of the chains of padding, gathering and cutting that DTensor and others
+            emit for uneven blocks, so that the passes can work on them. The ranks then agree on what is rewritten, over
+            the store of the default process group, and compiled code is not cached: all of them have to compile.
 
     Raises:
         PassError: `off` names a pass that is not there.
     """
-    return {"post_grad_custom_post_pass": Pipeline(passes, off)}
+    options = {"post_grad_custom_post_pass": Pipeline(passes, off), **_INDUCTOR_IS_NOT_IN_CHARGE}
+    if foreign:
+        options["joint_custom_pre_pass"] = Pipeline(foreign_passes(), in_step=True)
+    return options
+
+
+_INDUCTOR_IS_NOT_IN_CHARGE = {
+    option: False
+    for option in (
+        "reorder_for_compute_comm_overlap",
+        "aten_distributed_optimizations.enable_overlap_scheduling",
+        "aten_distributed_optimizations.enable_simple_overlap",
+    )
+    if compat.inductor_has(option)
+}
 
 
 def compile_with_passes(

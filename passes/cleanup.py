@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from shardcompile import compat
 from shardcompile.passes.collective import WAIT, Collective, add_node, collectives
-from shardcompile.passes.dependencies import _writes
+from shardcompile.passes.dependencies import writes
 
 aten = torch.ops.aten
 _ours = torch.ops.shardcompile
@@ -83,7 +83,7 @@ class ShareEqualCollectives:
         same: dict[Node, Node] = {}
         epoch = 0
         for node in list(graph.nodes):
-            epoch += _writes(node)
+            epoch += writes(node)
             c = Collective.of(node)
             if c is None and (node.op != "call_function" or node.target not in _LOCAL):
                 continue
@@ -197,7 +197,7 @@ class ReduceThenSlice:
         return f"{type(self).__name__}()"
 
     def __call__(self, graph: Graph) -> None:
-        writers = [n for n in graph.nodes if _writes(n)]
+        writers = [n for n in graph.nodes if writes(n)]
         for c in collectives(graph):
             if c.kind == "all_reduce" and c.functional and len(c.payloads) == 1 and c.node.args[1] in ("sum", "avg"):
                 _scatter(graph, c, writers)
@@ -235,7 +235,7 @@ def _escapes(node: Node, to_output: bool) -> bool:
     stack, seen = [node], {node}
     while stack:
         for user in stack.pop().users:
-            if _writes(user) or (to_output and user.op == "output"):
+            if writes(user) or (to_output and user.op == "output"):
                 return True
             if user.target in _VIEWS and user not in seen:
                 seen.add(user)

@@ -61,7 +61,7 @@ def ordered_inputs(graph: Graph) -> dict[Node, list[Node]]:
         before = list(node.all_input_nodes)
         if barrier is not None:
             before.append(barrier)
-        if _writes(node) or node.op == "output":
+        if writes(node) or node.op == "output":
             before += since_barrier
             barrier, since_barrier = node, []
         else:
@@ -102,7 +102,7 @@ def reorder(graph: Graph, inputs: dict[Node, list[Node]], priority: Callable[[No
         earlier.append(later)
 
 
-def _writes(node: Node) -> bool:
+def writes(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return node.op == "call_function" and schema is not None and schema.is_mutable
 

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from shardcompile import compat
 from shardcompile.layout import CHUNK_KEY
 from shardcompile.passes.collective import WAIT, Collective, add_node, collectives
-from shardcompile.passes.dependencies import _writes
+from shardcompile.passes.dependencies import writes
 from shardcompile.passes.pieces import Box, Pieces, Value, arguments_of, evaluate, is_tracked, static_shape
 
 aten = torch.ops.aten
@@ -101,7 +101,7 @@ class NormaliseChains:
     def __call__(self, graph: Graph) -> None:
         found = {c.node: line for i, c in enumerate(collectives(graph)) if (line := self._described(i, c))}
         agreed = set(found.values()) if self.agree is None else set(self.agree(list(found.values())))
-        writers = [n for n in graph.nodes if _writes(n)]
+        writers = [n for n in graph.nodes if writes(n)]
         for start, line in found.items():
             c = Collective.of(start) if line in agreed else None
             chain = None if c is None else self._chain(c)

@@ -12,10 +12,19 @@ from torch.fx import Graph, Node
 from shardcompile import compat, config
 from shardcompile.errors import PassError
 from shardcompile.passes.bucket import BucketAllGathers, BucketAllReduces, BucketAllToAlls, BucketReduceScatters
+from shardcompile.passes.cleanup import (
+    CancelRoundTrips,
+    DropOwnSlice,
+    DropRepeatedWaits,
+    ReduceThenSlice,
+    ShareEqualCollectives,
+)
 from shardcompile.passes.collective import collectives
 from shardcompile.passes.hold import HoldOrder
+from shardcompile.passes.lower import LowerEvenGathers
+from shardcompile.passes.normalise import NormaliseChains
 from shardcompile.passes.overlap import ScheduleOverlap
-from shardcompile.passes.verify import verify_graph
+from shardcompile.passes.verify import agreed, verify_graph
 
 
 class Pass(Protocol):
@@ -53,13 +62,28 @@ class Step:
 def default_passes() -> list[Pass]:
     """The passes that are on by default, in their order."""
     return [
+        DropRepeatedWaits(),
+        ShareEqualCollectives(),
+        CancelRoundTrips(),
+        DropOwnSlice(),
+        ReduceThenSlice(),
         BucketAllGathers(),
         BucketAllToAlls(),
         BucketReduceScatters(),
         BucketAllReduces(),
+        LowerEvenGathers(),
         ScheduleOverlap(),
         HoldOrder(),
     ]
+
+
+def foreign_passes() -> list[Pass]:
+    """The passes that make one collective of chains that others emit for uneven blocks, for the joint graph.
+
+    They run before the graph is divided into forward and backward: afterwards a rank may find a half of a chain where
+    others find all of it.
+    """
+    return [DropRepeatedWaits(), NormaliseChains(agree=agreed)]
 
 
 class Pipeline(compat.CustomGraphPass):
@@ -69,6 +93,7 @@ class Pipeline(compat.CustomGraphPass):
         passes: in their order.
         off: names of passes to leave out.
         record: whether to keep in `history`, for every graph, what each pass made of it.
+        in_step: whether all ranks have to compile each graph together, because a pass asks the others.
 
     Attributes:
         passes: those that run.
@@ -78,13 +103,20 @@ class Pipeline(compat.CustomGraphPass):
         PassError: `off` names a pass that is not there.
     """
 
-    def __init__(self, passes: Sequence[Pass] | None = None, off: Sequence[str] = (), record: bool = False) -> None:
+    def __init__(
+        self,
+        passes: Sequence[Pass] | None = None,
+        off: Sequence[str] = (),
+        record: bool = False,
+        in_step: bool = False,
+    ) -> None:
         passes = default_passes() if passes is None else list(passes)
         names = [p.name for p in passes]
         if unknown := sorted(set(off) - set(names)):
             raise PassError(f"no pass is called {', '.join(unknown)}; there are {', '.join(names)}")
         self.passes = [p for p in passes if p.name not in off]
         self.record = record
+        self.in_step = in_step
         self.history: list[list[Step]] = []
 
     def __call__(self, graph: Graph) -> None:
@@ -101,7 +133,7 @@ class Pipeline(compat.CustomGraphPass):
             _run(graph_pass, graph)
             if before is not None:
                 self.history[-1].append(_step(graph_pass.name, before, _described(graph)))
-        if config.verify:
+        if config.verify and not self.in_step:
             verify_graph(graph)
 
     def __str__(self) -> str:
@@ -112,7 +144,7 @@ class Pipeline(compat.CustomGraphPass):
 
         None, so that nothing is cached, where something is to be seen each time that a graph is compiled.
         """
-        return None if config.verify or self.record else repr(self.passes)
+        return None if config.verify or self.record or self.in_step else repr(self.passes)
 
 
 def _run(graph_pass: Pass, graph: Graph) -> None:

@@ -11,6 +11,7 @@ A rank that fails to compile says so, and the others raise instead of waiting fo
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 import weakref
 from collections import Counter
@@ -60,11 +61,16 @@ def _progress() -> _Progress:
 
 def signature(c: Collective) -> str:
     """What has to be the same on every rank of a group: a line of text."""
-    size = c.global_size
-    nbytes = f"{size} B" if isinstance(size, int) else "symbolic size"
+    size = None if c.kind in _OF_THIS_RANK else c.global_size
+    nbytes = f"{size} B" if isinstance(size, int) else "size not known"
     dtypes = " ".join(str(p.meta["val"].dtype).removeprefix("torch.") for p in c.payloads)
     words = [a for a in c.node.args[1:-1] if isinstance(a, str)]
-    return " ".join([c.kind, *words, dtypes, nbytes])
+    sizes = [] if c.sizes is None or c.kind in _OF_THIS_RANK else ["in blocks of", ",".join(map(str, c.sizes))]
+    return " ".join([c.kind, *words, dtypes, nbytes, *sizes])
+
+
+_OF_THIS_RANK = {"mirror_blocks", "all_to_all", "gather_cut"}
+"""Kinds of which a graph tells the size of this rank's block only."""
 
 
 def verify_graph(graph: Graph) -> None:
@@ -86,6 +92,21 @@ def verify_graph(graph: Graph) -> None:
         places = {other: i for i, other in enumerate(dict.fromkeys(c.group_name for c in shared))}
         lines = [f"{signature(c)}, group {places[c.group_name]} of {len(members[c.group_name])} ranks" for c in shared]
         _compare(name, members[name], lines)
+
+
+def agreed(lines: Sequence[str]) -> list[str]:
+    """Those of some lines that every rank has, in this rank's order.
+
+    For decisions that one rank's graph cannot tell to be the same on the others. Every rank of the default process
+    group has to call this, as often as the others; what it compiles may not come out of a cache.
+    """
+    if not dist.is_initialized() or dist.get_world_size() < 2 or dist.get_backend() == "fake":
+        return list(lines)
+    progress = _progress()
+    key = f"shardcompile/agree/{progress.failures}/{progress.graphs['']}"  # no group has an empty name
+    everywhere = [json.loads(text) for text in _exchanged(key, range(dist.get_world_size()), json.dumps(list(lines)))]
+    progress.graphs[""] += 1
+    return [line for line in lines if all(line in one for one in everywhere)]
 
 
 def report_failure(error: BaseException) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.fx import Graph
 
-from shardcompile import compat
+from shardcompile.passes.backend import inductor_options
 from shardcompile.passes.cleanup import (
     CancelRoundTrips,
     DropOwnSlice,
@@ -27,6 +26,7 @@ from shardcompile.passes.cleanup import (
 from shardcompile.passes.collective import collectives
 from shardcompile.passes.normalise import NormaliseChains
 from shardcompile.passes.pipeline import Pipeline
+from shardcompile.passes.verify import agreed
 from shardcompile.testing import rank, world_size
 
 SIZES = [3, 0, 5]
@@ -46,7 +46,8 @@ class Seen:
 
     def __call__(self, graph: Graph) -> None:
         self.collectives += [
-            (c.kind, c.group_name, str(c.value.dtype), c.sizes, c.global_size) for c in collectives(graph)
+            (c.kind, c.group_name, str([p.meta["val"].dtype for p in c.payloads]), c.sizes, c.global_size)
+            for c in collectives(graph)
         ]
         self.pads += len(graph.find_nodes(op="call_function", target=torch.ops.aten.constant_pad_nd.default))
 
@@ -220,32 +221,16 @@ def halo(x: Tensor) -> Tensor:
     return g[max(4 * rank() - 1, 0) : 4 * rank() + 5].sin()
 
 
-class Agreement:
-    """Those of the lines that every rank has; over the key-value store, since tensors are fake while compiling."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.graphs = 0
-
-    def __call__(self, lines: Sequence[str]) -> list[str]:
-        store = compat.store()
-        self.graphs += 1
-        key = f"{self.name}/{self.graphs}"
-        store.set(f"{key}/{rank()}", json.dumps(lines))
-        everywhere = [json.loads(store.get(f"{key}/{r}")) for r in range(world_size())]
-        return [line for line in lines if all(line in one for one in everywhere)]
-
-
 @pytest.mark.ranks(3, timeout=300)
 def test_ranks_that_read_different_parts_are_found_out() -> None:
-    x, agree = torch.randn(4, 2), Agreement("foreign graphs")
+    x = torch.randn(4, 2)
     with pytest.raises(Exception, match="have compiled different collectives"):
         step(halo, [x], joint_passes())
     (expected,), _ = step(halo, [x], None)
-    (found,), seen = step(halo, [x], joint_passes(agree))
+    (found,), seen = step(halo, [x], joint_passes(agreed))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert seen.kinds == ["all_gather"]
-    _, seen = step(by_chunks, [torch.randn(SIZES[rank()], 4)], joint_passes(agree))
+    _, seen = step(by_chunks, [torch.randn(SIZES[rank()], 4)], joint_passes(agreed))
     assert seen.kinds == ["all_gather_v"]
 
 
@@ -258,3 +243,27 @@ def test_gathers_of_one_tensor_are_one() -> None:
     before, after = compare(twice, [torch.randn(SIZES[rank()], 4)])
     assert before.kinds == ["all_gather"] * 2
     assert after.kinds == ["all_gather_v"]
+
+
+@pytest.mark.ranks(3, timeout=300)
+def test_uneven_gathers_of_dtensors_and_by_hand_come_out_in_one_bucket() -> None:
+    def several(x: DTensor, y: DTensor, z: Tensor) -> Tensor:
+        whole = [t.redistribute(placements=[Replicate()]).to_local().sum() for t in (x, y)]
+        return whole[0] * whole[1] * by_chunks(z).sum()
+
+    torch.manual_seed(rank())
+    by_hand = torch.randn(SIZES[rank()], 4)
+    inputs = [sharded((7, 4), Shard(0)), sharded((4, 7), Shard(1), seed=1), by_hand]
+    (expected, *gradients), before = step(several, inputs, None)
+    seen, options = Seen(), inductor_options(foreign=True)
+    pipeline = options["post_grad_custom_post_pass"]
+    pipeline.passes.append(seen)
+    torch._dynamo.reset()
+    again = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    out = torch.compile(several, fullgraph=True, options=options)(*again)
+    (out**2).sum().backward()
+    assert before.kinds.count("all_gather") == 3
+    assert seen.kinds.count("all_gather_bucket") == 1 and seen.kinds.count("all_gather") == 0, seen.kinds
+    # Inductor fuses the sums with other neighbours now, and adds up in another order.
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close([local(x.grad) for x in again if x.grad is not None], gradients, rtol=1e-12, atol=1e-12)
