@@ -250,12 +250,11 @@ class _Scheduler:
 
     def _await_what_has_ended(self) -> bool:
         """Await one collective that has ended; whether there was one. It holds memory until then."""
+        while self._waits and self._waits[0][2] in self._taken:  # as what blocked the rest
+            heapq.heappop(self._waits)
         if not self._waits or self._waits[0][0] > self.now:
             return False
-        wait = _pop(self._waits, self._taken)
-        if wait is None:
-            return False
-        self._take(wait)
+        self._take(heapq.heappop(self._waits)[2])
         return True
 
     def _blocking(self) -> Node:
