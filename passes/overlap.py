@@ -89,6 +89,8 @@ def _candidates(graph: Graph, edges: Edges, prices: Prices) -> Iterable[list[Nod
     at_once = dict.fromkeys(prices.group, -math.inf)
     for window in (*WINDOWS, len(edges.order)):
         yield _Scheduler(edges, prices, urgent, urgent, at_once, window).run()
+    for window in (*WINDOWS, len(edges.order)):
+        yield _Scheduler(edges, prices, place, needed, at_once, window).run()
 
 
 def _due_times(edges: Edges, prices: Prices, needed: dict[Node, float], haste: float) -> dict[Node, float]:
@@ -258,7 +260,10 @@ class _Scheduler:
         return True
 
     def _blocking(self) -> Node:
-        """A collective to start or to await, so that the first node at work that is left can go on."""
+        """A collective to start or to await, so that the first node at work that is left can go on.
+
+        Of those that run, the one that ends first is awaited, whoever needs it: what it holds up may be next.
+        """
         pending = [self._at_work[self._first]]
         seen: set[Node] = set()
         found: list[Node] = []
@@ -273,7 +278,9 @@ class _Scheduler:
         starts = [n for n in found if n in self.prices.group]
         if starts:
             return min(starts, key=lambda n: (self.urgency[n], self.edges.place[n]))
-        return min(found, key=lambda n: (self._ends[self.prices.awaits[n]], self.edges.place[n]))
+        wait = _pop(self._waits, self._taken)
+        assert wait is not None, "a graph whose first node at work is held up by nothing that runs has a circle"
+        return wait
 
 
 def _pop(heap: list[tuple[float, int, Node]], taken: set[Node]) -> Node | None:
