@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from shardcompile.passes.collective import Collective
 from shardcompile.passes.cost import CostModel, Prices
 from shardcompile.passes.edges import Edges, clock_of, first_uses
-from shardcompile.passes.simulator import peak_memory
+from shardcompile.passes.simulator import known_peak
 
 SATURATION = 4.0
 """A bucket may transfer for so many latencies where that is not hidden: latency is then a fifth of its time."""
@@ -40,7 +40,7 @@ class Benefit:
         self._seconds, self._model = prices.seconds, model
         self._needed = {c: clock[int(place)] for c, place in first_uses(edges, prices).items()}
         self._ready = _ready_times(edges, prices, clock)
-        budget = MEMORY_SHARE * peak_memory(edges.order, prices)
+        budget = MEMORY_SHARE * known_peak(graph, prices)
         self._bucket_bytes, self._budget = bucket_bytes, budget
 
     def joins(self, bucket: Sequence[Collective], candidate: Collective) -> bool:

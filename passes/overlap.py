@@ -12,13 +12,14 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
 from shardcompile.passes.collective import collectives
 from shardcompile.passes.cost import CostModel, Prices
 from shardcompile.passes.edges import Edges, clock_of, first_uses
-from shardcompile.passes.simulator import Timeline, simulate, tails_of
+from shardcompile.passes.simulator import Timeline, known_peak, simulate, tails_of
 
 MEMORY_LIMIT = 1.1
 """Peak memory of a schedule, relative to that of the graph as it came."""
@@ -70,27 +71,48 @@ def best_order(graph: Graph, prices: Prices, memory_limit: float = MEMORY_LIMIT)
     edges = Edges.of(graph)
     best = list(graph.nodes)
     timeline = simulate(best, prices)
-    limit = memory_limit * timeline.peak_bytes
-    for order in _candidates(graph, edges, prices):
-        found = simulate(order, prices)
-        better = (found.total, found.peak_bytes) < (timeline.total, timeline.peak_bytes)
-        if found.peak_bytes <= limit and better:
-            best, timeline = order, found
+    limit = int(memory_limit * known_peak(graph, prices))
+    fits = timeline.peak_bytes <= limit
+    for plan in _plans(graph, edges, prices):
+        for most in (None, limit, int(0.95 * limit)):
+            order = _Scheduler(edges, prices, plan, most).run()
+            found = simulate(order, prices)
+            if (found.total, found.peak_bytes) >= (timeline.total, timeline.peak_bytes) and fits:
+                break  # with less memory it would be no faster
+            if found.peak_bytes <= (limit if fits else timeline.peak_bytes):
+                best, timeline, fits = order, found, found.peak_bytes <= limit
+                break
     return best, timeline
 
 
-def _candidates(graph: Graph, edges: Edges, prices: Prices) -> Iterable[list[Node]]:
+@dataclass(frozen=True)
+class _Plan:
+    """What a scheduler goes by.
+
+    Attributes:
+        rank: by node: of two nodes at work that could be next, the one of lower rank is taken.
+        urgency: by collective: the same, for one group's stream.
+        due: by collective: not to be started before the compute has come so far, unless there is nothing else to do.
+        window: a node at work may overtake one less of those that are left.
+    """
+
+    rank: dict[Node, float]
+    urgency: dict[Node, float]
+    due: dict[Node, float]
+    window: int
+
+
+def _plans(graph: Graph, edges: Edges, prices: Prices) -> Iterable[_Plan]:
     place = {node: float(i) for node, i in edges.place.items()}
     needed = first_uses(edges, prices)
     for haste in HASTE:
-        yield _Scheduler(edges, prices, place, needed, _due_times(edges, prices, needed, haste), 1).run()
-    tails = tails_of(graph, prices)
-    urgent = {node: -tail for node, tail in tails.items()}
+        yield _Plan(place, needed, _due_times(edges, prices, needed, haste), 1)
     at_once = dict.fromkeys(prices.group, -math.inf)
+    urgent = {node: -tail for node, tail in tails_of(graph, prices).items()}
     for window in (*WINDOWS, len(edges.order)):
-        yield _Scheduler(edges, prices, urgent, urgent, at_once, window).run()
+        yield _Plan(urgent, urgent, at_once, window)
     for window in (*WINDOWS, len(edges.order)):
-        yield _Scheduler(edges, prices, place, needed, at_once, window).run()
+        yield _Plan(place, needed, at_once, window)
 
 
 def _due_times(edges: Edges, prices: Prices, needed: dict[Node, float], haste: float) -> dict[Node, float]:
@@ -116,29 +138,59 @@ def _grows(start: Node, prices: Prices) -> bool:
     return prices.nbytes[start] > sum(prices.nbytes[prices.storage[x]] for x in prices.inputs[start])
 
 
+class _Held:
+    """The memory that is held while an order is made, as `peak_memory` counts it."""
+
+    def __init__(self, edges: Edges, prices: Prices) -> None:
+        self.now = 0
+        self._prices = prices
+        self._reads: dict[Node, int] = {}  # by node that allocates: reads that are left
+        self._running: dict[Node, set[Node]] = {}  # by collective: the memory of its payloads
+        awaited = set(prices.awaits.values())
+        for node in edges.order:
+            bases = {prices.storage[x] for x in prices.inputs[node]}
+            for base in bases:
+                self._reads[base] = self._reads.get(base, 0) + 1
+            if node in awaited:
+                self._running[node] = bases
+
+    def with_(self, node: Node) -> int:
+        """Bytes while a node runs."""
+        return self.now + self._prices.nbytes[node]
+
+    def take(self, node: Node) -> None:
+        """Run a node."""
+        prices = self._prices
+        self.now += prices.nbytes[node]
+        bases = {prices.storage[x] for x in prices.inputs[node]}
+        if node in prices.group:
+            bases = set()  # held until the collective is awaited
+        elif node in prices.awaits:
+            bases |= self._running.pop(prices.awaits[node], set())
+        for base in bases:
+            self._reads[base] -= 1
+            if not self._reads[base] and base.op != "placeholder":
+                self.now -= prices.nbytes[base]
+        if prices.storage[node] is node and node not in self._reads and node.op != "placeholder":
+            self.now -= prices.nbytes[node]
+
+
 class _Scheduler:
     """Goes through time and takes, of the nodes that could be next, the best.
 
     Args:
         edges: of the graph.
         prices: of the graph.
-        rank: by node: of two nodes at work that could be next, the one of lower rank is taken.
-        urgency: by collective: the same, for one group's stream.
-        due: by collective: not to be started before the compute has come so far, unless there is nothing else to do.
-        window: a node at work may overtake one less of those that are left.
+        plan: what is best.
+        most_bytes: from where on nothing is started early or overtaken, so that memory goes back to what it is in the
+            graph's own order. That may take more for a moment: the order that comes out has to be looked at.
     """
 
-    def __init__(
-        self,
-        edges: Edges,
-        prices: Prices,
-        rank: dict[Node, float],
-        urgency: dict[Node, float],
-        due: dict[Node, float],
-        window: int,
-    ) -> None:
-        self.edges, self.prices, self.rank, self.urgency, self.due = edges, prices, rank, urgency, due
-        self.window = window
+    def __init__(self, edges: Edges, prices: Prices, plan: _Plan, most_bytes: int | None = None) -> None:
+        self.edges, self.prices = edges, prices
+        self.rank, self.urgency, self.due, self.window = plan.rank, plan.urgency, plan.due, plan.window
+        self._most_bytes = most_bytes
+        self._held = _Held(edges, prices)
         self.now = 0.0
         self.order: list[Node] = []
         self._taken: set[Node] = set()
@@ -161,13 +213,15 @@ class _Scheduler:
         roots = [n for n in self.edges.order if n.op != "placeholder" and not self._missing[n]]
         self.order.extend(inputs)
         self._taken.update(inputs)
+        for node in inputs:
+            self._held.take(node)
         for node in [*roots, *(user for n in inputs for user in self._released(n))]:
             self._admit(node)
         while len(self.order) < len(self.edges.order):
             self._reach_further()
             if self._start_what_is_due() or self._await_what_has_ended():
                 continue
-            work = _pop(self._work, self._taken)
+            work = self._next_work()
             self._take(self._blocking() if work is None else work)
         return self.order
 
@@ -195,6 +249,7 @@ class _Scheduler:
             node = ready.pop()
             self.order.append(node)
             self._taken.add(node)
+            self._held.take(node)
             for user in self._released(node):
                 if self._is_idle(user):
                     ready.append(user)
@@ -241,22 +296,32 @@ class _Scheduler:
             if node not in self._taken:
                 heapq.heappush(self._due[self.prices.group[node]], (self.urgency[node], place, node))
         # What could only start while the next node is at work is decided upon after it.
-        horizon = self.now + (self.prices.seconds[self._work[0][2]] if self._work else 0.0)
+        work = _first(self._work, self._taken)
+        horizon = self.now + (0.0 if work is None else self.prices.seconds[work])
         for group, due in self._due.items():
-            if due and self._free_at[group] <= horizon:
-                node_or_none = _pop(due, self._taken)
-                if node_or_none is not None:
-                    self._take(node_or_none)
-                    return True
+            start = _first(due, self._taken) if self._free_at[group] <= horizon else None
+            if start is not None and not (self._is_too_much(start) and _grows(start, self.prices)):
+                self._take(start)
+                return True
         return False
+
+    def _is_too_much(self, node: Node) -> bool:
+        return self._most_bytes is not None and self._held.with_(node) > self._most_bytes
+
+    def _next_work(self) -> Node | None:
+        """The best node at work that is ready; the first one that is left, or none, where memory is scarce."""
+        best = _first(self._work, self._taken)
+        if best is None or not self._is_too_much(best):
+            return best
+        first = self._at_work[self._first]
+        return None if self._missing[first] else first
 
     def _await_what_has_ended(self) -> bool:
         """Await one collective that has ended; whether there was one. It holds memory until then."""
-        while self._waits and self._waits[0][2] in self._taken:  # as what blocked the rest
-            heapq.heappop(self._waits)
-        if not self._waits or self._waits[0][0] > self.now:
+        wait = _first(self._waits, self._taken)
+        if wait is None or self._ends[self.prices.awaits[wait]] > self.now:
             return False
-        self._take(heapq.heappop(self._waits)[2])
+        self._take(wait)
         return True
 
     def _blocking(self) -> Node:
@@ -278,15 +343,13 @@ class _Scheduler:
         starts = [n for n in found if n in self.prices.group]
         if starts:
             return min(starts, key=lambda n: (self.urgency[n], self.edges.place[n]))
-        wait = _pop(self._waits, self._taken)
+        wait = _first(self._waits, self._taken)
         assert wait is not None, "a graph whose first node at work is held up by nothing that runs has a circle"
         return wait
 
 
-def _pop(heap: list[tuple[float, int, Node]], taken: set[Node]) -> Node | None:
-    """The least node of a heap that has not been taken by another way."""
-    while heap:
-        node = heapq.heappop(heap)[2]
-        if node not in taken:
-            return node
-    return None
+def _first(heap: list[tuple[float, int, Node]], taken: set[Node]) -> Node | None:
+    """The least node of a heap that has not been taken; those that have are dropped."""
+    while heap and heap[0][2] in taken:
+        heapq.heappop(heap)
+    return heap[0][2] if heap else None

@@ -114,6 +114,20 @@ def peak_memory(order: Sequence[Node], prices: Prices) -> int:
     return peak
 
 
+def known_peak(graph: Graph, prices: Prices) -> int:
+    """`peak_memory` of a graph as it came to the first pass that asked, which later ones are measured by as well.
+
+    Args:
+        graph: in a valid order.
+        prices: of the graph.
+    """
+    (output,) = (n for n in reversed(graph.nodes) if n.op == "output")
+    return int(output.meta.setdefault(_PEAK, peak_memory(list(graph.nodes), prices)))
+
+
+_PEAK = "shardcompile_peak_bytes"
+
+
 def _last_uses(order: Sequence[Node], prices: Prices) -> dict[Node, int]:
     """By node that allocates: where in the order its memory is used last."""
     storage, awaits, group = prices.storage, prices.awaits, prices.group

@@ -9,10 +9,9 @@ blocks are symbols.
 
 from __future__ import annotations
 
-import math
 import operator
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -539,12 +538,23 @@ def fsdp_module(rows: Rows, layers: int = 2, width: int = 2048) -> Any:
     return build
 
 
-def traced(world: OfflineWorld, build: Any) -> Iterator[tuple[str, Graph]]:
-    """The forward and backward graph of a model, before our passes."""
-    trace = trace_step(world, build, pipeline=Pipeline([]))
-    yield "forward", trace.forward.graph
-    if trace.backward is not None:
-        yield "backward", trace.backward.graph
+class _Keep:
+    """A pass that keeps the graphs as they come to ours."""
+
+    name = "keep"
+
+    def __init__(self) -> None:
+        self.graphs: list[Graph] = []
+
+    def __call__(self, graph: Graph) -> None:
+        self.graphs.append(copied(graph))
+
+
+def traced(world: OfflineWorld, build: Any) -> list[Graph]:
+    """The forward and the backward graph of a model, as they come to our passes."""
+    keep = _Keep()
+    trace_step(world, build, pipeline=Pipeline([keep]))
+    return keep.graphs
 
 
 # ------------------------------------------------------------------------------------------------ graphs
