@@ -226,7 +226,8 @@ def _tied(bucket: Sequence[Collective], dependencies: Dependencies) -> list[Node
     for c in bucket:
         if dependencies.independent(c.node, free):
             free.append(c.node)
-    dependencies.tie(free)
+    if len(free) > 1:
+        dependencies.tie(free)
     return free
 
 

@@ -329,23 +329,29 @@ class _Scheduler:
 
         Of those that run, the one that ends first is awaited, whoever needs it: what it holds up may be next.
         """
-        pending = [self._at_work[self._first]]
-        seen: set[Node] = set()
-        found: list[Node] = []
-        while pending:
-            node = pending.pop()
-            if node in self._taken or node in seen:
-                continue
-            seen.add(node)
-            if not self._missing[node]:
-                found.append(node)
-            pending += self.edges.before[node]
-        starts = [n for n in found if n in self.prices.group]
+        starts = self._starts_before(self._at_work[self._first])
         if starts:
             return min(starts, key=lambda n: (self.urgency[n], self.edges.place[n]))
         wait = _first(self._waits, self._taken)
         assert wait is not None, "a graph whose first node at work is held up by nothing that runs has a circle"
         return wait
+
+
+    def _starts_before(self, node: Node) -> list[Node]:
+        """The collectives that could be started, and that a node needs."""
+        if node.op == "output":  # needs all
+            heads = [_first(heap, self._taken) for heap in (self._early, *self._due.values())]
+            return [n for n in heads if n is not None]
+        pending, seen = [node], {node}
+        starts: list[Node] = []
+        while pending:
+            node = pending.pop()
+            if not self._missing[node] and node in self.prices.group:
+                starts.append(node)
+            before = [n for n in self.edges.before[node] if n not in self._taken and n not in seen]
+            pending += before
+            seen.update(before)
+        return starts
 
 
 def _first(heap: list[tuple[float, int, Node]], taken: set[Node]) -> Node | None:
