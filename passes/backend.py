@@ -9,12 +9,17 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from shardcompile import compat
-from shardcompile.passes.pipeline import Pass, Pipeline, foreign_passes
+from shardcompile.passes.cost import CostModel
+from shardcompile.passes.pipeline import Pass, Pipeline, default_passes, foreign_passes
 from shardcompile.passes.verify import report_failure
 
 
 def inductor_options(
-    passes: Sequence[Pass] | None = None, off: Sequence[str] = (), *, foreign: bool = False
+    passes: Sequence[Pass] | None = None,
+    off: Sequence[str] = (),
+    *,
+    foreign: bool = False,
+    model: CostModel | None = None,
 ) -> dict[str, Any]:
     """What to give ``torch.compile(options=...)`` so that Inductor runs the passes.
 
@@ -27,10 +32,13 @@ def inductor_options(
         foreign: whether to make one collective of the chains of padding, gathering and cutting that DTensor and others
             emit for uneven blocks, so that the passes can work on them. The ranks then agree on what is rewritten, over
             the store of the default process group, and compiled code is not cached: all of them have to compile.
+        model: the costs by which `default_passes()` decide, the same on every rank, such as measured ones
+            (``python -m shardcompile calibrate``); None for those of the device that a graph runs on.
 
     Raises:
         PassError: `off` names a pass that is not there.
     """
+    passes = default_passes(model) if passes is None else passes
     options = {"post_grad_custom_post_pass": Pipeline(passes, off), **_INDUCTOR_IS_NOT_IN_CHARGE}
     if foreign:
         options["joint_custom_pre_pass"] = Pipeline(foreign_passes(), in_step=True)

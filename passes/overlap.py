@@ -336,7 +336,6 @@ class _Scheduler:
         assert wait is not None, "a graph whose first node at work is held up by nothing that runs has a circle"
         return wait
 
-
     def _starts_before(self, node: Node) -> list[Node]:
         """The collectives that could be started, and that a node needs."""
         if node.op == "output":  # needs all

@@ -20,6 +20,7 @@ from shardcompile.passes.cleanup import (
     ShareEqualCollectives,
 )
 from shardcompile.passes.collective import collectives
+from shardcompile.passes.cost import CostModel
 from shardcompile.passes.hold import HoldOrder
 from shardcompile.passes.lower import LowerEvenGathers
 from shardcompile.passes.normalise import NormaliseChains
@@ -59,20 +60,24 @@ class Step:
         return f"{self.name:<28} {counts if self.before != self.after else 'no change'}"
 
 
-def default_passes() -> list[Pass]:
-    """The passes that are on by default, in their order."""
+def default_passes(model: CostModel | None = None) -> list[Pass]:
+    """The passes that are on by default, in their order.
+
+    Args:
+        model: the costs, the same on every rank; None for those of the device that a graph runs on.
+    """
     return [
         DropRepeatedWaits(),
         ShareEqualCollectives(),
         CancelRoundTrips(),
         DropOwnSlice(),
         ReduceThenSlice(),
-        BucketAllGathers(),
-        BucketAllToAlls(),
-        BucketReduceScatters(),
-        BucketAllReduces(),
+        BucketAllGathers(model=model),
+        BucketAllToAlls(model=model),
+        BucketReduceScatters(model=model),
+        BucketAllReduces(model=model),
         LowerEvenGathers(),
-        ScheduleOverlap(),
+        ScheduleOverlap(model=model),
         HoldOrder(),
     ]
 

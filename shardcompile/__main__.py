@@ -1,4 +1,4 @@
-"""The command line: ``python -m shardcompile demo``, or ``shardcompile demo``."""
+"""The command line: ``python -m shardcompile demo`` or ``calibrate``, or ``shardcompile demo``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        return _demo(parser, options)
+        return _calibrate(parser, options) if options.command == "calibrate" else _demo(parser, options)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -48,6 +48,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--double", action="store_true", help="compute in float64")
     demo.add_argument("--no-compare", action="store_true", help="do not time eager and hand-written code")
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="measure the link between the ranks of this machine, for the cost model",
+        description="Times collectives between the ranks of this machine, fits latency and bandwidth, and saves "
+        "them for shardcompile.passes.CostModel. Every rank of a job has to use the same file.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    calibrate.add_argument("--ranks", type=_positive, default=2, help="number of processes")
+    calibrate.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="as for the demo")
+    calibrate.add_argument("--out", type=Path, default=Path("link.json"), help="file to save to")
     return parser
 
 
@@ -90,6 +100,24 @@ def _demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     except RankFailedError as error:
         print(error, file=sys.stderr)
         return 1
+
+
+def _calibrate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if options.ranks < 2:
+        parser.error("a link joins at least 2 ranks")
+    from shardcompile.demo.launch import RankFailedError, launch
+    from shardcompile.passes.calibrate import measure_link, save
+
+    backend = _backend(parser, options.backend, options.ranks)
+    try:
+        link = launch(measure_link, None, options.ranks, backend)[0]
+    except RankFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
+    save(link, options.out)
+    latency, bandwidth = 1e6 * link.latency(options.ranks), link.bandwidth / 1e9
+    print(f"{options.ranks} ranks, {backend}: latency {latency:.0f} us, {bandwidth:.2f} GB/s; saved to {options.out}")
+    return 0
 
 
 def _missing_packages(*names: str) -> list[str]:

@@ -27,7 +27,6 @@ import shardcompile as sc
 from shardcompile.demo.model import PointTransformer, relative_l2
 from shardcompile.offline import OfflineWorld, trace_step
 from shardcompile.passes import Pipeline
-from shardcompile.passes.collective import WAIT
 from shardcompile.passes.links import H100, link_of
 
 aten = torch.ops.aten
@@ -230,14 +229,16 @@ class Size:
     Attributes:
         layers: how many.
         width: channels.
-        tokens: of one rank.
+        tokens: of one rank, whole sequences.
         heads: of the attention.
+        sequence: tokens that attend to each other.
     """
 
     layers: int
     width: int = 2048
     tokens: int = 8192
     heads: int = 16
+    sequence: int = SEQUENCE
 
 
 def balanced_tokens(ranks: int, cuts: Cuts, extent: int = 4096) -> int:
@@ -276,7 +277,7 @@ def fsdp_forward(place: Place, size: Size) -> Graph:
 
 
 def _heads(w: Writer, packed: Node, size: Size) -> list[Node]:
-    shape = [size.tokens // SEQUENCE, SEQUENCE, 3, size.heads, size.width // size.heads]
+    shape = [size.tokens // size.sequence, size.sequence, 3, size.heads, size.width // size.heads]
     heads = w.call(aten.permute.default, w.call(aten.view.default, packed, shape), [2, 0, 3, 1, 4])
     return [w.call(aten.select.int, heads, 0, i) for i in range(3)]
 
@@ -296,7 +297,7 @@ def _attention(w: Writer, packed: Node, size: Size) -> list[Node]:
 
 def _attention_gradient(w: Writer, grad: Node, attended: Node, packed: Node, rest: Sequence[Node], size: Size) -> Node:
     q, k, v = _heads(w, packed, size)
-    shape = [size.tokens // SEQUENCE, SEQUENCE, size.heads, size.width // size.heads]
+    shape = [size.tokens // size.sequence, size.sequence, size.heads, size.width // size.heads]
     grad, out = (
         w.call(aten.permute.default, w.call(aten.view.default, x, shape), [0, 2, 1, 3]) for x in (grad, attended)
     )
@@ -306,7 +307,7 @@ def _attention_gradient(w: Writer, grad: Node, attended: Node, packed: Node, res
     else:
         target = aten._scaled_dot_product_flash_attention_backward.default
         lse, seed, offset = rest
-        args = (grad, q, k, v, out, lse, None, None, SEQUENCE, SEQUENCE, 0.0, True, seed, offset)
+        args = (grad, q, k, v, out, lse, None, None, size.sequence, size.sequence, 0.0, True, seed, offset)
         results = w.call(target, *args)
     parts = [w.call(aten.permute.default, w.call(operator.getitem, results, i), [0, 2, 1, 3]) for i in range(3)]
     return w.call(aten.view.default, w.call(aten.stack.default, parts, 2), [size.tokens, 3 * size.width])
@@ -338,10 +339,10 @@ def fsdp_backward(place: Place, size: Size) -> Graph:
 
 
 def _saved(w: Writer, size: Size) -> tuple[Any, ...]:
-    batch, heads = size.tokens // SEQUENCE, size.heads
+    batch, heads = size.tokens // size.sequence, size.heads
     x, h, a, y, h2 = (w.input(size.tokens, size.width) for _ in range(5))
     packed = w.input(size.tokens, 3 * size.width)
-    rest = [w.input(batch, heads, SEQUENCE, dtype=torch.float32)]
+    rest = [w.input(batch, heads, size.sequence, dtype=torch.float32)]
     if w.place.device != "cpu":
         rest += [w.input(2, dtype=torch.uint64), w.input(dtype=torch.uint64)]
     wide, g = (w.input(size.tokens, 4 * size.width) for _ in range(2))
@@ -432,6 +433,47 @@ def _expert_cuts(w: Writer, size: Experts) -> tuple[list[int], list[int]]:
 def _expert_weights(w: Writer, mine: int, size: Experts) -> list[Node]:
     shapes = [(size.width, size.hidden), (size.hidden, size.width)]
     return [w.input(*s) for s in shapes] + [w.input(mine, *s) for s in shapes]
+
+
+# ----------------------------------------------------------------------------------------- drawn programs
+
+
+def drawn(place: Place, numbers: random.Random, ops: int = 40) -> Graph:
+    """Matrices, cut or whole, that are gathered, reduced, exchanged, multiplied and added at random.
+
+    Args:
+        place: where it is written for.
+        numbers: draws the program, the same one for every rank.
+        ops: how many.
+    """
+    w = Writer(place)
+    extent = numbers.choice([16, 64, 512])
+    whole = [w.input(extent, extent)]
+    cuts = [w.cut(extent) for _ in range(3)]
+    blocks = [(w.input(c[place.rank], extent), c) for c in cuts]
+    for _ in range(ops):
+        kind = numbers.choice(["gather", "scatter", "exchange", "reduce", "product", "sum", "block product"])
+        block, sizes = numbers.choice(blocks)
+        x, y = numbers.choice(whole), numbers.choice(whole)
+        if kind == "gather":
+            whole.append(w.gathered(block, sizes, (extent, extent)))
+        elif kind == "scatter":
+            blocks.append((w.scattered(x, sizes), sizes))
+        elif kind == "exchange":
+            other = numbers.choice(cuts)
+            turned = w.turned(block, (0, 1), (sizes, other))
+            blocks.append((w.turned(turned, (1, 0), (other, sizes)), sizes))
+        elif kind == "reduce":
+            flat = w.call(aten.view.default, x, [extent * extent])
+            reduced = w.done(_c10d.all_reduce.default, flat, "sum", place.group)
+            whole.append(w.call(aten.view.default, reduced, [extent, extent]))
+        elif kind == "product":
+            whole.append(w.mm(x, y))
+        elif kind == "sum":
+            whole.append(w.call(aten.add.Tensor, x, y))
+        else:
+            blocks.append((w.mm(block, x), sizes))
+    return w.output(*whole[-4:], *(b for b, _ in blocks[-4:]))
 
 
 # -------------------------------------------------------------------------------------------- traced models

@@ -155,7 +155,12 @@ def _assemble(layouts: Sequence[Layout], combination: Sequence[Strategy]) -> Ite
 
 
 def _cut_options(layouts: Sequence[Layout], strategy: Strategy, mesh_dims: tuple[int, ...]) -> list[Cut]:
-    """The cuts that inputs have along the axis; torch.chunk's if none has one over just these mesh dims."""
+    """The cuts that inputs have along the axis; torch.chunk's if none has one over just these mesh dims.
+
+    Inside a trace a known extent is divided only if all blocks are alike: blocks of known, different sizes would give
+    every rank a graph of its own. AOTAutograd chooses by sizes what the forward pass saves, and with it which
+    collectives the backward pass repeats.
+    """
     options: list[Cut] = []
     extent: IntLike = 0
     parts = [layouts[0].mesh.shape[m] for m in mesh_dims]
@@ -166,7 +171,12 @@ def _cut_options(layouts: Sequence[Layout], strategy: Strategy, mesh_dims: tuple
         cut = layout.cuts[placement.dim]
         if cut is not None and set(cut.mesh_dims) == set(mesh_dims) and not any(cut is o for o in options):
             options.append(cut)
-    return options or [Cut.chunk(mesh_dims, parts, extent)]
+    if options:
+        return options
+    traced = any(not isinstance(e, int) for x in layouts for e in x.shape)
+    if traced and isinstance(extent, int) and extent % math.prod(parts):
+        return []
+    return [Cut.chunk(mesh_dims, parts, extent)]
 
 
 def _with_cuts(layouts: Sequence[Layout], combination: Sequence[Strategy], chosen: dict[int, Cut]) -> Choice | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from shardcompile.errors import ShardError
-from shardcompile.offline import _torch_private
+from shardcompile.compat import offline as _torch
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -49,7 +49,7 @@ def pretended_cuda() -> Iterator[None]:
     if not library.shardcompile_pretend():
         raise OfflineError("this process already traces offline for CUDA")
     try:
-        with _torch_private.cuda_questions_answered():
+        with _torch.cuda_questions_answered():
             yield
     finally:
         library.shardcompile_stop()

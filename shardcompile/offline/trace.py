@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from shardcompile import compat
 from shardcompile.errors import ShardError
-from shardcompile.offline import _torch_private
+from shardcompile.compat import offline as _torch
 from shardcompile.offline.world import OfflineError, OfflineWorld, offline_world
 from shardcompile.passes.collective import Collective, collectives
 from shardcompile.passes.pipeline import Pass, Pipeline
@@ -190,7 +190,7 @@ def trace_step(
 def _run_passes(graph: GraphModule, pipeline: Pipeline, inductor: bool, is_inference: bool) -> None:
     try:
         if inductor:
-            _torch_private.run_post_grad_passes(graph, pipeline, is_inference)
+            _torch.run_post_grad_passes(graph, pipeline, is_inference)
         else:
             pipeline(graph.graph)
     except ShardError:
@@ -203,7 +203,7 @@ def _run_passes(graph: GraphModule, pipeline: Pipeline, inductor: bool, is_infer
 
 def _built(world: OfflineWorld, build: Build) -> tuple[Callable[..., Any], Sequence[Any]]:
     try:
-        with _torch_private.as_in_a_compilation(), _torch_private.fake_tensors(), torch.device(world.device):
+        with _torch.as_in_a_compilation(), _torch.fake_tensors(), torch.device(world.device):
             fn, inputs = build(world.mesh)
     except compat.UNKNOWN_OUTPUT_SHAPE as error:
         raise OfflineError(
@@ -226,7 +226,7 @@ def _blocks_vary() -> contextlib.AbstractContextManager[Any]:
 
     def holds_values(x: ShardTensor) -> bool:
         block = x._local_tensor
-        return type(block) in (torch.Tensor, torch.nn.Parameter) or _torch_private.is_fake_outside_traces(block)
+        return type(block) in (torch.Tensor, torch.nn.Parameter) or _torch.is_fake_outside_traces(block)
 
     return mock.patch.object(ShardTensor, "_holds_values", property(holds_values))
 
@@ -242,7 +242,7 @@ def _captured(fn: Callable[..., Any], inputs: Sequence[Any], backward: bool) -> 
     def stop(_: Any) -> None:
         raise _CapturedError
 
-    backend = _torch_private.capturing_backend(lambda *graphs: found.append(graphs), stop)
+    backend = _torch.capturing_backend(lambda *graphs: found.append(graphs), stop)
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(backward):
             torch.compile(fn, fullgraph=True, backend=backend)(*inputs)

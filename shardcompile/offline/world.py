@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardcompile import compat
-from shardcompile.offline import _torch_private
+from shardcompile.compat import offline as _torch
 from shardcompile.offline.absent_cuda import OfflineError, pretended_cuda
 
 
@@ -73,7 +73,7 @@ def offline_world(
             stack.enter_context(pretended_cuda())
         stack.enter_context(_current_device())
         stack.callback(compat.start_epoch)
-        dist.init_process_group("fake", store=_torch_private.fake_store(), rank=rank, world_size=world_size)
+        dist.init_process_group("fake", store=_torch.fake_store(), rank=rank, world_size=world_size)
         stack.callback(dist.destroy_process_group)
         names = None if mesh_dim_names is None else tuple(mesh_dim_names)
         mesh = init_device_mesh(device, shape, mesh_dim_names=names)

@@ -32,13 +32,6 @@ needs_compiler = pytest.mark.skipif(
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_compiler)]
 
 
-ranks_differ = pytest.mark.xfail(
-    strict=False,
-    reason="Torch's partitioner saves other tensors on a rank with other sizes. What follows one is copied to the "
-    "backward graph, where a dead wait stays with its collective; and the overlap schedule of such graphs differs",
-)
-
-
 class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -140,9 +133,9 @@ def test_a_step_is_traced_for_any_world_size(net: type[nn.Module], device: str) 
         (MLP, []),
         (MLP, None),
         (Attention, []),
-        pytest.param(Attention, None, marks=ranks_differ),
-        pytest.param(TwoHeads, [], marks=ranks_differ),
-        pytest.param(TwoHeads, None, marks=ranks_differ),
+        (Attention, None),
+        (TwoHeads, []),
+        (TwoHeads, None),
     ],
 )
 def test_all_ranks_issue_the_same_collectives(net: type[nn.Module], passes: list[Any] | None, sizes: list[int]) -> None:

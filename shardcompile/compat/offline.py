@@ -1,7 +1,4 @@
-"""Private names of torch that offline tracing relies on. Seen in torch 2.13 and 2.15.
-
-Kept apart from the rest, so that they can move into `shardcompile.compat` as they are.
-"""
+"""Private names of torch that offline tracing relies on, loaded with it only. Seen in torch 2.13 and 2.15."""
 
 from __future__ import annotations
 

@@ -1,0 +1,153 @@
+"""Every rank makes the same plan: which collectives meet in a bucket, and the order of everything.
+
+Graphs are written as each rank has them, with the extents of its own blocks, for size vectors that are drawn. A sample
+runs with the other tests; a thousand vectors for each program with ``-m sweep``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import suite
+from lockstep import world_of
+from torch.fx import Graph
+
+from shardcompile.offline import offline_world
+from shardcompile.passes import Pipeline, blocks
+from shardcompile.passes.collective import Collective
+from shardcompile.passes.cost import CostModel
+from shardcompile.passes.links import A100, CPU_CORE, H100
+
+Write = Callable[[suite.Place, random.Random], Graph]
+
+SIZE = suite.Size(2, width=64, tokens=256, heads=2, sequence=64)
+EXPERTS = suite.Experts(layers=2, tokens=8, width=64, hidden=64)
+PROGRAMS: dict[str, Write] = {
+    "layers in blocks, forward": lambda place, _: suite.fsdp_forward(place, SIZE),
+    "layers in blocks, backward": lambda place, _: suite.fsdp_backward(place, SIZE),
+    "experts, forward": lambda place, _: suite.experts_forward(place, EXPERTS),
+    "experts, backward": lambda place, _: suite.experts_backward(place, EXPERTS),
+    "drawn": suite.drawn,
+}
+
+
+def plan(graph: Graph, ranks: int) -> list[str]:
+    """All that the ranks must agree on, node by node: the order, and of collectives what they move."""
+    lines = []
+    for node in graph.nodes:
+        c = Collective.of(node)
+        line = node.name
+        if c is not None:
+            sizes = [(m.put and m.put.sizes, m.get and m.get.sizes, m.nbytes) for m in blocks.members(c, ranks)]
+            line += f" {c.kind} of {[p.name for p in c.payloads]} {sizes} over {c.group_name}"
+        lines.append(line)
+    return lines
+
+
+def cuts_of(number: int, ranks: int) -> suite.Cuts:
+    """Cuts that are drawn, the same on every rank."""
+    return lambda extent, tensor: suite.random_cut(extent, ranks, random.Random(f"{number} {extent} {tensor}"))
+
+
+def plans(write: Write, number: int, models: list[CostModel] | None = None) -> list[list[str]]:
+    """The plan of each rank.
+
+    Args:
+        write: the program.
+        number: of the draw.
+        models: what each rank reckons with; one of several, drawn, if left out.
+    """
+    numbers = random.Random(number)
+    ranks = numbers.choice([2, 3, 4])
+    model = CostModel(numbers.choice([H100, A100, CPU_CORE]))
+    found = []
+    with world_of(ranks) as world:
+        for rank in world.each():
+            place = suite.Place(ranks, rank, "g", cuts_of(number, ranks))
+            graph = write(place, random.Random(number))
+            scheduled(graph, model if models is None else models[rank % len(models)])
+            found.append(plan(graph, ranks))
+    return found
+
+
+def scheduled(graph: Graph, model: CostModel) -> None:
+    """Run our passes with the costs of a model."""
+    *passes, _ = Pipeline().passes
+    for p in passes:
+        if hasattr(p, "model"):
+            p.model = model
+    Pipeline(passes)(graph)
+
+
+def disagreements(write: Write, numbers: range, models: list[CostModel] | None = None) -> list[int]:
+    """The draws whose ranks have different plans."""
+    found = []
+    for number in numbers:
+        first, *others = plans(write, number, models)
+        if any(other != first for other in others):
+            found.append(number)
+    return found
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ranks_agree(name: str) -> None:
+    assert disagreements(PROGRAMS[name], range(12)) == []
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ranks_agree_on_a_thousand_draws(name: str) -> None:
+    assert disagreements(PROGRAMS[name], range(1000)) == []
+
+
+def test_the_draws_have_empty_blocks_single_owners_and_plain_ones() -> None:
+    cuts = [suite.random_cut(64, 4, random.Random(i)) for i in range(200)]
+    assert all(sum(c) == 64 for c in cuts)
+    assert any(0 in c for c in cuts) and any(64 in c for c in cuts) and any(min(c) > 8 for c in cuts)
+
+
+def test_costs_that_differ_between_ranks_are_found_out() -> None:
+    slow = replace(H100, intra=replace(H100.intra, launch=1e-9, hop=0.0, bandwidth=1e9))
+    assert disagreements(PROGRAMS["drawn"], range(12), [CostModel(H100), CostModel(slow)])
+
+
+def test_costs_of_this_ranks_blocks_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Inductor reckons: with the extents in the graph, whether or not they are those of the other ranks."""
+    monkeypatch.setattr(blocks, "labels", lambda graph, group_sizes=None: {})
+    monkeypatch.setattr(CostModel, "collective_seconds", lambda model, c, labels=None: 1e-6 + 1e-9 * c.nbytes)
+    assert disagreements(PROGRAMS["drawn"], range(12))
+
+
+BUILDS = {
+    "fsdp_module": lambda rows: suite.fsdp_module(rows, width=64),
+    "demo_step": suite.demo_step,
+}
+
+
+def traced_plans(name: str, number: int, ranks: int = 4) -> list[list[str]]:
+    """The plan of each rank for a model that it traces itself, forward and backward."""
+
+    def rows(extent: int, n: int) -> list[int]:
+        return suite.random_cut(extent, n, random.Random(f"{number} {extent}"))
+
+    found = []
+    for rank in range(ranks):
+        with offline_world(ranks, rank=rank, device="cpu") as world:
+            lines: list[str] = []
+            for graph in suite.traced(world, BUILDS[name](rows)):
+                scheduled(graph, CostModel(H100))
+                lines += plan(graph, ranks)
+            found.append(lines)
+    return found
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("name", BUILDS)
+def test_ranks_that_trace_agree(name: str, number: int) -> None:
+    first, *others = traced_plans(name, number)
+    for other in others:
+        assert other == first
