@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from shardcompile.errors import ShardError
 from shardcompile.compat import offline as _torch
+from shardcompile.errors import ShardError
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 

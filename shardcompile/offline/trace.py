@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from shardcompile import compat
-from shardcompile.errors import ShardError
 from shardcompile.compat import offline as _torch
+from shardcompile.errors import ShardError
 from shardcompile.offline.world import OfflineError, OfflineWorld, offline_world
 from shardcompile.passes.collective import Collective, collectives
 from shardcompile.passes.pipeline import Pass, Pipeline

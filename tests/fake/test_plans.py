@@ -65,6 +65,7 @@ def plans(write: Write, number: int, models: list[CostModel] | None = None) -> l
     model = CostModel(numbers.choice([H100, A100, CPU_CORE]))
     found = []
     with world_of(ranks) as world:
+        world.name = lambda: "nccl"  # type: ignore[attr-defined]  # of the backend
         for rank in world.each():
             place = suite.Place(ranks, rank, "g", cuts_of(number, ranks))
             graph = write(place, random.Random(number))
