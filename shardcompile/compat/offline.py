@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from torch._inductor.compile_fx import _recursive_post_grad_passes, view_to_resh
 from torch._inductor.decomposition import select_decomp_table  # 2.13 - 2.15
 from torch._inductor.virtualized import V  # 2.13 - 2.15
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.13 - 2.15
+from torch._subclasses.meta_utils import MetaTensorDescriber  # 2.13 - 2.15
 from torch.fx import Graph, GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore  # 2.13 - 2.15; importing it registers "fake"
 
@@ -30,6 +32,20 @@ def fake_store() -> torch.distributed.Store:
 def fake_tensors() -> contextlib.AbstractContextManager[Any]:
     """Inside of it tensors have no memory, on any device."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_inputs_as_real_ones() -> contextlib.AbstractContextManager[Any]:
+    """Inside of it a trace gives the dims of `fake_tensors` symbols as it does for others, with their hints.
+
+    Torch 2.15 has a way of its own for fake inputs, meant for those of another trace, which leaves the hints out.
+    """
+    describe = MetaTensorDescriber.describe_tensor
+
+    def described(self: Any, t: torch.Tensor, **kwargs: Any) -> Any:
+        found = describe(self, t, **kwargs)
+        return dataclasses.replace(found, fake_mode=None) if is_fake_outside_traces(t) else found
+
+    return mock.patch.object(MetaTensorDescriber, "describe_tensor", described)
 
 
 def is_fake_outside_traces(x: Any) -> bool:

@@ -176,7 +176,7 @@ def trace_step(
     Raises:
         OfflineError: there is nothing to trace, or Inductor's passes fail.
     """
-    with _blocks_vary():
+    with _blocks_vary(), _torch.fake_inputs_as_real_ones():
         forward_graph, backward_graph = _captured(*_built(world, build), backward)
     pipeline = Pipeline() if pipeline is None else pipeline
     issued: list[tuple[CollectiveRecord, ...]] = []
