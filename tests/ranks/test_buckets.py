@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.fx import GraphModule
 
 import shardcompile as sc
 from shardcompile.collectives import flat_cuts, wait
 from shardcompile.demo.traffic import traffic_of
-from shardcompile.passes import inductor_options
+from shardcompile.passes import Pipeline, inductor_options
 from shardcompile.testing import rank, world_size
 
 _ops = torch.ops.shardcompile
@@ -106,9 +110,21 @@ class Sharded(nn.Module):
         return x.square().mean()
 
 
+def graph_after_passes(off: Sequence[str]) -> Any:
+    """A backend that runs the passes and then the graph, node by node: no fusion changes the last bit of anything."""
+
+    def compiler(module: GraphModule, _: Any) -> Any:
+        Pipeline(off=off)(module.graph)
+        module.recompile()
+        return make_boxed_func(module.forward)
+
+    return aot_autograd(fw_compiler=compiler)
+
+
 @pytest.mark.ranks(2, 3, timeout=300)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "dynamic"])
-def test_a_model_with_sharded_weights_is_the_same_with_and_without_buckets(dynamic: bool) -> None:
+@pytest.mark.parametrize("backend", ["graph", "inductor"])
+def test_a_model_with_sharded_weights_is_the_same_with_and_without_buckets(backend: str, dynamic: bool) -> None:
     mesh = init_device_mesh("cpu", (world_size(),))
     sizes, rows = ([4, 1], [5, 2]) if world_size() == 2 else ([4, 0, 1], [5, 2, 0])
     torch.manual_seed(0)
@@ -124,7 +140,8 @@ def test_a_model_with_sharded_weights_is_the_same_with_and_without_buckets(dynam
         def loss(x: Tensor, weights: list[Tensor], model: nn.Module = model) -> Tensor:
             return model.forward(x) if not dynamic else Sharded.forward(_Weights(weights), x)
 
-        compiled = torch.compile(loss, fullgraph=True, options=inductor_options(off=off))
+        how = {"options": inductor_options(off=off)} if backend == "inductor" else {"backend": graph_after_passes(off)}
+        compiled = torch.compile(loss, fullgraph=True, **how)  # type: ignore[arg-type]
         compiled(x, weights).backward()  # compiles
         for w in weights:
             w.grad = None
@@ -132,9 +149,9 @@ def test_a_model_with_sharded_weights_is_the_same_with_and_without_buckets(dynam
         traffic = traffic_of(lambda c=compiled, x=x, w=weights, out=out: _step(c, x, w, out), world_size())
         results.append((out[0], [w.grad.full_tensor() for w in weights], traffic.collectives))
     (value, gradients, many), (again, same, few) = results
-    assert torch.equal(again, value)
-    for a, b in zip(same, gradients, strict=True):
-        assert torch.equal(a, b)
+    # Inductor fuses, and so vectorises, other loops with the buckets' views in them (seen on 2.15).
+    tolerance = {"rtol": 1e-5, "atol": 1e-7} if backend == "inductor" else {"rtol": 0.0, "atol": 0.0}
+    torch.testing.assert_close([again, *same], [value, *gradients], **tolerance)  # type: ignore[arg-type]
     assert many >= 12 + 1
     assert few <= many - 8
     counts = [None] * world_size()
