@@ -169,8 +169,8 @@ class Collective:
     @property
     def source(self) -> str:
         """The user's line that led to it, or an empty text."""
-        lines = [line.strip() for line in str(self.node.meta.get("stack_trace") or "").splitlines() if line.strip()]
-        return " ".join(lines[-2:])
+        lines = [line.strip() for line in str(self.node.meta.get("stack_trace") or "").splitlines()]
+        return " ".join([line for line in lines if line.strip("^~ ")][-2:])
 
     @property
     def module(self) -> str:

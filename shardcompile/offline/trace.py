@@ -51,7 +51,7 @@ class CollectiveRecord:
             tuple(dist.get_process_group_ranks(compat.process_group(collective.group_name))),
             tuple(dict.fromkeys(p.meta["val"].dtype for p in collective.payloads)),
             collective.global_bytes,
-            collective.source.rstrip("^~ "),
+            collective.source,
         )
 
     def __str__(self) -> str:
