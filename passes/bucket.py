@@ -4,8 +4,9 @@ A small collective costs its latency, so that the gradients of a model's paramet
 multiple of what their bytes do; the same holds for the gathers of parameters that are kept in blocks.
 
 What meets in a bucket follows from the program and from sizes that all ranks of a group share:
-`Collective.global_bytes`, never the bytes of this rank's block. A bucket is issued where its last member was; what
-reads the first member's result moves behind it.
+`Collective.global_bytes`, never the bytes of this rank's block. The buckets are put into a copy of the graph first, and
+kept if that is faster when it is ordered for overlap, within the memory that it may take. A bucket is issued where its
+last member was; what reads the first member's result moves behind it.
 """
 
 from __future__ import annotations
@@ -19,16 +20,24 @@ import torch
 from torch.fx import Graph, Node
 
 from shardcompile.collectives import flat_cuts
-from shardcompile.passes.benefit import Benefit
+from shardcompile.passes.benefit import SATURATIONS, Benefit
 from shardcompile.passes.collective import WAIT, Collective, add_node, collectives
-from shardcompile.passes.cost import CostModel
+from shardcompile.passes.cost import CostModel, Prices
 from shardcompile.passes.dependencies import Dependencies, ordered_inputs, reorder
+from shardcompile.passes.overlap import best_order, byte_limit
 
 aten = torch.ops.aten
 _ours = torch.ops.shardcompile
 
 DEFAULT_BYTES = 25 << 20
 """DDP's default for the same trade of latency against overlap."""
+
+
+THOROUGH_NODES = 2000
+"""Up to so many nodes several ways to choose buckets are compared, beyond only one and none at all."""
+
+Outlook = tuple[bool, float]
+"""Whether a graph is beyond the memory limit however it is ordered, and the seconds that it takes."""
 
 
 class Bucketing:
@@ -53,19 +62,47 @@ class Bucketing:
         candidates = [c for c in collectives(graph) if _is_simple(c) and self._key(c) is not None]
         if len(candidates) < 2:
             return
+        model = self.model or CostModel.of(graph)
+        benefit = Benefit(graph, model, self.bucket_bytes)
+        best = _outlook(graph, model)
+        buckets: list[list[Node]] = []
+        tried: list[list[list[Node]]] = []
+        for saturation in SATURATIONS if len(graph.nodes) <= THOROUGH_NODES else SATURATIONS[:1]:
+            benefit.saturation = saturation
+            chosen = self._chosen(graph, candidates, benefit)
+            if not chosen or chosen in tried:
+                continue
+            tried.append(chosen)
+            outlook = self._outlook_with(graph, chosen, model)
+            if outlook < best or (outlook == best and not buckets):
+                best, buckets = outlook, chosen
+        self._replace(graph, buckets)
+
+    def _chosen(self, graph: Graph, candidates: Sequence[Collective], benefit: Benefit) -> list[list[Node]]:
+        """The buckets by what each member saves and delays."""
         dependencies = Dependencies(graph)
-        benefit = Benefit(graph, self.model or CostModel.of(graph), self.bucket_bytes)
         open_buckets: dict[Any, list[Collective]] = {}
         full: list[list[Node]] = []
         for c in candidates:
             bucket = open_buckets.setdefault((self._key(c), c.group_name, c.backward), [])
             free = dependencies.independent(c.node, [b.node for b in bucket])
-            if bucket and not (free and benefit.joins(bucket, c)):
+            pays = not bucket or benefit.pays(bucket, c)
+            if not pays and c.global_bytes > sum(b.global_bytes for b in bucket):
+                continue  # it is too large for any bucket; the small ones wait for the next small one
+            if bucket and not (pays and free and benefit.joins(bucket, c)):
                 full.append(_tied(bucket, dependencies))
                 bucket.clear()
             bucket.append(c)
         full += [_tied(bucket, dependencies) for bucket in open_buckets.values()]
-        self._replace(graph, [bucket for bucket in full if len(bucket) > 1])
+        return [bucket for bucket in full if len(bucket) > 1]
+
+    def _outlook_with(self, graph: Graph, buckets: Sequence[Sequence[Node]], model: CostModel) -> Outlook:
+        copy = Graph()
+        copies: dict[Node, Node] = {}
+        output = copy.output(copy.graph_copy(graph, copies))
+        output.meta = dict(next(n for n in reversed(graph.nodes) if n.op == "output").meta)
+        self._replace(copy, [[copies[node] for node in bucket] for bucket in buckets])
+        return _outlook(copy, model)
 
     def _key(self, c: Collective) -> Any:
         """What members of a bucket have in common besides their group, or None for what cannot join one."""
@@ -210,6 +247,13 @@ class BucketAllToAlls(Bucketing):
         start = add_node(graph, _ours.all_to_all_bucket.default, inputs, dims, extents, *cuts, members[-1].group_name)
         dtype = start.meta["val"].dtype
         return start, [_length(graph, m, dtype) for m in members], dtype
+
+
+def _outlook(graph: Graph, model: CostModel) -> Outlook:
+    """What comes of a graph when it is ordered for overlap."""
+    prices = Prices.of(graph, model)
+    timeline = best_order(graph, prices, quick=True)[1]
+    return timeline.peak_bytes > byte_limit(graph, prices), timeline.total
 
 
 def _is_simple(c: Collective) -> bool:

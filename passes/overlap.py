@@ -24,8 +24,14 @@ from shardcompile.passes.simulator import Timeline, known_peak, simulate, tails_
 MEMORY_LIMIT = 1.1
 """Peak memory of a schedule, relative to that of the graph as it came."""
 
+SPARE_BYTES = 1 << 20
+"""What a schedule may take beyond the graph's peak memory whatever the limit: of a small graph that is no matter."""
+
 HASTE = (math.inf, 8.0, 4.0, 2.0, 1.0, 0.5, 0.0)
 """How much earlier a collective is started than just in time, in multiples of the time that it takes."""
+
+QUICK_HASTE = (2.0,)
+"""The same where a few attempts will do."""
 
 WINDOWS = (16, 64, 256, 1024)
 """How far nodes may overtake others, in places of the original order, where the compute is reordered as well."""
@@ -60,20 +66,23 @@ class ScheduleOverlap:
             earlier.append(later)
 
 
-def best_order(graph: Graph, prices: Prices, memory_limit: float = MEMORY_LIMIT) -> tuple[list[Node], Timeline]:
+def best_order(
+    graph: Graph, prices: Prices, memory_limit: float = MEMORY_LIMIT, quick: bool = False
+) -> tuple[list[Node], Timeline]:
     """The fastest order that was found within the memory limit, and what it comes to; the graph's own if none is.
 
     Args:
         graph: in a valid order.
         prices: of the graph.
         memory_limit: see `ScheduleOverlap`.
+        quick: whether a few attempts will do, as to compare graphs.
     """
     edges = Edges.of(graph)
     best = list(graph.nodes)
     timeline = simulate(best, prices)
-    limit = int(memory_limit * known_peak(graph, prices))
+    limit = byte_limit(graph, prices, memory_limit)
     fits = timeline.peak_bytes <= limit
-    for plan in _plans(graph, edges, prices):
+    for plan in _plans(graph, edges, prices, quick):
         for most in (None, limit, int(0.95 * limit)):
             order = _Scheduler(edges, prices, plan, most).run()
             found = simulate(order, prices)
@@ -83,6 +92,18 @@ def best_order(graph: Graph, prices: Prices, memory_limit: float = MEMORY_LIMIT)
                 best, timeline, fits = order, found, found.peak_bytes <= limit
                 break
     return best, timeline
+
+
+def byte_limit(graph: Graph, prices: Prices, memory_limit: float = MEMORY_LIMIT) -> int:
+    """The peak memory that is allowed.
+
+    Args:
+        graph: in a valid order.
+        prices: of the graph.
+        memory_limit: see `ScheduleOverlap`.
+    """
+    peak = known_peak(graph, prices)
+    return max(int(memory_limit * peak), peak + SPARE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -102,16 +123,17 @@ class _Plan:
     window: int
 
 
-def _plans(graph: Graph, edges: Edges, prices: Prices) -> Iterable[_Plan]:
+def _plans(graph: Graph, edges: Edges, prices: Prices, quick: bool) -> Iterable[_Plan]:
     place = {node: float(i) for node, i in edges.place.items()}
     needed = first_uses(edges, prices)
-    for haste in HASTE:
+    for haste in QUICK_HASTE if quick else HASTE:
         yield _Plan(place, needed, _due_times(edges, prices, needed, haste), 1)
     at_once = dict.fromkeys(prices.group, -math.inf)
-    urgent = {node: -tail for node, tail in tails_of(graph, prices).items()}
-    for window in (*WINDOWS, len(edges.order)):
-        yield _Plan(urgent, urgent, at_once, window)
-    for window in (*WINDOWS, len(edges.order)):
+    if not quick:
+        urgent = {node: -tail for node, tail in tails_of(graph, prices).items()}
+        for window in (*WINDOWS, len(edges.order)):
+            yield _Plan(urgent, urgent, at_once, window)
+    for window in (*(() if quick else WINDOWS), len(edges.order)):
         yield _Plan(place, needed, at_once, window)
 
 

@@ -451,6 +451,8 @@ def drawn(place: Place, numbers: random.Random, ops: int = 40) -> Graph:
     whole = [w.input(extent, extent)]
     cuts = [w.cut(extent) for _ in range(3)]
     blocks = [(w.input(c[place.rank], extent), c) for c in cuts]
+    # What meets no collective does not tell that other ranks have other extents, see `blocks.labels`.
+    whole += [w.gathered(block, sizes, (extent, extent)) for block, sizes in blocks]
     for _ in range(ops):
         kind = numbers.choice(["gather", "scatter", "exchange", "reduce", "product", "sum", "block product"])
         block, sizes = numbers.choice(blocks)
