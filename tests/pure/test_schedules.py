@@ -1,0 +1,266 @@
+"""Schedules of the suite's graphs: near the bound, within memory, of the same values."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import lockstep
+import pytest
+import suite
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lockstep import play, world_of
+from torch import Tensor
+from torch.fx import Graph
+
+from shardcompile.collectives.buckets import _cuts
+from shardcompile.passes import Pipeline, bucket
+from shardcompile.passes.collective import WAIT, Collective, collectives
+from shardcompile.passes.cost import CostModel, Prices
+from shardcompile.passes.edges import Edges
+from shardcompile.passes.links import CPU_CORE, H100
+from shardcompile.passes.overlap import ScheduleOverlap, _Held, best_order
+from shardcompile.passes.simulator import known_peak, lower_bound, peak_memory, simulate
+
+RANKS = 8
+MODEL = CostModel(H100)
+SIZE = suite.Size(4, width=1024, tokens=4096, heads=8)
+PROGRAMS: dict[str, Callable[[suite.Place], Graph]] = {
+    "layers in blocks, forward": lambda place: suite.fsdp_forward(place, SIZE),
+    "layers in blocks, backward": lambda place: suite.fsdp_backward(place, SIZE),
+    "experts, forward": lambda place: suite.experts_forward(place, suite.Experts()),
+    "experts, backward": lambda place: suite.experts_backward(place, suite.Experts()),
+}
+
+
+def place_of(imbalance: str, ranks: int = RANKS, rank: int = 0) -> suite.Place:
+    return suite.Place(ranks, rank, "g", lambda extent, i: suite.cut(extent, ranks, imbalance, i))
+
+
+def passes(model: CostModel = MODEL) -> Pipeline:
+    """All of ours but the last, which holds Inductor to the order."""
+    *most, _ = Pipeline().passes
+    for p in most:
+        if hasattr(p, "model"):
+            p.model = model
+    return Pipeline(most)
+
+
+@pytest.fixture(autouse=True)
+def backend_of_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lockstep.World, "name", lambda world: "gloo", raising=False)
+
+
+@pytest.mark.parametrize("imbalance", suite.IMBALANCES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_schedules_are_near_the_bound_and_within_memory(name: str, imbalance: str) -> None:
+    with world_of(RANKS):
+        graph = PROGRAMS[name](place_of(imbalance))
+        prices = Prices.of(graph, MODEL)
+        came, bound = simulate(list(graph.nodes), prices), lower_bound(graph, prices)
+        passes()(graph)
+        graph.lint()
+        ours = simulate(list(graph.nodes), Prices.of(graph, MODEL))
+    assert ours.total <= 1.10 * bound
+    assert ours.total <= came.total
+    assert ours.peak_bytes <= 1.1 * came.peak_bytes
+
+
+def test_two_halves_of_a_batch_hide_each_others_exchanges() -> None:
+    """What is exchanged for one half runs while the other half computes: hardly more than the exchanges is left."""
+    with world_of(RANKS):
+        graph = suite.experts_forward(place_of("log-normal"), suite.Experts())
+        prices = Prices.of(graph, MODEL)
+        found = best_order(graph, prices)[1]
+    assert found.total <= 1.01 * found.communication["g"]
+
+
+def test_scheduling_moves_nodes_and_nothing_else() -> None:
+    with world_of(RANKS):
+        graph = suite.fsdp_backward(place_of("log-normal"), SIZE)
+        before = {n: (n.target, n.args, dict(n.kwargs)) for n in graph.nodes}
+        order = list(graph.nodes)
+        ScheduleOverlap(MODEL)(graph)
+    assert {n: (n.target, n.args, dict(n.kwargs)) for n in graph.nodes} == before
+    assert list(graph.nodes) != order
+
+
+def test_a_graph_that_no_order_fits_is_left_as_it_is() -> None:
+    with world_of(RANKS):
+        graph = suite.experts_forward(place_of("even"), suite.Experts(layers=1))
+        order = list(graph.nodes)
+        prices = Prices.of(graph, MODEL)
+        found, timeline = best_order(graph, prices, memory_limit=1.0)
+    assert timeline.peak_bytes <= simulate(order, prices).peak_bytes
+
+
+def test_the_memory_limit_is_of_the_graph_before_buckets() -> None:
+    with world_of(RANKS):
+        graph = suite.fsdp_forward(place_of("even"), SIZE)
+        peak = peak_memory(list(graph.nodes), Prices.of(graph, MODEL))
+        bucketed = passes()
+        bucketed.passes = [p for p in bucketed.passes if p.name == "bucket_all_gathers"]
+        bucketed(graph)
+        assert any(c.kind == "all_gather_bucket" for c in collectives(graph))
+        prices = Prices.of(graph, MODEL)
+        assert known_peak(graph, prices) == peak
+        assert peak_memory(list(graph.nodes), prices) != peak
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000), st.integers(2, 4))
+def test_memory_is_counted_alike_while_an_order_is_made(number: int, ranks: int) -> None:
+    with world_of(ranks):
+        place = suite.Place(ranks, 0, "g", lambda e, i: suite.random_cut(e, ranks, random.Random(f"{number} {e} {i}")))
+        graph = suite.drawn(place, random.Random(number))
+        prices, edges = Prices.of(graph, MODEL), Edges.of(graph)
+    held, most = _Held(edges, prices), 0
+    for node in edges.order:
+        most = max(most, held.with_(node))
+        held.take(node)
+    assert most == peak_memory(edges.order, prices)
+
+
+def test_large_members_stay_alone_and_small_ones_meet_across_them() -> None:
+    """Copying a large one takes longer than the latency that it would save."""
+    with world_of(RANKS):
+        graph = suite.fsdp_forward(place_of("even"), suite.Size(4, width=4096, tokens=4096))
+        passes()(graph)
+    kinds = [(c.kind, len(c.payloads)) for c in collectives(graph)]
+    buckets = [members for kind, members in kinds if kind == "all_gather_bucket"]
+    assert len(buckets) == 1 and buckets[0] >= 6  # of the eight norms
+    assert kinds.count(("all_gather_v", 1)) == 4 * 6 - buckets[0]
+
+
+def test_buckets_that_delay_more_than_they_save_are_not_made() -> None:
+    """The halves' exchanges in one bucket would leave nothing to hide them behind."""
+    place = suite.Place(4, 0, "g", lambda extent, i: suite.cut(extent, 4, "1:9", i))
+    with world_of(4):
+        graph = suite.experts_forward(place, suite.Experts())
+        prices = Prices.of(graph, MODEL)
+        bound = lower_bound(graph, prices)
+        passes()(graph)
+        assert simulate(list(graph.nodes), Prices.of(graph, MODEL)).total <= 1.10 * bound
+
+
+# ------------------------------------------------------------------------------------------------- values
+
+
+def _members(calls: list[Any], arguments: Callable[[Any, int], tuple[Any, ...]], run: Callable[..., Any]) -> Any:
+    """Buckets as so many collectives: what each rank gets of all members, one after the other."""
+    parts = [run([arguments(call, i) for call in calls]) for i in range(len(calls[0][0]))]
+    return [torch.cat([part[rank] for part in parts]) for rank in range(len(calls))]
+
+
+def _gather_bucket(calls: list[Any]) -> Any:
+    def arguments(call: Any, i: int) -> tuple[Any, ...]:
+        inputs, dims, totals, *cuts, group = call
+        return inputs[i], dims[i], totals[i], *_cuts(*cuts)[i], group
+
+    return _members(calls, arguments, lockstep._all_gather_v)
+
+
+def _scatter_bucket(calls: list[Any]) -> Any:
+    def arguments(call: Any, i: int) -> tuple[Any, ...]:
+        inputs, dims, blocks, op, *cuts, group = call
+        return inputs[i], dims[i], blocks[i], op, *_cuts(*cuts)[i], group
+
+    return _members(calls, arguments, lockstep._reduce_scatter_v)
+
+
+def _exchange_bucket(calls: list[Any]) -> Any:
+    def arguments(call: Any, i: int) -> tuple[Any, ...]:
+        inputs, dims, extents, *cuts, group = call
+        pairs = _cuts(*cuts)[2 * i : 2 * i + 2]
+        return inputs[i], *dims[2 * i : 2 * i + 2], *extents[2 * i : 2 * i + 2], *pairs[0], *pairs[1], group
+
+    return _members(calls, arguments, lockstep._all_to_all_v)
+
+
+@pytest.fixture
+def buckets_play(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every legal bucket kept, and played."""
+    played = {
+        "all_gather_bucket": _gather_bucket,
+        "reduce_scatter_bucket": _scatter_bucket,
+        "all_to_all_bucket": _exchange_bucket,
+    }
+    monkeypatch.setattr(lockstep, "_PLAYED", lockstep._PLAYED | played)
+    monkeypatch.setattr(lockstep, "signature", lambda node: f"{node.target} {node.args[-1]} {Collective.of(node).kind}")
+    monkeypatch.setattr(bucket, "_outlook", lambda graph, model: (False, 0.0))
+
+
+def inputs_of(graph: Graph, rank: int) -> list[Tensor]:
+    """Small whole numbers, in which sums are exact in any order."""
+    numbers = torch.Generator().manual_seed(rank)
+    shapes = [n.meta["val"].shape for n in graph.nodes if n.op == "placeholder"]
+    return [torch.randint(-3, 4, tuple(s), generator=numbers).to(torch.bfloat16) for s in shapes]
+
+
+@pytest.mark.usefixtures("buckets_play")
+@pytest.mark.parametrize("number", range(25))
+def test_any_program_keeps_its_values(number: int) -> None:
+    ranks = 2 + number % 3
+
+    def written(rank: int) -> Graph:
+        def cuts(extent: int, i: int) -> list[int]:
+            return suite.random_cut(extent, ranks, random.Random(f"{number} {extent} {i}"))
+
+        return suite.drawn(suite.Place(ranks, rank, "g", cuts), random.Random(number), ops=16)
+
+    with world_of(ranks) as world:
+        plain, changed = ([written(rank) for rank in world.each()] for _ in range(2))
+        inputs = [inputs_of(graph, rank) for rank, graph in enumerate(plain)]
+        lockstep.apply(world, passes(MODEL if number % 2 else CostModel(CPU_CORE)), changed)
+        before, after = (play(world, graphs, inputs) for graphs in (plain, changed))
+    for a, b in zip(before, after, strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert torch.equal(torch.nan_to_num(x), torch.nan_to_num(y))
+
+
+# -------------------------------------------------------------------------------------------------- growth
+
+
+def test_work_of_the_scheduler_grows_no_faster_than_n_log_n() -> None:
+    per_node = []
+    for layers in (8, 32):
+        with world_of(RANKS):
+            size = suite.Size(layers, width=1024, tokens=4096, heads=8)
+            graph = suite.fsdp_backward(place_of("log-normal"), size)
+            prices = Prices.of(graph, MODEL)
+        work = calls(lambda graph=graph, prices=prices: best_order(graph, prices))  # type: ignore[misc]
+        n = len(graph.nodes)
+        per_node.append(work / (n * math.log2(n)))
+    assert per_node[1] < 1.2 * per_node[0], per_node
+
+
+def calls(run: Callable[[], Any]) -> int:
+    """Calls of functions: work that does not depend on the machine."""
+    count = 0
+
+    def see(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_waits_follow_their_starts() -> None:
+    with world_of(RANKS):
+        graph = suite.experts_backward(place_of("1:9"), suite.Experts())
+        passes()(graph)
+    seen = set()
+    for node in graph.nodes:
+        assert node.target is not WAIT or node.args[0] in seen
+        seen.add(node)
