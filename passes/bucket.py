@@ -36,8 +36,11 @@ DEFAULT_BYTES = 25 << 20
 THOROUGH_NODES = 2000
 """Up to so many nodes several ways to choose buckets are compared, beyond only one and none at all."""
 
+CONTENTION = 0.02
+"""How much a running collective slows the compute down that hides it, an estimate: less of them is better."""
+
 Outlook = tuple[bool, float]
-"""Whether a graph is beyond the memory limit however it is ordered, and the seconds that it takes."""
+"""Whether a graph is beyond the memory limit however it is ordered, and its seconds, `CONTENTION` included."""
 
 
 class Bucketing:
@@ -253,7 +256,8 @@ def _outlook(graph: Graph, model: CostModel) -> Outlook:
     """What comes of a graph when it is ordered for overlap."""
     prices = Prices.of(graph, model)
     timeline = best_order(graph, prices, quick=True)[1]
-    return timeline.peak_bytes > byte_limit(graph, prices), timeline.total
+    seconds = timeline.total + CONTENTION * sum(timeline.communication.values())
+    return timeline.peak_bytes > byte_limit(graph, prices), seconds
 
 
 def _is_simple(c: Collective) -> bool:

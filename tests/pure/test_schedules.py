@@ -95,7 +95,7 @@ def test_a_graph_that_no_order_fits_is_left_as_it_is() -> None:
         graph = suite.experts_forward(place_of("even"), suite.Experts(layers=1))
         order = list(graph.nodes)
         prices = Prices.of(graph, MODEL)
-        found, timeline = best_order(graph, prices, memory_limit=1.0)
+        _, timeline = best_order(graph, prices, memory_limit=1.0)
     assert timeline.peak_bytes <= simulate(order, prices).peak_bytes
 
 
