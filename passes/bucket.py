@@ -36,7 +36,7 @@ DEFAULT_BYTES = 25 << 20
 THOROUGH_NODES = 2000
 """Up to so many nodes several ways to choose buckets are compared, beyond only one and none at all."""
 
-CONTENTION = 0.02
+CONTENTION = 0.01
 """How much a running collective slows the compute down that hides it, an estimate: less of them is better."""
 
 Outlook = tuple[bool, float]
