@@ -110,7 +110,8 @@ def nothing_is_left() -> Iterator[None]:
 @pytest.mark.parametrize("net", [MLP, Attention, TwoHeads])
 def test_a_step_is_traced_for_any_world_size(net: type[nn.Module], device: str) -> None:
     nodes = []
-    for world_size, passes in ((4, []), (256, None), (1024, [])):  # what the passes do depends on prices
+    # What the passes do depends on prices, and how attention is cut on which extents the ranks divide evenly.
+    for world_size, passes in ((4, None), (256, []), (1024, [])):
         start = time.perf_counter()
         trace = trace_offline(on_rows(net, uneven), world_size=world_size, device=device, passes=passes)
         seconds = time.perf_counter() - start
@@ -122,7 +123,7 @@ def test_a_step_is_traced_for_any_world_size(net: type[nn.Module], device: str) 
             assert devices_of(graph) == {"cuda:0" if device == "cuda" else "cpu"}
         assert trace.collectives
         assert all(c.ranks == tuple(range(world_size)) for c in trace.collectives)
-    assert nodes[0] == nodes[2]
+    assert nodes[1] == nodes[2]
 
 
 @needs_compiler

@@ -428,22 +428,27 @@ def test_two_cuts_of_one_key_raise(table: Callable[[int], None], monkeypatch: py
 # Values
 
 
-SAMPLES = [
-    Layout.chunked(MeshShape((2,)), [Shard(0)], (5, 2), torch.float32),
-    Layout.chunked(MeshShape((2,)), [Shard(0)], (5, 2), torch.float64),
-    Layout.chunked(MeshShape((2,)), [Shard(1)], (5, 2), torch.float32),
-    Layout.chunked(MeshShape((2,)), [Shard(0)], (5, 3), torch.float32),
-    Layout.chunked(MeshShape((3,)), [Shard(0)], (5, 2), torch.float32),
-    Layout.chunked(MeshShape((2,), ("dp",)), [Shard(0)], (5, 2), torch.float32),
-    Layout.chunked(MeshShape((2,)), [R], (5, 2), torch.float32),
-    Layout.chunked(MeshShape((2,)), [P], (5, 2), torch.float32),
-    Layout.chunked(MeshShape((2,)), [Partial("max")], (5, 2), torch.float32),
-    layout_of(MeshShape((2,)), [Shard(0)], (5, 2), lambda m, e: Cut.of_sizes(m, [2], (4, 1))),
-    layout_of(MeshShape((2,)), [Shard(0)], (5, 2), lambda m, e: Cut.of_sizes(m, [2], (4, 1), "fixed")),
-    layout_of(MeshShape((2, 2)), [Shard(0)] * 2, (5, 2), lambda m, e: Cut.of_sizes(m, [2, 2], (1, 1, 1, 2))),
-    layout_of(MeshShape((2, 2)), [Shard(0)] * 2, (5, 2), lambda m, e: Cut.of_sizes(m[::-1], [2, 2], (1, 1, 1, 2))),
-    Layout.chunked(MeshShape((2,)), [R], (), torch.float32),
-]
+def samples() -> list[Layout]:
+    """Layouts of which no two are equal. Made anew: they are one object as long as the process groups stay the same."""
+    return [
+        Layout.chunked(MeshShape((2,)), [Shard(0)], (5, 2), torch.float32),
+        Layout.chunked(MeshShape((2,)), [Shard(0)], (5, 2), torch.float64),
+        Layout.chunked(MeshShape((2,)), [Shard(1)], (5, 2), torch.float32),
+        Layout.chunked(MeshShape((2,)), [Shard(0)], (5, 3), torch.float32),
+        Layout.chunked(MeshShape((3,)), [Shard(0)], (5, 2), torch.float32),
+        Layout.chunked(MeshShape((2,), ("dp",)), [Shard(0)], (5, 2), torch.float32),
+        Layout.chunked(MeshShape((2,)), [R], (5, 2), torch.float32),
+        Layout.chunked(MeshShape((2,)), [P], (5, 2), torch.float32),
+        Layout.chunked(MeshShape((2,)), [Partial("max")], (5, 2), torch.float32),
+        layout_of(MeshShape((2,)), [Shard(0)], (5, 2), lambda m, e: Cut.of_sizes(m, [2], (4, 1))),
+        layout_of(MeshShape((2,)), [Shard(0)], (5, 2), lambda m, e: Cut.of_sizes(m, [2], (4, 1), "fixed")),
+        layout_of(MeshShape((2, 2)), [Shard(0)] * 2, (5, 2), lambda m, e: Cut.of_sizes(m, [2, 2], (1, 1, 1, 2))),
+        layout_of(MeshShape((2, 2)), [Shard(0)] * 2, (5, 2), lambda m, e: Cut.of_sizes(m[::-1], [2, 2], (1, 1, 1, 2))),
+        Layout.chunked(MeshShape((2,)), [R], (), torch.float32),
+    ]
+
+
+DESCRIPTIONS = [x.describe() for x in samples()]
 
 
 def rebuilt(layout: Layout) -> Layout:
@@ -454,20 +459,21 @@ def rebuilt(layout: Layout) -> Layout:
 
 
 def test_layouts_are_equal_if_all_their_parts_are() -> None:
-    for i, j in itertools.product(range(len(SAMPLES)), repeat=2):
-        other = rebuilt(SAMPLES[j])
-        assert other is not SAMPLES[j]
-        assert (SAMPLES[i] == other) == (i == j)
-        assert (SAMPLES[i] != other) == (i != j)
+    layouts = samples()
+    for i, j in itertools.product(range(len(layouts)), repeat=2):
+        other = rebuilt(layouts[j])
+        assert other is not layouts[j]
+        assert (layouts[i] == other) == (i == j)
+        assert (layouts[i] != other) == (i != j)
         if i == j:
-            assert hash(SAMPLES[i]) == hash(other)
-        object.__setattr__(other, "_hash", hash(SAMPLES[i]))  # as if the hashes collided
-        assert (SAMPLES[i] == other) == (i == j)
-    assert SAMPLES[0] != "a layout"
+            assert hash(layouts[i]) == hash(other)
+        object.__setattr__(other, "_hash", hash(layouts[i]))  # as if the hashes collided
+        assert (layouts[i] == other) == (i == j)
+    assert layouts[0] != "a layout"
 
 
 def test_equal_layouts_are_one_object() -> None:
-    for layout in SAMPLES:
+    for layout in samples():
         other = rebuilt(layout)
         assert Layout.of(other.mesh, other.placements, other.shape, other.dtype, other.cuts) is layout
         assert Spec.of(layout, contiguous_stride(layout.shape)) is Spec.of(other, contiguous_stride(layout.shape))
@@ -492,11 +498,12 @@ def test_traced_layouts_compare_by_identity() -> None:
     a, b = make(), make()
     assert len(module._INTERNED) == before, "symbols must not outlive their trace"
     assert a.is_traced and a == a and a != b and len({a, b}) == 2
-    assert not SAMPLES[0].is_traced
+    assert not samples()[0].is_traced
 
 
-@pytest.mark.parametrize("layout", SAMPLES, ids=lambda x: x.describe())
-def test_pickle_and_copies_give_the_same_object(layout: Layout) -> None:
+@pytest.mark.parametrize("index", range(len(DESCRIPTIONS)), ids=DESCRIPTIONS.__getitem__)
+def test_pickle_and_copies_give_the_same_object(index: int) -> None:
+    layout = samples()[index]
     spec = Spec.of(layout, contiguous_stride(layout.shape))
     for value in (layout, spec):
         assert pickle.loads(pickle.dumps(value)) is value
@@ -518,7 +525,7 @@ def test_a_pickled_cut_brings_its_sizes_to_another_process(table: Callable[[int]
 
 
 def test_layouts_specs_and_cuts_cannot_be_changed() -> None:
-    layout = SAMPLES[0]
+    layout = samples()[0]
     spec = Spec.of(layout, (2, 1))
     for value in (layout, spec, layout.cuts[0], layout.mesh, layout.cut_of(0).group_ref((0,))):
         names = getattr(value, "__slots__", None) or vars(value)
@@ -586,7 +593,7 @@ def test_describe(mesh: MeshShape, placements: list[Placement], cut: Cut | None,
 
 
 def test_describe_placements_and_dtypes() -> None:
-    layout = SAMPLES[9]
+    layout = samples()[9]
     assert layout.describe_placements() == "S(0)[4,1]"
     assert repr(Spec.of(layout, (2, 1))) == "Spec(f32[5, 2] 0: S(0)[4,1], stride=(2, 1))"
     names = [layout.with_dtype(d).describe().split("[")[0] for d in (torch.bfloat16, torch.int64, torch.bool)]
