@@ -5,11 +5,15 @@
 Needs neither ranks nor a GPU: graphs are for CUDA, costs those of an H100. Inductor's overlap scheduling is given the
 very same costs, on the same graph, and on one that has torch's padded collectives in place of uneven ones, which are
 the only ones that it can put into buckets. Of its schedules the fastest counts that keeps to our memory limit.
+
+The bound is that of the graph as it came. Where latency decides, buckets may beat it, but not the bare bound, in which
+collectives have none.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import math
 import sys
@@ -50,6 +54,7 @@ class Result:
         name: of the graph.
         came: as it was.
         bound: seconds that no order of it can beat.
+        bare_bound: the same if collectives had no latency, which no buckets can beat either.
         ours: after our passes.
         inductor: by variant, after Inductor's.
         seconds: that our passes took.
@@ -60,6 +65,7 @@ class Result:
     name: str
     came: Timeline
     bound: float
+    bare_bound: float
     ours: Timeline
     inductor: dict[str, Timeline]
     seconds: float
@@ -91,12 +97,20 @@ def measure(name: str, graph: Graph, padded: Graph | None = None) -> Result:
         name,
         came,
         lower_bound(graph, prices),
+        lower_bound(graph, _without_latency(graph, prices)),
         timeline(ours),
         variants,
         seconds,
         len(graph.nodes),
         (len(collectives(graph)), len(collectives(ours))),
     )
+
+
+def _without_latency(graph: Graph, prices: Prices) -> Prices:
+    model, seconds = CostModel.of(graph), dict(prices.seconds)
+    for node, group in prices.group.items():
+        seconds[node] = max(seconds[node] - model.link(group).latency(model.group_size(group) or 1), 0.0)
+    return dataclasses.replace(prices, seconds=seconds)
 
 
 def timeline(graph: Graph) -> Timeline:
@@ -196,10 +210,11 @@ def written(ranks: int, group: str, imbalance: str, layers: Sequence[int]) -> It
 
 
 def exchanged(ranks: int, group: str, imbalance: str) -> Iterator[Result]:
-    """Experts."""
+    """Experts, and images whose convolutions fetch rows."""
     place = suite.Place(ranks, 0, group, lambda e, i: suite.cut(e, ranks, imbalance, i), "cuda")
     yield measure("experts, forward", suite.experts_forward(place, suite.Experts()))
     yield measure("experts, backward", suite.experts_backward(place, suite.Experts()))
+    yield measure("u-net with halos", suite.unet_forward(place, suite.Images()))
 
 
 def captured(ranks: int, imbalance: str, world: Any) -> Iterator[Result]:
@@ -235,7 +250,7 @@ def run(worlds: Sequence[int], only: Sequence[str], quick: bool) -> list[Result]
 # ---------------------------------------------------------------------------------------------- tables
 
 COLUMNS = [
-    *["", "nodes", "collectives", "as it came", "bound", "ours", "to bound", "exposed", "memory"],
+    *["", "nodes", "collectives", "as it came", "bound", "ours", "to bound", "to bare", "exposed", "memory"],
     *["Inductor", "which", "ours to it", "its memory"],
 ]
 
@@ -256,6 +271,7 @@ def _row(r: Result) -> list[str]:
         duration(r.bound),
         duration(r.ours.total),
         _mark(r.ours.total / r.bound, BOUND_BAR),
+        f"{r.ours.total / r.bare_bound:.3f}",
         duration(r.ours.exposed),
         _mark(r.ours.peak_bytes / r.came.peak_bytes, MEMORY_BAR),
         duration(r.inductor[best].total),

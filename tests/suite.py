@@ -435,6 +435,76 @@ def _expert_weights(w: Writer, mine: int, size: Experts) -> list[Node]:
     return [w.input(*s) for s in shapes] + [w.input(mine, *s) for s in shapes]
 
 
+# ------------------------------------------------------------------------------------------ images in rows
+
+
+@dataclass(frozen=True)
+class Images:
+    """Of a U-Net on images whose rows are cut.
+
+    Attributes:
+        rows: of one rank on average, a multiple of four.
+        columns: of an image.
+        channels: at full resolution.
+        halves: images that are worked on independently of each other.
+    """
+
+    rows: int = 64
+    columns: int = 256
+    channels: int = 64
+    halves: int = 2
+
+
+def unet_forward(place: Place, size: Images) -> Graph:
+    """Two levels down and up; each convolution fetches the rows next to its block. No block is empty."""
+    w = Writer(place)
+    cut = [4 * (s + 1) for s in w.cut(size.rows * place.ranks // 4)]
+    sizes = [[s // 2**level for s in cut] for level in range(3)]
+    c = size.channels
+    plan = [(3, c, 0), (c, 2 * c, 1), (2 * c, 4 * c, 2), (6 * c, 2 * c, 1), (3 * c, c, 0)]
+    kernels = [(w.input(o, i, 3, 3), w.input(o, o, 3, 3)) for i, o, _ in plan]
+    results: list[Node] = []
+    for _ in range(size.halves):
+        x = w.input(1, 3, cut[place.rank], size.columns)
+        skips: list[Node] = []
+        for (first, second), (_, _, level) in zip(kernels, plan, strict=True):
+            down = level == len(skips)
+            if down and skips:
+                x = w.call(aten.avg_pool2d.default, x, [2, 2], [2, 2])
+            elif not down:
+                x = w.call(aten.upsample_nearest2d.default, x, _doubled(x))
+                x = w.call(aten.cat.default, [skips[level], x], 1)
+            for kernel in (first, second):
+                wide = _haloed(w, x, sizes[level])
+                x = w.call(aten.relu.default, w.call(aten.convolution.default, wide, kernel, *_PLAIN))
+                results += [wide, x]  # for the backward pass
+            if down:
+                skips.append(x)
+    return w.output(*results)
+
+
+_PLAIN = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+"""A convolution's arguments: one step at a time, no padding."""
+
+
+def _doubled(x: Node) -> list[int]:
+    return [2 * s for s in x.meta["val"].shape[2:]]
+
+
+def _haloed(w: Writer, x: Node, sizes: list[int]) -> Node:
+    """A block with one row more on either side, fetched where there is one, and a column of zeros on either side."""
+    start, end = sum(sizes[: w.place.rank]), sum(sizes[: w.place.rank + 1])
+    above, below = start > 0, end < sum(sizes)
+    rows = end - start + above + below
+    cut = (sizes, 0, [])
+    args = (2, sum(sizes), rows, *cut, *cut, 1, 1, w.place.group)
+    flat = w.done(_ours.fetch_ranges.default, x, *args)
+    batch, channels, _, columns = x.meta["val"].shape
+    moved = w.call(aten.view.default, flat, [rows, batch, channels, columns])
+    wide = w.call(aten.permute.default, moved, [1, 2, 0, 3])
+    return w.call(aten.constant_pad_nd.default, wide, [1, 1, 1 - above, 1 - below])
+
+
 # ----------------------------------------------------------------------------------------- drawn programs
 
 

@@ -30,6 +30,7 @@ PROGRAMS: dict[str, Write] = {
     "layers in blocks, backward": lambda place, _: suite.fsdp_backward(place, SIZE),
     "experts, forward": lambda place, _: suite.experts_forward(place, EXPERTS),
     "experts, backward": lambda place, _: suite.experts_backward(place, EXPERTS),
+    "u-net with halos": lambda place, _: suite.unet_forward(place, suite.Images(4, 16, 8)),
     "drawn": suite.drawn,
 }
 

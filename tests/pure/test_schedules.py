@@ -35,6 +35,7 @@ PROGRAMS: dict[str, Callable[[suite.Place], Graph]] = {
     "layers in blocks, backward": lambda place: suite.fsdp_backward(place, SIZE),
     "experts, forward": lambda place: suite.experts_forward(place, suite.Experts()),
     "experts, backward": lambda place: suite.experts_backward(place, suite.Experts()),
+    "u-net with halos": lambda place: suite.unet_forward(place, suite.Images()),
 }
 
 
