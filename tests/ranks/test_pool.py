@@ -398,7 +398,7 @@ def test_ranks_end_with_pytest(stop: signal.Signals, tmp_path: Path) -> None:
         ranks = [int(line.split()[-1]) for line in read_notes(tmp_path)]
         assert all(map(is_running, ranks))
         process.send_signal(stop)
-        process.wait(90)  # ranks leave within seconds, but not beside other work on two cores
+        process.wait(30)
         assert wait_for(lambda: not any(map(is_running, ranks)), seconds=10)
     finally:
         process.kill()
@@ -481,6 +481,13 @@ def test_only_the_ranks_side_loads_torch(module: str, loads_torch: bool, tmp_pat
 # --- helpers
 
 
+_HEEDING_CTRL_C = """
+import signal, sys, pytest
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
 def start(folder: Path, tests: str, import_mode: str) -> subprocess.Popen[str]:
     """Start a pytest of the generated tests, which sees nothing of this one."""
     (folder / "test_generated.py").write_text(HEADER + tests)
@@ -490,7 +497,8 @@ def start(folder: Path, tests: str, import_mode: str) -> subprocess.Popen[str]:
     plugin = ["-p", "no:shardcompile", "-p", "shardcompile.testing.plugin"]
     options = ["-p", "no:cacheprovider", "--junitxml=result.xml", "-o", "junit_logging=all"]
     return subprocess.Popen(
-        [sys.executable, "-m", "pytest", *plugin, *options],
+        # Python raises no KeyboardInterrupt if it is started with SIGINT ignored, as by a shell in the background.
+        [sys.executable, "-c", _HEEDING_CTRL_C, *plugin, *options],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths_to_testing_only(folder)), "PYTEST_ADDOPTS": ""},
         stdout=subprocess.PIPE,
