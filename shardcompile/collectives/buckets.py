@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, Work
 
 from shardcompile import compat
 from shardcompile.collectives import transport
@@ -122,29 +123,15 @@ def _plan_of(
     return _Plan(counts, by_rank, [sum(row) for row in by_rank])
 
 
-def _flattened(inputs: Sequence[Tensor], dims: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """All elements, tensor after tensor, the cut dim of each first."""
-    rows = [x if d == 0 and _is_plain(x) else transport.rows_first(x, d) for x, d in zip(inputs, dims, strict=True)]
-    if all(x.dtype == dtype for x in rows):
-        return compat.flatten_dense_tensors(rows)
-    return torch.cat([x.view(-1).view(dtype) for x in rows])
+def _rows(x: Tensor, dim: int) -> Tensor:
+    """The elements of a tensor, flat, `dim` first."""
+    plain = dim == 0 and x.is_contiguous() and not x.is_conj() and not x.is_neg()
+    return (x if plain else transport.rows_first(x, dim)).view(-1)
 
 
-def _is_plain(x: Tensor) -> bool:
-    return x.is_contiguous() and not x.is_conj() and not x.is_neg()
-
-
-def _regrouped(flat: Tensor, counts: Sequence[Sequence[int]], out: Tensor | None = None) -> Tensor:
-    """Pieces in the order (a, b) put in the order (b, a).
-
-    Args:
-        flat: all pieces, one after the other.
-        counts: counts[a][b] is the number of elements of a piece.
-        out: where to.
-    """
-    inner = len(counts[0])
-    pieces = flat.split([n for row in counts for n in row])
-    return torch.cat([pieces[a * inner + b] for b in range(inner) for a in range(len(counts))], out=out)
+def _turned(pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Pieces [a][b] as one list in the order (b, a)."""
+    return [piece for column in zip(*pieces, strict=True) for piece in column]
 
 
 def _all_gather_bucket(
@@ -170,11 +157,36 @@ def _all_gather_bucket(
         group.size(),
         group.rank(),
     )
-    packed = _flattened(inputs, dims, dtype)
+    rows = [_rows(x, d) for x, d in zip(inputs, dims, strict=True)]
+    packed = torch.cat([x if x.dtype == dtype else x.view(dtype) for x in rows])
     gathered = packed.new_empty([sum(plan.shares)])
-    out = torch.empty_like(gathered)
-    works = transport.gather_rows(group, packed, plan.shares, gathered)
-    compat.register_work(out, transport.ThenWork(works, lambda: _regrouped(gathered, plan.by_rank, out)))
+    works = transport.gather_rows(group, packed, plan.shares, gathered, keep_own=False)
+    return _unpacked_later(group, works, packed, gathered, plan.shares, plan.by_rank)
+
+
+def _unpacked_later(
+    group: ProcessGroup,
+    works: Sequence[Work],
+    own: Tensor,
+    received: Tensor,
+    shares: Sequence[int],
+    by_rank: Sequence[Sequence[int]],
+) -> Tensor:
+    """The result of a bucket, which is complete after its wait: what came, member after member.
+
+    Args:
+        group: the process group.
+        works: that write into `received`.
+        own: what this rank keeps.
+        received: what each rank sends, one after the other; the place of this rank is not read.
+        shares: elements of `received` from each rank.
+        by_rank: by_rank[rank][member] is how many of them belong to a member.
+    """
+    out = torch.empty_like(received)
+    blocks = list(received.split(shares))
+    blocks[group.rank()] = own
+    pieces = _turned([block.split(counts) for block, counts in zip(blocks, by_rank, strict=True)])
+    compat.register_work(out, transport.ThenWork(works, lambda: torch.cat(pieces, out=out)))
     return out
 
 
@@ -202,7 +214,8 @@ def _reduce_scatter_bucket(
         group.size(),
         None,
     )
-    packed = _regrouped(_flattened(inputs, dims, inputs[0].dtype), plan.counts)
+    members = [_rows(x, d).split(counts) for x, d, counts in zip(inputs, dims, plan.counts, strict=True)]
+    packed = torch.cat(_turned(members))
     own = plan.shares[group.rank()]
     out = packed.new_empty([own])
     parts = out.new_empty([group.size() * own])
@@ -243,13 +256,11 @@ def _all_to_all_bucket(
             sent[r].append(transport.rows_first(part, src_dim).view(-1))
             received[r].append((src[r][1] - src[r][0]) * width)
     to_peers = transport.running_ends([sum(p.numel() for p in row) for row in sent])
-    from_peers = transport.running_ends([sum(row) for row in received])
-    parts = inputs[0].new_empty([from_peers[-1][1]])
-    out = torch.empty_like(parts)
+    shares = [sum(row) for row in received]
+    parts = inputs[0].new_empty([sum(shares)])
     packed = torch.cat([p for row in sent for p in row])
-    works = transport.send_ranges(group, packed, to_peers, parts, from_peers)
-    compat.register_work(out, transport.ThenWork(works, lambda: _regrouped(parts, received, out)))
-    return out
+    works = transport.send_ranges(group, packed, to_peers, parts, transport.running_ends(shares), keep_own=False)
+    return _unpacked_later(group, works, packed[slice(*to_peers[me])], parts, shares, received)
 
 
 def _fake_all_gather(inputs: list[Tensor], dims: list[int], totals: list[Any], *_: Any) -> Tensor:

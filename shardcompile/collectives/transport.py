@@ -78,7 +78,12 @@ def _grouped_exchange(
 
 
 def send_ranges(
-    group: ProcessGroup, rows: Tensor, to_peers: Sequence[Range], out: Tensor, from_peers: Sequence[Range]
+    group: ProcessGroup,
+    rows: Tensor,
+    to_peers: Sequence[Range],
+    out: Tensor,
+    from_peers: Sequence[Range],
+    keep_own: bool = True,
 ) -> list[Work]:
     """Send a range of rows to every peer, and receive one from every peer, straight into place.
 
@@ -88,10 +93,11 @@ def send_ranges(
         to_peers: for each rank of the group the range of `rows` that it gets.
         out: contiguous, [m, ...], written.
         from_peers: for each rank of the group the range of `out` that it fills.
+        keep_own: copy what this rank keeps; otherwise its range of `out` is left as it is.
     """
     me = group.rank()
     mine, place = to_peers[me], from_peers[me]
-    if mine[1] > mine[0]:
+    if keep_own and mine[1] > mine[0]:
         out[place[0] : place[1]].copy_(rows[mine[0] : mine[1]])
     others = [p for p in range(group.size()) if p != me]
     sends = [(p, rows[to_peers[p][0] : to_peers[p][1]]) for p in others]
@@ -99,13 +105,23 @@ def send_ranges(
     return exchange(group, sends, receives)
 
 
-def gather_rows(group: ProcessGroup, rows: Tensor, sizes: Sequence[int], out: Tensor) -> list[Work]:
-    """Start to gather every rank's rows into `out`, which is complete when all works are."""
+def gather_rows(
+    group: ProcessGroup, rows: Tensor, sizes: Sequence[int], out: Tensor, keep_own: bool = True
+) -> list[Work]:
+    """Start to gather every rank's rows into `out`, which is complete when all works are.
+
+    Args:
+        group: the process group.
+        rows: of this rank, contiguous, [n, ...].
+        sizes: rows of each rank.
+        out: contiguous, [sum of sizes, ...], written.
+        keep_own: whether this rank's part of `out` is needed, too.
+    """
     if group.name() == "nccl" and max(sizes) * len(sizes) <= PAD_LIMIT * sum(sizes):
         return [_gather_padded(group, rows, sizes, out)]
     ends = running_ends(sizes)
     whole = [(0, rows.shape[0])] * len(sizes)
-    return send_ranges(group, rows, whole, out, ends)
+    return send_ranges(group, rows, whole, out, ends, keep_own)
 
 
 def _gather_padded(group: ProcessGroup, rows: Tensor, sizes: Sequence[int], out: Tensor) -> Work:

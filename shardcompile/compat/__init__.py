@@ -26,7 +26,6 @@ from torch._subclasses.fake_tensor import (  # 2.11 - 2.15
     is_fake,
 )
 from torch._subclasses.functional_tensor import disable_functional_mode  # 2.11 - 2.15
-from torch._utils import _flatten_dense_tensors  # 2.11 - 2.15
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources  # 2.11 - 2.15
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group  # 2.11 - 2.15
@@ -149,11 +148,6 @@ def group_name_of(mesh: DeviceMesh, mesh_dim: int) -> str:
 def register_work(tensor: torch.Tensor, work: torch.distributed.Work) -> None:
     """Have `wait_tensor(tensor)` wait for `work`; several works of one tensor are all awaited."""
     _register_work(tensor, work)
-
-
-def flatten_dense_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All elements of contiguous tensors, one after the other, without a call for each from Python."""
-    return _flatten_dense_tensors(tensors)  # type: ignore[no-any-return]
 
 
 def current_mesh() -> DeviceMesh:
