@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 
 from shardcompile.collectives import flat_cuts
 from shardcompile.passes.benefit import SATURATIONS, Benefit
-from shardcompile.passes.collective import WAIT, Collective, add_node, collectives
+from shardcompile.passes.collective import WAIT, Collective, add_node, collectives, inherit
 from shardcompile.passes.cost import CostModel, Prices
 from shardcompile.passes.dependencies import Dependencies, ordered_inputs, reorder
 from shardcompile.passes.overlap import best_order, byte_limit
@@ -125,13 +125,13 @@ class Bucketing:
 
     def _replace_one(self, graph: Graph, bucket: Sequence[Node], place: dict[Node, float]) -> None:
         # As they are now: other buckets may have replaced their payloads.
-        members = [c for c in map(Collective.of, bucket) if c is not None]
-        last = members[-1]
-        members.sort(key=lambda m: -m.value.dtype.itemsize)  # so that in bytes every part starts at its own width
-        with graph.inserting_before(last.node):
+        ordered = [c for c in map(Collective.of, bucket) if c is not None]
+        # By size, so that in bytes every part starts at its own width.
+        members = sorted(ordered, key=lambda m: -m.value.dtype.itemsize)
+        with graph.inserting_before(ordered[-1].node):
             start, lengths, dtype = self._merge(graph, members)
-        start.meta |= {what: last.node.meta[what] for what in _KEPT if what in last.node.meta}
-        with graph.inserting_before(min(last.waits, key=place.__getitem__)):
+        inherit(start, ordered)
+        with graph.inserting_before(min(ordered[-1].waits, key=place.__getitem__)):
             parts = add_node(graph, aten.split_with_sizes.default, add_node(graph, WAIT, start), lengths, 0)
             for i, m in enumerate(members):
                 part = add_node(graph, operator.getitem, parts, i)
@@ -145,10 +145,6 @@ class Bucketing:
         for m in members:
             for node in (*m.waits, m.node):
                 graph.erase_node(node)
-
-
-_KEPT = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "autograd_backward", "partitioner_tag")
-"""What a bucket's start keeps of its last member."""
 
 
 class BucketAllReduces(Bucketing):

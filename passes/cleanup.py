@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from shardcompile import compat
-from shardcompile.passes.collective import WAIT, Collective, add_node, collectives
+from shardcompile.passes.collective import WAIT, Collective, add_node, collectives, inherit
 from shardcompile.passes.dependencies import writes
 
 aten = torch.ops.aten
@@ -417,7 +417,7 @@ def _scatter(graph: Graph, c: Collective, writers: list[Node]) -> None:
     with graph.inserting_before(place):
         payload = add_node(graph, aten.view.default, c.payload, size)
         start = add_node(graph, _ours.reduce_scatter_v.default, payload, dim, block, c.node.args[1], *cut)
-        start.meta["stack_trace"] = c.node.meta.get("stack_trace")
+        inherit(start, [c])
     with graph.inserting_before(first):
         rows = [block, *size[:dim], *size[dim + 1 :]]
         result = add_node(graph, aten.view.default, add_node(graph, WAIT, start), rows)

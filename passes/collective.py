@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from shardcompile import compat
+from shardcompile.errors import ShardError
 from shardcompile.layout import CHUNK_KEY, GroupCut
 
 _c10d = torch.ops._c10d_functional
@@ -47,6 +49,21 @@ _CUT_AT = {"all_gather_v": 3, "reduce_scatter_v": 4, "all_to_all_v": 5, "fetch_r
 """Which of the arguments is the first of the (source) cut: sizes, key and nest."""
 
 WAIT = _c10d.wait_tensor.default
+
+NOTES = "shardcompile"
+"""Under ``node.meta["custom"]``: why a collective is there, see `shardcompile.redistribute`."""
+
+_ORIGINS = "shardcompile_origins"
+_INHERITED = (
+    "stack_trace",
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "source_fn_stack",
+    "autograd_backward",
+    "partitioner_tag",
+    "seq_nr",
+    "custom",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +167,16 @@ class Collective:
             return None
         return GroupCut.resolve(total, sizes, key, nest, self.group_size)
 
+    def hinted_sizes(self) -> tuple[int, ...] | None:
+        """`sizes`, dynamic ones as they were in the call that led to the trace; for looking at, not for decisions."""
+        if self.kind not in _CUT_AT:
+            return self.sizes
+        total, sizes, key, nest = (_hinted(a) for a in self._cut())
+        try:
+            return GroupCut.resolve(total, sizes, key, nest, self.group_size)
+        except (LookupError, ShardError):  # the key of another process
+            return None
+
     def _cut(self) -> tuple[Any, Any, Any, Any]:
         """Extent, sizes, key and nest of the (source) cut, as they are written in the graph."""
         args: tuple[Any, ...] = self.node.args
@@ -170,7 +197,13 @@ class Collective:
     def source(self) -> str:
         """The user's line that led to it, or an empty text."""
         lines = [line.strip() for line in str(self.node.meta.get("stack_trace") or "").splitlines()]
-        return " ".join([line for line in lines if line.strip("^~ ")][-2:])
+        files = [i for i, line in enumerate(lines) if line.startswith("File ")]
+        return " ".join(lines[files[-1] : files[-1] + 2]) if files else ""
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """Why it is there: ``redistribution``, ``mesh_dim``, ``gathered_for``, as far as they are known."""
+        return dict(self.node.meta.get("custom", {}).get(NOTES, {}))
 
     @property
     def module(self) -> str:
@@ -186,6 +219,18 @@ class Collective:
 def collectives(graph: Graph) -> list[Collective]:
     """All collectives of a graph, in its order."""
     return [c for c in map(Collective.of, graph.nodes) if c is not None]
+
+
+def inherit(start: Node, from_: Sequence[Collective]) -> None:
+    """Make a collective that takes the place of others known as their successor; it stands where the last one was."""
+    last = from_[-1].node
+    start.meta |= {what: last.meta[what] for what in _INHERITED if what in last.meta}
+    start.meta[_ORIGINS] = tuple(origin for c in from_ for origin in origins(c.node))
+
+
+def origins(start: Node) -> tuple[str, ...]:
+    """Names that the collectives had, before any pass, in whose place this one is."""
+    return start.meta.get(_ORIGINS, (start.name,))
 
 
 def add_node(graph: Graph, target: Any, *args: Any) -> Node:
@@ -213,6 +258,13 @@ def _with_extent(value: torch.Tensor, dim: Any, extent: Any) -> Any:
     extent = extent.meta["val"] if isinstance(extent, Node) else extent
     rest = [s for d, s in enumerate(value.shape) if d != dim]
     return math.prod((extent, *rest)) * value.dtype.itemsize
+
+
+def _hinted(argument: Any) -> Any:
+    """A number, node or list of these as numbers, by hints."""
+    if isinstance(argument, (list, tuple)):
+        return [_hinted(a) for a in argument]
+    return _hint(argument.meta["val"] if isinstance(argument, Node) else argument)
 
 
 def _hint(size: Any) -> int:

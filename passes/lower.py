@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from shardcompile import compat
-from shardcompile.passes.collective import WAIT, Collective, add_node, collectives
+from shardcompile.passes.collective import WAIT, Collective, add_node, collectives, inherit
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -55,7 +55,7 @@ def _lower(graph: Graph, c: Collective) -> None:
     with graph.inserting_before(c.node):
         rows = _rows_first(graph, c.payload, dim)
         start = add_node(graph, _c10d.all_gather_into_tensor.default, rows, c.group_size, c.group_name)
-        start.meta |= {k: v for k, v in c.node.meta.items() if k not in ("val", "tensor_meta")}
+        inherit(start, [c])
     for wait in c.waits:
         with graph.inserting_before(wait):
             flat = add_node(graph, aten.view.default, add_node(graph, WAIT, start), [c.node.meta["val"].shape[0]])

@@ -13,23 +13,13 @@ from torch.fx import Graph, Node
 
 from shardcompile import compat
 from shardcompile.layout import CHUNK_KEY
-from shardcompile.passes.collective import WAIT, Collective, add_node, collectives
+from shardcompile.passes.collective import WAIT, Collective, add_node, collectives, inherit
 from shardcompile.passes.dependencies import writes
 from shardcompile.passes.pieces import Box, Pieces, Value, arguments_of, evaluate, is_tracked, static_shape
 
 aten = torch.ops.aten
 _ours = torch.ops.shardcompile
 _c10d = torch.ops._c10d_functional
-
-_KEPT_META = (
-    "stack_trace",
-    "nn_module_stack",
-    "fwd_nn_module_stack",
-    "source_fn_stack",
-    "autograd_backward",
-    "partitioner_tag",
-    "seq_nr",
-)
 
 
 @dataclass(frozen=True)
@@ -282,7 +272,7 @@ def _rewrite(graph: Graph, c: Collective, chain: Chain, writers: Sequence[Node])
             extent = mine
             args = (*chain.whole, chain.dim, extent, c.node.args[1])
             start = add_node(graph, _ours.reduce_scatter_v.default, *args, *cut)
-    start.meta.update({k: c.node.meta[k] for k in _KEPT_META if k in c.node.meta})
+    inherit(start, [c])
     result = _awaited(graph, c, start, chain.dim, extent)
     if c.kind == "all_gather":
         for node in chain.whole:

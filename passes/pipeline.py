@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -133,11 +134,17 @@ class Pipeline(compat.CustomGraphPass):
         """
         if self.record:
             self.history.append([])
+        for watcher in _WATCHERS:
+            watcher.begun(graph)
         for graph_pass in self.passes:
             before = _described(graph) if self.record else None
             _run(graph_pass, graph)
+            for watcher in _WATCHERS:
+                watcher.passed(graph, graph_pass.name)
             if before is not None:
                 self.history[-1].append(_step(graph_pass.name, before, _described(graph)))
+        for watcher in _WATCHERS:
+            watcher.ended(graph)
         if config.verify and not self.in_step:
             verify_graph(graph)
 
@@ -149,7 +156,34 @@ class Pipeline(compat.CustomGraphPass):
 
         None, so that nothing is cached, where something is to be seen each time that a graph is compiled.
         """
-        return None if config.verify or self.record or self.in_step else repr(self.passes)
+        seen = config.verify or self.record or self.in_step or _WATCHERS
+        return None if seen else repr(self.passes)
+
+
+class Watcher(Protocol):
+    """Sees every pipeline at work, see `watching`. It changes nothing."""
+
+    def begun(self, graph: Graph) -> None:
+        """A graph as it comes to the first pass."""
+
+    def passed(self, graph: Graph, name: str) -> None:
+        """The graph after a pass."""
+
+    def ended(self, graph: Graph) -> None:
+        """The graph after the last pass."""
+
+
+_WATCHERS: list[Watcher] = []
+
+
+@contextlib.contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Have every pipeline tell what it does inside of this."""
+    _WATCHERS.append(watcher)
+    try:
+        yield
+    finally:
+        _WATCHERS.remove(watcher)
 
 
 def _run(graph_pass: Pass, graph: Graph) -> None:

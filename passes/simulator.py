@@ -38,6 +38,7 @@ class Timeline:
         compute: the compute stream's work.
         communication: by group, its stream's work.
         exposed: how long the compute stream has nothing to do.
+        stalls: by collective, how long the compute stream waits for it.
         peak_bytes: the most memory at any time, inputs included, which are never freed.
         events: in the order in which nodes are reached.
     """
@@ -46,6 +47,7 @@ class Timeline:
     compute: float
     communication: Mapping[str, float]
     exposed: float
+    stalls: Mapping[Node, float]
     peak_bytes: int
     events: Sequence[Event]
 
@@ -63,6 +65,7 @@ def simulate(order: Sequence[Node], prices: Prices) -> Timeline:
     free_at: dict[str, float] = {}
     communication: dict[str, float] = {}
     ended: dict[Node, float] = {}
+    stalls: dict[Node, float] = {}
     now = compute = 0.0
     for node in order:
         took = seconds[node]
@@ -74,12 +77,15 @@ def simulate(order: Sequence[Node], prices: Prices) -> Timeline:
             events.append(Event(node, stream, start, start + took))
             continue
         if node in awaits:
-            now = max(now, ended[awaits[node]])
+            until = ended[awaits[node]]
+            if until > now:
+                stalls[awaits[node]] = until - now
+                now = until
         if took:
             events.append(Event(node, COMPUTE, now, now + took))
             now, compute = now + took, compute + took
     total = max([now, *free_at.values()])
-    return Timeline(total, compute, communication, total - compute, peak_memory(order, prices), events)
+    return Timeline(total, compute, communication, total - compute, stalls, peak_memory(order, prices), events)
 
 
 def _check_order(order: Sequence[Node], prices: Prices) -> None:

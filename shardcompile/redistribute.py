@@ -29,9 +29,18 @@ def run_plan(plan: Plan, local: Tensor, *, async_op: bool = False) -> Tensor:
         if step.kind == "take_block":
             local = _take_block(step, local)
             continue
-        pending = _RUNNERS[step.kind](step, local)
+        pending = _run_noted(step, local) if compat.is_traced() else _RUNNERS[step.kind](step, local)
         local = pending.result() if async_op and step is plan.steps[-1] else pending.wait()
     return local
+
+
+def _run_noted(step: Step, x: Tensor) -> Pending | Decoded:
+    """A step in a trace: its collective's node says what it is for."""
+    mesh, m = step.src.mesh, step.mesh_dim
+    move = f"{step.src.describe_placements()} -> {step.dst.describe_placements()}"
+    name = mesh.mesh_dim_names[m] if mesh.mesh_dim_names else str(m)
+    with compat.noted(redistribution=move, mesh_dim=name):
+        return _RUNNERS[step.kind](step, x)
 
 
 def _coordinate(layout: Layout) -> Sequence[int]:

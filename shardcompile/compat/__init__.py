@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch._subclasses.fake_impls as fake_impls
 import torch.fx.experimental._config as _symbolic_shapes_config
+import torch.fx.traceback as fx_traceback
 from torch._C._distributed_c10d import _register_work  # 2.11 - 2.15
 from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.11 - 2.15
 from torch._guards import CompileContext, TracingContext, detect_fake_mode  # 2.11 - 2.15
@@ -64,6 +65,7 @@ __all__ = [
     "is_compiling",
     "is_fake",
     "is_specialised",
+    "is_traced",
     "is_unbacked",
     "keep_first_proxies",
     "keep_symbol",
@@ -71,6 +73,7 @@ __all__ = [
     "let_comm_debug_mode_see_through",
     "lower_as_collective",
     "mark_weakly_dynamic",
+    "noted",
     "once_in_trace",
     "process_group",
     "refusing_unknown_shapes",
@@ -226,11 +229,24 @@ def preserve_node_ordering(graph: torch.fx.Graph, before: Mapping[torch.fx.Node,
     preserve(graph, {node: OrderedSet(others) for node, others in before.items()})
 
 
+@contextlib.contextmanager
+def noted(**notes: str) -> Iterator[None]:
+    """Inside of it, nodes that are traced say why: ``node.meta["custom"]["shardcompile"]``."""
+    outer = fx_traceback.current_meta.get("custom", {}).get("shardcompile", {})  # 2.11 - 2.15
+    with fx_traceback.annotate({"shardcompile": outer | notes}):
+        yield
+
+
 def inductor_has(option: str) -> bool:
     """Whether the installed Inductor has a setting of this name."""
     from torch._inductor import config
 
     return option in config._config  # type: ignore[attr-defined]  # 2.11 - 2.15
+
+
+def is_traced() -> bool:
+    """Whether what runs now is written to a graph."""
+    return get_proxy_mode() is not None
 
 
 def is_compiling() -> bool:

@@ -598,6 +598,12 @@ class _Gathered(_Entry):
         self.mesh = like.mesh
 
     def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if compat.is_traced():
+            with compat.noted(gathered_for=str(self.op)):
+                return self._run(cls, args, kwargs)
+        return self._run(cls, args, kwargs)
+
+    def _run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wrapped = self._wrap(cls, self._values(cls, args, kwargs))
         if self.op.is_view and (any(p is not None for p in self.plans) or args[0]._copied is not None):
             _follow_all(wrapped, self.op, args, lambda: self._values(cls, args, kwargs))

@@ -1,0 +1,154 @@
+"""Private names of torch through which compilations are observed. Seen in torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+from torch._dynamo.backends import common  # 2.11 - 2.15
+from torch._dynamo.output_graph import OutputGraph  # 2.11 - 2.15
+from torch._dynamo.utils import counters, get_compilation_metrics  # 2.11 - 2.15
+from torch._functorch import config as _functorch_config  # 2.11 - 2.15
+from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler  # 2.11 - 2.15
+from torch._guards import CompileContext  # 2.11 - 2.15
+from torch._inductor import config as _inductor_config  # 2.11 - 2.15
+from torch._inductor.graph import GraphLowering  # 2.11 - 2.15
+from torch.fx import GraphModule
+
+
+class Observer(Protocol):
+    """What is told of compilations."""
+
+    def captured(self, function: str, place: str, graph: GraphModule) -> contextlib.AbstractContextManager[Any]:
+        """Dynamo has captured a graph of a function at ``file:line``, which is compiled inside."""
+
+    def current(self) -> Any:
+        """What `captured` is inside of; handed on to all that follows, which may be much later."""
+
+    def traced(self, of: Any, graph: GraphModule) -> None:
+        """AOTAutograd has traced forward and backward together."""
+
+    def parted(self, of: Any, forward: GraphModule, backward: GraphModule) -> None:
+        """Forward and backward have been parted."""
+
+    def compiling(self, of: Any, graph: GraphModule, side: str) -> contextlib.AbstractContextManager[Any]:
+        """A graph is compiled inside: "forward", "backward" or "inference"."""
+
+    def generated(self, code: str) -> None:
+        """Inductor has written code."""
+
+
+@contextlib.contextmanager
+def observing(observer: Observer, caches: bool) -> Iterator[None]:
+    """Have an observer told of all compilations.
+
+    Args:
+        observer: is told.
+        caches: whether compiled code may come out of a cache; of such a compilation only `captured` is told.
+    """
+    call, aot = OutputGraph.call_user_compiler, common.aot_module_simplified
+
+    @functools.wraps(call)
+    def call_user_compiler(self: Any, gm: GraphModule, example_inputs: Any) -> Any:
+        code = self.root_tx.f_code
+        with observer.captured(code.co_qualname, f"{code.co_filename}:{code.co_firstlineno}", gm):
+            return call(self, gm, example_inputs)
+
+    @functools.wraps(aot)
+    def aot_module_simplified(mod: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        return aot(mod, args, *rest, **_observed(observer, kwargs))
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(OutputGraph, "call_user_compiler", call_user_compiler))
+        stack.enter_context(mock.patch.object(common, "aot_module_simplified", aot_module_simplified))
+        if not caches:
+            stack.enter_context(_inductor_config.patch(fx_graph_cache=False))
+            stack.enter_context(_functorch_config.patch(enable_autograd_cache=False))
+        yield
+
+
+def _observed(observer: Observer, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of ``aot_module_simplified``, with compilers and partitioner that tell."""
+    told, of = dict(kwargs), observer.current()
+    for name, side in (("fw_compiler", "forward"), ("bw_compiler", "backward"), ("inference_compiler", "inference")):
+        compiler = kwargs.get(name)
+        if isinstance(compiler, SerializableAOTDispatchCompiler):
+            inner = _compiling(observer, of, compiler.compiler_fn, side)
+            told[name] = SerializableAOTDispatchCompiler(compiler.output_code_ty, inner)
+        elif compiler is not None:
+            told[name] = _compiling(observer, of, compiler, side)
+    told["partition_fn"] = _parting(observer, of, kwargs.get("partition_fn") or _default_partition())
+    return told
+
+
+def _default_partition() -> Callable[..., Any]:
+    from torch._functorch.partitioners import default_partition  # 2.11 - 2.15
+
+    return default_partition
+
+
+def _compiling(observer: Observer, of: Any, compiler: Callable[..., Any], side: str) -> Callable[..., Any]:
+    def compile_observed(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        save = mock.patch.object(GraphLowering, "save_output_code", staticmethod(observer.generated))
+        with save, observer.compiling(of, graph, side):
+            return compiler(graph, *args, **kwargs)
+
+    return compile_observed
+
+
+def _parting(observer: Observer, of: Any, partition: Callable[..., Any]) -> Callable[..., Any]:
+    def part_observed(joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        observer.traced(of, joint)
+        forward, backward = partition(joint, inputs, **kwargs)
+        observer.parted(of, forward, backward)
+        return forward, backward
+
+    return part_observed
+
+
+def compile_id() -> str:
+    """Which compilation this is: frame and how often it has been compiled, such as ``0/1``."""
+    context = CompileContext.try_get()
+    return "" if context is None else str(context.compile_id)
+
+
+def compilations_since(start: float) -> list[tuple[str, str, str]]:
+    """Compilations that have begun since a time: function, file and line, reason if it was compiled before.
+
+    Torch remembers the last 64.
+
+    Args:
+        start: as of `time.time`.
+    """
+    return [
+        (str(m.co_name), f"{m.co_filename}:{m.co_firstlineno}", str(m.recompile_reason or ""))
+        for m in get_compilation_metrics()
+        if m.co_name is not None and (m.start_time_us or 0) >= start * 1e6
+    ]
+
+
+def graph_breaks() -> dict[str, int]:
+    """Reasons of graph breaks, and how often each has come up in this process."""
+    return dict(counters["graph_break"])
+
+
+def cache_counts() -> dict[str, int]:
+    """Hits and misses of the compiler's caches in this process."""
+    aot, inductor = counters["aot_autograd"], counters["inductor"]
+    return {
+        "aot_autograd hits": aot["autograd_cache_hit"],
+        "aot_autograd misses": aot["autograd_cache_miss"],
+        "inductor hits": inductor["fxgraph_cache_hit"],
+        "inductor misses": inductor["fxgraph_cache_miss"],
+    }
+
+
+def is_order_held(graph: torch.fx.Graph) -> bool:
+    """Whether nodes are tied to their places by edges that carry no data."""
+    from torch._inductor.fx_passes.control_dependencies import control_deps  # 2.11 - 2.15
+
+    return any(node.target is control_deps for node in graph.nodes)

@@ -1,0 +1,31 @@
+"""Looking inside: what was compiled and what it communicates, what the passes did to it, and what it should cost.
+
+report = shardcompile.explain(model, x)     # compiles and runs once
+print(report)
+
+with shardcompile.capture() as report:      # around code that compiles
+    train_step(batch)
+"""
+
+from shardcompile.reports.capture import STAGES, capture
+from shardcompile.reports.report import (
+    Compilation,
+    GraphReport,
+    IssuedCollective,
+    PassStep,
+    Report,
+    Span,
+    TracedCollective,
+)
+
+__all__ = [
+    "STAGES",
+    "Compilation",
+    "GraphReport",
+    "IssuedCollective",
+    "PassStep",
+    "Report",
+    "Span",
+    "TracedCollective",
+    "capture",
+]

@@ -1,0 +1,58 @@
+"""What a user can do about what a report shows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from shardcompile.reports.report import Report
+
+EXPOSED_SHARE = 0.1
+"""Of a graph's time: less exposed communication than this is not worth a word."""
+
+
+def advice(report: Report) -> list[str]:
+    """Advice in words, the most important first."""
+    return [*_on_graphs(report), *_on_gathering(report), *_on_time(report)]
+
+
+def _on_graphs(report: Report) -> Iterator[str]:
+    if report.graph_breaks:
+        yield (
+            "a graph break ends overlap and fusion at that place, and each part is compiled alone: "
+            "torch.compile(fullgraph=True) names the line"
+        )
+    if len(report.recompiles) > 2:
+        yield (
+            f"{len(report.recompiles)} recompiles: mark what changes as dynamic (torch._dynamo.mark_dynamic), or keep "
+            "it out of Python; block sizes that change from call to call never need more than one"
+        )
+    hits = sum(n for name, n in report.caches.items() if name.endswith("hits"))
+    if hits:
+        yield f"{hits} hits in compiler caches: capture(caches=False), the default, compiles anew and sees the graphs"
+
+
+def _on_gathering(report: Report) -> Iterator[str]:
+    moved: Counter[str] = Counter()
+    for c in report.traced:
+        if c.gathered_for:
+            moved[c.gathered_for] += c.global_bytes
+    for op, nbytes in moved.most_common():
+        yield (
+            f"{op} has no rule: its inputs are gathered, {nbytes} B, and every rank computes all of it. Register one "
+            'with shardcompile.register_sharding; config.fallback = "error" finds such ops'
+        )
+
+
+def _on_time(report: Report) -> Iterator[str]:
+    for name, graph in report.named_graphs():
+        if graph.total and graph.exposed / graph.total > EXPOSED_SHARE and graph.issued:
+            worst = max(graph.issued, key=lambda c: c.exposed)
+            share = f"{100 * graph.exposed / graph.total:.0f}%"
+            text = f"{name}: {share} of the predicted time waits for communication, most for {worst.kind} {worst.name}"
+            if not graph.steps:
+                yield f'{text}; no pass has run: torch.compile(backend="shardcompile")'
+            elif graph.bound and graph.total <= 1.1 * graph.bound:
+                yield f"{text}; no order is more than 10% faster, so only less communication or more compute helps"
+            else:
+                yield text

@@ -1,0 +1,193 @@
+"""From a graph to the records of a report. It needs the process groups of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import Graph, Node
+
+from shardcompile import compat
+from shardcompile.passes import blocks
+from shardcompile.passes.collective import Collective, collectives, origins
+from shardcompile.passes.cost import CostModel, Prices
+from shardcompile.passes.simulator import COMPUTE, Timeline, lower_bound, simulate
+from shardcompile.reports.report import IssuedCollective, Span, TracedCollective
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A graph as it stands at one time.
+
+    Attributes:
+        timeline: predicted.
+        bound: seconds that no order can beat.
+        found: its collectives.
+        behind: by collective, seconds of compute between its start and its first wait.
+    """
+
+    timeline: Timeline
+    bound: float
+    found: list[Collective]
+    behind: Mapping[Node, float]
+    nodes: int
+
+    @staticmethod
+    def of(graph: Graph, model: CostModel | None) -> Analysis:
+        """Analyse a graph.
+
+        Args:
+            graph: in a valid order.
+            model: None for the costs of the device that the graph runs on.
+        """
+        prices = Prices.of(graph, CostModel.of(graph) if model is None else model)
+        order = list(graph.nodes)
+        found = collectives(graph)
+        timeline = simulate(order, prices)
+        return Analysis(timeline, lower_bound(graph, prices), found, _behind(order, prices, found), len(order))
+
+
+def _behind(order: Sequence[Node], prices: Prices, found: Sequence[Collective]) -> dict[Node, float]:
+    clock, now = {}, 0.0
+    for node in order:
+        clock[node] = now
+        now += 0.0 if node in prices.group else prices.seconds[node]
+    return {c.node: min((clock[w] for w in c.waits), default=now) - clock[c.node] for c in found}
+
+
+def ranks_of(c: Collective) -> tuple[int, ...]:
+    """The ranks of a collective's group."""
+    return tuple(dist.get_process_group_ranks(compat.process_group(c.group_name)))
+
+
+def _dtypes(c: Collective) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(p.meta["val"].dtype).removeprefix("torch.") for p in c.payloads))
+
+
+def bytes_put_in(c: Collective) -> tuple[int, int]:
+    """Bytes that a rank of the group puts in: the least and the most.
+
+    Where sizes are dynamic they are those of the call that led to the compilation.
+    """
+    n = c.group_size
+    by_rank = [0.0] * n
+    for member in blocks.members(c, n):
+        sizes = None if member.put is None else member.put.sizes
+        if member.put is None:
+            shares = [1.0] * n
+        elif sizes is None or not sum(sizes):
+            sizes = c.hinted_sizes()
+            shares = [s / max(sum(sizes), 1) for s in sizes] if sizes else [1 / n] * n
+        else:
+            shares = [s / sum(sizes) for s in sizes]
+        by_rank = [total + member.nbytes * share for total, share in zip(by_rank, shares, strict=True)]
+    return round(min(by_rank)), round(max(by_rank))
+
+
+def traced_collective(c: Collective) -> TracedCollective:
+    """What is to be said of a collective before the passes."""
+    notes = c.notes
+    least, most = bytes_put_in(c)
+    return TracedCollective(
+        name=c.node.name,
+        kind=c.kind,
+        ranks=ranks_of(c),
+        mesh_dim=notes.get("mesh_dim", ""),
+        dtypes=_dtypes(c),
+        global_bytes=c.global_bytes,
+        least_bytes=least,
+        most_bytes=most,
+        redistribution=notes.get("redistribution", ""),
+        op=_op(c.node),
+        gathered_for=notes.get("gathered_for", ""),
+        source=c.source,
+        module=c.module,
+    )
+
+
+def _op(node: Node) -> str:
+    original: Any = node.meta.get("original_aten")
+    return str(original) if isinstance(original, torch._ops.OpOverload) else ""
+
+
+def issued_collectives(
+    before: Analysis, after: Analysis, traced: Sequence[TracedCollective]
+) -> tuple[IssuedCollective, ...]:
+    """The collectives of a graph after the passes.
+
+    Args:
+        before: the graph before them.
+        after: the graph.
+        traced: the collectives before them.
+    """
+    place = {c.name: i for i, c in enumerate(traced)}
+    was_behind = {node.name: seconds for node, seconds in before.behind.items()}
+    times = {e.node: e for e in after.timeline.events if e.stream != COMPUTE}
+    issued = []
+    for c in after.found:
+        names = [name for name in origins(c.node) if name in place]
+        least, most = bytes_put_in(c)
+        event = times[c.node]
+        behind = (max((was_behind.get(name, 0.0) for name in names), default=0.0), after.behind[c.node])
+        members = tuple(place[name] for name in names)
+        exposed = after.timeline.stalls.get(c.node, 0.0)
+        issued.append(
+            IssuedCollective(
+                c.node.name,
+                c.kind,
+                ranks_of(c),
+                _dtypes(c),
+                c.global_bytes,
+                least,
+                most,
+                members,
+                event.start,
+                event.end,
+                exposed,
+                behind,
+            )
+        )
+    return tuple(issued)
+
+
+def with_fates(
+    traced: Sequence[TracedCollective], issued: Sequence[IssuedCollective], gone: Mapping[str, str]
+) -> tuple[TracedCollective, ...]:
+    """The traced collectives with what became of them.
+
+    Args:
+        traced: before the passes.
+        issued: after them.
+        gone: by name, the pass after which a collective was not there any more.
+    """
+    holder = {m: i for i, c in enumerate(issued) for m in c.members}
+    return tuple(replace(c, fate=_fate(i, c, issued, holder, gone)) for i, c in enumerate(traced))
+
+
+def _fate(
+    i: int,
+    c: TracedCollective,
+    issued: Sequence[IssuedCollective],
+    holder: Mapping[int, int],
+    gone: Mapping[str, str],
+) -> str:
+    if i not in holder:
+        return f"dropped by {gone[c.name]}" if c.name in gone else "dropped"
+    now = issued[holder[i]]
+    words = []
+    if len(now.members) > 1:
+        words.append(f"in {now.kind} {holder[i]} of {len(now.members)}")
+    elif now.kind != c.kind:
+        words.append(f"lowered to {now.kind}")
+    before, after = now.behind
+    if after > before:
+        words.append(f"{1e6 * (after - before):.0f} us more compute behind it")
+    return ", ".join(words)
+
+
+def spans(timeline: Timeline) -> tuple[Span, ...]:
+    """The timeline as records."""
+    return tuple(Span(e.node.name, e.stream, e.start, e.end) for e in timeline.events)

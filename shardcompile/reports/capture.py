@@ -1,0 +1,234 @@
+"""Watching compilations."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Collection, Iterator
+
+import torch
+import torch.distributed as dist
+from torch.fx import Graph, GraphModule
+
+from shardcompile.compat import observe
+from shardcompile.passes.collective import collectives, origins
+from shardcompile.passes.cost import CostModel
+from shardcompile.passes.pipeline import watching
+from shardcompile.reports.analyse import Analysis, issued_collectives, spans, traced_collective, with_fates
+from shardcompile.reports.report import Compilation, GraphReport, PassStep, Report
+
+_LOG = logging.getLogger("shardcompile")
+
+STAGES = ("dynamo", "joint", "aot", "passes", "code")
+"""What a report can hold as text."""
+
+
+@contextlib.contextmanager
+def capture(
+    *, stages: Collection[str] = STAGES, model: CostModel | None = None, caches: bool = False
+) -> Iterator[Report]:
+    """Have everything that is compiled inside reported.
+
+        with shardcompile.capture() as report:
+            loss = step(x)
+            loss.backward()
+        print(report)
+
+    What is compiled already is not compiled again, and so not seen. Without it, nothing is watched and nothing costs
+    anything; with it, compiling takes longer, and running compiled code does not.
+
+    Args:
+        stages: which texts of graphs to keep, of `STAGES`; what is not there is not spent memory on.
+        model: the costs for the predicted timeline; None for those of the device that a graph runs on.
+        caches: whether code may come out of the compiler's caches, as it does otherwise; of such a graph the report
+            knows only what Dynamo captured.
+
+    Raises:
+        ValueError: there is no such stage.
+    """
+    if unknown := sorted(set(stages) - set(STAGES)):
+        raise ValueError(f"no stage is called {', '.join(unknown)}; there are {', '.join(STAGES)}")
+    report = Report(torch=str(torch.__version__))
+    watcher = _Watcher(report, frozenset(stages), model)
+    start, breaks, cached = time.time(), observe.graph_breaks(), observe.cache_counts()
+    with observe.observing(watcher, caches), watching(watcher):
+        try:
+            yield report
+        except Exception as error:
+            report.error = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            _describe_run(report, start, breaks, cached)
+
+
+def _describe_run(report: Report, start: float, breaks: dict[str, int], cached: dict[str, int]) -> None:
+    if dist.is_initialized():
+        report.rank, report.world_size = dist.get_rank(), dist.get_world_size()
+    known = observe.compilations_since(start)
+    report.recompiles = [f"{name} ({place}): {reason}" for name, place, reason in known if reason]
+    report.graph_breaks = [text for text, n in observe.graph_breaks().items() if n > breaks.get(text, 0)]
+    now = observe.cache_counts()
+    report.caches = {name: now[name] - cached[name] for name in now}
+
+
+class _Followed:
+    """A graph on its way through the passes."""
+
+    def __init__(self, graph: Graph, side: str, stages: frozenset[str], model: CostModel | None) -> None:
+        self.side = side
+        self.stages: dict[str, str] = {}
+        self._wanted = stages
+        self._model = model
+        if "aot" in stages:
+            self.stages["aot"] = _readable(graph)
+        self.begin(graph)
+
+    def begin(self, graph: Graph) -> None:
+        """Take the graph as what the passes start from."""
+        self._before = self._after = Analysis.of(graph, self._model)
+        self._traced = tuple(map(traced_collective, self._before.found))
+        self._gone: dict[str, str] = {}
+        self._steps: list[PassStep] = []
+        self._text = str(graph)
+
+    def passed(self, graph: Graph, name: str) -> None:
+        """Take the graph as what a pass has made of it."""
+        text, found = str(graph), collectives(graph)
+        changed = text != self._text
+        before = self._steps[-1] if self._steps else None
+        nodes = (before.nodes[1] if before else self._before.nodes, len(graph.nodes))
+        counts = (before.collectives[1] if before else len(self._before.found), len(found))
+        self._steps.append(PassStep(name, nodes, counts, changed))
+        if not changed:
+            return
+        self._text = text
+        if "passes" in self._wanted:
+            self.stages[name] = _readable(graph)
+        present = {origin for c in found for origin in origins(c.node)}
+        for c in self._traced:
+            if c.name not in present:
+                self._gone.setdefault(c.name, name)
+        if not observe.is_order_held(graph):  # its nodes are hidden then, but in the same order
+            self._after = Analysis.of(graph, self._model)
+
+    def report(self) -> GraphReport:
+        """All that is known of it."""
+        issued = issued_collectives(self._before, self._after, self._traced)
+        timeline = self._after.timeline
+        return GraphReport(
+            side=self.side,
+            nodes=self._after.nodes,
+            stages=self.stages,
+            steps=tuple(self._steps),
+            traced=with_fates(self._traced, issued, self._gone),
+            issued=issued,
+            spans=spans(timeline),
+            total=timeline.total,
+            compute=timeline.compute,
+            exposed=timeline.exposed,
+            bound=self._after.bound,
+            peak_bytes=timeline.peak_bytes,
+        )
+
+
+class _Watcher:
+    """Writes a report while things are compiled; an `Observer` of torch and a `Watcher` of pipelines."""
+
+    def __init__(self, report: Report, stages: frozenset[str], model: CostModel | None) -> None:
+        self._report = report
+        self._stages = stages
+        self._model = model
+        self._current: Compilation | None = None
+        self._compiled: _Followed | None = None
+        self._offline: _Followed | None = None
+        self._graphs: list[tuple[GraphModule, Compilation, str]] = []  # held, so that each keeps its identity
+
+    @contextlib.contextmanager
+    def captured(self, function: str, place: str, graph: GraphModule) -> Iterator[None]:
+        compilation = self._new_compilation(function, place)
+        self._keep(compilation, "dynamo", graph.graph)
+        outer, self._current = self._current, compilation
+        try:
+            yield
+        finally:
+            self._current = outer
+
+    def current(self) -> Compilation:
+        return self._current or self._new_compilation("function")
+
+    def traced(self, of: Compilation, graph: GraphModule) -> None:
+        self._keep(of, "joint", graph.graph)
+
+    def parted(self, of: Compilation, forward: GraphModule, backward: GraphModule) -> None:
+        self._graphs += [(forward, of, "forward"), (backward, of, "backward")]
+
+    @contextlib.contextmanager
+    def compiling(self, of: Compilation, graph: GraphModule, side: str) -> Iterator[None]:
+        outer, self._compiled = self._compiled, self._follow(graph.graph, side)
+        try:
+            yield
+            _put(of, self._compiled.report())
+        finally:
+            self._compiled = outer
+        if side == "inference":
+            self._graphs.append((graph, of, side))
+
+    def generated(self, code: str) -> None:
+        if self._compiled is not None and "code" in self._stages:
+            self._compiled.stages["code"] = code
+
+    def begun(self, graph: Graph) -> None:
+        if self._compiled is None:  # passes that are run offline, or by hand
+            self._offline = self._follow(graph, self._known(graph)[1])
+        else:
+            self._compiled.begin(graph)
+
+    def passed(self, graph: Graph, name: str) -> None:
+        followed = self._compiled or self._offline
+        assert followed is not None, "a pipeline begins before it passes"
+        followed.passed(graph, name)
+
+    def ended(self, graph: Graph) -> None:
+        if self._offline is not None:
+            _put(self._known(graph)[0] or self._new_compilation("graph"), self._offline.report())
+            self._offline = None
+
+    def _known(self, graph: Graph) -> tuple[Compilation | None, str]:
+        for module, compilation, side in self._graphs:
+            if module is graph.owning_module:
+                return compilation, side
+        return None, "inference"
+
+    def _follow(self, graph: Graph, side: str) -> _Followed:
+        model = CostModel.of(graph) if self._model is None else self._model
+        self._report.device = _device_of(graph)
+        self._report.predicted_for = model.device.name
+        return _Followed(graph, side, self._stages, model)
+
+    def _new_compilation(self, function: str, place: str = "") -> Compilation:
+        _LOG.info("capture: compiling %s", function)
+        compilation = Compilation(function, place, observe.compile_id())
+        self._report.compilations.append(compilation)
+        return compilation
+
+    def _keep(self, compilation: Compilation, stage: str, graph: Graph) -> None:
+        if stage in self._stages:
+            compilation.stages[stage] = _readable(graph)
+
+
+def _put(compilation: Compilation, report: GraphReport) -> None:
+    """Add a graph; of the same side the later one counts."""
+    compilation.graphs[:] = [g for g in compilation.graphs if g.side != report.side] + [report]
+
+
+def _readable(graph: Graph) -> str:
+    module = graph.owning_module
+    if module is None:
+        return str(graph)
+    return str(module.print_readable(print_output=False, include_stride=True))
+
+
+def _device_of(graph: Graph) -> str:
+    devices = (v.device.type for n in graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor))
+    return next(devices, "")

@@ -1,0 +1,157 @@
+"""A report as text for the terminal: what moves, what it costs, what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from shardcompile.reports.advice import advice
+from shardcompile.reports.report import Compilation, GraphReport, IssuedCollective, Report, TracedCollective
+
+_MOST_ROWS = 24
+
+
+def as_text(report: Report) -> str:
+    """The report as lines of text."""
+    return "\n".join(_lines(report))
+
+
+def _lines(report: Report) -> Iterator[str]:
+    n, graphs = len(report.compilations), len(report.graphs)
+    yield f"rank {report.rank} of {report.world_size}, {report.device or 'nothing compiled'}, torch {report.torch}"
+    yield (
+        f"{plural(n, 'graph')} captured, {graphs} compiled; {plural(len(report.graph_breaks), 'graph break')}, "
+        f"{plural(len(report.recompiles), 'recompile')}; {plural(len(report.issued), 'collective')}, "
+        f"{in_bytes(report.total_bytes)}"
+    )
+    if report.error:
+        yield f"ended by {report.error.splitlines()[0]}"
+    for reason in report.graph_breaks:
+        yield f"graph break: {reason.splitlines()[0]}"
+    for reason in report.recompiles:
+        yield f"compiled again: {reason}"
+    for compilation in report.compilations:
+        yield ""
+        yield from _compilation_lines(compilation)
+    found = advice(report)
+    if found:
+        yield ""
+        yield "what to do"
+        yield from (f"  - {line}" for line in found)
+
+
+def _compilation_lines(compilation: Compilation) -> Iterator[str]:
+    place = f" ({compilation.place})" if compilation.place else ""
+    yield f"{compilation.function}{place}"
+    if not compilation.graphs:
+        yield "  no graphs: out of a compiler cache, not compiled to the end, or a backend without AOTAutograd"
+    for graph in compilation.graphs:
+        yield from _graph_lines(graph)
+
+
+def _graph_lines(graph: GraphReport) -> Iterator[str]:
+    traced, issued = len(graph.traced), len(graph.issued)
+    counts = plural(traced, "collective") + (f" traced, {issued} issued" if issued != traced else "")
+    yield (
+        f"  {graph.side}: {graph.nodes} nodes, {counts}; predicted {in_seconds(graph.total)}, of which "
+        f"{in_seconds(graph.exposed)} exposed ({percent(graph.exposed, graph.total)}), "
+        f"bound {in_seconds(graph.bound)}; peak {in_bytes(graph.peak_bytes)}"
+    )
+    changed = [s.name for s in graph.steps if s.changed]
+    if graph.steps:
+        yield f"    passes that changed it: {', '.join(changed) or 'none'}"
+    if issued:
+        yield from (f"    {row}" for row in _table(graph))
+
+
+_COLUMNS = ("#", "kind", "group", "global", "a rank puts in", "takes", "exposed", "for", "from")
+
+
+def _table(graph: GraphReport) -> Iterator[str]:
+    rows = [_row(i, c, graph.traced) for i, c in enumerate(graph.issued[:_MOST_ROWS])]
+    yield from columns([_COLUMNS, *rows], left=(1, 2, 7, 8))
+    left = len(graph.issued) - _MOST_ROWS
+    if left > 0:
+        yield f"... and {left} more: report.to_html() or report.issued has them all"
+
+
+def _row(i: int, c: IssuedCollective, traced: Sequence[TracedCollective]) -> tuple[str, ...]:
+    members = [traced[m] for m in c.members]
+    return (
+        str(i),
+        c.kind,
+        named_ranks(c.ranks),
+        in_bytes(c.global_bytes),
+        _range(c.least_bytes, c.most_bytes),
+        in_seconds(c.seconds),
+        in_seconds(c.exposed) if c.exposed else "-",
+        _first_of([reason_of(m) for m in members]),
+        _first_of([m.source and place_of(m.source) for m in members]),
+    )
+
+
+def _first_of(texts: Sequence[str]) -> str:
+    known = [t for t in dict.fromkeys(texts) if t]
+    if not known:
+        return ""
+    return known[0] + (f" and {len(known) - 1} more" if len(known) > 1 else "")
+
+
+def reason_of(c: TracedCollective) -> str:
+    """What a collective is for, in short."""
+    if c.gathered_for:
+        return f"{c.gathered_for} has no rule"
+    return c.redistribution or c.op
+
+
+def place_of(source: str) -> str:
+    """File and line of a source line, without the folders."""
+    for part in source.split("File ")[1:]:
+        name, _, rest = part.strip().partition('"')[2].partition('"')
+        line = rest.partition("line ")[2].partition(",")[0]
+        return f"{name.rpartition('/')[2]}:{line.strip()}"
+    return source[:40]
+
+
+def columns(rows: Sequence[Sequence[str]], left: Sequence[int]) -> Iterator[str]:
+    """Rows of a table, right-aligned but for some columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (t.ljust(w) if i in left else t.rjust(w) for i, (t, w) in enumerate(zip(row, widths, strict=True)))
+        yield "  ".join(cells).rstrip()
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in short, such as ``0-7`` or ``0,8,..,56``."""
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ",".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]},{ranks[1]},..,{ranks[-1]}"
+
+
+def plural(n: int, noun: str) -> str:
+    """A count and its noun."""
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def percent(part: float, whole: float) -> str:
+    """A share."""
+    return f"{100 * part / whole:.0f}%" if whole else "0%"
+
+
+def in_seconds(seconds: float) -> str:
+    """A duration in a unit that fits."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def in_bytes(nbytes: float) -> str:
+    """Bytes in a unit that fits."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def _range(least: float, most: float) -> str:
+    return in_bytes(most) if least == most else f"{in_bytes(least)} .. {in_bytes(most)}"
