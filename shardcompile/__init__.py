@@ -21,6 +21,8 @@ from shardcompile.errors import RuleError as RuleError
 from shardcompile.errors import ShardError as ShardError
 from shardcompile.errors import UnsupportedOpError as UnsupportedOpError
 from shardcompile.layout import Layout as Layout
+from shardcompile.reports import capture as capture
+from shardcompile.reports import explain as explain
 from shardcompile.tensor import ShardTensor as ShardTensor
 from shardcompile.visualize import visualize_sharding as visualize_sharding
 

@@ -1,11 +1,15 @@
-"""The command line: ``python -m shardcompile demo`` or ``calibrate``, or ``shardcompile demo``."""
+"""The command line: ``shardcompile``, or ``python -m shardcompile``."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        return _calibrate(parser, options) if options.command == "calibrate" else _demo(parser, options)
+        return int(_COMMANDS[options.command](parser, options))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -48,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--double", action="store_true", help="compute in float64")
     demo.add_argument("--no-compare", action="store_true", help="do not time eager and hand-written code")
+    _add_explain(commands)
+    _add_diff(commands)
     calibrate = commands.add_parser(
         "calibrate",
         help="measure the link between the ranks of this machine, for the cost model",
@@ -59,6 +65,42 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="as for the demo")
     calibrate.add_argument("--out", type=Path, default=Path("link.json"), help="file to save to")
     return parser
+
+
+def _add_explain(commands: Any) -> None:
+    explain = commands.add_parser(
+        "explain",
+        help="show what a function communicates in a world that need not exist",
+        description="Traces a function for any number of ranks, on a machine with neither ranks nor a GPU, and shows "
+        "its collectives, what the passes do to them, and the predicted timeline.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    explain.add_argument(
+        "target", help="path/to/file.py:function; called with a mesh, it returns a function and a tuple of arguments"
+    )
+    explain.add_argument("--world-size", type=_positive, default=64, help="number of ranks")
+    explain.add_argument("--mesh", type=_shape, help="shape of the mesh, such as 8x8; one dim if it is left out")
+    explain.add_argument("--rank", type=_natural, default=0, help="as which rank to trace")
+    explain.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="to trace for")
+    explain.add_argument("--off", nargs="*", default=[], metavar="PASS", help="passes to leave out")
+    explain.add_argument("--no-backward", action="store_true", help="look at the forward pass only")
+    explain.add_argument("--save", type=Path, metavar="FOLDER", help="write text, JSON, HTML, timeline and graphs")
+    explain.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON, for diff")
+
+
+def _add_diff(commands: Any) -> None:
+    diff = commands.add_parser(
+        "diff",
+        help="compare two reports",
+        description="Says what changed between two reports that explain has written as JSON. Exits with 1 if there is "
+        "a difference.",
+    )
+    diff.add_argument("before", type=Path, help="report.json")
+    diff.add_argument("after", type=Path, help="report.json")
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(_positive(n) for n in text.split("x"))
 
 
 def _positive(text: str) -> int:
@@ -120,6 +162,63 @@ def _calibrate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     return 0
 
 
+def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    path, _, name = options.target.rpartition(":")
+    if not path or not Path(path).is_file():
+        parser.error(f"there is no file {path or options.target}; the target is path/to/file.py:function")
+    print(f"tracing {name} for {options.world_size} ranks, {options.device} ...", file=sys.stderr)
+    from shardcompile.errors import ShardError
+    from shardcompile.reports import explain
+
+    build = getattr(_module_of(Path(path)), name, None)
+    if build is None:
+        parser.error(f"{path} has no function {name}")
+    start = time.monotonic()
+    try:
+        report = explain(
+            build,
+            world_size=options.world_size,
+            mesh_shape=options.mesh,
+            rank=options.rank,
+            device=options.device,
+            off=options.off,
+            backward=not options.no_backward,
+        )
+    except ShardError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    print(f"traced in {time.monotonic() - start:.1f} s", file=sys.stderr)
+    print(report)
+    if options.save is not None:
+        print(f"saved to {report.save(options.save)}", file=sys.stderr)
+    if options.json is not None:
+        options.json.write_text(report.to_json())
+    return 0
+
+
+def _diff(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from shardcompile.reports import Report
+
+    try:
+        before, after = (Report.from_json(path.read_text()) for path in (options.before, options.after))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"not a report: {error}")
+    difference = before.diff(after)
+    print(difference)
+    return 1 if difference else 0
+
+
+def _module_of(path: Path) -> ModuleType:
+    """A file as a module; it finds the modules beside it."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, "a file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 def _missing_packages(*names: str) -> list[str]:
     from importlib.util import find_spec
 
@@ -135,6 +234,9 @@ def _backend(parser: argparse.ArgumentParser, wanted: str, ranks: int) -> str:
     if wanted == "auto":
         return "nccl" if gpus >= ranks else "gloo"
     return wanted
+
+
+_COMMANDS = {"demo": _demo, "calibrate": _calibrate, "explain": _explain, "diff": _diff}
 
 
 if __name__ == "__main__":

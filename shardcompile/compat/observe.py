@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 from unittest import mock
 
 import torch
 from torch._dynamo.backends import common  # 2.11 - 2.15
+from torch._dynamo.convert_frame import register_bytecode_hook  # 2.11 - 2.15
 from torch._dynamo.output_graph import OutputGraph  # 2.11 - 2.15
 from torch._dynamo.utils import counters, get_compilation_metrics  # 2.11 - 2.15
 from torch._functorch import config as _functorch_config  # 2.11 - 2.15
@@ -41,6 +43,9 @@ class Observer(Protocol):
     def generated(self, code: str) -> None:
         """Inductor has written code."""
 
+    def rewritten(self, function: str, bytecode: types.CodeType) -> None:
+        """Dynamo has put other bytecode in the place of a function's, which calls what was compiled."""
+
 
 @contextlib.contextmanager
 def observing(observer: Observer, caches: bool) -> Iterator[None]:
@@ -65,6 +70,8 @@ def observing(observer: Observer, caches: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(OutputGraph, "call_user_compiler", call_user_compiler))
         stack.enter_context(mock.patch.object(common, "aot_module_simplified", aot_module_simplified))
+        hook = register_bytecode_hook(lambda old, new: observer.rewritten(old.co_qualname, new))
+        stack.callback(hook.remove)
         if not caches:
             stack.enter_context(_inductor_config.patch(fx_graph_cache=False))
             stack.enter_context(_functorch_config.patch(enable_autograd_cache=False))

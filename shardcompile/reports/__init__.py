@@ -8,6 +8,7 @@ with shardcompile.capture() as report:      # around code that compiles
 """
 
 from shardcompile.reports.capture import STAGES, capture
+from shardcompile.reports.explain import explain
 from shardcompile.reports.report import (
     Compilation,
     GraphReport,
@@ -28,4 +29,5 @@ __all__ = [
     "Span",
     "TracedCollective",
     "capture",
+    "explain",
 ]

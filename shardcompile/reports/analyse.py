@@ -14,6 +14,7 @@ from shardcompile import compat
 from shardcompile.passes import blocks
 from shardcompile.passes.collective import Collective, collectives, origins
 from shardcompile.passes.cost import CostModel, Prices
+from shardcompile.passes.hold import ANCHORS
 from shardcompile.passes.simulator import COMPUTE, Timeline, lower_bound, simulate
 from shardcompile.reports.report import IssuedCollective, Span, TracedCollective
 
@@ -27,12 +28,15 @@ class Analysis:
         bound: seconds that no order can beat.
         found: its collectives.
         behind: by collective, seconds of compute between its start and its first wait.
+        overlaps: by collective, the large kernels between its start and its first wait.
+        nodes: how many.
     """
 
     timeline: Timeline
     bound: float
     found: list[Collective]
     behind: Mapping[Node, float]
+    overlaps: Mapping[Node, tuple[str, ...]]
     nodes: int
 
     @staticmethod
@@ -47,7 +51,8 @@ class Analysis:
         order = list(graph.nodes)
         found = collectives(graph)
         timeline = simulate(order, prices)
-        return Analysis(timeline, lower_bound(graph, prices), found, _behind(order, prices, found), len(order))
+        behind, overlaps = _behind(order, prices, found), _overlaps(order, found)
+        return Analysis(timeline, lower_bound(graph, prices), found, behind, overlaps, len(order))
 
 
 def _behind(order: Sequence[Node], prices: Prices, found: Sequence[Collective]) -> dict[Node, float]:
@@ -56,6 +61,22 @@ def _behind(order: Sequence[Node], prices: Prices, found: Sequence[Collective]) 
         clock[node] = now
         now += 0.0 if node in prices.group else prices.seconds[node]
     return {c.node: min((clock[w] for w in c.waits), default=now) - clock[c.node] for c in found}
+
+
+def _overlaps(order: Sequence[Node], found: Sequence[Collective]) -> dict[Node, tuple[str, ...]]:
+    kernels = [(i, _kernel(node)) for i, node in enumerate(order) if node.target in ANCHORS]
+    place = {node: i for i, node in enumerate(order)}
+    overlaps = {}
+    for c in found:
+        start, end = place[c.node], min((place[w] for w in c.waits), default=len(order))
+        overlaps[c.node] = tuple(name for i, name in kernels if start < i < end)
+    return overlaps
+
+
+def _kernel(node: Node) -> str:
+    """The family of a large kernel: torch's versions differ in which member of it they choose."""
+    name = str(node.target)
+    return next((family for family in ("convolution", "attention") if family in name), "mm")
 
 
 def ranks_of(c: Collective) -> tuple[int, ...]:
@@ -148,6 +169,7 @@ def issued_collectives(
                 event.end,
                 exposed,
                 behind,
+                after.overlaps[c.node],
             )
         )
     return tuple(issued)

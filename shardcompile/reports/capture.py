@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import types
 from collections.abc import Collection, Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,17 +18,23 @@ from shardcompile.passes.collective import collectives, origins
 from shardcompile.passes.cost import CostModel
 from shardcompile.passes.pipeline import watching
 from shardcompile.reports.analyse import Analysis, issued_collectives, spans, traced_collective, with_fates
+from shardcompile.reports.debugger import decompiled, written_sources
 from shardcompile.reports.report import Compilation, GraphReport, PassStep, Report
 
 _LOG = logging.getLogger("shardcompile")
 
-STAGES = ("dynamo", "joint", "aot", "passes", "code")
-"""What a report can hold as text."""
+STAGES = ("dynamo", "bytecode", "joint", "aot", "passes", "code")
+"""What a report can hold as text: what Dynamo captured, the bytecode that it put in place of the function's, decompiled
+by depyf; of AOTAutograd forward and backward together, and each for itself; after each pass; Inductor's output."""
 
 
 @contextlib.contextmanager
 def capture(
-    *, stages: Collection[str] = STAGES, model: CostModel | None = None, caches: bool = False
+    *,
+    stages: Collection[str] = STAGES,
+    model: CostModel | None = None,
+    caches: bool = False,
+    sources: str | Path | None = None,
 ) -> Iterator[Report]:
     """Have everything that is compiled inside reported.
 
@@ -43,6 +51,8 @@ def capture(
         model: the costs for the predicted timeline; None for those of the device that a graph runs on.
         caches: whether code may come out of the compiler's caches, as it does otherwise; of such a graph the report
             knows only what Dynamo captured.
+        sources: a folder, into which depyf writes the code that runs, for each rank into one of its own. It runs from
+            these files, so that a debugger can step through it.
 
     Raises:
         ValueError: there is no such stage.
@@ -54,7 +64,8 @@ def capture(
     start, breaks, cached = time.time(), observe.graph_breaks(), observe.cache_counts()
     with observe.observing(watcher, caches), watching(watcher):
         try:
-            yield report
+            with written_sources(sources, report):
+                yield report
         except Exception as error:
             report.error = f"{type(error).__name__}: {error}"
             raise
@@ -177,6 +188,11 @@ class _Watcher:
     def generated(self, code: str) -> None:
         if self._compiled is not None and "code" in self._stages:
             self._compiled.stages["code"] = code
+
+    def rewritten(self, function: str, bytecode: types.CodeType) -> None:
+        same = [c for c in self._report.compilations if c.function == function]
+        if same and "bytecode" in self._stages:
+            same[-1].stages["bytecode"] = decompiled(bytecode)
 
     def begun(self, graph: Graph) -> None:
         if self._compiled is None:  # passes that are run offline, or by hand

@@ -64,6 +64,7 @@ class IssuedCollective:
         end: when it ends.
         exposed: how long the compute stream waits for it.
         behind: seconds of compute between its start and its wait, before the passes and after them.
+        overlaps: the matrix products, convolutions and attentions between its start and its wait, in their order.
     """
 
     name: str
@@ -78,6 +79,7 @@ class IssuedCollective:
     end: float
     exposed: float
     behind: tuple[float, float]
+    overlaps: tuple[str, ...]
 
     @property
     def seconds(self) -> float:
@@ -146,7 +148,8 @@ class Compilation:
         function: its name.
         place: its file and line, or an empty text.
         compile_id: of torch: which frame, and how often it has been compiled before.
-        stages: as text: "dynamo", what was captured; "joint", forward and backward together.
+        stages: as text: "dynamo", what was captured; "bytecode", what runs in place of the function's own;
+            "joint", forward and backward together.
         graphs: that run. None if the code came out of a cache, or its backend does not use AOTAutograd.
     """
 
@@ -173,6 +176,7 @@ class Report:
         recompiles: why something was compiled again, in torch's words.
         graph_breaks: why a function became several graphs, in torch's words.
         caches: hits and misses of the compiler's caches; while capturing they are off unless they are asked for.
+        notes: what is missing, and why.
         error: what ended it, or an empty text.
     """
 
@@ -185,6 +189,7 @@ class Report:
     recompiles: list[str] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
     caches: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     error: str = ""
 
     @property

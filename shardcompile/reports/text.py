@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator, Sequence
 
 from shardcompile.reports.advice import advice
@@ -29,6 +31,7 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"graph break: {reason.splitlines()[0]}"
     for reason in report.recompiles:
         yield f"compiled again: {reason}"
+    yield from report.notes
     for compilation in report.compilations:
         yield ""
         yield from _compilation_lines(compilation)
@@ -100,7 +103,23 @@ def reason_of(c: TracedCollective) -> str:
     """What a collective is for, in short."""
     if c.gathered_for:
         return f"{c.gathered_for} has no rule"
-    return c.redistribution or c.op
+    return _SIZES.sub(_short_sizes, c.redistribution) or c.op
+
+
+_SIZES = re.compile(r"\[(\d+(?:,\d+)+)\]")
+_MOST_SIZES = 6
+
+
+def _short_sizes(match: re.Match[str]) -> str:
+    """``[1,1,1,1,1,1,1,1]`` as ``[1 x 8]``."""
+    sizes = match[1].split(",")
+    if len(sizes) <= _MOST_SIZES:
+        return match[0]
+    runs = [(size, len(list(same))) for size, same in itertools.groupby(sizes)]
+    texts = [size if n == 1 else f"{size} x {n}" for size, n in runs]
+    if len(texts) > _MOST_SIZES:
+        texts = [*texts[:3], "...", *texts[-2:]]
+    return f"[{','.join(texts)}]"
 
 
 def place_of(source: str) -> str:

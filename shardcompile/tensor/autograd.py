@@ -59,8 +59,12 @@ def redistributed(x: Any, layout: Layout, async_op: bool = False, backward_dtype
 
 
 def _resolved(x: Tensor) -> Tensor:
-    """A view, or a copy if `x` is conjugated or negated lazily: below `__torch_dispatch__` nothing heeds that."""
-    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x.view_as(x)
+    """A view, or a copy if `x` is conjugated or negated lazily: below `__torch_dispatch__` nothing heeds that.
+
+    It requires no gradient: the sharded tensor does. Dynamo guards on that, and an empty block is a tensor of its own.
+    """
+    x = x.detach()
+    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 
 class FromLocal(torch.autograd.Function):

@@ -157,6 +157,11 @@ class ShardTensor(torch.Tensor):
             self._keys = keys_tensor(layout, metadata_of(layout), self._local_tensor)
         return self._keys
 
+    @_cut_keys.setter
+    def _cut_keys(self, keys: Tensor) -> None:
+        """AOTAutograd gives a tangent's inner tensors the strides that it has traced them with."""
+        self._keys = keys
+
     # Read by Dynamo on the outer tensor. Properties, so that eager ops do not pay for setting them.
 
     @property

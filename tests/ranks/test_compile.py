@@ -312,3 +312,21 @@ def test_blocks_that_do_not_belong_together_are_found_inside_a_compiled_function
     with pytest.raises(sc.ShardError, match=r"the blocks do not belong together"):
         run(torch.ones(2, 3 if rank() == 1 else 2))
     torch.testing.assert_close(run(torch.ones(rank(), 2)), torch.tensor(6.0))
+
+
+@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_inputs_with_gradients_compile_alike_on_ranks_with_and_without_rows(dynamic: bool | None) -> None:
+    mesh, net = mesh_1d(), mlp()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x: net(x).softmax(0), fullgraph=True, dynamic=dynamic, backend=counter)
+    for sizes in ([6, 0, 5], [1, 2, 3], [0, 0, 4], [9, 1, 1]):
+        full = torch.randn(sum(sizes), 3, dtype=torch.float64, requires_grad=True)
+        block = full.detach().split(sizes)[rank()].clone().requires_grad_()
+        x = sc.ShardTensor.from_local(block, mesh, [Shard(0)], {0: sizes})
+        assert x.requires_grad and not x._local_tensor.requires_grad
+        compiled(x).square().sum().backward()
+        net(full).softmax(0).square().sum().backward()
+        torch.testing.assert_close(block.grad, full.grad.split(sizes)[rank()], **TIGHT)
+    same_everywhere(counter.frame_count)
+    assert counter.frame_count <= 2

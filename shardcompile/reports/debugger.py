@@ -1,0 +1,72 @@
+"""What depyf adds: Dynamo's bytecode as Python, and files that a debugger can step through."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import types
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+
+from shardcompile.reports.report import Report
+
+
+def decompiled(bytecode: types.CodeType) -> str:
+    """Bytecode as Python source, or one line that says why there is none."""
+    import depyf
+
+    try:
+        # It prints what it cannot read.
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            return str(depyf.decompile(bytecode))
+    except Exception as error:  # of many kinds: it is an interpreter of bytecode
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        return f"# depyf {_version()} cannot decompile this bytecode ({reason}); the rest of the report holds"
+
+
+@contextlib.contextmanager
+def written_sources(folder: str | Path | None, report: Report) -> Iterator[None]:
+    """Have what is compiled inside run from files in a folder of this rank.
+
+    Args:
+        folder: None to do nothing.
+        report: is told what could not be written.
+    """
+    if folder is None:
+        yield
+        return
+    import depyf
+
+    here = Path(folder) / f"rank{dist.get_rank() if dist.is_initialized() else 0}"
+    here.mkdir(parents=True, exist_ok=True)
+    with _told(report, here), depyf.prepare_debug(str(here)):
+        yield
+
+
+@contextlib.contextmanager
+def _told(report: Report, folder: Path) -> Iterator[None]:
+    """Turn what depyf complains about into one line each; other warnings go their way."""
+    with mock.patch("depyf.explain.enable_debugging.traceback"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield
+        finally:
+            texts = [str(w.message) for w in caught if "depyf" in str(w.message)]
+            failed = sum("problem when decompiling" in text for text in texts)
+            if failed:
+                report.notes.append(
+                    f"depyf {_version()} could not decompile {failed} function(s): their bytecode runs as it is, "
+                    f"without a file in {folder}; graphs and Inductor's code are there"
+                )
+    for w in caught:
+        if "depyf" not in str(w.message):
+            warnings.warn_explicit(w.message, w.category, w.filename, w.lineno, source=w.source)
+
+
+def _version() -> str:
+    return version("depyf")

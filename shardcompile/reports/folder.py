@@ -1,0 +1,44 @@
+"""A report as a folder of files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from shardcompile.reports.report import Report
+
+
+def save(report: Report, folder: Path) -> Path:
+    """Write everything that a report holds; of several ranks each writes into a folder of its own.
+
+    ``report.txt``, ``report.json``, ``report.html``, ``timeline.json`` for https://ui.perfetto.dev, and in ``graphs``
+    each stage of each graph as Python. For files that a debugger steps through see `capture(sources=...)`.
+
+    Args:
+        report: of one rank.
+        folder: is made if it does not exist; files of an earlier report in it are overwritten.
+
+    Returns:
+        The folder of this rank.
+    """
+    here = folder / f"rank{report.rank}"
+    (here / "graphs").mkdir(parents=True, exist_ok=True)
+    (here / "report.txt").write_text(f"{report}\n")
+    (here / "report.json").write_text(report.to_json())
+    (here / "report.html").write_text(report.to_html())
+    (here / "timeline.json").write_text(json.dumps(report.perfetto()))
+    for name, text in _texts(report).items():
+        (here / "graphs" / f"{name}.py").write_text(text)
+    return here
+
+
+def _texts(report: Report) -> dict[str, str]:
+    texts = {}
+    for i, compilation in enumerate(report.compilations):
+        function = "".join(letter if letter.isalnum() else "_" for letter in compilation.function)
+        for stage, text in compilation.stages.items():
+            texts[f"{i}_{function}_{stage}"] = text
+        for graph in compilation.graphs:
+            for j, (stage, text) in enumerate(graph.stages.items()):
+                texts[f"{i}_{function}_{graph.side}_{j:02}_{stage}"] = text
+    return texts
