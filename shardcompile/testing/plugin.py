@@ -23,12 +23,15 @@ import os
 import pickle
 import shlex
 import sys
+import tempfile
 import unittest
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+from shardcompile.testing.inline import accept_noted
 from shardcompile.testing.messages import Kind, Outcome, RunTest
 from shardcompile.testing.pool import PoolStartError, RankPool, RankPools, RunResult
 from shardcompile.testing.report import describe
@@ -36,6 +39,8 @@ from shardcompile.testing.report import describe
 _MARK = "ranks(*world_sizes, backend='gloo', timeout=120): run the test on every rank of a pool of processes."
 _WORLD_SIZE = "_ranks_world_size"
 _POOLS = pytest.StashKey[RankPools]()
+_NOTES = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+_UPDATE = "SHARDCOMPILE_UPDATE_SNAPSHOTS"  # as in `shardcompile.testing.snapshot`, which imports torch
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,20 @@ class _Ranks:
             raise ValueError(f"needs a timeout in seconds, got {self.timeout}")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("shardcompile")
+    group.addoption(
+        "--update-snapshots",
+        action="store_true",
+        help="accept what shardcompile.testing.assert_graph finds: write snapshot files and inline texts",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARK)
+    if config.getoption("--update-snapshots") and _UPDATE not in os.environ:
+        config.stash[_NOTES] = notes = tempfile.TemporaryDirectory(prefix="shardcompile-snapshots-")
+        os.environ[_UPDATE] = notes.name  # for the ranks, too
     args = _pytest_args(config)
     config.stash[_POOLS] = RankPools(lambda world_size, backend: RankPool(world_size, backend, args))
 
@@ -62,6 +79,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if _POOLS in config.stash:
         config.stash[_POOLS].close()
+    if _NOTES in config.stash:
+        del os.environ[_UPDATE]
+        with config.stash[_NOTES] as folder:
+            for problem in accept_noted(Path(folder)):
+                print(f"snapshot not updated: {problem}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,0 +1,65 @@
+"""Writes accepted inline snapshots into the tests' sources. Plain Python, no torch: pytest's own process does it."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections import defaultdict
+from pathlib import Path
+
+
+def accept_noted(folder: Path) -> list[str]:
+    """Replace the ``expected=`` literals of calls that have been noted down in a folder.
+
+    Args:
+        folder: of notes as JSON: file, line of the call, text.
+
+    Returns:
+        What was not possible, in words.
+    """
+    by_file: dict[str, dict[int, str]] = defaultdict(dict)
+    for path in sorted(folder.glob("*.json")):
+        note = json.loads(path.read_text())
+        by_file[note["file"]][note["line"]] = note["text"]
+    problems = []
+    for name, texts in by_file.items():
+        problems += _rewrite(Path(name), texts)
+    return problems
+
+
+def _rewrite(path: Path, texts: dict[int, str]) -> list[str]:
+    source = path.read_text()
+    lines = source.splitlines(keepends=True)
+    problems = []
+    # From the end, so that the places of those before stay what they are.
+    for line, text in sorted(texts.items(), reverse=True):
+        literal = _literal(source, line)
+        if literal is None:
+            problems.append(f"{path}:{line}: expected= is not a literal there; it is to be:\n{text}")
+            continue
+        _replace(lines, literal, text)
+    path.write_text("".join(lines))
+    return problems
+
+
+def _literal(source: str, line: int) -> ast.Constant | None:
+    """The literal ``expected=`` of the innermost call that spans a line."""
+    calls = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call) and _spans(n, line)]
+    for call in sorted(calls, key=lambda n: (n.end_lineno or 0) - n.lineno):
+        for keyword in call.keywords:
+            if keyword.arg == "expected" and isinstance(keyword.value, ast.Constant):
+                return keyword.value
+    return None
+
+
+def _spans(node: ast.Call, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def _replace(lines: list[str], literal: ast.Constant, text: str) -> None:
+    first, last = literal.lineno - 1, (literal.end_lineno or literal.lineno) - 1
+    before = lines[first].encode()[: literal.col_offset].decode()
+    after = lines[last].encode()[literal.end_col_offset :].decode()
+    indent = " " * (len(before) - len(before.lstrip()) + 4)
+    body = "".join(f"{indent}{row}\n" for row in text.replace("\\", "\\\\").splitlines())
+    lines[first : last + 1] = [f'{before}"""\n', body, f'{indent}"""{after}']

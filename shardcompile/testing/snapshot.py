@@ -1,0 +1,201 @@
+"""What a compiled function communicates, pinned: golden snapshots and budgets."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardcompile.reports import GraphReport, IssuedCollective, Report, explain
+from shardcompile.reports.diff import signature
+from shardcompile.reports.text import in_seconds, plural, reason_of
+
+UPDATE = "SHARDCOMPILE_UPDATE_SNAPSHOTS"
+"""Environment variable: a folder, where snapshots are to be accepted; new inline ones are noted down there."""
+
+
+def assert_graph(
+    fn: Callable[..., Any] | Report,
+    *args: Any,
+    snapshot: str | None = None,
+    expected: str | None = None,
+    max_bytes: int | None = None,
+    max_collectives: int | None = None,
+    max_graphs: int | None = None,
+    max_exposed: float | None = None,
+    no_gather_of: Collection[str] = (),
+    **options: Any,
+) -> Report:
+    """Assert what a function communicates once it is compiled, forward and backward.
+
+        @pytest.mark.ranks(4)
+        def test_communication():
+            assert_graph(model, x, snapshot="model-4", max_bytes=2**20, no_gather_of=["aten.sort"])
+
+    A snapshot is a text with what this library decides about: number of graphs; of each collective in its order kind,
+    dtype, global bytes and ranks, how many traced ones it stands for and for what redistribution, and which large
+    kernels run between its start and its wait; bytes in all. It holds no names of nodes, no times, and nothing of the
+    machine or of torch's version. ``pytest --update-snapshots`` writes what is found, for `git diff` to show.
+
+    Args:
+        fn: a function or module; or a report that has been made already.
+        args: its arguments.
+        snapshot: name of a file ``snapshots/<name>.txt`` beside the test; one name for each number of ranks.
+        expected: the snapshot itself, as a literal in the call; indentation does not matter.
+        max_bytes: budget of the bytes of all issued collectives, as tensors that a group holds together.
+        max_collectives: budget of issued collectives.
+        max_graphs: budget of compiled graphs.
+        max_exposed: budget of predicted seconds in which the compute stream waits, of all graphs.
+        no_gather_of: parts of names of ops, modules or source lines, from which no all-gather may come.
+        options: of `shardcompile.explain`: `backend`, `backward`, `off`, `world_size`, `device`, ...
+
+    Returns:
+        The report, for more assertions.
+
+    Raises:
+        AssertionError: something is different, or over its budget; the message names each collective and its line.
+    """
+    report = fn if isinstance(fn, Report) else explain(fn, *args, **options)
+    found = snapshot_of(report)
+    failures = list(_over_budget(report, max_bytes, max_collectives, max_graphs, max_exposed, no_gather_of))
+    caller = sys._getframe(1)
+    file, line = caller.f_code.co_filename, caller.f_lineno
+    if snapshot is not None:
+        failures += _compare_file(Path(file).parent / "snapshots" / f"{snapshot}.txt", found, report)
+    if expected is not None:
+        failures += _compare_inline(file, line, textwrap.dedent(expected).strip("\n"), found, report)
+    if failures:
+        raise AssertionError("\n\n".join(failures))
+    return report
+
+
+def snapshot_of(report: Report) -> str:
+    """The snapshot of a report, see `assert_graph`."""
+    graphs = dict(report.named_graphs())
+    head = f"{plural(len(graphs), 'graph')}, {plural(len(report.issued), 'collective')}, {report.total_bytes} B"
+    breaks = [f"graph breaks: {len(report.graph_breaks)}"] if report.graph_breaks else []
+    return "\n".join([head, *breaks, *(line for name, g in graphs.items() for line in (name, *_lines(g)))])
+
+
+def _lines(graph: GraphReport) -> Iterator[str]:
+    for c in graph.issued:
+        parts = [signature(c), *_members(c, graph), *_overlaps(c)]
+        yield f"  {'; '.join(parts)}"
+
+
+def _members(c: IssuedCollective, graph: GraphReport) -> Iterator[str]:
+    members = [graph.traced[m] for m in c.members]
+    if len(members) > 1:
+        yield f"{len(members)} in one"
+    reasons = dict.fromkeys(m.redistribution or reason_of(m) for m in members)
+    yield " and ".join(r for r in reasons if r)
+
+
+def _overlaps(c: IssuedCollective) -> Iterator[str]:
+    runs = [f"{len(list(same))} {name}" for name, same in itertools.groupby(c.overlaps)]
+    if runs:
+        yield f"behind {', '.join(runs)}"
+
+
+def _over_budget(
+    report: Report,
+    max_bytes: int | None,
+    max_collectives: int | None,
+    max_graphs: int | None,
+    max_exposed: float | None,
+    no_gather_of: Collection[str],
+) -> Iterator[str]:
+    largest = sorted(report.issued, key=lambda c: -c.global_bytes)
+    if max_bytes is not None and report.total_bytes > max_bytes:
+        lines = _named(largest, report)
+        yield f"{report.total_bytes} B in collectives, over max_bytes={max_bytes}; the largest:\n{lines}"
+    if max_collectives is not None and len(report.issued) > max_collectives:
+        lines = _named(report.issued, report)
+        yield f"{len(report.issued)} collectives, over max_collectives={max_collectives}:\n{lines}"
+    if max_graphs is not None and len(report.graphs) > max_graphs:
+        names = ", ".join(name for name, _ in report.named_graphs())
+        reasons = "".join(f"\n  {text}" for text in (*report.graph_breaks, *report.recompiles))
+        yield f"{len(report.graphs)} graphs, over max_graphs={max_graphs}: {names}{reasons}"
+    if max_exposed is not None and report.exposed > max_exposed:
+        waits = sorted(report.issued, key=lambda c: -c.exposed)
+        yield (
+            f"{in_seconds(report.exposed)} of exposed communication, over max_exposed={in_seconds(max_exposed)}; most "
+            f"is waited for:\n{_named(waits, report)}"
+        )
+    for text in no_gather_of:
+        gathers = [c for c in report.traced if c.kind.startswith("all_gather") and _is_of(c, text)]
+        if gathers:
+            named = (f"  {c.kind} {c.global_bytes} B, {reason_of(c)}, {c.source}" for c in gathers)
+            yield "\n".join([f"there are all-gathers of {text!r}:", *named])
+
+
+def _is_of(c: Any, text: str) -> bool:
+    return any(text in place for place in (c.gathered_for, c.op, c.module, c.source))
+
+
+def _named(collectives: Sequence[IssuedCollective], report: Report, most: int = 8) -> str:
+    holders = {id(c): graph for graph in report.graphs for c in graph.issued}
+    lines = []
+    for c in collectives[:most]:
+        members = [holders[id(c)].traced[m] for m in c.members]
+        places = " and ".join(dict.fromkeys(m.source for m in members if m.source))
+        lines.append(f"  {signature(c)}, {places or 'no source line'}")
+    if len(collectives) > most:
+        lines.append(f"  ... and {len(collectives) - most} more")
+    return "\n".join(lines)
+
+
+def _compare_file(path: Path, found: str, report: Report) -> list[str]:
+    if UPDATE in os.environ:
+        if report.rank == 0 and not (path.exists() and path.read_text() == f"{found}\n"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(f"{found}\n")
+        return []
+    if not path.exists():
+        return [f"there is no snapshot {path}; pytest --update-snapshots writes it:\n{found}"]
+    return _difference(path.read_text().strip("\n"), found, str(path), report)
+
+
+def _compare_inline(file: str, line: int, expected: str, found: str, report: Report) -> list[str]:
+    if UPDATE not in os.environ:
+        return _difference(expected, found, f"{file}:{line}", report)
+    if report.rank == 0 and found != expected:
+        note = {"file": file, "line": line, "text": found}
+        name = f"{Path(file).stem}-{line}-{os.getpid()}.json"
+        (Path(os.environ[UPDATE]) / name).write_text(json.dumps(note))
+    return []
+
+
+def _difference(expected: str, found: str, place: str, report: Report) -> list[str]:
+    if expected == found:
+        return []
+    changed = [line for line in difflib.ndiff(expected.splitlines(), found.splitlines()) if line[0] != "?"]
+    places = _places(report)
+    lines = [line + places.get(line[2:].strip(), "") * (line[0] == "+") for line in changed]
+    return [
+        "\n".join(
+            [
+                f"rank {report.rank}: the communication is not what the snapshot says ({place}); - is gone, + is new:",
+                *lines,
+                "if that is meant: pytest --update-snapshots",
+            ]
+        )
+    ]
+
+
+def _places(report: Report) -> dict[str, str]:
+    """By line of the snapshot, where its collective comes from."""
+    places: dict[str, str] = {}
+    for graph in report.graphs:
+        for line, c in zip(_lines(graph), graph.issued, strict=True):
+            sources = dict.fromkeys(graph.traced[m].source for m in c.members)
+            text = " and ".join(s for s in sources if s)
+            if text:
+                places[line.strip()] = f"   <- {text}"
+    return places
