@@ -115,7 +115,6 @@ function aboutTraced(c) {
 function header() {
   const issued = data.graphs.flatMap((g) => g.issued);
   const facts = [
-    ["rank", `${data.rank} of ${data.world}`],
     ["device", data.device || "nothing compiled"],
     ["times predicted for", data.predictedFor],
     ["torch", data.torch],
@@ -123,6 +122,7 @@ function header() {
     ["graph breaks", String(data.graphBreaks.length)],
     ["recompiles", String(data.recompiles.length)],
     ["collectives", `${issued.length}, ${bytes(issued.reduce((sum, c) => sum + c.bytes, 0))}`],
+    ["compiler caches", Object.entries(data.caches).filter(([, n]) => n).map(([name, n]) => `${n} ${name}`).join(", ")],
   ];
   const list = (title, texts) =>
     texts.length ? el("details", {}, el("summary", {}, title), el("ul", {}, texts.map((t) => el("li", {}, t)))) : "";
@@ -429,7 +429,8 @@ class TimelineView {
     const issued = bar.issued ?? null;
     this.lit = issued === null ? [bar.node] : this.bars.filter((b) => b.issued === issued).map((b) => b.node);
     this.lit.forEach((node) => node.classList.add("lit"));
-    return tip.show(...this.about(bar), x, y);
+    const bottom = this.root.getBoundingClientRect().bottom;
+    return tip.show(...this.about(bar), x, bottom - y < 140 ? bottom - 12 : y); // below it, if that is not far
   }
 
   about(bar) {
@@ -449,11 +450,15 @@ class TimelineView {
 
 const lineOf = (i) => data.lines[i];
 
+/** The pass that hides the nodes it holds in graphs of their own: nothing to start reading with. */
+const HELD = "hold_order";
+
 /** Where each name is assigned in the latest text that has it: [stage, line]. */
 function definitions(graph) {
   if (graph.definitions) return graph.definitions;
   graph.definitions = new Map();
-  graph.stages.forEach(([stage, lines], s) => {
+  const order = graph.stages.map(([stage], s) => [stage !== HELD, s]).sort(([p, i], [q, j]) => p - q || i - j);
+  order.map(([, s]) => [...graph.stages[s], s]).forEach(([stage, lines, s]) => {
     if (stage === "code" || stage === "dynamo" || stage === "joint") return;
     lines.forEach((line, i) => {
       const name = /^\s+(\w+)(?:: ".*?")? = /.exec(lineOf(line));
@@ -489,6 +494,9 @@ function keyOf(line) {
   }
   return keys.of[line];
 }
+
+/** Comments only say where what follows is from, so that they differ wherever the order does. */
+const isPlain = (line) => /^\s*(#|$)/.test(lineOf(line));
 
 /** Pairs of equal lines, rising on both sides: between lines that occur once on either side, then by brute force. */
 function matches(a, b) {
@@ -556,21 +564,23 @@ function longestCommon(a, i, iEnd, b, j, jEnd) {
   return pairs;
 }
 
-/** Rows of a side by side view: [line on the left or -1, line on the right or -1, how: "same" or "changed"]. */
+/** Rows of a side by side view: [line on the left or -1, line on the right or -1, whether that is a change]. */
 function sideBySide(left, right) {
   const a = left.map(keyOf), b = right.map(keyOf);
   const rows = [];
   let i = 0, j = 0;
   const upTo = (p, q) => {
-    for (; i < p || j < q; i++, j++) rows.push([i < p ? i : -1, j < q ? j : -1, "changed"]);
+    for (; i < p || j < q; i++, j++)
+      rows.push([i < p ? i : -1, j < q ? j : -1, (i < p && !isPlain(left[i])) || (j < q && !isPlain(right[j]))]);
     [i, j] = [p, q];
   };
   for (const [p, q] of matches(a, b)) {
     upTo(p, q);
-    rows.push([i++, j++, "same"]);
+    rows.push([i++, j++, false]);
   }
   upTo(a.length, b.length);
-  const changed = (side) => rows.filter((r) => r[2] === "changed" && r[side] >= 0).map((r) => (side ? b : a)[r[side]]);
+  const changed = (side) => rows.filter((r) => r[2] && r[side] >= 0 && !isPlain([left, right][side][r[side]]))
+    .map((r) => [a, b][side][r[side]]);
   const removed = new Set(changed(0)), added = new Set(changed(1));
   const moved = new Set([...removed].filter((key) => added.has(key)));
   const count = { removed: 0, added: 0, moved: 0 };
@@ -585,7 +595,7 @@ class TextsView {
   constructor(graph) {
     this.graph = graph;
     const names = graph.stages.map(([name]) => name);
-    const passes = names.filter((n) => !["dynamo", "joint", "aot", "code", "hold_order"].includes(n));
+    const passes = names.filter((n) => !["dynamo", "joint", "aot", "code", HELD].includes(n));
     const select = (label, chosen) => {
       const box = el("select", { onchange: () => this.draw() }, names.map((n, i) => el("option", { value: i }, n)));
       box.value = String(Math.max(0, chosen));
@@ -622,7 +632,7 @@ class TextsView {
     const shown = new Uint8Array(rows.length);
     if (unfolded || !this.only.checked || removed + added + moved === 0) shown.fill(1);
     else rows.forEach((row, i) => {
-      if (row[2] === "changed") shown.fill(1, Math.max(0, i - CONTEXT), i + CONTEXT + 1);
+      if (row[2]) shown.fill(1, Math.max(0, i - CONTEXT), i + CONTEXT + 1);
     });
     const parts = [];
     for (let i = 0; i < rows.length;) {
@@ -646,22 +656,23 @@ class TextsView {
   block(from, to) {
     const block = el("div", { class: "block" });
     block.style.containIntrinsicBlockSize = `auto ${18 * (to - from)}px`;
-    for (const [i, j, how] of this.found.rows.slice(from, to)) {
-      const pair = how === "changed" && i >= 0 && j >= 0 ? [lineOf(this.lines[0][i]), lineOf(this.lines[1][j])] : null;
-      block.append(this.cell(0, i, how, pair), this.cell(1, j, how, pair));
+    for (const [i, j, changed] of this.found.rows.slice(from, to)) {
+      const pair = changed && i >= 0 && j >= 0 ? [lineOf(this.lines[0][i]), lineOf(this.lines[1][j])] : null;
+      block.append(this.cell(0, i, changed, pair), this.cell(1, j, changed, pair));
     }
     return block;
   }
 
-  cell(side, i, how, pair) {
+  cell(side, i, changed, pair) {
     if (i < 0) return el("div", { class: "cell none" });
     const text = lineOf(this.lines[side][i]);
     const key = this.found[side ? "b" : "a"][i];
-    const long = how === "same" && this.only.checked && text.length > 400 ? "long" : "";
-    const kind = how === "same" || !text.trim() ? "" : this.found.moved.has(key) ? "moved" : side ? "added" : "removed";
-    return el("div", { class: `cell ${kind}${long}`, "data-line": i },
+    const plain = isPlain(this.lines[side][i]);
+    const long = !changed && this.only.checked && text.length > 400 ? "long" : "";
+    const kind = plain ? "plain" : !changed ? "" : this.found.moved.has(key) ? "moved" : side ? "added" : "removed";
+    return el("div", { class: `cell ${kind} ${long}`, "data-line": i },
       el("span", { class: "number", "aria-hidden": true }, i + 1),
-      el("span", { class: "code" }, kind && kind !== "moved" && pair ? marked(text, pair[1 - side]) : text || " "));
+      el("span", { class: "code" }, pair && (kind === "removed" || kind === "added") ? marked(text, pair[1 - side]) : text || " "));
   }
 
   show(label) {
@@ -780,7 +791,7 @@ function issuedColumns(graph) {
     number("compute behind", (c) => c.behind[1], (c) => seconds(c.behind[1])),
     number("stands for", (c) => c.members.length, (c) => String(c.members.length)),
     text("for", (c) => firstOf(members(c).map((m) => m.reason))),
-    text("from", (c) => firstOf(members(c).map((m) => m.place))),
+    word("from", (c) => firstOf(members(c).map((m) => m.place))),
   ];
 }
 
@@ -788,7 +799,7 @@ const TRACED = [
   word("kind", (c) => c.kind), word("ranks", (c) => c.ranks), word("dim", (c) => c.dim), word("dtype", (c) => c.dtypes),
   number("global", (c) => c.bytes, (c) => bytes(c.bytes)),
   number("a rank puts in", (c) => c.most, range),
-  text("for", (c) => c.reason), text("module", (c) => c.module), text("from", (c) => c.place),
+  text("for", (c) => c.reason), text("module", (c) => c.module), word("from", (c) => c.place),
   text("became", (c) => c.fate || "itself"),
 ];
 

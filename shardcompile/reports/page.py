@@ -23,7 +23,7 @@ from shardcompile.reports.report import Compilation, GraphReport, IssuedCollecti
 from shardcompile.reports.text import as_text, in_bytes, in_seconds, named_ranks, percent, place_of, plural, reason_of
 from shardcompile.reports.timeline import lanes, waiting
 
-_MOST_ROWS = 8
+_MOST_ROWS = 6
 """Of a table in a notebook."""
 
 

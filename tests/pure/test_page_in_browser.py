@@ -104,13 +104,16 @@ class Page:
         self._session = browser("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self(f"{domain}.enable")
-        self("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
+        self.resize(1280)
         self("Page.navigate", url=self.url)
         browser.until("Page.loadEventFired", self._session)
         self.js(FRAME)
 
     def __call__(self, method: str, **params: Any) -> dict[str, Any]:
         return self._browser(method, self._session, **params)
+
+    def resize(self, width: int) -> None:
+        self("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
 
     def js(self, expression: str) -> Any:
         """What an expression comes to; of a promise, what it is kept with."""
@@ -213,8 +216,13 @@ def test_nothing_of_the_report_became_an_element(page: Page) -> None:
     assert page.count("script") == 2 and page.count("img") == 0
 
 
-def test_the_page_fits(page: Page) -> None:
-    assert page.js("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+@pytest.mark.parametrize("width", [700, 1280])
+def test_the_page_fits(page: Page, width: int) -> None:
+    page.resize(width)
+    try:
+        assert page.js("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    finally:
+        page.resize(1280)
 
 
 def test_hovering_shows_a_tooltip(page: Page) -> None:
