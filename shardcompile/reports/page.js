@@ -186,7 +186,8 @@ class TimelineView {
     this.onShowText = onShowText;
     this.width = 1000;
     this.from = 0;
-    this.to = graph.total || 1e-6;
+    this.all = graph.total || 1e-6; // a graph of nothing takes no time
+    this.to = this.all;
     this.at = -1; // the bar that the keyboard is at
     this.height = AXIS + graph.lanes.length * (LANE + LABEL) + 6;
     this.bars = [];
@@ -278,7 +279,7 @@ class TimelineView {
   label(bar, x, width) {
     const c = isNone(bar.issued) ? null : this.graph.issued[bar.issued];
     const took = seconds(bar.end - bar.start);
-    const names = bar.waiting ? [`waits ${took}`, took] : c ? [`${c.kind} ${bytes(c.bytes)}`, bytes(c.bytes)] : [bar.label];
+    const names = bar.waiting ? [`${c ? "waits" : "idle"} ${took}`, took] : c ? [`${c.kind} ${bytes(c.bytes)}`, bytes(c.bytes)] : [bar.label];
     const room = Math.min(width, this.width - x) - 8;
     let text = names.find((name) => this.measure(name) <= room) ?? "";
     if (!text && names.length === 1) {
@@ -311,15 +312,14 @@ class TimelineView {
   }
 
   look(from, to) {
-    const all = this.graph.total || 1e-6;
-    const span = Math.min(Math.max(to - from, all * 1e-5), all);
-    this.from = Math.min(Math.max(from, 0), all - span);
+    const span = Math.min(Math.max(to - from, this.all * 1e-5), this.all);
+    this.from = Math.min(Math.max(from, 0), this.all - span);
     this.to = this.from + span;
     this.draw();
   }
 
   reset() {
-    this.look(0, this.graph.total);
+    this.look(0, this.all);
   }
 
   zoom(factor, at = (this.from + this.to) / 2) {
@@ -619,7 +619,7 @@ class TextsView {
     if (names.length) this.draw();
   }
 
-  draw(unfolded = false) {
+  draw() {
     const [left, right] = [this.left, this.right].map((box) => this.graph.stages[box.value][1]);
     Object.assign(this, { lines: [left, right] });
     this.found = sideBySide(left, right);
@@ -630,7 +630,7 @@ class TextsView {
         .map(([n, word]) => `${n} ${word}`).join(", ") + ` of ${left.length} and ${right.length} lines`;
     const { rows } = this.found;
     const shown = new Uint8Array(rows.length);
-    if (unfolded || !this.only.checked || removed + added + moved === 0) shown.fill(1);
+    if (!this.only.checked || removed + added + moved === 0) shown.fill(1);
     else rows.forEach((row, i) => {
       if (row[2]) shown.fill(1, Math.max(0, i - CONTEXT), i + CONTEXT + 1);
     });
@@ -679,7 +679,8 @@ class TextsView {
     const found = definitions(this.graph).get(label);
     if (!found) return;
     this.right.value = String(found[0]);
-    this.draw(true);
+    this.only.checked = false;
+    this.draw();
     const cell = this.body.querySelector(`.cell:nth-child(even)[data-line="${found[1]}"]`);
     this.section.scrollIntoView({ block: "start" });
     cell.scrollIntoView({ block: "center" });
@@ -875,14 +876,14 @@ class CollectivesView {
       const td = el("td", { class: this.columns[k].class });
       if (this.columns[k].title === "kind") td.append(el("span", { class: `dot ${family(c.kind)}`, "aria-hidden": true }));
       td.append(cell);
-      if (this.columns[k].title === "from") td.title = this.sources(c).join("\n");
-      if (c.gatheredFor && this.columns[k].title === "for") td.classList.add("bad");
+      if (this.columns[k].title === "from") td.title = distinct(this.members(c).map((m) => m.source)).join("\n");
+      if (this.members(c).some((m) => m.gatheredFor) && this.columns[k].title === "for") td.classList.add("bad");
       return td;
     }));
   }
 
-  sources(c) {
-    return distinct(c.members ? c.members.map((m) => this.graph.traced[m].source) : [c.source]);
+  members(c) {
+    return this.traced ? [c] : c.members.map((m) => this.graph.traced[m]);
   }
 }
 

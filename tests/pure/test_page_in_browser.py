@@ -10,6 +10,7 @@ import random
 import select
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 from written_report import report
 
-from shardcompile.reports import Report
+from shardcompile.reports import Compilation, GraphReport, Report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (on Debian: apt install chromium)")
@@ -37,6 +38,11 @@ FLAGS = [
     "--window-size=1280,900",
     "--remote-debugging-pipe",
 ]
+START = (
+    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+)
+"""A program that becomes Chromium, which reads from 3 and writes to 4."""
+
 FRAME = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
 """Until what was asked for is drawn."""
 
@@ -47,13 +53,11 @@ class Browser:
     def __init__(self, profile: Path) -> None:
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
-        # Chromium reads from 3 and writes to 4; the numbers must not be taken by one another's ends.
-        ends = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (theirs_in, theirs_out)]
+        ends = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (theirs_in, theirs_out)]  # none of them is 3 or 4
         assert CHROMIUM is not None
         self._process = subprocess.Popen(
-            [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
-            preexec_fn=lambda: [os.dup2(fd, 3 + i) for i, fd in enumerate(ends)],
-            pass_fds=(3, 4),
+            [sys.executable, "-c", START, *map(str, ends), CHROMIUM, *FLAGS, f"--user-data-dir={profile}"],
+            pass_fds=ends,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -298,6 +302,15 @@ def test_two_stages_side_by_side(page: Page) -> None:
     assert page.count(".cell:nth-child(odd) .number") == len(report().graphs[1].stages["aot"].splitlines())
     options = page.texts(".tools select:first-of-type option")
     assert options[: len(options) // 2] == ["dynamo", "aot", "schedule_overlap", "code"]
+
+
+@pytest.mark.parametrize("graphs", [None, 0, 1], ids=["nothing", "out of a cache", "a graph of nothing"])
+def test_reports_of_little(browser: Browser, tmp_path: Path, graphs: int | None) -> None:
+    empty = GraphReport("inference", 0, {}, (), (), (), (), 0.0, 0.0, 0.0, 0.0, 0)
+    shown = Report() if graphs is None else Report(compilations=[Compilation("f", "", "0/0", {}, [empty] * graphs)])
+    page = opened(browser, tmp_path / "empty.html", shown)
+    assert page.count("h1") == 1 and page.count(".timeline") == (graphs or 0)
+    assert page.complaints() == []
 
 
 def test_long_texts_and_many_bars_stay_fast(browser: Browser, tmp_path: Path) -> None:
