@@ -37,7 +37,19 @@ def _issued(
     c: TracedCollective, start: float, end: float, exposed: float, members: tuple[int, ...]
 ) -> IssuedCollective:
     return IssuedCollective(
-        c.name, c.kind, c.ranks, c.dtypes, c.global_bytes, 0, c.most_bytes, members, start, end, exposed, (0.0, 2 * US)
+        c.name,
+        c.kind,
+        c.ranks,
+        c.dtypes,
+        c.global_bytes,
+        0,
+        c.most_bytes,
+        members,
+        start,
+        end,
+        exposed,
+        (0.0, 2 * US),
+        ("mm", "attention", "mm"),
     )
 
 
@@ -109,5 +121,6 @@ def report() -> Report:
         recompiles=[f"step: {HOSTILE}"],
         graph_breaks=[HOSTILE],
         caches={"fxgraph hits": 1},
+        notes=[HOSTILE],
         error=HOSTILE,
     )

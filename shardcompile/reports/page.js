@@ -80,6 +80,13 @@ const tip = {
 
 const few = (texts, most) =>
   texts.length > most ? [...texts.slice(0, most), `and ${texts.length - most} more`] : texts;
+/** Such as "3 mm, attention". */
+function counted(names) {
+  const times = new Map();
+  for (const name of names) times.set(name, (times.get(name) ?? 0) + 1);
+  return [...times].map(([name, n]) => (n > 1 ? `${n} ${name}` : name)).join(", ");
+}
+
 const asLines = (texts) => texts.map((t) => el("span", { class: "line" }, t));
 
 function aboutIssued(graph, c) {
@@ -91,6 +98,7 @@ function aboutIssued(graph, c) {
     ["dtype", c.dtypes],
     ["takes", `${seconds(c.end - c.start)}, from ${seconds(c.start)} to ${seconds(c.end)}`],
     ["exposed", c.exposed ? `${seconds(c.exposed)} that compute waits` : "nothing"],
+    ["beside it", counted(c.overlaps)],
     ["stands for", c.members.length > 1 ? `${c.members.length} traced collectives` : ""],
     ["for", asLines(few(distinct(members.map((m) => m.reason)), 3))],
     ["from", asLines(few(distinct(members.map((m) => m.source)), 3))],
@@ -130,6 +138,7 @@ function header() {
     el("h1", {}, "Compiled graphs ", el("small", {}, `rank ${data.rank} of ${data.world}`)),
     el("dl", { class: "facts" },
       facts.filter(([, v]) => v).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
+    data.notes.map((t) => el("p", { class: "note" }, t)),
     data.error ? el("p", { class: "error" }, `Ended by ${data.error}`) : "",
     list(plural(data.graphBreaks.length, "graph break"), data.graphBreaks),
     list(plural(data.recompiles.length, "recompile"), data.recompiles),
@@ -439,7 +448,8 @@ class TimelineView {
     if (bar.waiting && !c) return ["nothing left to compute", [["takes", times]]];
     if (bar.waiting)
       return [`compute waits for ${c.name}`, [["waits", times], ...aboutIssued(this.graph, c).slice(0, 3),
-        ["behind it", `${seconds(c.behind[1])} of compute, ${seconds(c.behind[0])} before the passes`]]];
+        ["beside it", counted(c.overlaps)],
+        ["compute", `${seconds(c.behind[1])} since it started, ${seconds(c.behind[0])} before the passes`]]];
     if (c) return [c.name, aboutIssued(this.graph, c)];
     const [line, source] = codeOf(this.graph, bar.label);
     return [bar.label, [["kind", bar.lane ? "collective" : "compute"], ["takes", times], ["code", line], ["from", source]]];
@@ -450,6 +460,9 @@ class TimelineView {
 
 const lineOf = (i) => data.lines[i];
 
+/** Texts whose names are not those of the graph that runs. */
+const BESIDE = ["dynamo", "bytecode", "joint", "code"];
+
 /** The pass that hides the nodes it holds in graphs of their own: nothing to start reading with. */
 const HELD = "hold_order";
 
@@ -459,7 +472,7 @@ function definitions(graph) {
   graph.definitions = new Map();
   const order = graph.stages.map(([stage], s) => [stage !== HELD, s]).sort(([p, i], [q, j]) => p - q || i - j);
   order.map(([, s]) => [...graph.stages[s], s]).forEach(([stage, lines, s]) => {
-    if (stage === "code" || stage === "dynamo" || stage === "joint") return;
+    if (BESIDE.includes(stage)) return;
     lines.forEach((line, i) => {
       const name = /^\s+(\w+)(?:: ".*?")? = /.exec(lineOf(line));
       if (name) graph.definitions.set(name[1], [s, i]);
@@ -595,7 +608,7 @@ class TextsView {
   constructor(graph) {
     this.graph = graph;
     const names = graph.stages.map(([name]) => name);
-    const passes = names.filter((n) => !["dynamo", "joint", "aot", "code", HELD].includes(n));
+    const passes = names.filter((n) => ![...BESIDE, "aot", HELD].includes(n));
     const select = (label, chosen) => {
       const box = el("select", { onchange: () => this.draw() }, names.map((n, i) => el("option", { value: i }, n)));
       box.value = String(Math.max(0, chosen));

@@ -66,6 +66,7 @@ def _data(report: Report) -> dict[str, Any]:
         "device": report.device,
         "torch": report.torch,
         "predictedFor": report.predicted_for,
+        "notes": report.notes,
         "error": report.error,
         "graphBreaks": report.graph_breaks,
         "recompiles": report.recompiles,
@@ -138,6 +139,7 @@ def _issued(c: IssuedCollective) -> dict[str, Any]:
         "end": c.end,
         "exposed": c.exposed,
         "behind": c.behind,
+        "overlaps": c.overlaps,
     }
 
 

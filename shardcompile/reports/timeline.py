@@ -68,6 +68,7 @@ def _args(graph: GraphReport, c: IssuedCollective) -> dict[str, Any]:
         "least_bytes": c.least_bytes,
         "most_bytes": c.most_bytes,
         "exposed_us": c.exposed * 1e6,
+        "overlaps": list(c.overlaps),
         "members": [m.name for m in members],
         "source": [*dict.fromkeys(m.source for m in members if m.source)],
     }

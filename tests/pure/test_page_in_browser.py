@@ -234,7 +234,15 @@ def test_hovering_shows_a_tooltip(page: Page) -> None:
     page.hover(".timeline rect.bar.gather")
     assert page.js("document.getElementById('tip').hidden") is False
     (said,) = page.texts("#tip")
-    for part in ("bucket", "all_gather_bucket", "0-3 (4)", "5 KiB together", "15 µs, from 5 µs to 20 µs", "model.py"):
+    for part in (
+        "bucket",
+        "all_gather_bucket",
+        "0-3 (4)",
+        "5 KiB together",
+        "15 µs, from 5 µs to 20 µs",
+        "2 mm, attention",
+        "model.py",
+    ):
         assert part in said
     assert "11 µs that compute waits" in said
     page.mouse("mouseMoved", 5, 5)
