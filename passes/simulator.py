@@ -231,25 +231,55 @@ def _one_machine_bound(jobs: Iterable[tuple[float, float, float]]) -> float:
     return end
 
 
+class Bar(NamedTuple):
+    """What a Chrome trace shows as one bar. Times in seconds."""
+
+    name: str
+    category: str
+    stream: str
+    start: float
+    end: float
+    args: Mapping[str, Any]
+
+
+def chrome_events(process: int, name: str, streams: Mapping[str, str], bars: Iterable[Bar]) -> list[dict[str, Any]]:
+    """The events of one process of a Chrome trace: times in microseconds, rounded to the nanosecond, as it keeps them.
+
+    Args:
+        process: its number.
+        name: of the process.
+        streams: what their threads are called, from top to bottom.
+        bars: on these streams.
+    """
+    thread = {stream: i for i, stream in enumerate(streams)}
+
+    def said(kind: str, tid: int, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "name": kind, "pid": process, "tid": tid, "args": args}
+
+    described = [said("process_name", 0, name=name), said("process_sort_index", 0, sort_index=process)]
+    for stream, title in streams.items():
+        described.append(said("thread_name", thread[stream], name=title))
+        described.append(said("thread_sort_index", thread[stream], sort_index=thread[stream]))
+    events = []
+    for bar in bars:
+        start, end = round(bar.start * 1e9), round(bar.end * 1e9)
+        event = {"ph": "X", "name": bar.name, "cat": bar.category, "pid": process, "tid": thread[bar.stream]}
+        events.append(event | {"ts": start / 1e3, "dur": (end - start) / 1e3, "args": dict(bar.args)})
+    return [*described, *events]
+
+
 def perfetto(timeline: Timeline) -> dict[str, Any]:
-    """A timeline as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing show: times in microseconds."""
-    streams = dict.fromkeys([COMPUTE, *timeline.communication])
-    threads = {stream: i for i, stream in enumerate(streams)}
-    names = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": t, "args": {"name": s if s == COMPUTE else f"group {s}"}}
-        for s, t in threads.items()
-    ]
-    spans = [
-        {
-            "ph": "X",
-            "name": e.node.name,
-            "cat": "compute" if e.stream == COMPUTE else "communication",
-            "pid": 0,
-            "tid": threads[e.stream],
-            "ts": e.start * 1e6,
-            "dur": (e.end - e.start) * 1e6,
-            "args": {"target": str(e.node.target)},
-        }
+    """A timeline as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing show."""
+    streams = {COMPUTE: COMPUTE} | {group: f"group {group}" for group in timeline.communication}
+    bars = (
+        Bar(
+            e.node.name,
+            "compute" if e.stream == COMPUTE else "communication",
+            e.stream,
+            e.start,
+            e.end,
+            {"target": str(e.node.target)},
+        )
         for e in timeline.events
-    ]
-    return {"traceEvents": [*names, *spans], "displayTimeUnit": "ms"}
+    )
+    return {"traceEvents": chrome_events(0, "schedule", streams, bars), "displayTimeUnit": "ms"}

@@ -1,0 +1,234 @@
+"""A report as one HTML page that needs nothing else, and as a table for notebooks.
+
+The page is `page.html` with `page.css`, `page.js` and the report as JSON in it. It asks for nothing over the network:
+its content security policy allows only these very styles and this very script, by their hashes. All that comes from
+the report is put into the page as text.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from shardcompile.passes.simulator import COMPUTE
+from shardcompile.reports.advice import advice
+from shardcompile.reports.report import Compilation, GraphReport, IssuedCollective, Report, TracedCollective
+from shardcompile.reports.text import as_text, in_bytes, in_seconds, named_ranks, percent, place_of, plural, reason_of
+from shardcompile.reports.timeline import lanes, waiting
+
+_MOST_ROWS = 6
+"""Of a table in a notebook."""
+
+
+def page(report: Report) -> str:
+    """One page that needs nothing else: timelines, what the passes did, graphs side by side, collectives.
+
+    It works from a file, without a network.
+    """
+    style, script = _part("page.css"), _part("page.js")
+    return Template(_part("page.html")).substitute(
+        title=html.escape(f"rank {report.rank} of {report.world_size}"),
+        style=style,
+        style_hash=_hash(style),
+        script=script,
+        script_hash=_hash(script),
+        data=_as_json(_data(report)),
+        text=html.escape(as_text(report)),
+    )
+
+
+def _part(name: str) -> str:
+    return (files("shardcompile.reports") / name).read_text("utf-8")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _as_json(data: Any) -> str:
+    """JSON that can stand in a script element: nothing in it ends the element or starts a comment."""
+    text = json.dumps(data, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _data(report: Report) -> dict[str, Any]:
+    lines: dict[str, int] = {}
+    return {
+        "rank": report.rank,
+        "world": report.world_size,
+        "device": report.device,
+        "torch": report.torch,
+        "predictedFor": report.predicted_for,
+        "notes": report.notes,
+        "error": report.error,
+        "graphBreaks": report.graph_breaks,
+        "recompiles": report.recompiles,
+        "caches": report.caches,
+        "advice": advice(report),
+        "compilations": [_compilation(c) for c in report.compilations],
+        "graphs": list(_graphs(report, lines)),
+        "lines": list(lines),  # all that are in graphs; stages have few of their own
+    }
+
+
+def _compilation(compilation: Compilation) -> dict[str, Any]:
+    return {"function": compilation.function, "place": compilation.place, "graphs": len(compilation.graphs)}
+
+
+def _graphs(report: Report, lines: dict[str, int]) -> Iterator[dict[str, Any]]:
+    names = (name for name, _ in report.named_graphs())
+    for i, compilation in enumerate(report.compilations):
+        captured = [(stage, _numbered(text, lines)) for stage, text in compilation.stages.items()]
+        for graph in compilation.graphs:
+            stages = [*captured, *((stage, _numbered(text, lines)) for stage, text in graph.stages.items())]
+            yield {"name": next(names), "compilation": i, "stages": stages, **_graph(graph)}
+
+
+def _numbered(text: str, lines: dict[str, int]) -> list[int]:
+    return [lines.setdefault(line, len(lines)) for line in text.removesuffix("\n").split("\n")]
+
+
+def _graph(graph: GraphReport) -> dict[str, Any]:
+    streams = lanes(graph)
+    lane = {stream: i for i, stream in enumerate(streams)}
+    place = {c.name: i for i, c in enumerate(graph.issued)}
+    return {
+        "side": graph.side,
+        "nodes": graph.nodes,
+        "total": graph.total,
+        "compute": graph.compute,
+        "exposed": graph.exposed,
+        "bound": graph.bound,
+        "peak": graph.peak_bytes,
+        "steps": [asdict(step) for step in graph.steps],
+        "lanes": list(streams.values()),
+        "spans": [
+            (s.label, lane[s.stream], s.start, s.end, None if s.stream == COMPUTE else place.get(s.label))
+            for s in graph.spans
+        ],
+        "waiting": list(waiting(graph)),
+        "traced": [_traced(c) for c in graph.traced],
+        "issued": [_issued(c) for c in graph.issued],
+    }
+
+
+def _traced(c: TracedCollective) -> dict[str, Any]:
+    return _shared(c) | {
+        "dim": c.mesh_dim,
+        "reason": reason_of(c),
+        "op": c.op,
+        "gatheredFor": c.gathered_for,
+        "place": place_of(c.source) if c.source else "",
+        "source": c.source,
+        "module": c.module,
+        "fate": c.fate,
+    }
+
+
+def _issued(c: IssuedCollective) -> dict[str, Any]:
+    return _shared(c) | {
+        "members": c.members,
+        "start": c.start,
+        "end": c.end,
+        "exposed": c.exposed,
+        "behind": c.behind,
+        "overlaps": c.overlaps,
+    }
+
+
+def _shared(c: TracedCollective | IssuedCollective) -> dict[str, Any]:
+    return {
+        "name": c.name,
+        "kind": c.kind,
+        "ranks": named_ranks(c.ranks),
+        "size": len(c.ranks),
+        "dtypes": ", ".join(c.dtypes),
+        "bytes": c.global_bytes,
+        "least": c.least_bytes,
+        "most": c.most_bytes,
+    }
+
+
+def summary(report: Report) -> str:
+    """The most important of a report as a table for notebooks, some kilobytes at most."""
+    head = (
+        f"rank {report.rank} of {report.world_size}, {report.device or 'nothing compiled'}, torch {report.torch}: "
+        f"{plural(len(report.graphs), 'graph')}, {plural(len(report.issued), 'collective')}, "
+        f"{in_bytes(report.total_bytes)}"
+    )
+    graphs = ("graph", "nodes", "traced", "issued", "predicted", "exposed", "bound", "peak")
+    waits = ("waits most for", "graph", "ranks", "global", "takes", "exposed", "from")
+    return "".join(
+        [
+            f"<div><p><b>Report</b> {_short(head)}</p>",
+            f"<p>ended by {_short(report.error)}</p>" if report.error else "",
+            *_table(graphs, _of_graphs(report)),
+            *_table(waits, _of_waits(report)),
+            *_items(advice(report)),
+            "</div>",
+        ]
+    )
+
+
+def _of_graphs(report: Report) -> list[Sequence[str]]:
+    return [
+        (
+            name,
+            f"{g.nodes}",
+            f"{len(g.traced)}",
+            f"{len(g.issued)}",
+            in_seconds(g.total),
+            f"{in_seconds(g.exposed)} ({percent(g.exposed, g.total)})",
+            in_seconds(g.bound),
+            in_bytes(g.peak_bytes),
+        )
+        for name, g in report.named_graphs()
+    ]
+
+
+def _of_waits(report: Report) -> list[Sequence[str]]:
+    waits = [(c, name, g) for name, g in report.named_graphs() for c in g.issued if c.exposed]
+    waits.sort(key=lambda wait: -wait[0].exposed)
+    return [
+        (
+            c.kind,
+            name,
+            named_ranks(c.ranks),
+            in_bytes(c.global_bytes),
+            in_seconds(c.seconds),
+            in_seconds(c.exposed),
+            ", ".join(dict.fromkeys(place_of(s) for m in c.members if (s := g.traced[m].source))),
+        )
+        for c, name, g in waits
+    ]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    if not rows:
+        return
+    yield "<table><thead><tr>"
+    yield from (f"<th>{name}</th>" for name in head)
+    yield "</tr></thead><tbody>"
+    for row in rows[:_MOST_ROWS]:
+        yield "<tr>" + "".join(f"<td>{_short(cell)}</td>" for cell in row) + "</tr>"
+    if len(rows) > _MOST_ROWS:
+        yield f'<tr><td colspan="{len(head)}">and {len(rows) - _MOST_ROWS} more: to_html() has them all</td></tr>'
+    yield "</tbody></table>"
+
+
+def _items(texts: Sequence[str]) -> Iterator[str]:
+    if texts:
+        yield "<p>What to do</p><ul>"
+        yield from (f"<li>{_short(text, 400)}</li>" for text in texts[:_MOST_ROWS])
+        yield "</ul>"
+
+
+def _short(text: str, most: int = 160) -> str:
+    return html.escape(text if len(text) <= most else text[: most - 1] + "…")

@@ -1,0 +1,74 @@
+"""The predicted timelines of a report: its lanes, when compute waits, and all of it as a Chrome trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from shardcompile.passes.simulator import COMPUTE, Bar, chrome_events
+from shardcompile.reports.report import GraphReport, IssuedCollective, Report, Span
+from shardcompile.reports.text import named_ranks
+
+
+def chrome_trace(report: Report) -> dict[str, Any]:
+    """All graphs of a report as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing show.
+
+    A process is a graph, a thread a stream. Bars have the category "compute", "communication", or "waiting" where the
+    compute stream has nothing to do.
+    """
+    events = []
+    for i, (name, graph) in enumerate(report.named_graphs()):
+        events += chrome_events(i + 1, name, lanes(graph), _bars(graph))  # process 0 is the system's
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def lanes(graph: GraphReport) -> dict[str, str]:
+    """The streams of a timeline and what to call them, compute first."""
+    ranks = {s.stream: c.ranks for s, c in with_collectives(graph) if c is not None}
+    streams = dict.fromkeys([COMPUTE, *(s.stream for s in graph.spans)])
+    return {s: f"group {s}: ranks {named_ranks(ranks[s])}" if s in ranks else s for s in streams}
+
+
+def with_collectives(graph: GraphReport) -> Iterator[tuple[Span, IssuedCollective | None]]:
+    """The spans of a timeline, each with the collective that it is."""
+    known = {c.name: c for c in graph.issued}
+    for span in graph.spans:
+        yield span, None if span.stream == COMPUTE else known.get(span.label)
+
+
+def waiting(graph: GraphReport) -> Iterator[tuple[float, float, int | None]]:
+    """When the compute stream has nothing to do: from, to, and the number of the collective that it waits for.
+
+    None is where the compute stream has ended, and a collective that nobody waits for has not.
+    """
+    held_up = [(c.end - c.exposed, c.end, i) for i, c in enumerate(graph.issued) if c.exposed]
+    yield from sorted(held_up)
+    computed = (s.end for s in graph.spans if s.stream == COMPUTE)
+    ended = max([0.0, *computed, *(end for _, end, _ in held_up)])
+    if graph.total > ended:
+        yield ended, graph.total, None
+
+
+def _bars(graph: GraphReport) -> Iterator[Bar]:
+    for span, c in with_collectives(graph):
+        category = "compute" if span.stream == COMPUTE else "communication"
+        yield Bar(span.label, category, span.stream, span.start, span.end, {} if c is None else _args(graph, c))
+    for start, end, i in waiting(graph):
+        name = "nothing left to compute" if i is None else f"waits for {graph.issued[i].name}"
+        yield Bar(name, "waiting", COMPUTE, start, end, {})
+
+
+def _args(graph: GraphReport, c: IssuedCollective) -> dict[str, Any]:
+    members = [graph.traced[m] for m in c.members]
+    return {
+        "kind": c.kind,
+        "ranks": list(c.ranks),
+        "dtypes": list(c.dtypes),
+        "global_bytes": c.global_bytes,
+        "least_bytes": c.least_bytes,
+        "most_bytes": c.most_bytes,
+        "exposed_us": c.exposed * 1e6,
+        "overlaps": list(c.overlaps),
+        "members": [m.name for m in members],
+        "source": [*dict.fromkeys(m.source for m in members if m.source)],
+    }
