@@ -29,7 +29,8 @@ def _on_graphs(report: Report) -> Iterator[str]:
         )
     hits = sum(n for name, n in report.caches.items() if name.endswith("hits"))
     if hits:
-        yield f"{hits} hits in compiler caches: capture(caches=False), the default, compiles anew and sees the graphs"
+        found = "1 graph" if hits == 1 else f"{hits} graphs"
+        yield f"{found} out of compiler caches: capture(caches=False), the default, compiles anew and sees them"
 
 
 def _on_gathering(report: Report) -> Iterator[str]:

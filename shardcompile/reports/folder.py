@@ -23,12 +23,12 @@ def save(report: Report, folder: Path) -> Path:
     """
     here = folder / f"rank{report.rank}"
     (here / "graphs").mkdir(parents=True, exist_ok=True)
-    (here / "report.txt").write_text(f"{report}\n")
-    (here / "report.json").write_text(report.to_json())
-    (here / "report.html").write_text(report.to_html())
-    (here / "timeline.json").write_text(json.dumps(report.perfetto()))
+    (here / "report.txt").write_text(f"{report}\n", encoding="utf-8")
+    (here / "report.json").write_text(report.to_json(), encoding="utf-8")
+    (here / "report.html").write_text(report.to_html(), encoding="utf-8")
+    (here / "timeline.json").write_text(json.dumps(report.perfetto()), encoding="utf-8")
     for name, text in _texts(report).items():
-        (here / "graphs" / f"{name}.py").write_text(text)
+        (here / "graphs" / f"{name}.py").write_text(text, encoding="utf-8")
     return here
 
 
