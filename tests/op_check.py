@@ -254,7 +254,7 @@ def check(
         limit: how many layouts are tried where several inputs are sharded.
         wrap: what is done to the function on sharded inputs, e.g. compiling it.
     """
-    generator = torch.Generator().manualseed_of(seed_of(case.name))
+    generator = torch.Generator().manual_seed(seed_of(case.name))
     return check_values(case, [fill(i, generator) for i in case.inputs], mesh, limit, wrap)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile.compat.testing import graphs_compiled
-from shardcompile.testing.agreement import CheckFailed, Failure, agree_on_use, together
+from shardcompile.testing.agreement import CheckFailed, Failure, agree_on_use, together, usage_error
 from shardcompile.testing.arguments import Arguments, Placements, Sizes, default_mesh, digest
 from shardcompile.testing.compare import Tolerances, difference, tolerances
 from shardcompile.testing.subject import Plan, Subject, same_on_every_rank
@@ -85,7 +85,8 @@ def assert_matches_single_device(
         AssertionError: on every rank: something differs. The text says in which run and step, what, on which rank, by
             how much and where in the global tensor. If ranks are stuck in a collective because one has failed, that
             one raises.
-        ValueError: on every rank: the arguments do not fit together, or inputs or parameters differ between ranks.
+        ValueError: on every rank: the arguments do not fit together, inputs or parameters differ between ranks, or the
+            run on plain tensors fails.
     """
     mesh = default_mesh() if mesh is None else mesh
     plan = Plan(backward, optimizer, parallelize)
@@ -98,7 +99,9 @@ def assert_matches_single_device(
         lambda: "\n".join([*given.digests(), *_digests(module_or_fn)]),
         facts=str,
     )
-    expected = together("on plain tensors", lambda: _on_plain_tensors(module_or_fn, given, plan, steps))
+    expected = together(
+        "on plain tensors", lambda: _on_plain_tensors(module_or_fn, given, plan, steps), error=usage_error
+    )
     check = _Check(module_or_fn, given, plan, expected, tolerances(rtol, atol))
     check.run("eager", lambda call: call)
     for each in _several(backend) if compiled else []:
