@@ -157,7 +157,7 @@ def _judge(stage: str, verdicts: Sequence[_Verdict | None]) -> str:
     if failing:
         return _describe(stage, failing, verdicts[failing[0]], missing)  # type: ignore[arg-type]
     if missing:
-        return f"{stage}: {_ranks(missing)} did not get to the end of it within {PATIENCE_SECONDS:.0f} s"
+        return f"{stage}: {_ranks(missing)} did not get to the end of it within {PATIENCE_SECONDS:g} s"
     return _disagreement(stage, [v.facts.split("\n") for v in verdicts if v is not None])
 
 
@@ -181,7 +181,7 @@ def _describe(stage: str, failing: list[int], first: _Verdict, missing: list[int
         lines += [f"and on rank {failing[0]}", *map(str, failures[1:])]
     if missing:
         lines.append(
-            f"{_ranks(missing)} did not get here within {GRACE_SECONDS:.0f} s: probably waiting in a collective for "
+            f"{_ranks(missing)} did not get here within {GRACE_SECONDS:g} s: probably waiting in a collective for "
             f"rank {failing[0]}"
         )
     return "\n".join(lines)
