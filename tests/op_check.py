@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,11 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
-from torch.utils import _pytree as pytree
 
 import shardcompile as sc
 from shardcompile import ShardTensor
-from shardcompile.demo.traffic import CollectiveWatch
+from shardcompile.testing.arrange import Way, lay_out, seed_of, sizes_in_style
+from shardcompile.testing.compare import Tolerances
+from shardcompile.testing.trial import Outcome, Trial, differences
+from shardcompile.testing.watch import ServiceWatch
 
 SHOW_AFTER_SECONDS = 25.0
 
@@ -98,10 +99,6 @@ def case(name: str, run: Callable[..., Any], *inputs: Input, **options: Any) -> 
 # Full values
 
 
-def _seed(*what: object) -> int:
-    return zlib.crc32(repr(what).encode())
-
-
 def fill(spec: Input, generator: torch.Generator) -> Tensor:
     """A full value. Numbers are multiples of 1/64, so that a sum of terms is exact and keeps its ties."""
     shape = spec.shape
@@ -135,31 +132,6 @@ def fill(spec: Input, generator: torch.Generator) -> Tensor:
 # Layouts
 
 
-def uneven(extent: int, parts: int, style: int) -> list[int]:
-    """Block sizes: an empty block, blocks of one, in an order that depends on `style`."""
-    style = style % 4
-    if style == 3:
-        return list(sc.layout.chunk_sizes(extent, parts))
-    sizes = [0] * parts
-    big, small = ((0, 2), (1, 0), (2, 1))[style] if parts > 2 else ((0, 1), (1, 0), (0, 1))[style]
-    few = min(2 if style == 0 else 1, extent)
-    sizes[big] += extent - few
-    sizes[small] += few
-    return sizes
-
-
-@dataclass(frozen=True)
-class Way:
-    """How one input is laid out: placements, and the style of its cuts."""
-
-    placements: tuple[Placement, ...]
-    style: int
-
-    def __str__(self) -> str:
-        names = {Shard: lambda p: f"S({p.dim})", Replicate: lambda p: "R", Partial: lambda p: f"P({p.reduce_op})"}
-        return f"[{', '.join(names[type(p)](p) for p in self.placements)}]~{self.style}"
-
-
 def _single(spec: Input) -> list[tuple[Placement, ...]]:
     ways: list[tuple[Placement, ...]] = [(Shard(d),) for d in range(len(spec.shape))]
     ways.append((Replicate(),))
@@ -191,7 +163,7 @@ def ways_of(case: Case, mesh_ndim: int, limit: int) -> list[tuple[Way | None, ..
             choice = [None if o == [None] else (wanted if wanted in o else o[n % len(o)]) for o in options]
             aligned.append(tuple(None if c is None else Way(c, n) for c in choice))
     everything = list(itertools.product(*options))
-    random.Random(_seed(case.name, mesh_ndim)).shuffle(everything)
+    random.Random(seed_of(case.name, mesh_ndim)).shuffle(everything)
     mixed = [
         tuple(None if c is None else Way(c, n + i) for i, c in enumerate(choice)) for n, choice in enumerate(everything)
     ]
@@ -199,33 +171,6 @@ def ways_of(case: Case, mesh_ndim: int, limit: int) -> list[tuple[Way | None, ..
     several = sum(i.sharded for i in case.inputs) > 1
     extra = [ways for ways in mixed if several or tuple(w and w.placements for w in ways) not in seen]
     return [*aligned, *extra][: max(limit, len(aligned))] if several else [*aligned, *extra][:limit]
-
-
-def lay_out(full: Tensor, mesh: DeviceMesh, way: Way, seed: int) -> ShardTensor:
-    """A full value, known on every rank, as a sharded tensor. Does not communicate."""
-    coordinate = mesh.get_coordinate()
-    term = full
-    for mesh_dim, placement in enumerate(way.placements):
-        if isinstance(placement, Partial):
-            term = _term(term, coordinate[mesh_dim], mesh.shape[mesh_dim], seed + mesh_dim)
-    sizes: dict[int, list[int]] = {}
-    whole = [Replicate() if isinstance(p, Partial) else p for p in way.placements]
-    for dim, extent in enumerate(full.shape):
-        mesh_dims = [m for m, p in enumerate(whole) if isinstance(p, Shard) and p.dim == dim]
-        if mesh_dims:
-            parts = 1
-            for m in mesh_dims:
-                parts *= mesh.shape[m]
-            sizes[mesh_dims[-1]] = uneven(extent, parts, way.style)
-    block = sc.distribute_tensor(term, mesh, whole, src_data_rank=None, sharding_shapes=sizes)
-    return ShardTensor.from_local(block._local_tensor, mesh, way.placements, sizes)
-
-
-def _term(x: Tensor, index: int, count: int, seed: int) -> Tensor:
-    """Term `index` of `count` that add up to `x`, exactly."""
-    generator = torch.Generator().manual_seed(seed)
-    others = [torch.randint(-3, 4, x.shape, generator=generator).to(x.dtype) for _ in range(count - 1)]
-    return x - sum(others) if index == 0 else others[index - 1]
 
 
 # Running and comparing
@@ -243,70 +188,14 @@ def shown_if_slow(text: str) -> Iterator[None]:
         timer.cancel()
 
 
-class Watch(CollectiveWatch):
-    """Sees what blocks are sent.
-
-    Args:
-        whole: elements of the smallest input that is cut.
-    """
-
-    _EXCHANGES = ("all_gather", "all_to_all", "fetch_ranges", "return_ranges", "mirror_blocks")
-
-    def __init__(self, whole: int) -> None:
-        super().__init__()
-        self.whole = whole
-        self.kinds: set[str] = set()
-        self.nbytes = 0
-        self.gathers = False
-
-    def saw(self, name: str, x: Any, out: Any) -> None:
-        kind = name.partition("::")[2]
-        self.kinds.add(kind)
-        self.nbytes += x.nbytes if isinstance(x, Tensor) else 0
-        self.gathers |= kind.startswith("all_gather") and out.numel() >= self.whole
-
-    def how(self) -> str:
-        """How an op was served.
-
-        ``gathered``: some input is whole on every rank; ``exchanged``: rows went from one rank to others, but no input
-        became whole; ``reduced``: only sums and the like were sent; ``local``: nothing was.
-        """
-        if self.gathers:
-            return "gathered"
-        if any(k.startswith(self._EXCHANGES) for k in self.kinds):
-            return "exchanged"
-        return "reduced" if self.kinds else "local"
-
-
 SERVED: list[tuple[str, str, str, int]] = []
 """For every run on sharded inputs: case, layouts, how it was served, bytes that this rank put in."""
-
-
-@dataclass
-class Outcome:
-    """What a run gave.
-
-    Attributes:
-        values: leaves of the result, full.
-        structure: of the result.
-        gradients: of the inputs, full; None where there is none.
-        problems: what is wrong in itself, whatever the values.
-        layouts: of the results, to compare between ranks.
-    """
-
-    values: list[Any]
-    structure: Any
-    gradients: list[Tensor | None]
-    problems: list[str]
-    layouts: str = ""
 
 
 def run_plain(case: Case, full: Sequence[Tensor]) -> Outcome:
     """The oracle: plain PyTorch on full tensors."""
     inputs = [x.detach().clone().requires_grad_(i.grad) for i, x in zip(case.inputs, full, strict=True)]
-    values, structure = pytree.tree_flatten(case.run(*inputs))
-    _backward(case, values)
-    return Outcome([_detached(v) for v in values], structure, [x.grad for x in inputs], [])
+    return Trial.forward(case.run, inputs).backward(case.name).outcome()
 
 
 def run_sharded(
@@ -319,63 +208,18 @@ def run_sharded(
     """The same on sharded inputs."""
     inputs: list[Tensor] = []
     for n, (spec, x, way) in enumerate(zip(case.inputs, full, ways, strict=True)):
-        given = x.detach().clone() if way is None else lay_out(x, mesh, way, _seed(case.name, n)).detach()
+        given = x.detach().clone() if way is None else _laid_out(x, mesh, way, seed_of(case.name, n))
         inputs.append(given.requires_grad_(spec.grad))
     cut = [x.numel() for x, w in zip(full, ways, strict=True) if w and any(isinstance(p, Shard) for p in w.placements)]
-    watch = Watch(min(cut, default=0))
+    watch = ServiceWatch(min(cut, default=0))
     with watch if function in (None, case.run) else nullcontext():  # compiled code may hold what a mode cannot see
-        result = (function or case.run)(*inputs)
+        trial = Trial.forward(function or case.run, inputs)
     SERVED.append((case.name, " ".join("plain" if w is None else str(w) for w in ways), watch.how(), watch.nbytes))
-    values, structure = pytree.tree_flatten(result)
-    problems = [p for v in values for p in _check_block(v)]
-    layouts = "; ".join(v._spec.layout.describe() for v in values if isinstance(v, ShardTensor))
-    _backward(case, values)
-    gradients: list[Tensor | None] = []
-    for n, (x, way) in enumerate(zip(inputs, ways, strict=True)):
-        gradient = x.grad
-        if gradient is not None and way is None and isinstance(gradient, ShardTensor):
-            problems.append(f"the gradient of plain input {n} is sharded: {gradient._spec.layout.describe()}")
-        problems += _check_block(gradient)
-        gradients.append(_whole(gradient))
-    return Outcome([_whole(_detached(v)) for v in values], structure, gradients, problems, layouts)
+    return trial.backward(case.name).outcome()
 
 
-def _whole(x: Any) -> Any:
-    return x.full_tensor() if isinstance(x, ShardTensor) else x
-
-
-def _detached(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
-
-
-def _check_block(x: Any) -> list[str]:
-    if not isinstance(x, ShardTensor):
-        return []
-    layout, local = x._spec.layout, x._local_tensor
-    expected = layout.local_shape(layout.mesh.get_coordinate())
-    problems = []
-    if tuple(local.shape) != tuple(expected) or local.dtype != layout.dtype:
-        problems.append(f"the block is {local.dtype} {tuple(local.shape)}, its layout {layout.describe()}")
-    if isinstance(local, ShardTensor):
-        problems.append("the block is a sharded tensor itself")
-    return problems
-
-
-def _backward(case: Case, values: Sequence[Any]) -> None:
-    """Gradients of a weighted sum of all results; of a lone scalar, its own."""
-    outputs = [v for v in values if isinstance(v, Tensor) and v.requires_grad]
-    if not outputs:
-        return
-    if len(outputs) == 1 and outputs[0].ndim == 0 and not outputs[0].is_complex():
-        outputs[0].backward()
-        return
-    total: Any = 0
-    for n, v in enumerate(outputs):
-        full = _whole(v)
-        full = torch.view_as_real(full.resolve_conj()) if full.is_complex() else full
-        generator = torch.Generator().manual_seed(_seed(case.name, n))
-        total = total + (full * torch.randn(full.shape, generator=generator, dtype=torch.float64)).sum()
-    total.backward()
+def _laid_out(x: Tensor, mesh: DeviceMesh, way: Way, seed: int) -> ShardTensor:
+    return lay_out(x, mesh, way.placements, sizes_in_style(x.shape, mesh, way.placements, way.style), seed)
 
 
 _TOLERANCES = {
@@ -388,32 +232,12 @@ _TOLERANCES = {
 }
 
 
-def differences(got: Outcome, want: Outcome, tolerance: float | None = None) -> list[str]:
-    """Everything in which two outcomes differ, as text."""
-    found = list(got.problems)
-    if got.structure != want.structure:
-        return [*found, f"the result is {got.structure}, plain PyTorch gives {want.structure}"]
-    for n, (a, b) in enumerate(zip(got.values, want.values, strict=True)):
-        found += _difference(f"result {n}", a, b, tolerance)
-    for n, (a, b) in enumerate(zip(got.gradients, want.gradients, strict=True)):
-        found += _difference(f"gradient of input {n}", a, b, tolerance)
-    return found
+def _allowed(tolerance: float | None) -> Tolerances:
+    def by_dtype(dtype: torch.dtype) -> tuple[float, float]:
+        limit = tolerance if tolerance is not None else _TOLERANCES.get(dtype, 0.0)
+        return limit, limit
 
-
-def _difference(what: str, got: Any, want: Any, tolerance: float | None) -> list[str]:
-    if not isinstance(want, Tensor) or not isinstance(got, Tensor):
-        same = type(got) is type(want) and (got == want or (got != got and want != want))
-        same = same or (isinstance(got, float) and isinstance(want, float) and abs(got - want) < 1e-9)
-        return [] if same else [f"{what} is {got!r}, not {want!r}"]
-    if got.shape != want.shape or got.dtype != want.dtype:
-        return [f"{what} is {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"]
-    limit = tolerance if tolerance is not None else _TOLERANCES.get(want.dtype, 0.0)
-    if torch.allclose(got, want, rtol=limit, atol=limit, equal_nan=True):
-        return []
-    return [
-        f"{what} differs by {(got - want).abs().max() if got.numel() and got.dtype is not torch.bool else '?'}:\n"
-        f"{got}\nis not\n{want}"
-    ]
+    return by_dtype
 
 
 def check(
@@ -430,7 +254,7 @@ def check(
         limit: how many layouts are tried where several inputs are sharded.
         wrap: what is done to the function on sharded inputs, e.g. compiling it.
     """
-    generator = torch.Generator().manual_seed(_seed(case.name))
+    generator = torch.Generator().manual_seed(seed_of(case.name))
     return check_values(case, [fill(i, generator) for i in case.inputs], mesh, limit, wrap)
 
 
@@ -467,7 +291,7 @@ def _works_on_plain(
             if extent > 1:
                 torch._dynamo.maybe_mark_dynamic(x, dim)  # as sharded dims are
     try:
-        _backward(case, pytree.tree_leaves(wrap(case.run)(*inputs)))
+        Trial.forward(wrap(case.run), inputs).backward(case.name)
     except Exception:
         return False
     return True
@@ -498,7 +322,7 @@ def _check_one(
         return [f"{type(error).__name__}: {error}"]
     if isinstance(want, Exception):
         return [f"gives a value; plain PyTorch raises {type(want).__name__}: {want}"]
-    return differences(got, want, case.tolerance)
+    return [f"{what}: {text}" for what, text in differences(got, want, _allowed(case.tolerance))]
 
 
 # What torch, or its fake tensors, raise on purpose; not AttributeError, AssertionError or ZeroDivisionError.

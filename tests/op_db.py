@@ -16,6 +16,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 
+from shardcompile.testing.arrange import with_bits_to_spare
+
 DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
 """By preference."""
 
@@ -94,18 +96,8 @@ def samples(name: str, count: int) -> Iterator[tuple[Case, list[Tensor]]]:
     degenerate = [s for s in ordered if max(math.prod(x) for x in s) <= 1][:1]
     for shapes in [*ordered[: count - len(degenerate)], *degenerate]:
         number, sample, leaves, structure = by_shapes[shapes]
-        full = [_rounded(x.detach()) for x in leaves if isinstance(x, Tensor)]
+        full = [with_bits_to_spare(x.detach()) for x in leaves if isinstance(x, Tensor)]
         yield _case(f"{name} #{number}", op, sample, leaves, structure), full
-
-
-def _rounded(x: Tensor) -> Tensor:
-    """With a few bits less, so that terms of a sum give exactly this value, which may be compared or be an edge."""
-    if x.is_complex():
-        return torch.view_as_complex(_rounded(torch.view_as_real(x.resolve_conj())))
-    if not x.is_floating_point():
-        return x
-    unit = {torch.float64: 2.0**30, torch.float32: 2.0**14}.get(x.dtype)
-    return x if unit is None else torch.where(x.abs() < 64, (x * unit).round() / unit, x)
 
 
 def _is_unusual(x: Tensor) -> bool:

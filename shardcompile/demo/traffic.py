@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardcompile import ShardTensor
+from shardcompile.testing.watch import CollectiveWatch
 
 from .model import PointTransformer
 
@@ -40,35 +39,6 @@ def traffic_of(function: Callable[[], Any], ranks: int) -> Traffic:
     return Traffic(counter.collectives, counter.sent)
 
 
-class CollectiveWatch(TorchDispatchMode):
-    """Sees every collective on plain tensors, those inside of ops on sharded ones included."""
-
-    def saw(self, name: str, x: Any, out: Any) -> None:
-        """Called after each.
-
-        Args:
-            name: of the op, with its namespace.
-            x: its first argument.
-            out: its result.
-        """
-        raise NotImplementedError
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Stand aside while torch compiles, but see what compiled code runs."""
-        return True
-
-    def __torch_dispatch__(
-        self, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(t, ShardTensor) for t in types):
-            return NotImplemented  # its ops on blocks come back here
-        out = op(*args, **(kwargs or {}))
-        if op.namespace in ("_c10d_functional", "shardcompile") and op.name() not in _SILENT:
-            self.saw(op.name(), args[0], out)
-        return out
-
-
 class _Counter(CollectiveWatch):
     def __init__(self, ranks: int) -> None:
         super().__init__()
@@ -77,10 +47,6 @@ class _Counter(CollectiveWatch):
     def saw(self, name: str, x: Any, out: Any) -> None:
         self.collectives += 1
         self.sent += _sent(name, x, out, self.ranks)
-
-
-_SILENT = {"_c10d_functional::wait_tensor", "shardcompile::take_block", "shardcompile::place_block"}
-"""Ops that send nothing."""
 
 
 def _sent(name: str, x: Tensor | list[Tensor], out: Tensor, ranks: int) -> float:

@@ -17,7 +17,39 @@ The function above runs on two ranks, then on three: `test_sum_of_ranks[ranks=2]
 between tests.
 """
 
-__all__ = ["rank", "world_size"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardcompile.testing.rule_check import RuleReport as RuleReport
+    from shardcompile.testing.rule_check import check_rule as check_rule
+    from shardcompile.testing.same_collectives import same_collectives_on_every_rank as same_collectives_on_every_rank
+    from shardcompile.testing.single_device import assert_matches_single_device as assert_matches_single_device
+
+_MODULES = {
+    "RuleReport": "rule_check",
+    "assert_matches_single_device": "single_device",
+    "check_rule": "rule_check",
+    "same_collectives_on_every_rank": "same_collectives",
+}
+
+__all__ = [
+    "RuleReport",
+    "assert_matches_single_device",
+    "check_rule",
+    "rank",
+    "same_collectives_on_every_rank",
+    "world_size",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a check when it is first used: pytest loads this package for its plugin alone."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def rank() -> int:

@@ -29,6 +29,7 @@ from shardcompile.dispatch.local_ops import LOCAL_OPS
 from shardcompile.errors import CollectiveError
 from shardcompile.layout import Cut, Layout, MeshShape
 from shardcompile.rules import OpCall, Strategy, TensorArg, find_rule
+from shardcompile.testing.arrange import uneven_sizes
 
 WORLD = 3
 _HALVES = (torch.float16, torch.bfloat16, torch.complex32)  # their terms are rounded
@@ -121,7 +122,7 @@ def _try(op: Any, args: Any, kwargs: Any, expected: Any, strategy: Strategy, sty
     extents = {x.shape[p.dim] for x, p in zip(tensors, strategy.inputs, strict=True) if isinstance(p, Shard)}
     if len(extents) > 1:
         raise AssertionError(f"it cuts extents {extents} alike")
-    cut = Cut.of_sizes([0], [WORLD], op_check.uneven(extents.pop(), WORLD, style)) if extents else None
+    cut = Cut.of_sizes([0], [WORLD], uneven_sizes(extents.pop(), WORLD, style)) if extents else None
     after = strategy.on_cut(cut) if strategy.on_cut is not None and cut is not None else cut
     if after is None and cut is not None:
         return False

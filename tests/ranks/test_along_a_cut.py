@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
-from shardcompile.demo.traffic import CollectiveWatch
 from shardcompile.testing import rank
+from shardcompile.testing.watch import CollectiveWatch
 
 CUTS = ([3, 5, 1], [0, 6, 4], [7, 0, 0], [1, 2, 3], [4, 4, 4])
 """An empty block, all rows on one rank, a block of one, even blocks; extents differ."""

@@ -1,0 +1,34 @@
+"""Private names of torch that only `shardcompile.testing` needs. Seen in torch 2.13 and 2.15."""
+
+from __future__ import annotations
+
+import torch
+from torch._dynamo.utils import counters as _counters  # 2.13 - 2.15
+from torch.testing._comparison import default_tolerances as _default_tolerances  # 2.13 - 2.15
+from torch.utils._pytree import (  # 2.13 - 2.15
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_unflatten,
+)
+
+__all__ = [
+    "default_tolerances",
+    "graphs_compiled",
+    "keystr",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_unflatten",
+]
+
+
+def default_tolerances(dtype: torch.dtype) -> tuple[float, float]:
+    """Relative and absolute tolerance of `torch.testing.assert_close` for a dtype."""
+    return _default_tolerances(dtype)
+
+
+def graphs_compiled() -> int:
+    """How many graphs Dynamo has handed to a backend in this process; those of backward passes are not counted."""
+    return int(_counters["stats"]["unique_graphs"])

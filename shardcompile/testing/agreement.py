@@ -1,0 +1,218 @@
+"""Checks that all ranks share: what fails on one rank fails on all of them, with the same text.
+
+Ranks talk through the store of the default process group, not by collectives: a rank whose check failed may have left
+the others waiting in a collective, and must not meet them there with another one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from shardcompile import compat
+from shardcompile.errors import ShardError
+
+PATIENCE_SECONDS = 1800.0
+"""How long a rank waits for the others."""
+
+GRACE_SECONDS = 10.0
+"""How long a rank that has failed waits for the others: they may never come."""
+
+_T = TypeVar("_T")
+_calls = itertools.count()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Something that is wrong on a rank.
+
+    Attributes:
+        headline: what, in a few words; the rank is added to it.
+        detail: lines below it.
+    """
+
+    headline: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.headline}:\n{_indented(self.detail)}" if self.detail else self.headline
+
+
+class CheckFailed(Exception):
+    """Raised inside of `together` by a check that finds something wrong on this rank."""
+
+    def __init__(self, failures: Sequence[Failure]) -> None:
+        super().__init__("\n".join(map(str, failures)))
+        self.failures = tuple(failures)
+
+
+class RanksFailedError(AssertionError):
+    """A check failed on some rank. Raised on every rank that is not stuck.
+
+    Attributes:
+        in_step: whether every rank has got here, so that all of them can go on.
+    """
+
+    def __init__(self, text: str, in_step: bool = True) -> None:
+        super().__init__(text)
+        self.in_step = in_step
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What a rank says of its part of a check."""
+
+    failures: list[Failure] = field(default_factory=list)
+    facts: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> _Verdict:
+        fields = json.loads(text)
+        return _Verdict([Failure(**f) for f in fields["failures"]], fields["facts"])
+
+
+def together(
+    stage: str,
+    action: Callable[[], _T],
+    facts: Callable[[_T], str] = lambda _: "",
+    error: Callable[[str, bool], Exception] = RanksFailedError,
+) -> _T:
+    """Do something on every rank, and go on only if it went well on all of them.
+
+    Args:
+        stage: what is being done, for the text.
+        action: raises what it likes, `CheckFailed` for something that was checked.
+        facts: of the result, what must be the same on every rank, as text.
+        error: makes the exception from its text and from whether all ranks are in step.
+
+    Raises:
+        RanksFailedError: or what `error` makes, on every rank: the action failed on one, or the facts differ.
+    """
+    try:
+        result = action()
+        verdict = _Verdict(facts=facts(result))
+    except CheckFailed as failed:
+        verdict = _Verdict(list(failed.failures))
+    except Exception as raised:
+        verdict = _Verdict([_failure_of(raised)])
+    said = _exchange(verdict.to_json(), GRACE_SECONDS if verdict.failures else PATIENCE_SECONDS)
+    verdicts = [None if text is None else _Verdict.from_json(text) for text in said]
+    if text := _judge(stage, verdicts):
+        raise error(text, None not in verdicts) from None  # the text has the traceback, on every rank
+    return result
+
+
+def agree_on_use(stage: str, action: Callable[[], _T], facts: Callable[[_T], str] = lambda _: "") -> _T:
+    """As `together`, for what a user can get wrong.
+
+    Raises:
+        ValueError: on every rank, without a traceback from inside.
+    """
+
+    def checked() -> _T:
+        try:
+            return action()
+        except (ValueError, ShardError) as error:
+            raise CheckFailed([Failure(str(error))]) from error
+
+    return together(stage, checked, facts, usage_error)
+
+
+def usage_error(text: str, in_step: bool) -> Exception:
+    """What `together` raises where what the user has passed is at fault."""
+    return ValueError(text)
+
+
+def _failure_of(error: Exception) -> Failure:
+    first_line = str(error).partition("\n")[0]
+    error = error.with_traceback(_of_the_user(error.__traceback__))
+    return Failure(f"{type(error).__name__}: {first_line}", "".join(traceback.format_exception(error)).rstrip())
+
+
+def _of_the_user(frames: TracebackType | None) -> TracebackType | None:
+    """Frames from the first on that is not in this package."""
+    here = os.path.dirname(__file__)
+    while frames and frames.tb_next and os.path.dirname(frames.tb_frame.f_code.co_filename) == here:
+        frames = frames.tb_next
+    return frames
+
+
+def _judge(stage: str, verdicts: Sequence[_Verdict | None]) -> str:
+    """The text of what is wrong, the same on every rank; empty if nothing is."""
+    failing = [rank for rank, v in enumerate(verdicts) if v is not None and v.failures]
+    missing = [rank for rank, v in enumerate(verdicts) if v is None]
+    if failing:
+        return _describe(stage, failing, verdicts[failing[0]], missing)  # type: ignore[arg-type]
+    if missing:
+        return f"{stage}: {_ranks(missing)} did not get to the end of it within {PATIENCE_SECONDS:g} s"
+    return _disagreement(stage, [v.facts.split("\n") for v in verdicts if v is not None])
+
+
+def _disagreement(stage: str, facts: Sequence[Sequence[str]]) -> str:
+    """Who has what in the first line that is not the same on every rank; empty if all are."""
+    for lines in itertools.zip_longest(*facts, fillvalue="nothing"):
+        if len(set(lines)) > 1:
+            holders = {line: [r for r, other in enumerate(lines) if other == line] for line in lines}
+            said = [f"  {_ranks(r)} {'has' if len(r) == 1 else 'have'} {line}" for line, r in holders.items()]
+            return "\n".join([f"{stage}: the ranks disagree", *said])
+    return ""
+
+
+def _describe(stage: str, failing: list[int], first: _Verdict, missing: list[int]) -> str:
+    failures = first.failures
+    others = f" ({_ranks(failing[1:])} as well)" if failing[1:] else ""
+    lines = [f"{stage}: {failures[0].headline} on rank {failing[0]}{others}"]
+    if failures[0].detail:
+        lines.append(_indented(failures[0].detail))
+    if failures[1:]:
+        lines += [f"and on rank {failing[0]}", *map(str, failures[1:])]
+    if missing:
+        lines.append(
+            f"{_ranks(missing)} did not get here within {GRACE_SECONDS:g} s: probably waiting in a collective for "
+            f"rank {failing[0]}"
+        )
+    return "\n".join(lines)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _indented(text: str) -> str:
+    return "\n".join("  " + line for line in text.splitlines())
+
+
+def _exchange(value: str, seconds: float) -> list[str | None]:
+    """What each rank says; None for those that have not said anything in time."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    store, me, call = compat.store(), dist.get_rank(), next(_calls)
+    store.set(_key(call, me), value)
+    end = time.monotonic() + seconds
+    said: list[str | None] = []
+    for rank in range(dist.get_world_size()):
+        try:
+            store.wait([_key(call, rank)], timedelta(seconds=max(0.01, end - time.monotonic())))
+            said.append(store.get(_key(call, rank)).decode())
+        except RuntimeError:  # torch's DistStoreError: the time is over
+            said.append(None)
+    if None not in said:
+        store.delete_key(_key(call - 1, me))  # everybody has read that one
+    return said
+
+
+def _key(call: int, rank: int) -> str:
+    return f"shardcompile/testing/{call}/{rank}"

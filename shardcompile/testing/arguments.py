@@ -1,0 +1,144 @@
+"""The inputs of a check: full values, and how each of them is laid out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.placement_types import Placement
+
+from shardcompile.layout import normalize_placements
+from shardcompile.testing.arrange import lay_out, seed_of, sizes_in_style
+
+Placements = Placement | Sequence[Placement] | None
+Sizes = Mapping[int, Sequence[int]] | None
+
+_FIRST_STYLE = 1  # a block of one, and an empty one: see `uneven_sizes`
+
+
+@dataclass(frozen=True)
+class _Input:
+    """An argument.
+
+    Attributes:
+        name: for messages.
+        value: full.
+        placements: None where it stays as it is.
+        sizes: as the user stated them.
+    """
+
+    name: str
+    value: Any
+    placements: tuple[Placement, ...] | None
+    sizes: Sizes
+
+
+class Arguments:
+    """The arguments of a call, positional or by name.
+
+    Args:
+        inputs: full values; a mapping passes them by name.
+        placements: of each.
+        sharding_shapes: of each block sizes by mesh dim; in a style that changes with every step where not stated.
+        mesh: the mesh.
+        want_grads: whether floating-point tensors want gradients.
+
+    Raises:
+        ValueError: lengths or names differ, or something that is no plain tensor is to be sharded.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[Any] | Mapping[str, Any],
+        placements: Sequence[Placements] | Mapping[str, Placements],
+        sharding_shapes: Sequence[Sizes] | Mapping[str, Sizes] | None,
+        mesh: DeviceMesh,
+        want_grads: bool,
+    ) -> None:
+        self.mesh = mesh
+        self._want_grads = want_grads
+        values = _by_key(inputs)
+        wanted = _with_keys_of(values, placements, "placements")
+        sizes = dict.fromkeys(values) if sharding_shapes is None else _with_keys_of(values, sharding_shapes, "sizes")
+        self._inputs = {key: _input(key, values[key], wanted[key], sizes[key], mesh) for key in values}
+
+    def plain(self) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and named arguments, full and plain; new leaves of the autograd graph."""
+        return _split({k: self._leaf(i.value.detach().clone()) if isinstance(i.value, Tensor) else i.value
+                       for k, i in self._inputs.items()})  # fmt: skip
+
+    def sharded(self, step: int) -> tuple[list[Any], dict[str, Any]]:
+        """The same, laid out for a step."""
+        return _split({key: self._laid_out(each, step) for key, each in self._inputs.items()})
+
+    def digests(self) -> list[str]:
+        """What tells these arguments from others, a line for each."""
+        return [digest(each.name, each.value) for each in self._inputs.values()]
+
+    def _laid_out(self, each: _Input, step: int) -> Any:
+        if not isinstance(each.value, Tensor):
+            return each.value
+        value = each.value.detach().to(self.mesh.device_type)
+        if each.placements is None:
+            return self._leaf(value.clone())
+        sizes = sizes_in_style(value.shape, self.mesh, each.placements, _FIRST_STYLE + step)
+        sizes.update({m: list(s) for m, s in (each.sizes or {}).items()})
+        return self._leaf(lay_out(value, self.mesh, each.placements, sizes, seed_of(each.name)))
+
+    def _leaf(self, x: Tensor) -> Tensor:
+        x = x.to(self.mesh.device_type)
+        return x.requires_grad_(self._want_grads and (x.is_floating_point() or x.is_complex()))
+
+
+def _by_key(given: Any) -> dict[Any, Any]:
+    if isinstance(given, Mapping):
+        return dict(given)
+    if not isinstance(given, (list, tuple)):
+        raise ValueError(f"inputs, placements and sharding_shapes are lists or mappings, got {type(given).__name__}")
+    return dict(enumerate(given))
+
+
+def _with_keys_of(values: dict[Any, Any], given: Any, what: str) -> dict[Any, Any]:
+    found = _by_key(given)
+    if found.keys() != values.keys():
+        raise ValueError(f"there are {what} for {list(found)}, but inputs {list(values)}")
+    return found
+
+
+def _input(key: Any, value: Any, placements: Placements, sizes: Sizes, mesh: DeviceMesh) -> _Input:
+    name = f"input {key!r}"
+    if isinstance(value, Tensor) and type(value) not in (Tensor, torch.nn.Parameter):
+        raise ValueError(f"{name} is a {type(value).__name__}; inputs are plain, full tensors")
+    if placements is None:
+        return _Input(name, value, None, None)
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} is a {type(value).__name__}, which cannot be sharded: its placements must be None")
+    several = [placements] if isinstance(placements, Placement) else list(placements)
+    return _Input(name, value, normalize_placements(several, mesh, value.ndim), sizes)
+
+
+def _split(values: dict[Any, Any]) -> tuple[list[Any], dict[str, Any]]:
+    by_place = [v for k, v in values.items() if isinstance(k, int)]
+    return by_place, {k: v for k, v in values.items() if isinstance(k, str)}
+
+
+def default_mesh() -> DeviceMesh:
+    """A mesh of one dim over all ranks, of GPUs if the process group has NCCL."""
+    device = "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
+    return init_device_mesh(device, (dist.get_world_size(),))
+
+
+def digest(name: str, value: Any) -> str:
+    """A line that is the same for the same value, on every rank."""
+    if not isinstance(value, Tensor):
+        known = value is None or isinstance(value, (bool, int, float, complex, str))
+        return f"{name}: {value!r}" if known else f"{name}: {type(value).__name__}"
+    flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    content = hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes(), digest_size=6).hexdigest()
+    return f"{name}: {value.dtype} {tuple(value.shape)} with digest {content}"

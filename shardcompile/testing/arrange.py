@@ -1,0 +1,129 @@
+"""Full values as sharded tensors: cuts that are worth a test, and laying a value out without communication."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from shardcompile.api import distribute_tensor
+from shardcompile.layout import chunk_sizes
+from shardcompile.tensor import ShardTensor
+
+CHUNK = 3
+"""The style of cut that is torch.chunk's."""
+
+
+def seed_of(*what: object) -> int:
+    """A seed that depends on nothing else, and on no process."""
+    return zlib.crc32(repr(what).encode())
+
+
+def uneven_sizes(extent: int, parts: int, style: int) -> list[int]:
+    """Block sizes along a dim, from a cycle of four.
+
+    Styles 1 and 2 have a block of one, and with three ranks or more an empty block, as far as the extent allows; with
+    two ranks style 2 has the empty block. Style 0 has a block of two and an empty one. Style `CHUNK` is torch.chunk's.
+
+        7 rows on 3 ranks:  [5, 0, 2]     [1, 6, 0]     [0, 1, 6]     [3, 3, 1]
+        9 rows on 4 ranks:  [5, 0, 2, 2]  [1, 6, 0, 2]  [0, 1, 6, 2]  [3, 3, 3, 0]
+    """
+    style %= 4
+    if style == CHUNK:
+        return list(chunk_sizes(extent, parts))
+    if parts == 1:
+        return [extent]
+    if parts == 2:
+        few = min((2, 1, 0)[style], extent)
+        return [few, extent - few] if style else [extent - few, few]
+    big, small = ((0, 2), (1, 0), (2, 1))[style]
+    sizes = [0] * parts
+    sizes[small] = min(1 if style else 2, extent)
+    rest = extent - sizes[small]
+    for place in range(3, parts):
+        sizes[place] = rest // (parts - place + 2)
+        rest -= sizes[place]
+    sizes[big] = rest
+    return sizes
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one input is laid out: placements, and the style of its cuts."""
+
+    placements: tuple[Placement, ...]
+    style: int
+
+    def __str__(self) -> str:
+        return f"[{describe(self.placements)}]~{self.style}"
+
+
+def describe(placements: Sequence[Placement]) -> str:
+    """Placements in short, e.g. ``S(0), P(sum)``."""
+    return ", ".join(_short(p) for p in placements)
+
+
+def _short(placement: Placement) -> str:
+    if isinstance(placement, Partial):
+        return f"P({placement.reduce_op})"
+    return f"S({placement.dim})" if isinstance(placement, Shard) else "R"
+
+
+def sizes_in_style(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], style: int
+) -> dict[int, list[int]]:
+    """Block sizes of every sharded dim by mesh dim, as ``sharding_shapes`` takes them."""
+    sizes: dict[int, list[int]] = {}
+    for dim, extent in enumerate(shape):
+        mesh_dims = [m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
+        if mesh_dims:
+            parts = 1
+            for m in mesh_dims:
+                parts *= mesh.shape[m]
+            sizes[mesh_dims[-1]] = uneven_sizes(extent, parts, style)
+    return sizes
+
+
+def lay_out(
+    full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], sizes: Mapping[int, Sequence[int]], seed: int
+) -> ShardTensor:
+    """A full value, known on every rank, as a sharded tensor. Does not communicate.
+
+    Args:
+        full: the value.
+        mesh: the mesh.
+        placements: one for each mesh dim, dims counted from the first.
+        sizes: of the blocks of every sharded dim, as ``sharding_shapes`` takes them.
+        seed: of the terms, where there is a pending sum.
+    """
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "every rank is in the mesh"
+    term = full
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Partial):
+            term = _term(term, coordinate[mesh_dim], mesh.shape[mesh_dim], seed + mesh_dim)
+    whole = [Replicate() if isinstance(p, Partial) else p for p in placements]
+    block = distribute_tensor(term.detach(), mesh, whole, src_data_rank=None, sharding_shapes=sizes)
+    return ShardTensor.from_local(block.to_local().detach(), mesh, placements, sizes)
+
+
+def _term(x: Tensor, index: int, count: int, seed: int) -> Tensor:
+    """Term `index` of `count` that add up to `x`: exactly, if it has bits to spare, see `with_bits_to_spare`."""
+    generator = torch.Generator().manual_seed(seed)
+    others = [torch.randint(-3, 4, x.shape, generator=generator).to(x) for _ in range(count - 1)]
+    return x - sum(others) if index == 0 else others[index - 1]
+
+
+def with_bits_to_spare(x: Tensor) -> Tensor:
+    """Rounded, so that terms of a sum give exactly this value, which may be compared or be an edge."""
+    if x.is_complex():
+        return torch.view_as_complex(with_bits_to_spare(torch.view_as_real(x.resolve_conj())))
+    if not x.is_floating_point():
+        return x
+    unit = {torch.float64: 2.0**30, torch.float32: 2.0**14}.get(x.dtype)
+    return x if unit is None else torch.where(x.abs() < 64, (x * unit).round() / unit, x)

@@ -1,0 +1,85 @@
+"""In what two values differ, as text: where in the global tensor, and by how much."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcompile.compat.testing import default_tolerances
+
+Tolerances = Callable[[torch.dtype], tuple[float, float]]
+"""Relative and absolute tolerance by dtype."""
+
+
+def tolerances(rtol: float | None = None, atol: float | None = None) -> Tolerances:
+    """The tolerances of `torch.testing.assert_close` for each dtype, but for those that are stated."""
+
+    def by_dtype(dtype: torch.dtype) -> tuple[float, float]:
+        usual = default_tolerances(dtype)
+        return usual[0] if rtol is None else rtol, usual[1] if atol is None else atol
+
+    return by_dtype
+
+
+def difference(got: Any, want: Any, allowed: Tolerances) -> str | None:
+    """In what a value differs from the one that is expected; None if it does not.
+
+    Args:
+        got: a plain tensor, a number, or any object: then ``==`` decides.
+        want: what is expected. Tensors must have the same shape and dtype.
+        allowed: by which numbers may differ. Two NaNs are equal.
+    """
+    if not isinstance(want, Tensor) or not isinstance(got, Tensor):
+        return None if _same(got, want, allowed) else f"expected {_named(want)}, got {_named(got)}"
+    if got.shape != want.shape:
+        return f"expected global shape {tuple(want.shape)}, got {tuple(got.shape)}"
+    if got.dtype != want.dtype:
+        return f"expected dtype {_short(want.dtype)}, got {_short(got.dtype)}"
+    rtol, atol = allowed(want.dtype)
+    wrong = ~torch.isclose(got, want, rtol=rtol, atol=atol, equal_nan=True)
+    return _how_far(got, want, wrong, rtol, atol) if wrong.any() else None
+
+
+def _same(got: Any, want: Any, allowed: Tolerances) -> bool:
+    if type(got) is not type(want) or isinstance(got, Tensor):
+        return False
+    if isinstance(want, float):
+        rtol, atol = allowed(torch.float64)
+        return math.isclose(got, want, rel_tol=rtol, abs_tol=atol) or (math.isnan(got) and math.isnan(want))
+    return bool(got == want)
+
+
+def _named(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {_short(value.dtype)} {tuple(value.shape)}"
+    return f"{value!r}"[:200]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _how_far(got: Tensor, want: Tensor, wrong: Tensor, rtol: float, atol: float) -> str:
+    lines = [
+        f"{int(wrong.sum())} of {wrong.numel()} elements differ by more than atol={atol:g} plus rtol={rtol:g} times "
+        "what is expected"
+    ]
+    far = _distance(got, want)
+    size = _distance(want, torch.zeros_like(want))
+    for name, measure in (("absolute", far), ("relative", far / size)):
+        measure = torch.where(wrong, measure.nan_to_num(torch.inf, posinf=torch.inf), -1.0)
+        at = tuple(int(i) for i in torch.unravel_index(measure.argmax(), measure.shape))
+        lines.append(
+            f"largest {name} difference {measure[at].item():.3g} at index {at}: "
+            f"expected {want[at].item()!r}, got {got[at].item()!r}"
+        )
+    return "\n".join(lines)
+
+
+def _distance(a: Tensor, b: Tensor) -> Tensor:
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    return (a.to(wide) - b.to(wide)).abs()

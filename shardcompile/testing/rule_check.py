@@ -1,0 +1,320 @@
+"""`check_rule`: an op in every layout of its inputs, against the op on plain tensors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from shardcompile import compat
+from shardcompile.compat.testing import tree_flatten, tree_unflatten
+from shardcompile.testing.agreement import CheckFailed, Failure, RanksFailedError, agree_on_use, together, usage_error
+from shardcompile.testing.arguments import default_mesh, digest
+from shardcompile.testing.arrange import CHUNK, Way, describe, lay_out, seed_of, sizes_in_style, with_bits_to_spare
+from shardcompile.testing.compare import Tolerances, tolerances
+from shardcompile.testing.trial import Outcome, Trial, differences
+from shardcompile.testing.watch import SERVICES, ServiceWatch
+
+_STYLES = (1, CHUNK, 2)
+"""Cuts that every combination of placements is tried with; see `uneven_sizes`."""
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class RuleRun:
+    """An op's run on sharded inputs.
+
+    Attributes:
+        sample: number of the sample.
+        placements: of its tensors, in short.
+        layouts: the same with block sizes.
+        service: how the op was served in the forward pass: see `ServiceWatch.how`.
+        problem: what is wrong; empty if nothing is.
+    """
+
+    sample: int
+    placements: str
+    layouts: str
+    service: str
+    problem: str
+
+
+@dataclass(frozen=True)
+class RuleReport:
+    """What `check_rule` has tried; ``print(report)`` shows a table.
+
+    Attributes:
+        op: its name.
+        world_size: number of ranks.
+        runs: all of them.
+        left_out: how many more there would be without the limit.
+    """
+
+    op: str
+    world_size: int
+    runs: tuple[RuleRun, ...]
+    left_out: int
+
+    @property
+    def served(self) -> dict[str, int]:
+        """How many runs were ``local``, ``reduced``, ``exchanged`` and ``gathered``."""
+        counts = Counter(run.service for run in self.runs)
+        return {service: counts[service] for service in SERVICES}
+
+    @property
+    def wrong(self) -> tuple[RuleRun, ...]:
+        """The runs that did not give what the op gives on plain tensors."""
+        return tuple(run for run in self.runs if run.problem)
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("inputs", "runs", *SERVICES)]
+        for placements in dict.fromkeys(run.placements for run in self.runs):
+            mine = [run for run in self.runs if run.placements == placements]
+            counts = Counter(run.service for run in mine)
+            rows.append((placements, str(len(mine)), *(str(counts[s]) for s in SERVICES)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = [
+            "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+            for row in rows
+        ]
+        total = f"{self.op}: {len(self.runs)} runs on {self.world_size} ranks, {len(self.wrong)} wrong"
+        return "\n".join([total + (f", {self.left_out} left out" if self.left_out else ""), *table])
+
+
+def check_rule(
+    op: Callable[..., Any],
+    samples: Iterable[tuple[Sequence[Any], Mapping[str, Any]]],
+    *,
+    mesh: DeviceMesh | None = None,
+    backward: bool = True,
+    limit: int = 200,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> RuleReport:
+    """Try an op in every layout of its inputs, against the op on plain tensors. Call it on every rank.
+
+        @pytest.mark.ranks(3)
+        def test_the_rule():
+            x, w = torch.randn(7, 4).double(), torch.randn(4, 5).double()
+            report = check_rule(torch.ops.mine.project.default, [((x, w), {}), ((x, w), {"scale": 2.0})])
+            assert report.served["gathered"] == 0  # the rule covers every layout
+
+    For whoever wrote a rule (`register_sharding`), a handler, or a custom op. Each tensor in a sample, also inside of
+    lists, is laid out as ``Replicate()``, ``Shard(d)`` for each of its dims and, if it is of floats or complex numbers,
+    ``Partial("sum")``. All combinations are tried along one mesh dim, and those with a sharded tensor with several
+    cuts: 1, n - 1 and no rows; torch.chunk's; none, 1 and n - 1 rows (on three ranks); and, where two tensors are
+    sharded, each with a cut of its own. Compared are results and, unless nothing wants one, gradients of all inputs of
+    floats, in the tolerance of `torch.testing.assert_close`: take float64. A combination that is refused with an error
+    counts as wrong, as does a result whose block does not fit its layout.
+
+    Args:
+        op: an overload, or any function of tensors.
+        samples: pairs of positional and named arguments with full tensors, the same on every rank. Numbers are rounded
+            a little (float64 to multiples of 2**-30), so that terms of a pending sum add up to them exactly.
+        mesh: of one dim, over all ranks; by default of GPUs if the process group has NCCL.
+        backward: whether to go backward.
+        limit: how many runs a sample may take. If there are more, combinations where all tensors have the same
+            placement come first, then others that are drawn from a fixed seed; all with the first cut, then all with
+            the second, and so on.
+        rtol: relative tolerance in place of the dtype's.
+        atol: absolute tolerance, likewise.
+
+    Returns:
+        What was tried, and how the op was served.
+
+    Raises:
+        AssertionError: on every rank: it names the op, all layouts that are wrong and how far the first one is off.
+        ValueError: on every rank: samples differ between ranks or hold no tensors, or the op fails on plain tensors.
+    """
+    mesh = default_mesh() if mesh is None else mesh
+    name = str(op) if isinstance(op, compat.OpOverload) else getattr(op, "__name__", str(op))
+    cases = [_Case(f"{name}, sample {n}", op, *sample, mesh, backward) for n, sample in enumerate(samples)]
+    agree_on_use(name, lambda: _check_usage(cases, mesh), lambda _: _digests(cases))
+    allowed = tolerances(rtol, atol)
+    runs: list[RuleRun] = []
+    left_out = 0
+    for number, case in enumerate(cases):
+        expected = together(f"{case.name}, on plain tensors", case.plain, error=usage_error)
+        ways, more = _ways(case.tensors, limit, seed_of(case.name))
+        left_out += more
+        runs += [_tried(number, case, each, expected, allowed) for each in ways]
+    report = RuleReport(name, mesh.size(), tuple(runs), left_out)
+    if report.wrong:
+        raise AssertionError(_complaint(report))
+    return report
+
+
+class _Case:
+    """A sample of an op, as a function of its tensors.
+
+    Attributes:
+        name: for messages.
+        tensors: their full values.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        op: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        mesh: DeviceMesh,
+        backward: bool,
+    ) -> None:
+        self.name = name
+        self._op, self._mesh, self._backward = op, mesh, backward
+        self._leaves, self._structure = tree_flatten((tuple(args), dict(kwargs)))
+        self._places = [i for i, x in enumerate(self._leaves) if isinstance(x, Tensor)]
+        full = [self._leaves[i].detach().to(mesh.device_type) for i in self._places]
+        self.tensors = [with_bits_to_spare(x) for x in full]
+
+    def _run(self, *tensors: Tensor) -> Any:
+        leaves = list(self._leaves)
+        for place, x in zip(self._places, tensors, strict=True):
+            leaves[place] = x
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        return self._op(*args, **kwargs)
+
+    def _leaf(self, x: Tensor) -> Tensor:
+        return x.requires_grad_(self._backward and (x.is_floating_point() or x.is_complex()))
+
+    def plain(self) -> Outcome:
+        """What the op gives on plain tensors."""
+        trial = Trial.forward(self._run, [self._leaf(x.clone()) for x in self.tensors])
+        return self.backwards(trial).outcome()
+
+    def sharded(self, ways: Sequence[Way], watch: ServiceWatch) -> Trial:
+        """The op on tensors that are laid out so, gone forward.
+
+        Raises:
+            CheckFailed: a block does not fit its layout.
+        """
+        laid_out = []
+        for n, (x, way) in enumerate(zip(self.tensors, ways, strict=True)):
+            sizes = sizes_in_style(x.shape, self._mesh, way.placements, way.style)
+            laid_out.append(self._leaf(lay_out(x, self._mesh, way.placements, sizes, seed_of(self.name, n))))
+        with watch:
+            trial = Trial.forward(self._run, laid_out)
+        if trial.problems:
+            raise CheckFailed([Failure("the result is malformed", p) for p in trial.problems])
+        return trial
+
+    def backwards(self, trial: Trial) -> Trial:
+        """Go backward, if that is asked for."""
+        return trial.backward(self.name) if self._backward else trial
+
+    def layouts(self, ways: Sequence[Way]) -> str:
+        """Placements and block sizes of all tensors."""
+        return "; ".join(_with_sizes(x, w, self._mesh) for x, w in zip(self.tensors, ways, strict=True))
+
+
+def _with_sizes(x: Tensor, way: Way, mesh: DeviceMesh) -> str:
+    (placement,) = way.placements
+    sizes = sizes_in_style(x.shape, mesh, way.placements, way.style).get(0)
+    return describe([placement]) + ("" if sizes is None else f"[{','.join(map(str, sizes))}]")
+
+
+def _check_usage(cases: Sequence[_Case], mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1 or mesh.size() != dist.get_world_size():
+        raise ValueError(f"the mesh must have one dim, and all {dist.get_world_size()} ranks; it is {mesh}")
+    if not cases:
+        raise ValueError("there are no samples")
+    for case in cases:
+        if not case.tensors:
+            raise ValueError(f"{case.name}: no argument is a tensor")
+
+
+def _digests(cases: Sequence[_Case]) -> str:
+    return "\n".join(digest(f"{c.name}, tensor {n}", x) for c in cases for n, x in enumerate(c.tensors))
+
+
+def _tried(number: int, case: _Case, ways: Sequence[Way], expected: Outcome, allowed: Tolerances) -> RuleRun:
+    layouts = case.layouts(ways)
+    stage = f"{case.name}, inputs {layouts}"
+    cut = [x.numel() for x, w in zip(case.tensors, ways, strict=True) if isinstance(w.placements[0], Shard)]
+    watch = ServiceWatch(min(cut, default=0))
+    try:
+        trial = together(stage, lambda: case.sharded(ways, watch), lambda t: t.layouts)
+        together(stage, lambda: case.backwards(trial), lambda t: t.gradient_layouts)
+        together(stage, lambda: _compare(trial, expected, allowed))
+        problem = ""
+    except RanksFailedError as error:
+        if not error.in_step:
+            raise
+        problem = str(error)
+    return RuleRun(number, "; ".join(describe(w.placements) for w in ways), layouts, watch.how(), problem)
+
+
+def _compare(trial: Trial, expected: Outcome, allowed: Tolerances) -> None:
+    if found := differences(trial.outcome(), expected, allowed):
+        raise CheckFailed([Failure(f"{what} is wrong", text) for what, text in found])
+
+
+def _complaint(report: RuleReport) -> str:
+    wrong = report.wrong
+    lines = [f"{report.op} is wrong in {len(wrong)} of {len(report.runs)} runs on {report.world_size} ranks", ""]
+    lines.append(wrong[0].problem)
+    if wrong[1:]:
+        lines += ["", "The others:", *(f"  {run.problem.partition(chr(10))[0]}" for run in wrong[1:_SHOWN])]
+    if wrong[_SHOWN:]:
+        lines.append(f"  and {len(wrong) - _SHOWN} more")
+    return "\n".join(lines)
+
+
+def _placements_of(x: Tensor) -> list[Placement]:
+    """What may be asked of a tensor. Of the floats of one byte there are no sums."""
+    summable = (x.is_floating_point() or x.is_complex()) and x.dtype.itemsize > 1
+    sharded: list[Placement] = [Shard(d) for d in range(x.ndim)]
+    return [*sharded, Replicate(), *([Partial("sum")] if summable else [])]
+
+
+def _ways(tensors: Sequence[Tensor], limit: int, seed: int) -> tuple[list[tuple[Way, ...]], int]:
+    """The layouts that are tried, and how many are left out."""
+    options = [_placements_of(x) for x in tensors]
+    combinations = _combinations(options, limit, seed)
+    ways = [tuple(Way((p,), style) for p in each) for style in _STYLES for each in combinations]
+    ways = [each for each in ways if each[0].style == _STYLES[0] or _cut(each)]
+    for each in combinations:
+        own = tuple(Way((p,), n + 1) for n, p in enumerate(each))
+        if _cut(own) > 1:
+            ways.append(own)
+    return ways[:limit], _count(options) - min(limit, len(ways))
+
+
+def _cut(ways: Sequence[Way]) -> int:
+    return sum(isinstance(w.placements[0], Shard) for w in ways)
+
+
+def _combinations(options: Sequence[Sequence[Placement]], limit: int, seed: int) -> list[tuple[Placement, ...]]:
+    everywhere = dict.fromkeys(itertools.chain.from_iterable(options))
+    alike = [tuple(p if p in own else Replicate() for own in options) for p in everywhere]
+    total = math.prod(map(len, options))
+    numbers = range(total) if total <= limit else random.Random(seed).sample(range(total), limit)
+    return list(dict.fromkeys([*alike, *(_combination(n, options) for n in numbers)]))
+
+
+def _combination(number: int, options: Sequence[Sequence[Placement]]) -> tuple[Placement, ...]:
+    picked = []
+    for own in options:
+        number, place = divmod(number, len(own))
+        picked.append(own[place])
+    return tuple(picked)
+
+
+def _count(options: Sequence[Sequence[Placement]]) -> int:
+    """How many runs there are without a limit: by how many tensors are cut, none, one or several."""
+    total = math.prod(map(len, options))
+    whole = [sum(not isinstance(p, Shard) for p in own) for own in options]
+    none = math.prod(whole)
+    one = sum((len(own) - w) * (none // w) for own, w in zip(options, whole, strict=True))
+    return none + len(_STYLES) * one + (len(_STYLES) + 1) * (total - none - one)

@@ -1,0 +1,139 @@
+"""`same_collectives_on_every_rank`: the test against hangs that needs no ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcompile.compat.testing import tree_leaves
+from shardcompile.layout import Layout
+from shardcompile.offline import CollectiveRecord, trace_offline
+from shardcompile.tensor import ShardTensor
+
+Build = Callable[[DeviceMesh], tuple[Callable[..., Any], Sequence[Any]]]
+Records = tuple[CollectiveRecord, ...]
+
+_ALL_UP_TO = 8
+"""Ranks: smaller worlds are traced as all of their ranks."""
+
+_NONE = "none, there are no more"
+
+
+def same_collectives_on_every_rank(
+    build: Build,
+    world_size: int,
+    *,
+    ranks: Sequence[int] | None = None,
+    device: str = "cpu",
+    mesh_shape: Sequence[int] | None = None,
+    **options: Any,
+) -> Records:
+    """Check that ranks start the same collectives in the same order: where they do not, they wait without end.
+
+        def build(mesh):
+            sizes = [10 * r for r in range(mesh.size())]
+            local = torch.randn(sizes[mesh.get_local_rank()], 5)
+            return Net(), (sc.ShardTensor.from_local(local, mesh, [Shard(0)], {0: sizes}),)
+
+        def test_ranks_agree():
+            records = same_collectives_on_every_rank(build, 64)
+            assert len(records) <= 6
+
+    It traces a step as one rank after the other, forward and backward and through all passes, in this process and with
+    no ranks: not inside of a ``ranks`` test. On a mesh of several dims two ranks are compared in the collectives of
+    groups that have both of them.
+
+    Args:
+        build: called with the mesh, returns the function or module and its arguments, see
+            `shardcompile.offline.trace_offline`.
+        world_size: number of ranks.
+        ranks: which to trace. By default all of up to 8. Of more these: the first two along each mesh dim, the one in
+            the middle and the last; and those with the smallest and the largest block of each sharded input or
+            parameter.
+        device: "cpu" or "cuda"; tracing for CUDA needs a C++ compiler once.
+        mesh_shape: of the mesh; by default it has one dim.
+        **options: of `trace_offline`: ``mesh_dim_names``, ``passes``, ``off``, ``backward``, ``inductor``.
+
+    Returns:
+        The collectives, forward first, of the first rank that was traced; on a mesh of one dim those of all.
+
+    Raises:
+        AssertionError: two ranks differ; it names them, the first difference, and the lines of the program. Or tracing
+            fails on a rank though it succeeded on another.
+        OfflineError: this process has a process group, or nothing can be traced.
+        ValueError: `ranks` is empty.
+    """
+    shape = (world_size,) if mesh_shape is None else tuple(mesh_shape)
+    seen: list[Layout] = []
+
+    def trace(rank: int) -> Records:
+        watched = _recording(build, seen)
+        traced = trace_offline(
+            watched, world_size=world_size, mesh_shape=mesh_shape, rank=rank, device=device, **options
+        )
+        return traced.collectives
+
+    if ranks is not None and not ranks:
+        raise ValueError("ranks is empty: there is nothing to trace")
+    first = 0 if ranks is None else ranks[0]
+    found = {first: trace(first)}
+    for rank in _selected(shape, seen) if ranks is None else ranks:
+        if rank not in found:
+            found[rank] = _traced_like(first, rank, trace)
+            for other in list(found)[:-1]:
+                _compare(other, found[other], rank, found[rank])
+    return found[first]
+
+
+def _recording(build: Build, seen: list[Layout]) -> Build:
+    """The same, but it writes down how inputs and parameters are sharded."""
+
+    def recording(mesh: DeviceMesh) -> tuple[Callable[..., Any], Sequence[Any]]:
+        fn, inputs = build(mesh)
+        parameters = list(fn.parameters()) if isinstance(fn, nn.Module) else []
+        seen[:] = [x.sharding for x in tree_leaves((list(inputs), parameters)) if isinstance(x, ShardTensor)]
+        return fn, inputs
+
+    return recording
+
+
+def _selected(shape: Sequence[int], layouts: Sequence[Layout]) -> list[int]:
+    coordinates = list(itertools.product(*map(range, shape)))  # in the order of ranks
+    if len(coordinates) <= _ALL_UP_TO:
+        return list(range(len(coordinates)))
+    picked = {0, len(coordinates) - 1}
+    for dim, extent in enumerate(shape):
+        for place in (1, extent // 2, extent - 1):
+            along = tuple(min(place, extent - 1) if d == dim else 0 for d in range(len(shape)))
+            picked.add(coordinates.index(along))
+    for layout in layouts:
+        elements = [math.prod(int(n) for n in layout.local_shape(c)) for c in coordinates]
+        picked |= {elements.index(min(elements)), elements.index(max(elements))}
+    return sorted(picked)
+
+
+def _traced_like(first: int, rank: int, trace: Callable[[int], Records]) -> Records:
+    try:
+        return trace(rank)
+    except Exception as error:
+        raise AssertionError(
+            f"rank {rank} cannot be traced, though rank {first} can: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _compare(a: int, records_of_a: Records, b: int, records_of_b: Records) -> None:
+    ours, theirs = ([r for r in rs if {a, b} <= set(r.ranks)] for rs in (records_of_a, records_of_b))
+    for number, (x, y) in enumerate(itertools.zip_longest(ours, theirs), 1):
+        if x != y:
+            raise AssertionError(
+                f"ranks {a} and {b} start different collectives, and would wait for each other without end. They "
+                f"differ in number {number} (of {len(ours)} and {len(theirs)} that both take part in):\n"
+                f"  rank {a}: {x or _NONE}\n"
+                f"  rank {b}: {y or _NONE}\n"
+                "The program, or a pass, takes a decision by what only one rank knows: the rank, or its block"
+            )

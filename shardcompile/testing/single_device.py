@@ -1,0 +1,235 @@
+"""`assert_matches_single_device`: a model on sharded inputs against the same model on plain ones."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcompile.compat.testing import graphs_compiled
+from shardcompile.testing.agreement import CheckFailed, Failure, agree_on_use, together, usage_error
+from shardcompile.testing.arguments import Arguments, Placements, Sizes, default_mesh, digest
+from shardcompile.testing.compare import Tolerances, difference, tolerances
+from shardcompile.testing.subject import Plan, Subject, same_on_every_rank
+
+Backend = str | Callable[..., Any]
+
+
+def assert_matches_single_device(
+    module_or_fn: nn.Module | Callable[..., Any],
+    inputs: Sequence[Any] | Mapping[str, Any],
+    placements: Sequence[Placements] | Mapping[str, Placements],
+    *,
+    sharding_shapes: Sequence[Sizes] | Mapping[str, Sizes] | None = None,
+    mesh: DeviceMesh | None = None,
+    parallelize: Callable[[nn.Module, DeviceMesh], Any] | None = None,
+    compiled: bool = True,
+    backend: Backend | Sequence[Backend] = "inductor",
+    options: Mapping[str, Any] | None = None,
+    backward: bool = True,
+    input_grads: bool = True,
+    steps: int = 1,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    max_graphs: int = 1,
+) -> None:
+    """Check a model on sharded inputs against the same model on plain tensors. Call it on every rank.
+
+        @pytest.mark.ranks(3)
+        def test_model():
+            torch.manual_seed(0)
+            model = Net().double()
+            x, y = torch.randn(7, 5).double(), torch.randn(7, 2).double()
+            assert_matches_single_device(
+                model, [x, y], [Shard(0), Shard(0)], steps=3, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3)
+            )
+
+    Every rank runs the model on the full tensors, as one process would; then on sharded ones, eagerly, and compiled
+    with ``fullgraph=True``. Each run has a copy of the module of its own, on the device of the mesh. Compared are, in
+    every step, the results (any pytree: values, dtypes, global shapes), the gradients of inputs and parameters of a
+    weighted sum of the results (of a lone scalar: its own), and parameters and buffers after the optimizer's step.
+    Compiling must give one graph. `torch.compile` forgets what it had compiled before. Random numbers start from the
+    same seed in every run, but what is drawn for sharded tensors differs from what is drawn for plain ones: switch
+    dropout off.
+
+    Args:
+        module_or_fn: a module, copied for each run, with plain parameters; or a function of tensors.
+        inputs: full values, the same on every rank; a mapping passes them by name. What is no tensor is passed on.
+        placements: of each input: one for each mesh dim, or only one if there is one mesh dim; None: it stays plain.
+        sharding_shapes: of each input the block sizes by mesh dim, or None. By default the sizes are uneven: 7 rows on
+            3 ranks are cut into 1, 6 and 0 in the first step, then into 0, 1 and 6; 3, 3 and 1; 5, 0 and 2; and so on
+            (`shardcompile.testing.arrange.uneven_sizes`), so that more steps also check that one graph serves all
+            these cuts.
+        mesh: over all ranks; by default of one dim, of GPUs if the process group has NCCL.
+        parallelize: called with each copy that gets sharded inputs, and the mesh: to shard its parameters. Names of
+            parameters stay what they are.
+        compiled: whether to compile at all.
+        backend: of `torch.compile`, or several of them.
+        options: of `torch.compile`, for backends that are strings.
+        backward: whether to go backward, and make the optimizer's steps. Some result must want a gradient.
+        input_grads: whether floating-point inputs want gradients.
+        steps: how many steps are made on the same values.
+        optimizer: makes one for the parameters; SGD with a learning rate of 0.01 by default.
+        rtol: relative tolerance; by default `torch.testing.assert_close`'s for each dtype, so that float64 is checked
+            tightly. Sums over ranks add up in another order than in one process, which float32 may need room for.
+        atol: absolute tolerance, likewise.
+        max_graphs: how many graphs compiling may give.
+
+    Raises:
+        AssertionError: on every rank: something differs. The text says in which run and step, what, on which rank, by
+            how much and where in the global tensor. If ranks are stuck in a collective because one has failed, that
+            one raises.
+        ValueError: on every rank: the arguments do not fit together, inputs or parameters differ between ranks, or the
+            run on plain tensors fails.
+    """
+    mesh = default_mesh() if mesh is None else mesh
+    plan = Plan(backward, optimizer, parallelize)
+    given = agree_on_use(
+        "the arguments",
+        lambda: _checked(module_or_fn, Arguments(inputs, placements, sharding_shapes, mesh, input_grads), plan, steps),
+    )
+    agree_on_use(
+        "inputs and parameters must be the same on every rank, from the same seed",
+        lambda: "\n".join([*given.digests(), *_digests(module_or_fn)]),
+        facts=str,
+    )
+    expected = together(
+        "on plain tensors", lambda: _on_plain_tensors(module_or_fn, given, plan, steps), error=usage_error
+    )
+    check = _Check(module_or_fn, given, plan, expected, tolerances(rtol, atol))
+    check.run("eager", lambda call: call)
+    for each in _several(backend) if compiled else []:
+        check.run_compiled(each, options, max_graphs)
+
+
+class _Check:
+    """What is compared with what.
+
+    Args:
+        module_or_fn: as the user gave it.
+        arguments: likewise.
+        plan: what a step is.
+        expected: for every step what plain tensors gave, by name.
+        allowed: by how much numbers may differ.
+    """
+
+    def __init__(
+        self,
+        module_or_fn: Callable[..., Any],
+        arguments: Arguments,
+        plan: Plan,
+        expected: Sequence[Mapping[str, Any]],
+        allowed: Tolerances,
+    ) -> None:
+        self._module_or_fn, self._arguments, self._plan = module_or_fn, arguments, plan
+        self._expected, self._allowed = expected, allowed
+
+    def run(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Make all steps on sharded inputs, and compare after each."""
+        with _seeded():
+            mesh = self._arguments.mesh
+            subject = together(name, lambda: Subject(self._module_or_fn, self._plan, mesh, sharded=True))
+            subject.call = wrap(subject.call)
+            for step, expected in enumerate(self._expected):
+                stage = f"{name}, step {step + 1}" if len(self._expected) > 1 else name
+                self._step(stage, subject, step, expected)
+
+    def _step(self, stage: str, subject: Subject, step: int, expected: Mapping[str, Any]) -> None:
+        together(stage, lambda: subject.forward(*self._arguments.sharded(step)), same_on_every_rank)
+        together(stage, subject.learn, same_on_every_rank)
+        together(stage, lambda: self._compare(subject.gathered(), expected))
+
+    def _compare(self, got: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+        found = []
+        for name in [*expected, *(n for n in got if n not in expected)]:
+            text = difference(got.get(name, _NOTHING), expected.get(name, _NOTHING), self._allowed)
+            if text is not None:
+                found.append(Failure(f"{name} is wrong", text))
+        if found:
+            raise CheckFailed(found)
+
+    def run_compiled(self, backend: Backend, options: Mapping[str, Any] | None, max_graphs: int) -> None:
+        """The same with `torch.compile`, and count its graphs."""
+        torch.compiler.reset()
+        name = f"compiled with {backend if isinstance(backend, str) else getattr(backend, '__name__', backend)}"
+        stated = None if options is None else dict(options)
+        before = graphs_compiled()
+        self.run(name, lambda call: torch.compile(call, fullgraph=True, backend=backend, options=stated))
+        count = graphs_compiled() - before
+        together(name, lambda: _check_graphs(count, max_graphs), lambda _: f"{count} graphs")
+
+
+class _Nothing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_NOTHING = _Nothing()
+
+
+def _check_graphs(count: int, limit: int) -> None:
+    if not 1 <= count <= limit:
+        wanted = "one graph" if limit == 1 else f"1 to {limit} graphs"
+        raise CheckFailed([Failure(f"{count} graphs were compiled, expected {wanted},")])
+
+
+def _several(backend: Backend | Sequence[Backend]) -> list[Backend]:
+    return [backend] if isinstance(backend, str) or callable(backend) else list(backend)
+
+
+def _checked(module_or_fn: Any, arguments: Arguments, plan: Plan, steps: int) -> Arguments:
+    if arguments.mesh.size() != dist.get_world_size():
+        raise ValueError(f"the mesh has {arguments.mesh.size()} of {dist.get_world_size()} ranks; it must have all")
+    if steps < 1:
+        raise ValueError(f"steps must be 1 or more, got {steps}")
+    is_module = isinstance(module_or_fn, nn.Module)
+    if (plan.optimizer or plan.parallelize) and not is_module:
+        raise ValueError(f"optimizer and parallelize are for modules, got {type(module_or_fn).__name__}")
+    if plan.optimizer and not plan.backward:
+        raise ValueError("an optimizer needs gradients: backward=True")
+    if is_module:
+        sharded = [n for n, p in _state_of(module_or_fn) if type(p.detach()) is not torch.Tensor]
+        if sharded:
+            raise ValueError(
+                f"{', '.join(sharded)}: pass a module with plain parameters, and shard them in parallelize"
+            )
+    for step in range(min(steps, 4)):
+        arguments.sharded(step)  # placements and sizes that do not fit are refused here
+    return arguments
+
+
+def _state_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _digests(module_or_fn: Any) -> list[str]:
+    if not isinstance(module_or_fn, nn.Module):
+        return []
+    return [digest(name, value) for name, value in _state_of(module_or_fn)]
+
+
+def _on_plain_tensors(
+    module_or_fn: Callable[..., Any], arguments: Arguments, plan: Plan, steps: int
+) -> list[dict[str, Any]]:
+    with _seeded():
+        subject = Subject(module_or_fn, plan, arguments.mesh, sharded=False)
+        found = []
+        for _ in range(steps):
+            subject.forward(*arguments.plain())
+            subject.learn()
+            found.append(subject.gathered())
+        return found
+
+
+@contextlib.contextmanager
+def _seeded() -> Iterator[None]:
+    """Random numbers start from the same seed inside of it, and go on afterwards as if nothing had been drawn."""
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+        torch.manual_seed(0)
+        yield

@@ -1,0 +1,156 @@
+"""One run of what is checked: a copy of the module, and its steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcompile.compat.testing import keystr, tree_flatten_with_path
+from shardcompile.testing.agreement import CheckFailed, Failure
+from shardcompile.testing.trial import block_problems, describe_value, go_backward, gradient_problems, whole
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step is.
+
+    Attributes:
+        backward: whether it goes backward, and has the optimizer's step if there are parameters.
+        optimizer: makes one; None: SGD.
+        parallelize: called with a copy of the module, and the mesh.
+    """
+
+    backward: bool
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
+    parallelize: Callable[[nn.Module, DeviceMesh], Any] | None
+
+
+class Subject:
+    """A function, or a copy of a module, that makes steps.
+
+    Args:
+        module_or_fn: as the user gave it.
+        plan: what a step is.
+        mesh: on whose device to run.
+        sharded: whether to shard parameters as the plan says.
+
+    Attributes:
+        call: what a step calls; may be replaced by a compiled one.
+    """
+
+    call: Callable[..., Any]
+
+    def __init__(self, module_or_fn: Callable[..., Any], plan: Plan, mesh: DeviceMesh, sharded: bool) -> None:
+        self.call = module_or_fn
+        self._plan = plan
+        self._module: nn.Module | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._inputs: dict[str, Any] = {}
+        self._results: dict[str, Any] = {}
+        self._learnt: dict[str, Any] = {}
+        if isinstance(module_or_fn, nn.Module):
+            self._module = self.call = _copied(module_or_fn, plan, mesh, sharded)
+            trainable = [p for p in self._module.parameters() if p.requires_grad]
+            if plan.backward and trainable:
+                self._optimizer = (plan.optimizer or _sgd)(trainable)
+
+    def forward(self, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Begin a step.
+
+        Returns:
+            The results, by name.
+
+        Raises:
+            CheckFailed: a block does not fit its layout.
+        """
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+        self._inputs = {f"input {k!r}": v for k, v in [*enumerate(args), *kwargs.items()]}
+        # A step without gradients is what is asked for where nothing goes backward, and compiles one graph.
+        with torch.set_grad_enabled(self._plan.backward):
+            self._results = _named_results(self.call(*args, **kwargs))
+        _check_blocks({name: block_problems(v) for name, v in self._results.items()})
+        return self._results
+
+    def learn(self) -> dict[str, Any]:
+        """Go backward, and make the optimizer's step.
+
+        Returns:
+            Gradients, parameters and buffers, by name.
+
+        Raises:
+            CheckFailed: no result wants a gradient, or a block does not fit its layout.
+        """
+        if self._plan.backward and not go_backward(list(self._results.values()), "results"):
+            raise CheckFailed([Failure("no result requires a gradient (backward=False leaves gradients out)")])
+        leaves = self._leaves() if self._plan.backward else {}
+        _check_blocks({f"grad of {name}": gradient_problems(x) for name, x in leaves.items()})
+        gradients = {f"grad of {name}": x.grad for name, x in leaves.items()}
+        if self._optimizer is not None:
+            self._optimizer.step()
+        self._learnt = gradients | self._state()
+        return self._learnt
+
+    def gathered(self) -> dict[str, Any]:
+        """Everything that this step gave, full and no longer changed by the next one."""
+        return {name: _kept(whole(_detached(v))) for name, v in (self._results | self._learnt).items()}
+
+    def _leaves(self) -> dict[str, Tensor]:
+        inputs = {n: x for n, x in self._inputs.items() if isinstance(x, Tensor) and x.requires_grad}
+        parameters = {} if self._module is None else dict(self._module.named_parameters())
+        return inputs | {n: p for n, p in parameters.items() if p.requires_grad}
+
+    def _state(self) -> dict[str, Any]:
+        if self._module is None:
+            return {}
+        parameters = {f"{n} after the step": p for n, p in self._module.named_parameters()}
+        return parameters | {f"buffer {n} after the step": b for n, b in self._module.named_buffers()}
+
+
+def same_on_every_rank(named: Mapping[str, Any]) -> str:
+    """What the ranks must agree on about values, before they can gather them."""
+    return "\n".join(f"{name}: {describe_value(v)}" for name, v in named.items())
+
+
+def _copied(module: nn.Module, plan: Plan, mesh: DeviceMesh, sharded: bool) -> nn.Module:
+    module = copy.deepcopy(module).to(mesh.device_type)
+    if not sharded or plan.parallelize is None:
+        return module
+    returned = plan.parallelize(module, mesh)
+    return returned if isinstance(returned, nn.Module) else module
+
+
+def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+def _named_results(result: Any) -> dict[str, Any]:
+    leaves, structure = tree_flatten_with_path(result)
+    return {"structure of the output": str(structure)} | {_name(path): leaf for path, leaf in leaves}
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """``output``, ``output 'loss'``, ``output 0`` or, further down, ``output[0]['loss']``."""
+    if len(path) == 1 and (key := getattr(path[0], "key", getattr(path[0], "idx", None))) is not None:
+        return f"output {key!r}"
+    return f"output{keystr(path)}"
+
+
+def _check_blocks(problems: Mapping[str, list[str]]) -> None:
+    found = [Failure(f"{name} is malformed", p) for name, several in problems.items() for p in several]
+    if found:
+        raise CheckFailed(found)
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def _kept(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x

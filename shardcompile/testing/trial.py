@@ -1,0 +1,166 @@
+"""A function's run on sharded inputs, or on plain ones, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcompile.compat.testing import tree_flatten
+from shardcompile.tensor import ShardTensor
+from shardcompile.testing.arrange import seed_of
+from shardcompile.testing.compare import Tolerances, difference
+
+
+@dataclass
+class Outcome:
+    """What a run gave.
+
+    Attributes:
+        values: leaves of the result, full.
+        structure: of the result.
+        gradients: of the inputs, full; None where there is none.
+        problems: what is wrong in itself, whatever the values.
+    """
+
+    values: list[Any]
+    structure: Any
+    gradients: list[Tensor | None]
+    problems: list[str]
+
+
+@dataclass
+class Trial:
+    """A run that has gone forward.
+
+    Attributes:
+        inputs: leaves of the autograd graph.
+        values: leaves of the result.
+        structure: of the result.
+    """
+
+    inputs: Sequence[Tensor]
+    values: list[Any]
+    structure: Any
+
+    @staticmethod
+    def forward(run: Callable[..., Any], inputs: Sequence[Tensor]) -> Trial:
+        """Call a function with inputs of which some want a gradient."""
+        return Trial(inputs, *tree_flatten(run(*inputs)))
+
+    @property
+    def layouts(self) -> str:
+        """Of the results; the same on every rank, or they cannot even be gathered."""
+        return "\n".join(map(describe_value, self.values))
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong in the results, whatever their values."""
+        return [p for v in self.values for p in block_problems(v)]
+
+    def backward(self, name: str) -> Trial:
+        """Go backward.
+
+        Args:
+            name: from which the weights of the results follow.
+        """
+        go_backward(self.values, name)
+        return self
+
+    @property
+    def gradient_layouts(self) -> str:
+        """Of the gradients, after `backward`."""
+        return "\n".join(describe_value(x.grad) for x in self.inputs)
+
+    def outcome(self) -> Outcome:
+        """Gather everything."""
+        problems = self.problems
+        for n, x in enumerate(self.inputs):
+            problems += [f"gradient of input {n}: {p}" for p in gradient_problems(x)]
+        gradients = [whole(x.grad) for x in self.inputs]
+        return Outcome([_detached(whole(v)) for v in self.values], self.structure, gradients, problems)
+
+
+def whole(x: Any) -> Any:
+    """The full value of a sharded tensor; anything else as it is."""
+    return x.full_tensor() if isinstance(x, ShardTensor) else x
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def describe_value(x: Any) -> str:
+    """What has to be the same on every rank of a result, before ranks can gather it."""
+    if isinstance(x, ShardTensor):
+        return x.sharding.describe()
+    return f"plain {x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def block_problems(x: Any) -> list[str]:
+    """In what a sharded tensor's block does not fit its layout."""
+    if not isinstance(x, ShardTensor):
+        return []
+    layout, local = x.sharding, x._local_tensor
+    expected = layout.local_shape(layout.mesh.get_coordinate())
+    problems = []
+    if tuple(local.shape) != tuple(expected) or local.dtype != layout.dtype:
+        problems.append(f"the block is {local.dtype} {tuple(local.shape)}, its layout {layout.describe()}")
+    if isinstance(local, ShardTensor):
+        problems.append("the block is a sharded tensor itself")
+    return problems
+
+
+def gradient_problems(x: Tensor) -> list[str]:
+    """What is wrong with the gradient of a leaf, whatever its values."""
+    if isinstance(x.grad, ShardTensor) and not isinstance(x, ShardTensor):
+        return [f"it is sharded, of a plain tensor: {x.grad.sharding.describe()}"]
+    return block_problems(x.grad)
+
+
+def go_backward(values: Sequence[Any], name: str) -> bool:
+    """Go backward from a weighted sum of all results; from a lone scalar, from itself.
+
+    Args:
+        values: leaves of a result.
+        name: from which the weights follow, the same on every rank.
+
+    Returns:
+        Whether some result wanted a gradient.
+    """
+    outputs = [v for v in values if isinstance(v, Tensor) and v.requires_grad]
+    if not outputs:
+        return False
+    if len(outputs) == 1 and outputs[0].ndim == 0 and not outputs[0].is_complex():
+        outputs[0].backward()
+        return True
+    total: Any = 0
+    for n, v in enumerate(outputs):
+        full = whole(v)
+        full = torch.view_as_real(full.resolve_conj()) if full.is_complex() else full
+        generator = torch.Generator().manual_seed(seed_of(name, n))
+        weights = torch.randn(full.shape, generator=generator, dtype=torch.float64)
+        total = total + (full * weights.to(full.device)).sum()
+    total.backward()
+    return True
+
+
+def differences(got: Outcome, want: Outcome, allowed: Tolerances) -> list[tuple[str, str]]:
+    """Everything in which two outcomes differ: what, and how.
+
+    Args:
+        got: of the sharded run.
+        want: of the plain one.
+        allowed: by which numbers may differ.
+    """
+    found = [("the run", p) for p in got.problems]
+    if got.structure != want.structure:
+        return [*found, ("the result", f"it is {got.structure}, plain PyTorch gives {want.structure}")]
+    results = zip(got.values, want.values, strict=True)
+    gradients = zip(got.gradients, want.gradients, strict=True)
+    named = [(f"result {n}", a, b) for n, (a, b) in enumerate(results)]
+    named += [(f"gradient of input {n}", a, b) for n, (a, b) in enumerate(gradients)]
+    return found + [(name, text) for name, a, b in named if (text := difference(a, b, allowed)) is not None]

@@ -1,0 +1,33 @@
+"""The code of docs/testing.md runs: its tests are tests of this file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor.placement_types import Shard
+
+from shardcompile.testing import assert_matches_single_device
+
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "testing.md"
+BLOCKS = list(re.finditer(r"^```(\w+)\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL))
+
+# Ranks import this file as well, and find the tests by their names. Line numbers are those of the guide.
+for block in BLOCKS:
+    if block[1] == "python":
+        exec(compile("\n" * block.string.count("\n", 0, block.start(2)) + block[2], GUIDE, "exec"))
+
+
+def test_the_guide_has_tests() -> None:
+    assert sum(name.startswith("test_") for name in globals()) >= 7
+
+
+@pytest.mark.ranks(2)
+def test_the_failure_reads_as_the_guide_says() -> None:
+    (told,) = [block[2] for block in BLOCKS if block[1] == "text"]
+    mean_of_means = globals()["mean_of_means"]
+    with pytest.raises(AssertionError) as raised:
+        assert_matches_single_device(mean_of_means, [torch.arange(14.0).reshape(7, 2)], [Shard(0)], backward=False)
+    assert str(raised.value) == told.strip()
