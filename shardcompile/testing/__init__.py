@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from shardcompile.testing.rule_check import check_rule as check_rule
     from shardcompile.testing.same_collectives import same_collectives_on_every_rank as same_collectives_on_every_rank
     from shardcompile.testing.single_device import assert_matches_single_device as assert_matches_single_device
+    from shardcompile.testing.snapshot import assert_graph as assert_graph
 
 _MODULES = {
     "RuleReport": "rule_check",
+    "assert_graph": "snapshot",
     "assert_matches_single_device": "single_device",
     "check_rule": "rule_check",
     "same_collectives_on_every_rank": "same_collectives",
@@ -37,6 +39,7 @@ _MODULES = {
 
 __all__ = [
     "RuleReport",
+    "assert_graph",
     "assert_matches_single_device",
     "check_rule",
     "rank",
