@@ -23,6 +23,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardcompile.testing.here import mesh as mesh
+    from shardcompile.testing.here import rank as rank
+    from shardcompile.testing.here import world_size as world_size
     from shardcompile.testing.rule_check import RuleReport as RuleReport
     from shardcompile.testing.rule_check import check_rule as check_rule
     from shardcompile.testing.same_collectives import same_collectives_on_every_rank as same_collectives_on_every_rank
@@ -34,7 +37,10 @@ _MODULES = {
     "assert_graph": "snapshot",
     "assert_matches_single_device": "single_device",
     "check_rule": "rule_check",
+    "mesh": "here",
+    "rank": "here",
     "same_collectives_on_every_rank": "same_collectives",
+    "world_size": "here",
 }
 
 __all__ = [
@@ -42,6 +48,7 @@ __all__ = [
     "assert_graph",
     "assert_matches_single_device",
     "check_rule",
+    "mesh",
     "rank",
     "same_collectives_on_every_rank",
     "world_size",
@@ -49,21 +56,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load a check when it is first used: pytest loads this package for its plugin alone."""
+    """Load what is asked for when it is first used: pytest loads this package for its plugin alone, without torch."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-
-
-def rank() -> int:
-    """This process's rank in the default process group."""
-    import torch.distributed as dist  # here, so that loading the pytest plugin does not load torch
-
-    return dist.get_rank()
-
-
-def world_size() -> int:
-    """The number of ranks in the default process group."""
-    import torch.distributed as dist
-
-    return dist.get_world_size()

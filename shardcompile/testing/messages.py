@@ -26,6 +26,7 @@ class RunTest:
         names: attributes from the module to the function, such as `("TestPlan", "test_moves")`.
         arguments: each argument of the function, pickled on its own.
         sys_path: pytest's `sys.path`, so that the test finds the same helper modules.
+        mesh_shape: of the mesh that the test asks for, if it states one.
         warning_filters: the filters of the ini file, of the command line, and of the test's own marks.
     """
 
@@ -33,6 +34,7 @@ class RunTest:
     names: tuple[str, ...]
     arguments: dict[str, bytes]
     sys_path: tuple[str, ...]
+    mesh_shape: tuple[int, ...] | None
     warning_filters: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
 

@@ -3,6 +3,7 @@
     @pytest.mark.ranks(4)                                     # on four ranks
     @pytest.mark.ranks(2, 3)                                  # on two, then on three
     @pytest.mark.ranks(4, backend="gloo", timeout=120)        # the defaults, in seconds
+    @pytest.mark.ranks(4, mesh=(2, 2))                        # what `shardcompile.testing.mesh()` gives
 
 The function runs in other processes, which start on first use (seconds) and stay (milliseconds per test).
 There, the default process group has exactly `n` ranks. Fixtures, `setup_method` and its kin run once, in
@@ -19,6 +20,7 @@ runs at the timeout, and a collective that only some ranks joined. A skip or an 
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import pickle
 import shlex
@@ -36,7 +38,9 @@ from shardcompile.testing.messages import Kind, Outcome, RunTest
 from shardcompile.testing.pool import PoolStartError, RankPool, RankPools, RunResult
 from shardcompile.testing.report import describe
 
-_MARK = "ranks(*world_sizes, backend='gloo', timeout=120): run the test on every rank of a pool of processes."
+_MARK = "ranks(*world_sizes, backend='gloo', timeout=120, mesh=None): run the test on every rank of a pool."
+    "ranks(*world_sizes, backend='gloo', timeout=120, mesh=None): run the test on every rank of a pool of processes."
+)
 _WORLD_SIZE = "_ranks_world_size"
 _POOLS = pytest.StashKey[RankPools]()
 _NOTES = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
@@ -50,12 +54,16 @@ class _Ranks:
     world_sizes: tuple[int, ...]
     backend: str = "gloo"
     timeout: float = 120.0
+    mesh: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.world_sizes or not all(isinstance(n, int) and n > 0 for n in self.world_sizes):
             raise ValueError("needs one or more world sizes, such as ranks(2, 3)")
         if self.timeout <= 0:
             raise ValueError(f"needs a timeout in seconds, got {self.timeout}")
+        if self.mesh is not None and self.world_sizes != (math.prod(self.mesh),):
+            ranks = " or ".join(map(str, self.world_sizes))
+            raise ValueError(f"a mesh of shape {tuple(self.mesh)} has {math.prod(self.mesh)} ranks, not {ranks}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -110,7 +118,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     world_size = _world_size(pyfuncitem, ranks)
     _skip_without_gpus(world_size, ranks.backend)
-    test = _message(pyfuncitem)
+    test = _message(pyfuncitem, ranks)
     try:
         pool = pyfuncitem.config.stash[_POOLS].get(world_size, ranks.backend)
     except PoolStartError as error:
@@ -171,13 +179,14 @@ def _skip_without_gpus(world_size: int, backend: str) -> None:
         pytest.skip(f"{backend} needs {world_size} GPUs, found {torch.cuda.device_count()}")
 
 
-def _message(item: pytest.Function) -> RunTest:
+def _message(item: pytest.Function, ranks: _Ranks) -> RunTest:
     classes = [node.name for node in item.listchain() if isinstance(node, pytest.Class)]
     return RunTest(
         path=str(item.path),
         names=(*classes, item.originalname),
         arguments=_pickled_arguments(item),
         sys_path=tuple(sys.path),
+        mesh_shape=None if ranks.mesh is None else tuple(ranks.mesh),
         warning_filters=_warning_filters(item),
     )
 

@@ -30,6 +30,7 @@ from _pytest.pathlib import import_path
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not declare that it exports it
 
 from shardcompile.testing.cleanup import Cleaner, seed
+from shardcompile.testing.here import set_mesh_shape
 from shardcompile.testing.messages import Kind, Outcome, Reply, Request, RunTest, Setup
 
 # pytest enforces each test's own timeout and kills the rank; this one only has to be longer.
@@ -109,6 +110,7 @@ def _join(setup: Setup) -> None:
 def _run(test: RunTest, config: pytest.Config) -> Outcome:
     seed()
     sys.path[:] = test.sys_path
+    set_mesh_shape(test.mesh_shape)
     try:
         with _warning_filters(test):
             _call(test, config)

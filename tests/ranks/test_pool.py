@@ -26,7 +26,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from shardcompile.testing import rank, world_size
+from shardcompile.testing import mesh, rank, world_size
 
 HERE = Path(__file__).parent
 
@@ -102,6 +102,18 @@ def test_after_mess():
 
 @pytest.mark.ranks(2)
 def test_unsendable_fixture(unsendable):
+    pass
+
+@pytest.mark.ranks(4, mesh=(2, 2))
+def test_mesh():
+    note(f"mesh {tuple(mesh(['a', 'b']).shape)}")
+
+@pytest.mark.ranks(2)
+def test_no_mesh():
+    note(f"no mesh {tuple(mesh().shape)}")
+
+@pytest.mark.ranks(3, mesh=(2, 2))
+def test_wrong_mesh():
     pass
 
 @pytest.mark.ranks(2)
@@ -324,12 +336,18 @@ def test_failure_shows_traceback_summary_and_outputs(gentle: Session) -> None:
     assert "printed by 1\nwritten to stderr" in text
 
 
+def test_mesh_is_of_the_shape_that_is_asked_for(gentle: Session) -> None:
+    assert gentle.noted("mesh") == ["(2, 2)"] * 4
+    assert gentle.noted("no mesh") == ["(2,)"] * 2
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("test_no_size", "needs one or more world sizes"),
         ("test_size_zero[ranks=2]", "needs one or more world sizes"),
         ("test_unknown_keyword", "unexpected keyword argument 'time'"),
+        ("test_wrong_mesh", "a mesh of shape (2, 2) has 4 ranks, not 3"),
     ],
 )
 def test_wrong_mark_is_an_error_of_its_test(gentle: Session, name: str, message: str) -> None:
@@ -403,6 +421,38 @@ def test_ranks_end_with_pytest(stop: signal.Signals, tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+FEW = """
+@pytest.mark.ranks(2)
+def test_one():
+    note(f"one {os.environ.get('PYTEST_XDIST_WORKER')}")
+
+@pytest.mark.ranks(2)
+def test_two():
+    note("two")
+    assert sum_over_ranks() == 3
+
+@pytest.mark.ranks(2)
+def test_three():
+    note("three")
+"""
+
+
+def test_with_xdist_last_failed_and_keywords(tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
+    path = tmp_path / "test_few.py"
+    path.write_text(HEADER + FEW)
+
+    def run(*options: str) -> str:
+        plugin = ["-p", "no:shardcompile", "-p", "shardcompile.testing.plugin"]
+        command = [sys.executable, "-m", "pytest", "-q", *plugin, *options, path.name]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300).stdout
+
+    assert "1 failed, 1 passed" in run("-n", "2", "-k", "one or two")
+    assert sorted(read_notes(tmp_path)) in (["one gw0", "one gw0", "two", "two"], ["one gw1", "one gw1", "two", "two"])
+    assert "1 failed" in run("--lf", "-x")
+    assert sorted(read_notes(tmp_path))[-4:] == ["two"] * 4
 
 
 # --- the parts that need no process
