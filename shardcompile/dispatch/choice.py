@@ -5,9 +5,10 @@ Pure: works on layouts only, so that every rank chooses alike.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
@@ -63,7 +64,11 @@ class Choice:
 
 
 def choose(
-    layouts: Sequence[Layout], strategies: Iterable[Strategy], outputs: int, in_place: bool = False
+    layouts: Sequence[Layout],
+    strategies: Iterable[Strategy],
+    outputs: int,
+    in_place: bool = False,
+    produced: Callable[[], Sequence[int]] | None = None,
 ) -> Choice | None:
     """The cheapest legal way to run an op, or None if there is none (only possible in place).
 
@@ -72,6 +77,7 @@ def choose(
         strategies: the legal ways along one mesh dim; replicating everything is added.
         outputs: number of outputs.
         in_place: whether the first input is written to, so that it must stay as it is.
+        produced: gives the bytes of each output, if they can be known.
     """
     table = [*strategies, replicate_all(len(layouts), outputs)]
     world = len(layouts[0].placements)
@@ -81,7 +87,7 @@ def choose(
         found = _cheapest(layouts, [natural], in_place)  # type: ignore[list-item]
         if found is not None and found.nbytes == 0 and not any(p.steps for p in found.plans):
             return found
-    return _cheapest(layouts, itertools.product(*_few_enough(layouts, candidates)), in_place)
+    return _cheapest(layouts, itertools.product(*_few_enough(layouts, candidates)), in_place, produced)
 
 
 def _is_natural(layouts: Sequence[Layout], strategy: Strategy, mesh_dim: int) -> bool:
@@ -120,13 +126,19 @@ def _usable(layouts: Sequence[Layout], table: Sequence[Strategy], mesh_dim: int)
     return usable
 
 
-def _cheapest(layouts: Sequence[Layout], combinations: Iterable[Sequence[Strategy]], in_place: bool) -> Choice | None:
+def _cheapest(
+    layouts: Sequence[Layout],
+    combinations: Iterable[Sequence[Strategy]],
+    in_place: bool,
+    produced: Callable[[], Sequence[int]] | None = None,
+) -> Choice | None:
     best: tuple[tuple[int, int], Choice] | None = None
+    sizes = None if produced is None else functools.cache(produced)
     for combination in combinations:
         for choice in _assemble(layouts, combination):
             if in_place and not _keeps_first(layouts[0], choice):
                 continue
-            cost = (choice.cost, sum(len(p.steps) for p in choice.plans))
+            cost = (choice.cost + _reduction_cost(choice, sizes), sum(len(p.steps) for p in choice.plans))
             if best is None or cost < best[0]:
                 best = (cost, choice)
     return None if best is None else best[1]
@@ -202,6 +214,22 @@ def _with_cuts(layouts: Sequence[Layout], combination: Sequence[Strategy], chose
 def _cost(plan: Plan) -> int:
     leaves = any(isinstance(a, Shard) and a != b for a, b in zip(plan.src.placements, plan.dst.placements, strict=True))
     return plan.nbytes * (_LEAVING if leaves else 1)
+
+
+def _reduction_cost(choice: Choice, produced: Callable[[], Sequence[int]] | None) -> int:
+    """Bytes of reducing what a choice leaves as terms, where inputs have to be moved to get there.
+
+    Without it, moving two small factors so that their products are cut along the dim that is summed over looks cheap,
+    however large the product: scores of an attention over a cut sequence would be terms of full size on every rank.
+    Where nothing moves, terms are what the inputs' layouts lead to, and may never have to be reduced.
+    """
+    partial = [[m for m, p in enumerate(o.placements) if isinstance(p, Partial)] for o in choice.outputs]
+    if produced is None or not any(partial) or not choice.communicates:
+        return 0
+    mesh = choice.plans[0].src.mesh
+    return sum(
+        nbytes * (math.prod(mesh.shape[m] for m in dims) - 1) for nbytes, dims in zip(produced(), partial, strict=False)
+    )
 
 
 def _collect(

@@ -10,7 +10,9 @@ are symbols, it is made for every call.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -276,7 +278,8 @@ def _decide_functional(cls: type, call: OpCall, args: tuple[Any, ...], kwargs: d
     op = call.op
     rule = _rule_of(op)
     if rule is not None:
-        choice = choose(_layouts(call), rule.ways(call), len(op._schema.returns))
+        produced = functools.partial(_produced_bytes, cls, op, args, kwargs)
+        choice = choose(_layouts(call), rule.ways(call), len(op._schema.returns), produced=produced)
         assert choice is not None, "replicating everything is always possible"
 
         def as_chosen() -> _Entry:
@@ -294,6 +297,19 @@ def _decide_functional(cls: type, call: OpCall, args: tuple[Any, ...], kwargs: d
     if composite is not None:
         return _Composed(composite, lambda: _fallback(call))
     return _fallback(call)
+
+
+def _produced_bytes(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """Bytes of each output's global tensor, by hints while tracing; none if they depend on values."""
+    try:
+        out = global_meta(cls, op, args, kwargs)
+    except compat.UNKNOWN_OUTPUT_SHAPE:
+        return []
+    outputs = out if isinstance(out, tuple) and len(op._schema.returns) > 1 else (out,)
+    return [
+        math.prod(compat.size_hint(s) for s in x.shape) * x.dtype.itemsize if isinstance(x, Tensor) else 0
+        for x in outputs
+    ]
 
 
 def _rule_of(op: OpOverload) -> Rule | None:

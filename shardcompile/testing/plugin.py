@@ -39,8 +39,6 @@ from shardcompile.testing.pool import PoolStartError, RankPool, RankPools, RunRe
 from shardcompile.testing.report import describe
 
 _MARK = "ranks(*world_sizes, backend='gloo', timeout=120, mesh=None): run the test on every rank of a pool."
-    "ranks(*world_sizes, backend='gloo', timeout=120, mesh=None): run the test on every rank of a pool of processes."
-)
 _WORLD_SIZE = "_ranks_world_size"
 _POOLS = pytest.StashKey[RankPools]()
 _NOTES = pytest.StashKey[tempfile.TemporaryDirectory[str]]()

@@ -1,0 +1,170 @@
+"""Our own compiled models under regression test, by the kit that users have: numbers, collectives, budgets.
+
+The graphs are those of eight GPUs, traced without any; `pytest --update-snapshots` accepts new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement, Shard
+
+import shardcompile as sc
+from shardcompile.demo.model import PointTransformer, mean_squared_error
+from shardcompile.testing import assert_graph, assert_matches_single_device
+
+SIZES = [40, 0, 1, 25, 64, 3, 17, 10]
+
+
+class Points(nn.Module):
+    """The network of the demo and its loss."""
+
+    placements = (Shard(0), Shard(0))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = PointTransformer(channels=16, heads=2, slices=4, layers=2)
+
+    def forward(self, points: Tensor, target: Tensor) -> Tensor:
+        return mean_squared_error(self.net(points), target)
+
+    @staticmethod
+    def shapes(n: int) -> list[tuple[int, ...]]:
+        return [(n, 5), (n,)]
+
+
+class Transformer(nn.Module):
+    """Two layers over a sequence in blocks: queries stay where they are, keys and values are gathered."""
+
+    placements = (Shard(1), Shard(1))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (self.head(x) - target).square().mean()
+
+    @staticmethod
+    def shapes(n: int) -> list[tuple[int, ...]]:
+        return [(2, n, 16), (2, n, 3)]
+
+
+class Images(nn.Module):
+    """A convolutional network on a batch in blocks, whose batch norms need every block."""
+
+    placements = (Shard(0), Shard(0))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8, 4),
+        )
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return (self.net(x) - target).square().mean()
+
+    @staticmethod
+    def shapes(n: int) -> list[tuple[int, ...]]:
+        return [(n, 3, 8, 8), (n, 4)]
+
+
+class Graphs(nn.Module):
+    """Two rounds of messages along edges: edges and nodes are in blocks of their own."""
+
+    placements = (Shard(0), Shard(0), Shard(0))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.message, self.update = nn.Linear(4, 8), nn.Linear(16, 8), nn.Linear(16, 8)
+        self.decode = nn.Linear(8, 1)
+
+    def forward(self, nodes: Tensor, edges: Tensor, target: Tensor) -> Tensor:
+        h = torch.tanh(self.encode(nodes))
+        n = nodes.shape[0]
+        start, end = (edges[:, i].remainder(n) for i in (0, 1))
+        for _ in range(2):
+            messages = torch.tanh(self.message(torch.cat([h[start], h[end]], 1)))
+            received = torch.zeros_like(h).index_add(0, end, messages)
+            h = h + torch.tanh(self.update(torch.cat([h, received], 1)))
+        return (self.decode(h) - target).square().mean()
+
+    @staticmethod
+    def shapes(n: int) -> list[tuple[int, ...]]:
+        return [(n, 4), (2 * n, 2), (n, 1)]
+
+
+MODELS = [Points, Transformer, Images, Graphs]
+
+
+def data(model: Any, n: int, dtype: torch.dtype) -> list[Tensor]:
+    tensors = [torch.randn(shape, dtype=dtype) for shape in model.shapes(n)]
+    if model is Graphs:
+        tensors[1] = torch.randint(0, 1000, (2 * n, 2))
+    return tensors
+
+
+@pytest.mark.ranks(3, timeout=600)
+@pytest.mark.parametrize("model", MODELS)
+def test_training_equals_one_device(model: Any) -> None:
+    torch.manual_seed(0)
+    net = model().double()
+    assert_matches_single_device(
+        net,
+        data(model, 7, torch.float64),
+        list(model.placements),
+        backend="shardcompile",
+        steps=2,
+        max_graphs=2,
+        input_grads=False,
+    )
+
+
+def build_of(model: Any) -> Callable[[DeviceMesh], tuple[Any, tuple[Any, ...]]]:
+    def build(mesh: DeviceMesh) -> tuple[Any, tuple[Any, ...]]:
+        here = mesh.get_rank()
+
+        def block(shape: tuple[int, ...], placement: Placement) -> sc.ShardTensor:
+            dim = placement.dim  # type: ignore[attr-defined]
+            sizes = [s * (shape[dim] // sum(SIZES)) for s in SIZES]
+            local = list(shape)
+            local[dim] = sizes[here]
+            dtype = torch.int64 if model is Graphs and shape[-1] == 2 else torch.float32
+            return sc.ShardTensor.from_local(torch.zeros(local, dtype=dtype), mesh, [placement], {0: sizes})
+
+        blocks = [block(s, p) for s, p in zip(model.shapes(sum(SIZES)), model.placements, strict=True)]
+        return model(), tuple(blocks)
+
+    return build
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_communication_of_eight_gpus(model: Any) -> None:
+    report = assert_graph(
+        build_of(model),
+        snapshot=f"{model.__name__.lower()}-8",
+        world_size=8,
+        device="cuda",
+        stages=[],
+        max_graphs=2,
+    )
+    assert not [c for c in report.traced if c.gathered_for]
