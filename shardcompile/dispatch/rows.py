@@ -69,7 +69,8 @@ def _numbers(*values: IntLike) -> bool:
     return all(isinstance(v, int) for v in values)
 
 
-def _positions(x: Tensor, first: IntLike, step: int, count: IntLike) -> Tensor:
+def positions(x: Tensor, first: IntLike, step: int, count: IntLike) -> Tensor:
+    """The numbers of rows, a plain tensor on the device of a block."""
     with compat.faking_like(x):
         return torch.ops.prims.iota.default(
             count, start=first, step=step, dtype=torch.int64, device=x.device, requires_grad=False
@@ -80,14 +81,14 @@ def take_rows(x: Tensor, dim: int, first: IntLike, step: int, count: IntLike) ->
     """Rows of a block: a view, or inside a trace where the numbers are symbols a copy."""
     if _numbers(first, count):
         return aten.slice.Tensor(x, dim, first, first + count * step, step)
-    return aten.index_select.default(x, dim, _positions(x, first, step, count))
+    return aten.index_select.default(x, dim, positions(x, first, step, count))
 
 
 def write_rows(x: Tensor, rows: Tensor, dim: int, first: IntLike, step: int, count: IntLike) -> Tensor:
     """A copy of a block with other rows."""
     if _numbers(first, count):
         return aten.slice_scatter.default(x, rows, dim, first, first + count * step, step)
-    return aten.index_copy.default(x, dim, _positions(x, first, step, count), rows)
+    return aten.index_copy.default(x, dim, positions(x, first, step, count), rows)
 
 
 # Slices

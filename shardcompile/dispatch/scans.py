@@ -18,6 +18,7 @@ from shardcompile import compat
 from shardcompile.collectives import Pending, derive
 from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.dispatch.local_ops import highest, lowest
+from shardcompile.dispatch.precision import wide_dtype
 from shardcompile.dispatch.rows import block_size, cat, first_row, reduced, slice_rows, with_cut, wrap
 from shardcompile.dispatch.strides import in_order
 from shardcompile.layout import Cut, Layout
@@ -25,7 +26,6 @@ from shardcompile.plan import find_plan
 from shardcompile.redistribute import run_plan
 
 aten = torch.ops.aten
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def _one_row_each(layout: Layout, dim: int, dtype: torch.dtype) -> tuple[Layout, Layout]:
@@ -74,7 +74,7 @@ def _cumulative(op: Any, nothing: float, combine: Any) -> Callable[..., Any]:
         meta = global_meta(type(x), op, (x, dim), {} if dtype is None else {"dtype": dtype})
         x, dim = reduced(x), dim % x.ndim
         layout = x._spec.layout
-        own = op(x._local_tensor.to(torch.float32 if meta.dtype in _HALVES else meta.dtype), dim)
+        own = op(x._local_tensor.to(wide_dtype(meta.dtype)), dim)
         last = _last_row(own, dim, nothing)
         (before,) = _of_blocks_before(layout, dim, [last], [nothing], lambda rows: [op(rows, dim)])
         out = combine(before, own).to(meta.dtype)
@@ -165,10 +165,7 @@ def roll(x: Any, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Any:
     return x
 
 
-def _repeat_by_views(x: Any, repeats: Sequence[Any]) -> Any:
-    decomposed = compat.decomposition_of(aten.repeat.default)
-    assert decomposed is not None, "torch has one"
-    return decomposed(x, repeats)
+_repeat_by_views = compat.decomposition_by_torch(aten.repeat.default)
 
 
 def repeat(x: Any, repeats: Sequence[Any]) -> Any:
