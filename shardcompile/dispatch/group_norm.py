@@ -78,14 +78,14 @@ def _is_usual(x: Any, samples: Any, channels: Any, inner: Any) -> bool:
     The first is so where `group_norm` calls the op. The second is not where a dim of extent 1 is cut: ranks then have
     graphs of their own, of which AOTAutograd may save other tensors, so that they repeat other collectives.
     """
-    if x.ndim < 2 or (hasattr(x, "_spec") and any(c is not None and _has_known_block(c) for c in x._spec.layout.cuts)):
+    if x.ndim < 2 or (hasattr(x, "_spec") and any(c is not None and _has_known_sizes(c) for c in x._spec.layout.cuts)):
         return False
     given = zip(x.shape, (samples, channels), strict=False)
     return compat.surely(math.prod(x.shape[2:]) == inner) and all(compat.surely(n == m) for n, m in given)
 
 
-def _has_known_block(cut: Cut) -> bool:
-    return cut.is_traced and isinstance(cut.extent, int)
+def _has_known_sizes(cut: Cut) -> bool:
+    return cut.is_traced and isinstance(cut.extent, int) and cut.extent == 1
 
 
 def group_norm_backward(
