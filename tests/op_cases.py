@@ -576,18 +576,6 @@ def _selection() -> list[Case]:
         case("embedding 0-d", nnf.embedding, I(6), F(6, 4)),
         case("embedding padding", lambda i, w: nnf.embedding(i, w, padding_idx=2), I(6, 5, 2), P(6, 4)),
         case("embedding frequency", lambda i, w: nnf.embedding(i, w, scale_grad_by_freq=True), I(3, 7), P(6, 4)),
-        *[case(f"embedding_bag {m}", lambda i, w, m=m: nnf.embedding_bag(i, w, mode=m), I(6, 5, 3), table)
-          for m in ("sum", "mean", "max")],
-        *[case(f"embedding_bag padding {m}", lambda i, w, m=m: nnf.embedding_bag(i, w, mode=m, padding_idx=-2), I(3, 5, 2),
-               F(3, 4)) for m in ("sum", "mean", "max")],
-        *[case(f"embedding_bag {k} {m}", lambda i, w, m=m: nnf.embedding_bag(i, w, mode=m), I(6, 5, 3), F(6, 4, kind=k))
-          for m, k in (("mean", "nan"), ("max", "nan"), ("max", "inf"), ("max", "ties"))],
-        case("embedding_bag plain weight", nnf.embedding_bag, I(6, 5, 3), P(6, 4)),
-        case("embedding_bag weights", lambda i, w, s: nnf.embedding_bag(i, w, mode="sum", per_sample_weights=s), I(6, 5, 3),
-             table, F(5, 3)),
-        case("embedding_bag half", lambda i, w: nnf.embedding_bag(i, w), I(6, 5, 3), F(6, 4, dtype=torch.bfloat16)),
-        case("embedding_bag offsets", lambda i, w: nnf.embedding_bag(i, w, torch.tensor([0, 2, 2])), I(6, 5), table),
-        case("embedding_bag frequency", lambda i, w: nnf.embedding_bag(i, w, scale_grad_by_freq=True), I(6, 5, 3), table),
         *[case(f"index_select {d}", lambda x, i, d=d: x.index_select(d, i), table, I(4, 5)) for d in (0, 1, -1, -2)],
         case("index_select plain", lambda x, i: x.index_select(0, i), table, I(6, 5, sharded=False)),
         case("index_select 0-d", lambda x, i: x.index_select(0, i), table, I(6)),
@@ -639,6 +627,44 @@ def _selection() -> list[Case]:
         case("searchsorted", lambda x: torch.searchsorted(torch.linspace(-2, 2, 9, dtype=x.dtype), x), F(5, 4)),
         case("unique", lambda i: torch.unique(i), I(3, 7)),
     ]  # fmt: skip
+
+
+def _bags() -> list[Case]:
+    table = F(6, 4)
+    return [
+        *[
+            case(f"embedding_bag {m}", lambda i, w, m=m: nnf.embedding_bag(i, w, mode=m), I(6, 5, 3), table)
+            for m in ("sum", "mean", "max")
+        ],
+        *[
+            case(
+                f"embedding_bag padding {m}",
+                lambda i, w, m=m: nnf.embedding_bag(i, w, mode=m, padding_idx=-2),
+                I(3, 5, 2),
+                F(3, 4),
+            )
+            for m in ("sum", "mean", "max")
+        ],
+        *[
+            case(
+                f"embedding_bag {k} {m}", lambda i, w, m=m: nnf.embedding_bag(i, w, mode=m), I(6, 5, 3), F(6, 4, kind=k)
+            )
+            for m, k in (("mean", "nan"), ("max", "nan"), ("max", "inf"), ("max", "ties"))
+        ],
+        case("embedding_bag plain weight", nnf.embedding_bag, I(6, 5, 3), P(6, 4)),
+        case(
+            "embedding_bag weights",
+            lambda i, w, s: nnf.embedding_bag(i, w, mode="sum", per_sample_weights=s),
+            I(6, 5, 3),
+            table,
+            F(5, 3),
+        ),
+        case("embedding_bag half", lambda i, w: nnf.embedding_bag(i, w), I(6, 5, 3), F(6, 4, dtype=torch.bfloat16)),
+        case("embedding_bag offsets", lambda i, w: nnf.embedding_bag(i, w, torch.tensor([0, 2, 2])), I(6, 5), table),
+        case(
+            "embedding_bag frequency", lambda i, w: nnf.embedding_bag(i, w, scale_grad_by_freq=True), I(6, 5, 3), table
+        ),
+    ]
 
 
 def _segment_mean(x: Tensor, i: Tensor) -> Tensor:
@@ -935,6 +961,7 @@ FAMILIES: dict[str, list[Case]] = {
     "joins": _joins(),
     "views": _views(),
     "selection": _selection(),
+    "bags": _bags(),
     "losses": _losses(),
     "attention": _attention(),
     "deeper": _deeper(),
