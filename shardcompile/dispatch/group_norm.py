@@ -15,8 +15,8 @@ from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile import compat
 from shardcompile.dispatch.precision import widened
-from shardcompile.dispatch.rows import block_size, first_row, positions, reduced, wrap
-from shardcompile.layout import Cut, Layout, contiguous_stride
+from shardcompile.dispatch.rows import block_size, first_row, has_known_blocks, positions, reduced, wrap
+from shardcompile.layout import Layout, contiguous_stride
 
 aten = torch.ops.aten
 _PLAIN = compat.decomposition_by_torch(aten.native_group_norm.default)
@@ -73,19 +73,11 @@ def group_norm(x: Any, weight: Any, bias: Any, samples: Any, channels: Any, inne
 
 
 def _is_usual(x: Any, samples: Any, channels: Any, inner: Any) -> bool:
-    """Whether the numbers that the op is given are the extents of its input, and blocks have no known sizes in a trace.
-
-    The first is so where `group_norm` calls the op. The second is not where a dim of extent 1 is cut: ranks then have
-    graphs of their own, of which AOTAutograd may save other tensors, so that they repeat other collectives.
-    """
-    if x.ndim < 2 or (hasattr(x, "_spec") and any(c is not None and _has_known_sizes(c) for c in x._spec.layout.cuts)):
+    """Whether the numbers that the op is given are the extents of its input; they are where `group_norm` calls it."""
+    if x.ndim < 2 or has_known_blocks(x):
         return False
     given = zip(x.shape, (samples, channels), strict=False)
     return compat.surely(math.prod(x.shape[2:]) == inner) and all(compat.surely(n == m) for n, m in given)
-
-
-def _has_known_sizes(cut: Cut) -> bool:
-    return cut.is_traced and isinstance(cut.extent, int) and cut.extent == 1
 
 
 def group_norm_backward(

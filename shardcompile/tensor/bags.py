@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from shardcompile.dispatch.precision import widened
+from shardcompile.dispatch.rows import has_known_blocks
 from shardcompile.tensor.autograd import redistributed
 
 
@@ -55,6 +56,8 @@ def _fits(indices: Any, table: Any, mode: str, weights: Any, padding_idx: int | 
     """Whether something is cut, and the arguments are what torch accepts."""
     tensors = [x for x in (indices, table, weights) if isinstance(x, Tensor)]
     if not any(c is not None for x in tensors if hasattr(x, "_spec") for c in x._spec.layout.cuts):
+        return False
+    if any(map(has_known_blocks, tensors)):
         return False
     if indices.ndim != 2 or table.ndim != 2 or indices.is_floating_point() or not table.is_floating_point():
         return False

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardcompile.dispatch import scans
+from shardcompile.dispatch.rows import has_known_blocks
 from shardcompile.tensor.autograd import redistributed
 
 
@@ -63,4 +64,4 @@ def _wants_gradient(x: Any, dim: int) -> bool:
     """Whether there is a gradient to take, of a tensor that is cut."""
     if not hasattr(x, "_spec") or not -x.ndim <= dim < x.ndim or not torch.is_grad_enabled():
         return False
-    return x.requires_grad and any(c is not None for c in x._spec.layout.cuts)
+    return x.requires_grad and any(c is not None for c in x._spec.layout.cuts) and not has_known_blocks(x)
