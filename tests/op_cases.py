@@ -426,6 +426,10 @@ def _softmaxes() -> list[Case]:
         case("batch_norm eval", lambda x, m, v: nnf.batch_norm(x, m, v), F(5, 4, 3), *[Input((4,), "positive", sharded=False,
              grad=False)] * 2),
         case("group_norm", lambda x, w, b: nnf.group_norm(x, 2, w, b), F(3, 4, 5), P(4), P(4)),
+        case("group_norm weights", lambda x, w, b: nnf.group_norm(x, 3, w, b), F(2, 6, 3), F(6), F(6)),
+        case("group_norm 2-d", lambda x: nnf.group_norm(x, 2), F(3, 6)),
+        case("group_norm nan", lambda x: nnf.group_norm(x, 3), F(2, 6, 3, kind="nan")),
+        case("group_norm half", lambda x: nnf.group_norm(x, 3), F(2, 6, 3, dtype=torch.bfloat16)),
         case("batch_norm", lambda x, w, b: nnf.batch_norm(x, None, None, w, b, training=True), F(5, 4, 3), P(4), P(4)),
         case("instance_norm", lambda x: nnf.instance_norm(x), F(3, 4, 5)),
     ]  # fmt: skip
@@ -625,6 +629,44 @@ def _selection() -> list[Case]:
     ]  # fmt: skip
 
 
+def _bags() -> list[Case]:
+    table = F(6, 4)
+    return [
+        *[
+            case(f"embedding_bag {m}", lambda i, w, m=m: nnf.embedding_bag(i, w, mode=m), I(6, 5, 3), table)
+            for m in ("sum", "mean", "max")
+        ],
+        *[
+            case(
+                f"embedding_bag padding {m}",
+                lambda i, w, m=m: nnf.embedding_bag(i, w, mode=m, padding_idx=-2),
+                I(3, 5, 2),
+                F(3, 4),
+            )
+            for m in ("sum", "mean", "max")
+        ],
+        *[
+            case(
+                f"embedding_bag {k} {m}", lambda i, w, m=m: nnf.embedding_bag(i, w, mode=m), I(6, 5, 3), F(6, 4, kind=k)
+            )
+            for m, k in (("mean", "nan"), ("max", "nan"), ("max", "inf"), ("max", "ties"))
+        ],
+        case("embedding_bag plain weight", nnf.embedding_bag, I(6, 5, 3), P(6, 4)),
+        case(
+            "embedding_bag weights",
+            lambda i, w, s: nnf.embedding_bag(i, w, mode="sum", per_sample_weights=s),
+            I(6, 5, 3),
+            table,
+            F(5, 3),
+        ),
+        case("embedding_bag half", lambda i, w: nnf.embedding_bag(i, w), I(6, 5, 3), F(6, 4, dtype=torch.bfloat16)),
+        case("embedding_bag offsets", lambda i, w: nnf.embedding_bag(i, w, torch.tensor([0, 2, 2])), I(6, 5), table),
+        case(
+            "embedding_bag frequency", lambda i, w: nnf.embedding_bag(i, w, scale_grad_by_freq=True), I(6, 5, 3), table
+        ),
+    ]
+
+
 def _segment_mean(x: Tensor, i: Tensor) -> Tensor:
     total = torch.zeros(3, 4, dtype=x.dtype).index_add(0, i, x)
     count = torch.zeros(3, dtype=x.dtype).index_add(0, i, torch.ones_like(i, dtype=x.dtype))
@@ -779,6 +821,11 @@ class _Attend(torch.nn.Module):
 # Along one dim, factories, the rest
 
 
+def _gradient_of_cumprod(x: Tensor) -> Tensor:
+    """Of which there is a gradient again."""
+    return torch.autograd.grad(x.cumprod(0).sin().sum(), x, create_graph=True)[0]
+
+
 def _scans() -> list[Case]:
     x = F(5, 4)
     return [
@@ -788,6 +835,13 @@ def _scans() -> list[Case]:
             for d in (0, 1)
             if n != "diff"
         ],
+        *[case(f"cumprod zeros {d}", lambda x, d=d: x.cumprod(d), F(5, 4, kind="zeros")) for d in (0, 1)],
+        case("cumprod complex", lambda x: x.cumprod(0), F(5, 4, dtype=torch.complex128)),
+        case("cumprod dtype", lambda x: torch.cumprod(x, 0, dtype=torch.float64), F(5, 4, dtype=torch.float32)),
+        case("cumprod ints", lambda a: torch.cumprod(a, dim=0), I(4, 5, 4)),
+        case("cumprod twice", _gradient_of_cumprod, F(5, 4, kind="zeros")),
+        *[case(f"cumulative_trapezoid {d}", lambda y, d=d: torch.cumulative_trapezoid(y, dim=d), x) for d in (0, 1)],
+        case("cumulative_trapezoid x", lambda y, x: torch.cumulative_trapezoid(y, x, dim=0), x, F(5)),
         *[case(f"diff {d}", lambda x, d=d: torch.diff(x, dim=d), x) for d in (0, 1)],
         *[case(f"sort {d}", lambda x, d=d: x.sort(d), x) for d in (0, 1, -1)],
         case("sort stable", lambda x: x.sort(dim=0, stable=True, descending=True), F(5, 4, kind="ties")),
@@ -907,6 +961,7 @@ FAMILIES: dict[str, list[Case]] = {
     "joins": _joins(),
     "views": _views(),
     "selection": _selection(),
+    "bags": _bags(),
     "losses": _losses(),
     "attention": _attention(),
     "deeper": _deeper(),

@@ -356,6 +356,17 @@ def decomposition_of(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
     return decomposition_table.get(op)
 
 
+def decomposition_by_torch(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """Torch's decomposition of an op that has one, looked up when it is called: importing the table takes time."""
+
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        function = decomposition_of(op)
+        assert function is not None, f"torch has no decomposition of {op}"
+        return function(*args, **kwargs)
+
+    return decomposed
+
+
 def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """The op that returns what `op` writes to its argument, or None."""
     namespace, name = op._schema.name.split("::")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardcompile.dispatch.precision import widened
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout, Spec
 from shardcompile.plan import find_plan
@@ -50,8 +51,8 @@ class _Attention:
 
     def scores(self) -> Any:
         """Products of query and key, scaled and masked."""
-        key = _repeated(_wide(self.key), self.query.shape[1])
-        scores = _product(_wide(self.query), key.transpose(-2, -1)) * self.factor
+        key = _repeated(widened(self.key), self.query.shape[1])
+        scores = _product(widened(self.query), key.transpose(-2, -1)) * self.factor
         hidden = -float("inf")
         if self.causal:
             rows, columns = scores.shape[-2:]
@@ -67,21 +68,21 @@ class _Attention:
         scores = self.scores()
         denominator = aten.logsumexp.default(scores, [-1], False)
         weights = _weights(scores, denominator)
-        out = _product(weights, _repeated(_wide(self.value), self.query.shape[1]))
+        out = _product(weights, _repeated(widened(self.value), self.query.shape[1]))
         # Stored as the fused kernels do, so that heads can be joined by a view.
         out = out.to(self.query.dtype).transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
         return out, denominator
 
     def backward(self, grad: Any, out: Any, denominator: Any) -> tuple[Any, Any, Any, Any]:
         """Gradients of query, key, value and scores."""
-        grad = _wide(grad)
+        grad = widened(grad)
         heads = self.query.shape[1]
         weights = _weights(self.scores(), denominator)
-        grad_weights = _product(grad, _repeated(_wide(self.value), heads).transpose(-2, -1))
-        mean = (grad * _wide(out)).sum(-1, keepdim=True)
+        grad_weights = _product(grad, _repeated(widened(self.value), heads).transpose(-2, -1))
+        mean = (grad * widened(out)).sum(-1, keepdim=True)
         grad_scores = weights * (grad_weights - mean)
-        grad_query = _product(grad_scores, _repeated(_wide(self.key), heads)) * self.factor
-        grad_key = _product(grad_scores.transpose(-2, -1), _wide(self.query)) * self.factor
+        grad_query = _product(grad_scores, _repeated(widened(self.key), heads)) * self.factor
+        grad_key = _product(grad_scores.transpose(-2, -1), widened(self.query)) * self.factor
         grad_value = _product(weights.transpose(-2, -1), grad)
         dtype = self.query.dtype
         return (
@@ -90,10 +91,6 @@ class _Attention:
             _summed(grad_value, self.value.shape[1]).to(dtype),
             grad_scores,
         )
-
-
-def _wide(x: Any) -> Any:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _product(a: Any, b: Any) -> Any:

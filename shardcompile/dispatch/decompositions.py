@@ -16,13 +16,14 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.dispatch import lookups, rows, scans
 from shardcompile.dispatch.copied_views import follow
+from shardcompile.dispatch.group_norm import group_norm, group_norm_backward
+from shardcompile.dispatch.precision import HALVES, wide_dtype, widened
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout, Spec
 from shardcompile.plan import find_plan
 from shardcompile.redistribute import run_plan
 
 aten = torch.ops.aten
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def _dims(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
@@ -39,7 +40,7 @@ def _count(x: Tensor, dims: Sequence[int]) -> Any:
 def _mean_dim(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     dims = _dims(x, dim)
     dtype = x.dtype if dtype is None else dtype
-    total = aten.sum.dim_IntList(x, dims, keepdim, dtype=_wide(dtype))
+    total = aten.sum.dim_IntList(x, dims, keepdim, dtype=wide_dtype(dtype))
     return (total / _count(x, dims)).to(dtype)
 
 
@@ -51,7 +52,7 @@ def _moments(x: Tensor, dim: Any, correction: float | None, keepdim: bool) -> tu
     """Variance and mean by two passes, as stable as the plain kernels."""
     dims = _dims(x, dim)
     dtype = x.dtype
-    x = _widened(x)
+    x = widened(x)
     count = _count(x, dims)
     mean = aten.sum.dim_IntList(x, dims, True) / count
     deviation = x - mean
@@ -86,7 +87,7 @@ def _vector_norm(
 ) -> Tensor:
     x = x if dtype is None else x.to(dtype)
     dims = _dims(x, dim)
-    size = _widened(x.abs())
+    size = widened(x.abs())
     return _norm_of_sizes(size, ord, dims, keepdim).to(x.dtype.to_real())
 
 
@@ -109,7 +110,7 @@ def _norm_of_sizes(size: Tensor, ord: float, dims: list[int], keepdim: bool) -> 
 def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     dims = _dims(x, dim)
     x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
-    if x.dtype in _HALVES:
+    if x.dtype in HALVES:
         return _logsumexp(x.float(), dims, keepdim).to(x.dtype)
     top = aten.amax.default(x, dims, True)
     top = torch.where(top.abs() == math.inf, torch.zeros_like(top), top)
@@ -118,7 +119,7 @@ def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
 
 
 def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    wide = _widened(x)
+    wide = widened(x)
     if _is_nothing(x, dim):
         return wide.clone() if half_to_float else x.clone()
     unnormalised = (wide - aten.amax.default(wide, [dim], True)).exp()
@@ -127,7 +128,7 @@ def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
 
 
 def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    wide = _widened(x)
+    wide = widened(x)
     if _is_nothing(x, dim):
         return wide.clone() if half_to_float else x.clone()
     shifted = wide - aten.amax.default(wide, [dim], True)
@@ -140,24 +141,15 @@ def _is_nothing(x: Tensor, dim: int) -> bool:
     return x.ndim > 0 and isinstance(x.shape[dim], int) and x.shape[dim] == 0
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Half precision is reduced in single precision, as the plain kernels do."""
-    return torch.float32 if dtype in _HALVES else dtype
-
-
-def _widened(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in _HALVES else x
-
-
 def _softmax_backward(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    product = _widened(grad) * _widened(out)
-    result = product - _widened(out) * aten.sum.dim_IntList(product, [dim], True)
+    product = widened(grad) * widened(out)
+    result = product - widened(out) * aten.sum.dim_IntList(product, [dim], True)
     return result.to(dtype)
 
 
 def _log_softmax_backward(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    wide = _widened(grad)
-    result = wide - _widened(out).exp() * aten.sum.dim_IntList(wide, [dim], True)
+    wide = widened(grad)
+    result = wide - widened(out).exp() * aten.sum.dim_IntList(wide, [dim], True)
     return result.to(dtype)
 
 
@@ -220,7 +212,7 @@ def _reduced(x: Tensor, reduction: int) -> Tensor:
 
 def _layer_norm(x: Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     dims = list(range(x.ndim - len(shape), x.ndim))
-    wide = _widened(x)
+    wide = widened(x)
     variance, mean = _moments(wide, dims, 0, True)
     scale = (variance + eps).rsqrt()
     out = (wide - mean) * scale
@@ -301,17 +293,6 @@ def _triangle(keeps: Any) -> Callable[..., Any]:
     return decomposed
 
 
-def _torch_decomposition(op: Any) -> Callable[..., Any]:
-    """Torch's own, looked up when it is needed: importing the table takes time."""
-
-    def decomposed(*args: Any, **kwargs: Any) -> Any:
-        function = compat.decomposition_of(op)
-        assert function is not None, f"torch has no decomposition of {op}"
-        return function(*args, **kwargs)
-
-    return decomposed
-
-
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.mean.dim: _mean_dim,
     aten.mean.default: _mean,
@@ -331,7 +312,9 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.argmin.default: _arg(aten.amin.default),
     aten.mse_loss.default: _mse_loss,
     aten.native_layer_norm.default: _layer_norm,
-    aten.native_layer_norm_backward.default: _torch_decomposition(aten.native_layer_norm_backward.default),
+    aten.native_layer_norm_backward.default: compat.decomposition_by_torch(aten.native_layer_norm_backward.default),
+    aten.native_group_norm.default: group_norm,
+    aten.native_group_norm_backward.default: group_norm_backward,
     aten.addmm.default: _addmm,
     aten.baddbmm.default: _baddbmm,
     aten.addbmm.default: _addbmm,

@@ -53,6 +53,16 @@ def block_size(cut: Cut, layout: Layout) -> IntLike:
     return cut.local_size(layout.mesh.get_coordinate())
 
 
+def has_known_blocks(x: Any) -> bool:
+    """Whether a trace takes block sizes of a sharded tensor for numbers, as it does along a cut dim of extent 1.
+
+    Every rank then has a graph of its own, of which AOTAutograd may save other tensors, and with them repeat other
+    collectives in the backward pass: what a rank sends must not depend on what is saved.
+    """
+    cuts = x._spec.layout.cuts if hasattr(x, "_spec") else ()
+    return any(c is not None and c.is_traced and isinstance(c.extent, int) and c.extent == 1 for c in cuts)
+
+
 def sliced_cut(cut: Cut, start: IntLike, step: int, count: IntLike, mesh: Any) -> tuple[Cut, IntLike]:
     """The cut of rows ``start, start + step, ...``, `count` of them, and the first one in this rank's block."""
     found, row = derive("sliced", [cut], [start, step, count], count, mesh)
@@ -69,7 +79,8 @@ def _numbers(*values: IntLike) -> bool:
     return all(isinstance(v, int) for v in values)
 
 
-def _positions(x: Tensor, first: IntLike, step: int, count: IntLike) -> Tensor:
+def positions(x: Tensor, first: IntLike, step: int, count: IntLike) -> Tensor:
+    """The numbers of rows, a plain tensor on the device of a block."""
     with compat.faking_like(x):
         return torch.ops.prims.iota.default(
             count, start=first, step=step, dtype=torch.int64, device=x.device, requires_grad=False
@@ -80,14 +91,14 @@ def take_rows(x: Tensor, dim: int, first: IntLike, step: int, count: IntLike) ->
     """Rows of a block: a view, or inside a trace where the numbers are symbols a copy."""
     if _numbers(first, count):
         return aten.slice.Tensor(x, dim, first, first + count * step, step)
-    return aten.index_select.default(x, dim, _positions(x, first, step, count))
+    return aten.index_select.default(x, dim, positions(x, first, step, count))
 
 
 def write_rows(x: Tensor, rows: Tensor, dim: int, first: IntLike, step: int, count: IntLike) -> Tensor:
     """A copy of a block with other rows."""
     if _numbers(first, count):
         return aten.slice_scatter.default(x, rows, dim, first, first + count * step, step)
-    return aten.index_copy.default(x, dim, _positions(x, first, step, count), rows)
+    return aten.index_copy.default(x, dim, positions(x, first, step, count), rows)
 
 
 # Slices

@@ -18,6 +18,7 @@ from shardcompile import compat
 from shardcompile.collectives import Pending, derive
 from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.dispatch.local_ops import highest, lowest
+from shardcompile.dispatch.precision import wide_dtype
 from shardcompile.dispatch.rows import block_size, cat, first_row, reduced, slice_rows, with_cut, wrap
 from shardcompile.dispatch.strides import in_order
 from shardcompile.layout import Cut, Layout
@@ -25,7 +26,6 @@ from shardcompile.plan import find_plan
 from shardcompile.redistribute import run_plan
 
 aten = torch.ops.aten
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def _one_row_each(layout: Layout, dim: int, dtype: torch.dtype) -> tuple[Layout, Layout]:
@@ -37,7 +37,12 @@ def _one_row_each(layout: Layout, dim: int, dtype: torch.dtype) -> tuple[Layout,
 
 
 def _of_blocks_before(
-    layout: Layout, dim: int, passed_on: Sequence[Tensor], nothing: Sequence[Any], scan: Callable[..., Sequence[Tensor]]
+    layout: Layout,
+    dim: int,
+    passed_on: Sequence[Tensor],
+    nothing: Sequence[Any],
+    scan: Callable[..., Sequence[Tensor]],
+    from_end: bool = False,
 ) -> list[Tensor]:
     """What the blocks before this rank's pass on, one row.
 
@@ -47,14 +52,22 @@ def _of_blocks_before(
         passed_on: by this rank's block: tensors of one row.
         nothing: what stands for no block, for each of them.
         scan: combines rows along `dim` from the first to each.
+        from_end: whether the last block comes first.
     """
+
+    def turned(rows: Tensor) -> Tensor:
+        return aten.flip.default(rows, [dim]) if from_end else rows
+
     layouts = [_one_row_each(layout, dim, t.dtype) for t in passed_on]
-    gathered = [run_plan(find_plan(rows, whole), t) for (rows, whole), t in zip(layouts, passed_on, strict=True)]
+    gathered = [
+        turned(run_plan(find_plan(rows, whole), t)) for (rows, whole), t in zip(layouts, passed_on, strict=True)
+    ]
     shifted = [
         aten.cat.default([torch.full_like(t.narrow(dim, 0, 1), value), t.narrow(dim, 0, t.shape[dim] - 1)], dim)
         for t, value in zip(gathered, nothing, strict=True)
     ]
-    return [run_plan(find_plan(whole, rows), t) for (rows, whole), t in zip(layouts, scan(*shifted), strict=True)]
+    scanned = zip(layouts, scan(*shifted), strict=True)
+    return [run_plan(find_plan(whole, rows), turned(t)) for (rows, whole), t in scanned]
 
 
 def _last_row(x: Tensor, dim: int, nothing: Any) -> Tensor:
@@ -67,23 +80,27 @@ def _is_cut(x: Any, dim: int) -> bool:
     return x.ndim > 0 and x._spec.layout.cuts[dim % x.ndim] is not None
 
 
-def _cumulative(op: Any, nothing: float, combine: Any) -> Callable[..., Any]:
+def _cumulative(op: Any, nothing: float, combine: Any, from_end: bool = False) -> Callable[..., Any]:
     def scan(x: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
-        if not _is_cut(x, dim):
+        if not x.ndim:
             return NotImplemented
         meta = global_meta(type(x), op, (x, dim), {} if dtype is None else {"dtype": dtype})
         x, dim = reduced(x), dim % x.ndim
         layout = x._spec.layout
-        own = op(x._local_tensor.to(torch.float32 if meta.dtype in _HALVES else meta.dtype), dim)
-        last = _last_row(own, dim, nothing)
-        (before,) = _of_blocks_before(layout, dim, [last], [nothing], lambda rows: [op(rows, dim)])
-        out = combine(before, own).to(meta.dtype)
-        return wrap(x, out, layout.with_dtype(meta.dtype), compat.retraced(meta.stride()))
+        block = x._local_tensor.to(wide_dtype(meta.dtype))
+        own = op(aten.flip.default(block, [dim]) if from_end else block, dim)
+        out = aten.flip.default(own, [dim]) if from_end else own
+        if layout.cuts[dim] is not None:
+            last = _last_row(own, dim, nothing)
+            (before,) = _of_blocks_before(layout, dim, [last], [nothing], lambda rows: [op(rows, dim)], from_end)
+            out = combine(before, out)
+        return wrap(x, out.to(meta.dtype), layout.with_dtype(meta.dtype), compat.retraced(meta.stride()))
 
     return scan
 
 
 cumsum = _cumulative(aten.cumsum.default, 0, aten.add.Tensor)
+cumsum_from_end = _cumulative(aten.cumsum.default, 0, aten.add.Tensor, from_end=True)
 cumprod = _cumulative(aten.cumprod.default, 1, aten.mul.Tensor)
 _logcumsumexp = _cumulative(aten.logcumsumexp.default, -math.inf, aten.logaddexp.default)
 
@@ -165,10 +182,7 @@ def roll(x: Any, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Any:
     return x
 
 
-def _repeat_by_views(x: Any, repeats: Sequence[Any]) -> Any:
-    decomposed = compat.decomposition_of(aten.repeat.default)
-    assert decomposed is not None, "torch has one"
-    return decomposed(x, repeats)
+_repeat_by_views = compat.decomposition_by_torch(aten.repeat.default)
 
 
 def repeat(x: Any, repeats: Sequence[Any]) -> Any:

@@ -20,6 +20,8 @@ from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, normal
 from shardcompile.plan import target_layout
 from shardcompile.tensor import construct
 from shardcompile.tensor.autograd import FromLocal, Promote, ToLocal, gradient_layout, redistributed
+from shardcompile.tensor.bags import embedding_bag
+from shardcompile.tensor.cumulative import cumprod
 from shardcompile.tensor.metadata import (
     Metadata,
     block_hints,
@@ -650,6 +652,9 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.sgn: _sgn,
     torch.Tensor.sgn: _sgn,
     torch.nn.functional.scaled_dot_product_attention: _attend,
+    torch.nn.functional.embedding_bag: embedding_bag,
+    torch.cumprod: cumprod,
+    torch.Tensor.cumprod: cumprod,
     torch.nn.functional.linear: _product,
     torch.matmul: _product,
     torch.Tensor.matmul: _product,

@@ -63,6 +63,29 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gather": lambda x: torch.gather(x, 0, torch.tensor([[0, 2], [1, 1], [3, 0]])).sin(),
 }
 
+_INDICES = torch.randint(0, 9, (7, 6), generator=torch.Generator().manual_seed(0))
+
+
+def _bag(mode: str) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, table: nnf.embedding_bag(x, table, mode=mode, padding_idx=3)
+
+
+def _bag_of_table(mode: str) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, scale: nnf.embedding_bag(_INDICES, x, mode=mode) * scale
+
+
+NOT_GATHERED: dict[
+    str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor | tuple[int, ...], tuple[int, ...], set[str]]
+] = {
+    **{f"embedding_bag {m}": (_bag(m), _INDICES, (9, 4)) for m in ("sum", "mean", "max")},
+    **{f"embedding_bag table {m}": (_bag_of_table(m), (9, 4), (4,)) for m in ("sum", "mean", "max")},
+    "group_norm": (lambda x, w: nnf.group_norm(x, 2, w, w), (4, 6, 5), (6,)),
+    "group_norm 2-d": (lambda x, w: nnf.group_norm(x, 3, w, w), (5, 12), (12,)),
+    "cumprod": (lambda x, w: (x.relu() + x).cumprod(0) * w, (20, 4), (4,)),
+    "cumulative_trapezoid": (lambda x, w: torch.cumulative_trapezoid(x, dim=0) * w, (20, 4), (4,)),
+}
+"""A function of what is cut and of a plain parameter, and both of them."""
+
 INDUCTOR = (
     "difference",
     "token there and gone",
@@ -133,6 +156,44 @@ def test_slices_pads_and_tokens_send_nothing() -> None:
         if name == "in place":
             function = lambda x: x[2:5].add_(1)  # noqa: E731
         assert _traffic(function, [30, 50, 10]) == [], name
+
+
+def _check_not_gathered(name: str, dim: int, sizes: list[int], run: Callable[[Tensor, Tensor], Tensor]) -> None:
+    function, what, shape = NOT_GATHERED[name]
+    torch.manual_seed(0)
+    full = what if isinstance(what, Tensor) else torch.randn(what, dtype=torch.float64)
+    full = full.detach().clone().requires_grad_(full.is_floating_point())
+    weight, other = (torch.linspace(1, 2, torch.Size(shape).numel(), dtype=torch.float64).view(shape) for _ in range(2))
+    weight.requires_grad_(), other.requires_grad_()
+    mesh = init_device_mesh("cpu", (3,))
+    block = full.detach().split(sizes, dim)[rank()].clone()
+    x = sc.ShardTensor.from_local(block, mesh, [Shard(dim)]).requires_grad_(full.requires_grad)
+    expected = function(full, weight)
+    (expected.sin() * torch.arange(expected.shape[-1])).sum().backward()
+    with _Received() as watch:
+        out = run(x, other)
+        (out.sin() * torch.arange(expected.shape[-1])).sum().backward()
+    torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-10, atol=1e-10)
+    for got, want in ((x.grad, full.grad), (other.grad, weight.grad)):
+        assert (got is None) == (want is None)
+        if want is not None:
+            torch.testing.assert_close(getattr(got, "full_tensor", lambda g=got: g)(), want, rtol=1e-10, atol=1e-10)
+    assert not any(kind.startswith("all_to_all") for kind, _ in watch.rows)
+    assert all(numel < full.numel() for kind, numel in watch.rows if kind.startswith("all_gather"))
+
+
+@pytest.mark.ranks(3, timeout=200)
+@pytest.mark.parametrize("name", NOT_GATHERED)
+def test_what_needs_no_gather_gathers_nothing(name: str) -> None:
+    function, what, _ = NOT_GATHERED[name]
+    for dim, extent in enumerate(what.shape if isinstance(what, Tensor) else what):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(function, fullgraph=True, backend=counter)
+        for sizes in ([extent - 2, 0, 2], [0, 2, extent - 2], [1, extent - 1, 0]):
+            _check_not_gathered(name, dim, sizes, function)
+            _check_not_gathered(name, dim, sizes, compiled)
+        assert dim > 0 or counter.frame_count == 1
 
 
 @pytest.mark.ranks(3)

@@ -32,6 +32,7 @@ COMPILED = {
     "attention": 15,
     "deeper": 3,
     "scans": 4,
+    "bags": 4,
     "factories": 5,
     "without rules": 6,
     "out": 4,

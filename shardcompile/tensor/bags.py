@@ -1,0 +1,81 @@
+"""`embedding_bag` of bags of equal length, as a lookup and a reduction over each bag.
+
+Torch's op has flat indices and numbers at which bags start, from which nobody can tell which bags a rank has. Here bags
+stay apart, so that whatever is cut (bags, what is in them, rows or columns of the table) stays where it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as nnf
+
+from shardcompile.dispatch.precision import widened
+from shardcompile.dispatch.rows import has_known_blocks
+from shardcompile.tensor.autograd import redistributed
+
+
+def embedding_bag(
+    func: Callable[..., Any],
+    indices: Any,
+    table: Any,
+    offsets: Any = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """``torch.nn.functional.embedding_bag``; what has no form of its own, and what torch refuses, is left to torch."""
+    simple = offsets is None and max_norm is None and not (scale_grad_by_freq or sparse)
+    if not simple or not _fits(indices, table, mode, per_sample_weights, padding_idx):
+        return func(
+            *(indices, table, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights),
+            *(include_last_offset, padding_idx),
+        )
+    rows = nnf.embedding(indices, table)
+    padding = None if padding_idx is None else padding_idx % table.shape[0]
+    counts = None if padding is None else (indices != padding).unsqueeze(-1)
+    if mode == "max":
+        return _largest(rows, (indices == indices).unsqueeze(-1) if counts is None else counts)
+    rows = widened(rows) if per_sample_weights is None else widened(rows) * widened(per_sample_weights).unsqueeze(-1)
+    total = (rows if counts is None else torch.where(counts, rows, 0)).sum(1)
+    if mode == "mean":
+        total = total / (indices.shape[1] if counts is None else counts.sum(1).clamp(min=1))
+    return total.to(table.dtype)
+
+
+def _fits(indices: Any, table: Any, mode: str, weights: Any, padding_idx: int | None) -> bool:
+    """Whether something is cut, and the arguments are what torch accepts."""
+    tensors = [x for x in (indices, table, weights) if isinstance(x, Tensor)]
+    if not any(c is not None for x in tensors if hasattr(x, "_spec") for c in x._spec.layout.cuts):
+        return False
+    if any(map(has_known_blocks, tensors)):
+        return False
+    if indices.ndim != 2 or table.ndim != 2 or indices.is_floating_point() or not table.is_floating_point():
+        return False
+    nothing = isinstance(indices.shape[1], int) and indices.shape[1] == 0
+    if nothing or mode not in ("sum", "mean", "max"):
+        return False
+    if padding_idx is not None and not -table.shape[0] <= padding_idx < table.shape[0]:
+        return False
+    return weights is None or (mode == "sum" and weights.shape == indices.shape and weights.dtype == table.dtype)
+
+
+def _largest(rows: Any, counts: Any) -> Any:
+    """The largest row of each bag by columns: the first of equal ones, and a NaN if it is the first of all."""
+    rows = redistributed(rows, rows._spec.layout.reduced())
+    values, extent = rows.detach(), rows.shape[1]
+    at = torch.arange(extent, device=rows.device).unsqueeze(-1)
+    numbers = torch.where(values.isnan() | ~counts, -math.inf, values)
+    best = torch.where(counts & (values == numbers.amax(1, keepdim=True)), at, extent).amin(1, keepdim=True)
+    first = torch.where(counts, at, extent).amin(1, keepdim=True)
+    starts_with_nan = (values.isnan() & (at == first)).any(1, keepdim=True)
+    return torch.where(at == torch.where(starts_with_nan, first, best), rows, 0).sum(1)

@@ -1,0 +1,67 @@
+"""`cumprod` with a gradient of scans, each of which passes on one row for every rank where the dim is cut.
+
+Torch's own looks for zeros and, in a trace, is a loop over the extent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardcompile.dispatch import scans
+from shardcompile.dispatch.rows import has_known_blocks
+from shardcompile.tensor.autograd import redistributed
+
+
+class _CumulativeProduct(torch.autograd.Function):
+    """Products of every row and those before it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, dim: int) -> Any:
+        """The products."""
+        out = scans.cumprod(x, dim)
+        ctx.dim = dim
+        ctx.save_for_backward(x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        """The gradient; by torch's loop if it shall have a gradient itself, for which zeros need more care."""
+        x, out = ctx.saved_tensors
+        grad = redistributed(grad, out._spec.layout.with_dtype(grad.dtype))
+        if torch.is_grad_enabled():
+            return torch.ops.aten.cumprod_backward.default(grad, x, ctx.dim, out), None
+        return _gradient(grad, redistributed(x, out._spec.layout), out, ctx.dim), None
+
+
+def _gradient(grad: Any, x: Any, out: Any, dim: int) -> Any:
+    """In front of the first zero sums of products, divided by the factor that is left out.
+
+    At the first zero itself the products are those with a one in its place; behind it all of them hold that zero.
+    """
+    zeros = scans.cumsum((x == 0).to(torch.int64), dim)
+    is_first = (x == 0) & (zeros == 1)
+    x, out = (t.conj() if t.is_complex() else t for t in (x, out))
+    others = scans.cumprod(torch.where(is_first, 1, x), dim)
+    in_front = scans.cumsum_from_end(grad * out, dim) / torch.where(zeros == 0, x, 1)
+    at_first = torch.where(is_first, scans.cumsum_from_end(grad * others, dim), 0)
+    return torch.where(zeros == 0, in_front, at_first)
+
+
+def cumprod(
+    func: Callable[..., Any], input: Any, dim: int, *, dtype: torch.dtype | None = None, out: Any = None
+) -> Any:
+    """``torch.cumprod``."""
+    options = {} if out is None else {"out": out}
+    if out is not None or not isinstance(dim, int) or not _wants_gradient(input, dim):
+        return func(input, dim, dtype=dtype, **options)
+    return _CumulativeProduct.apply(input if dtype is None else input.to(dtype), dim)
+
+
+def _wants_gradient(x: Any, dim: int) -> bool:
+    """Whether there is a gradient to take, of a tensor that is cut."""
+    if not hasattr(x, "_spec") or not -x.ndim <= dim < x.ndim or not torch.is_grad_enabled():
+        return False
+    return x.requires_grad and any(c is not None for c in x._spec.layout.cuts) and not has_known_blocks(x)
