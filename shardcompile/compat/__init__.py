@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 import torch._subclasses.fake_impls as fake_impls
 import torch.fx.experimental._config as _symbolic_shapes_config
@@ -347,6 +348,32 @@ def _decide_by_hint_where_guards_are_suppressed(shape_env: Any) -> None:
             _symbolic_shapes_config.backed_size_oblivious = before
 
     shape_env.suppress_guards = suppress_and_decide
+    shape_env._compute_symbolic_stride = _strides_of_empty(shape_env._compute_symbolic_stride)  # 2.11 - 2.15
+
+
+def _strides_of_empty(strides_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Strides that are products of extents stay products where an extent is 0.
+
+    Torch goes through strides in ascending order, and takes a stride of 0 that it meets before the extent it is a
+    multiple of for a constant: a rank that compiles for a block with no columns would have to compile again for one
+    that has some, alone.
+    """
+
+    def strides(source: Any, size: Any, known_size: Any, known_stride: Any, *rest: Any) -> Any:
+        products, step = [], 1
+        for extent in reversed(known_size):
+            products.append(step)
+            step *= extent
+        if 0 not in known_size or list(known_stride) != products[::-1]:
+            return strides_of(source, size, known_size, known_stride, *rest)
+        symbolic: list[Any] = []
+        expression: Any = sympy.Integer(1)
+        for extent in reversed(size):
+            symbolic.append(expression)
+            expression = expression * extent
+        return symbolic[::-1]
+
+    return strides
 
 
 def decomposition_of(op: torch._ops.OpOverload) -> Callable[..., Any] | None:

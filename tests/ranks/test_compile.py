@@ -330,3 +330,22 @@ def test_inputs_with_gradients_compile_alike_on_ranks_with_and_without_rows(dyna
         torch.testing.assert_close(block.grad, full.grad.split(sizes)[rank()], **TIGHT)
     same_everywhere(counter.frame_count)
     assert counter.frame_count <= 2
+
+
+@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_blocks_that_first_have_no_columns_compile_once(backend: str) -> None:
+    mesh = mesh_1d()
+    run, counter = counted(lambda x: (x.sin() * 2).softmax(1).square().sum(), backend)
+    for sizes in ([2, 0, 2], [0, 1, 3], [4, 2, 0], [1, 1, 1]):
+        full = torch.randn(5, sum(sizes), dtype=torch.float64, requires_grad=True)
+        block = mine(full.detach(), sizes, 1).requires_grad_()
+        x = sc.ShardTensor.from_local(block, mesh, [Shard(1)], {0: sizes})
+        loss = run(x)
+        loss.backward()
+        expected = (full.sin() * 2).softmax(1).square().sum()
+        expected.backward()
+        torch.testing.assert_close(loss.full_tensor(), expected, **TIGHT)
+        torch.testing.assert_close(block.grad, full.grad.split(sizes, 1)[rank()], **TIGHT)
+    assert counter.frame_count == 1
+    same_everywhere(counter.frame_count)
