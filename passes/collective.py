@@ -51,7 +51,7 @@ _CUT_AT = {"all_gather_v": 3, "reduce_scatter_v": 4, "all_to_all_v": 5, "fetch_r
 WAIT = _c10d.wait_tensor.default
 
 NOTES = "shardcompile"
-"""Under ``node.meta["custom"]``: why a collective is there, see `shardcompile.redistribute`."""
+"""Under ``node.meta["custom"]``: why a collective is there, see `shardcompile.compat.noted`."""
 
 _ORIGINS = "shardcompile_origins"
 _INHERITED = (
@@ -203,7 +203,8 @@ class Collective:
     @property
     def notes(self) -> dict[str, str]:
         """Why it is there: ``redistribution``, ``mesh_dim``, ``gathered_for``, as far as they are known."""
-        return dict(self.node.meta.get("custom", {}).get(NOTES, {}))
+        key = f"{NOTES}_backward" if self.backward else NOTES
+        return dict(self.node.meta.get("custom", {}).get(key, {}))
 
     @property
     def module(self) -> str:

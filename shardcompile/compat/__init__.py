@@ -232,9 +232,14 @@ def preserve_node_ordering(graph: torch.fx.Graph, before: Mapping[torch.fx.Node,
 
 @contextlib.contextmanager
 def noted(**notes: str) -> Iterator[None]:
-    """Inside of it, nodes that are traced say why: ``node.meta["custom"]["shardcompile"]``."""
-    outer = fx_traceback.current_meta.get("custom", {}).get("shardcompile", {})  # 2.11 - 2.15
-    with fx_traceback.annotate({"shardcompile": outer | notes}):
+    """Inside of it, nodes that are traced say why: ``node.meta["custom"]["shardcompile"]``.
+
+    In a backward pass ``["shardcompile_backward"]``, since AOTAutograd adds the forward node's notes to a backward one.
+    """
+    backward = torch._C._current_graph_task_id() != -1  # 2.11 - 2.15
+    key = "shardcompile_backward" if backward else "shardcompile"
+    outer = fx_traceback.current_meta.get("custom", {}).get(key, {})  # 2.11 - 2.15
+    with fx_traceback.annotate({key: outer | notes}):
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -59,8 +60,7 @@ def observing(observer: Observer, caches: bool) -> Iterator[None]:
 
     @functools.wraps(call)
     def call_user_compiler(self: Any, gm: GraphModule, example_inputs: Any) -> Any:
-        code = self.root_tx.f_code
-        with observer.captured(code.co_qualname, f"{code.co_filename}:{code.co_firstlineno}", gm):
+        with observer.captured(*_named(self.root_tx.f_code), gm):
             return call(self, gm, example_inputs)
 
     @functools.wraps(aot)
@@ -76,6 +76,13 @@ def observing(observer: Observer, caches: bool) -> Iterator[None]:
             stack.enter_context(_inductor_config.patch(fx_graph_cache=False))
             stack.enter_context(_functorch_config.patch(enable_autograd_cache=False))
         yield
+
+
+def _named(code: types.CodeType) -> tuple[str, str]:
+    """Name and place of a function; modules of torch's own are wrapped in one of torch's, which says nothing."""
+    if code.co_filename.startswith(os.path.dirname(torch.__file__)):
+        return "module", ""
+    return code.co_qualname, f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def _observed(observer: Observer, kwargs: dict[str, Any]) -> dict[str, Any]:
