@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 import shardcompile as sc
 from shardcompile.demo.model import PointTransformer, mean_squared_error
+from shardcompile.reports import explain
 from shardcompile.testing import assert_graph, assert_matches_single_device
 
 SIZES = [40, 0, 1, 25, 64, 3, 17, 10]
@@ -159,12 +160,9 @@ def build_of(model: Any) -> Callable[[DeviceMesh], tuple[Any, tuple[Any, ...]]]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_communication_of_eight_gpus(model: Any) -> None:
-    report = assert_graph(
-        build_of(model),
-        snapshot=f"{model.__name__.lower()}-8",
-        world_size=8,
-        device="cuda",
-        stages=[],
-        max_graphs=2,
-    )
+    report = explain(build_of(model), world_size=8, device="cuda", stages=[])
     assert not [c for c in report.traced if c.gathered_for]
+    if model is Graphs:  # many orders of its collectives cost the same, and versions of torch come to different ones
+        assert_graph(report, max_graphs=2, max_collectives=20, max_bytes=258372)
+    else:
+        assert_graph(report, snapshot=f"{model.__name__.lower()}-8", max_graphs=2)
