@@ -185,10 +185,14 @@ def _cut_options(layouts: Sequence[Layout], strategy: Strategy, mesh_dims: tuple
             options.append(cut)
     if options:
         return options
-    traced = any(not isinstance(e, int) for x in layouts for e in x.shape)
-    if traced and isinstance(extent, int) and extent % math.prod(parts):
+    if any(map(_is_of_trace, layouts)) and isinstance(extent, int) and extent % math.prod(parts):
         return []
     return [Cut.chunk(mesh_dims, parts, extent)]
+
+
+def _is_of_trace(layout: Layout) -> bool:
+    symbolic = any(not isinstance(extent, int) for extent in layout.shape)
+    return symbolic or any(c is not None and c.block is not None for c in layout.cuts)
 
 
 def _with_cuts(layouts: Sequence[Layout], combination: Sequence[Strategy], chosen: dict[int, Cut]) -> Choice | None:

@@ -54,13 +54,13 @@ def block_size(cut: Cut, layout: Layout) -> IntLike:
 
 
 def has_known_blocks(x: Any) -> bool:
-    """Whether a trace takes block sizes of a sharded tensor for numbers, as it does along a cut dim of extent 1.
+    """Whether a trace takes block sizes of a sharded tensor for numbers.
 
     Every rank then has a graph of its own, of which AOTAutograd may save other tensors, and with them repeat other
     collectives in the backward pass: what a rank sends must not depend on what is saved.
     """
     cuts = x._spec.layout.cuts if hasattr(x, "_spec") else ()
-    return any(c is not None and c.is_traced and isinstance(c.extent, int) and c.extent == 1 for c in cuts)
+    return any(c is not None and c.is_traced and isinstance(c.block, int) for c in cuts)
 
 
 def sliced_cut(cut: Cut, start: IntLike, step: int, count: IntLike, mesh: Any) -> tuple[Cut, IntLike]:

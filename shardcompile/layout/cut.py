@@ -215,10 +215,10 @@ class Cut:
 
     def local_size(self, coordinate: Sequence[int]) -> IntLike:
         """Size of the block at a mesh coordinate; inside a trace, of this rank's block."""
-        if self.blocks is not None:
-            return self.blocks[self.block_index(coordinate)]
         if self.block is not None:
             return self.block
+        if self.blocks is not None:
+            return self.blocks[self.block_index(coordinate)]
         if self.kind == "chunk":
             size = self.extent
             for mesh_dim, count in zip(self.mesh_dims, self.parts, strict=True):

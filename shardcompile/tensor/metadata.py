@@ -138,7 +138,8 @@ def _cut(metadata: Metadata, parts_of: CutKind, key: IntLike, extent: IntLike, l
         return Cut.of_sizes(mesh_dims, parts, sizes, "fixed")
     if kind == "chunk":
         cut = Cut.chunk(mesh_dims, parts, extent)
-        return cut if cut.blocks is not None else replace(cut, block=local.shape[dim])
+        block = local.shape[dim]
+        return cut if cut.blocks is not None and type(block) is int else replace(cut, block=block)
     if type(key) is not int or type(extent) is not int:
         return replace(Cut.traced(mesh_dims, parts, extent, key, local.shape[dim]), inner=inner, scale=scale)
     blocks = sizes_of_key(key, inner, scale)
@@ -168,10 +169,14 @@ def extent_hints(layout: Layout) -> dict[int, int]:
 def block_hints(layout: Layout) -> dict[int, int]:
     """By sharded dim, the block size that compilers take decisions with: the same on every rank, and at least 2.
 
-    With its own size as the hint a rank with an empty block would compile other code than the others.
+    With its own size as the hint a rank with an empty block would compile other code than the others. So would it where
+    the extent is 1, and static: one rank has the row, the others have none. Where it is 0 all have none.
     """
-    extents = extent_hints(layout)
-    return {d: max(-(-extents[d] // math.prod(c.parts)), 2) for d, c in enumerate(layout.cuts) if c and d in extents}
+    return {
+        d: max(-(-compat.size_hint(layout.shape[d]) // math.prod(c.parts)), 2)
+        for d, c in enumerate(layout.cuts)
+        if c is not None and layout.shape[d] != 0
+    }
 
 
 def restrided_empty(local: Tensor) -> Tensor:
