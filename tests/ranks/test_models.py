@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 import shardcompile as sc
 from shardcompile.demo.model import PointTransformer, mean_squared_error
 from shardcompile.reports import explain
-from shardcompile.testing import assert_graph, assert_matches_single_device
+from shardcompile.testing import assert_graph, assert_matches_single_device, same_collectives_on_every_rank
 
 SIZES = [40, 0, 1, 25, 64, 3, 17, 10]
 
@@ -140,19 +140,37 @@ def test_training_equals_one_device(model: Any) -> None:
     )
 
 
-def build_of(model: Any) -> Callable[[DeviceMesh], tuple[Any, tuple[Any, ...]]]:
+@pytest.mark.ranks(3, timeout=600)
+@pytest.mark.parametrize("model", MODELS)
+def test_one_row_in_all(model: Any) -> None:
+    torch.manual_seed(0)
+    net = model().double()
+    inputs = data(model, 1, torch.float64)
+    cuts = [{0: [0, 2, 0] if x.shape[p.dim] == 2 else [0, 1, 0]} for x, p in zip(inputs, model.placements, strict=True)]
+    assert_matches_single_device(
+        net, inputs, list(model.placements), sharding_shapes=cuts, backend="aot_eager", input_grads=False
+    )
+
+
+@pytest.mark.parametrize("sizes", [[1, 0, 0], [0, 1, 0], [2, 0, 0]], ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_one_row_gives_every_rank_the_same_collectives(model: Any, sizes: list[int]) -> None:
+    assert same_collectives_on_every_rank(build_of(model, sizes), 3)
+
+
+def build_of(model: Any, rows: list[int] = SIZES) -> Callable[[DeviceMesh], tuple[Any, tuple[Any, ...]]]:
     def build(mesh: DeviceMesh) -> tuple[Any, tuple[Any, ...]]:
         here = mesh.get_rank()
 
         def block(shape: tuple[int, ...], placement: Placement) -> sc.ShardTensor:
             dim = placement.dim  # type: ignore[attr-defined]
-            sizes = [s * (shape[dim] // sum(SIZES)) for s in SIZES]
+            sizes = [s * (shape[dim] // sum(rows)) for s in rows]
             local = list(shape)
             local[dim] = sizes[here]
             dtype = torch.int64 if model is Graphs and shape[-1] == 2 else torch.float32
             return sc.ShardTensor.from_local(torch.zeros(local, dtype=dtype), mesh, [placement], {0: sizes})
 
-        blocks = [block(s, p) for s, p in zip(model.shapes(sum(SIZES)), model.placements, strict=True)]
+        blocks = [block(s, p) for s, p in zip(model.shapes(sum(rows)), model.placements, strict=True)]
         return model(), tuple(blocks)
 
     return build
