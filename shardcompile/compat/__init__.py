@@ -276,12 +276,20 @@ def trace_size_obliviously() -> None:
     stride_of_view, overlaps = fake_impls._compute_stride, torch._debug_has_internal_overlap  # 2.11 - 2.15
     fake_impls._compute_stride = _without_comparing(stride_of_view)
     torch._debug_has_internal_overlap = _unguarded(overlaps)  # type: ignore[assignment]
+    memory_format = torch._C._conv_determine_backend_memory_format  # 2.11 - 2.15
+    torch._C._conv_determine_backend_memory_format = _unguarded(memory_format)
     from torch._inductor import ir
+    from torch._inductor.lowering import lowerings
 
     fill_order = ir.get_fill_order  # 2.11 - 2.15
     ir.get_fill_order = _sorted_by_hint(fill_order)
+    bmm = torch.ops.aten.bmm.default
+    lower_bmm = lowerings[bmm]  # 2.11 - 2.15
+    lowerings[bmm] = _lowered_by_hint(lower_bmm)
 
     def restore(_: Any) -> None:
+        torch._C._conv_determine_backend_memory_format = memory_format
+        lowerings[bmm] = lower_bmm
         _symbolic_shapes_config.backed_size_oblivious = False
         fake_impls._compute_stride, torch._debug_has_internal_overlap = stride_of_view, overlaps
         ir.get_fill_order = fill_order
@@ -290,14 +298,33 @@ def trace_size_obliviously() -> None:
     _compile_callbacks.register_end_callback(restore)
 
 
-def _unguarded(check: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    """A check that can only raise, which should leave no guards: Inductor copies blocks where it lowers `select`."""
+def _unguarded(check: Callable[..., Any]) -> Callable[..., Any]:
+    """A question about a tensor, answered by hints without guards, which would hold on some ranks only.
 
-    def checked(x: torch.Tensor) -> Any:
+    For a check that can only raise: Inductor copies blocks where it lowers `select`. And for the memory format of a
+    convolution's result: it asks whether there is more than one image, and where there is one, formats are the same.
+    """
+
+    def checked(x: torch.Tensor, *args: Any) -> Any:
         with without_guards(x):
-            return check(x)
+            return check(x, *args)
 
     return checked
+
+
+def _lowered_by_hint(lowering: Callable[..., Any]) -> Callable[..., Any]:
+    """Have Inductor lower an op by hints, without guards.
+
+    On CPUs it asks of the factors of a batched product whether they have one row, to copy those that the kernel would
+    copy. Either answer is right for all sizes.
+    """
+    from torch._inductor.virtualized import V  # 2.11 - 2.15
+
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        with V.graph.sizevars.shape_env.suppress_guards():
+            return lowering(*args, **kwargs)
+
+    return lower
 
 
 def _without_comparing(stride_of_view: Callable[..., Any]) -> Callable[..., Any]:
