@@ -18,6 +18,7 @@ import torch.fx.experimental._config as _symbolic_shapes_config
 import torch.fx.traceback as fx_traceback
 from torch._C._distributed_c10d import _register_work  # 2.11 - 2.15
 from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.11 - 2.15
+from torch._dynamo.source import TensorProperty  # 2.11 - 2.15
 from torch._guards import CompileContext, TracingContext, detect_fake_mode  # 2.11 - 2.15
 from torch._inductor.custom_graph_pass import CustomGraphPass  # 2.11 - 2.15
 from torch._ops import OpOverload, OpOverloadPacket  # 2.11 - 2.15
@@ -38,6 +39,7 @@ from torch.fx.experimental.proxy_tensor import (  # 2.11 - 2.15
     get_proxy_mode,
 )
 from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,  # 2.11 - 2.15
     free_unbacked_symbols,  # 2.11 - 2.15
     statically_known_true,  # 2.11 - 2.15
 )
@@ -381,6 +383,24 @@ def _decide_by_hint_where_guards_are_suppressed(shape_env: Any) -> None:
 
     shape_env.suppress_guards = suppress_and_decide
     shape_env._compute_symbolic_stride = _strides_of_empty(shape_env._compute_symbolic_stride)  # 2.11 - 2.15
+    shape_env.create_symbol = _at_any_offset(shape_env.create_symbol)
+
+
+def _at_any_offset(create_symbol: Callable[..., Any]) -> Callable[..., Any]:
+    """Where a block starts in its storage is a number like any other.
+
+    Blocks that are views of a tensor that every rank holds (``whole.split(sizes)[rank]``) start anywhere. Torch takes
+    an offset of 0 or 1 for a constant, and one that equals an extent for that extent: each time on some ranks only.
+    """
+
+    def create(value: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+        is_offset = getattr(source, "prop", None) is TensorProperty.STORAGE_OFFSET
+        if is_offset and getattr(source.base, "member", None) == "_local_tensor":
+            kwargs |= {"do_not_specialize_zero_one": True, "dynamic_dim": DimDynamic.DYNAMIC}
+            args = args[1:]
+        return create_symbol(value, source, *args, **kwargs)
+
+    return create
 
 
 def _strides_of_empty(strides_of: Callable[..., Any]) -> Callable[..., Any]:

@@ -349,3 +349,16 @@ def test_blocks_that_first_have_no_columns_compile_once(backend: str) -> None:
         torch.testing.assert_close(block.grad, full.grad.split(sizes, 1)[rank()], **TIGHT)
     assert counter.frame_count == 1
     same_everywhere(counter.frame_count)
+
+
+@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_blocks_that_are_views_at_any_offset_compile_once(backend: str) -> None:
+    mesh = mesh_1d()
+    run, counter = counted(lambda x: x - x.mean(0, keepdim=True), backend)
+    for sizes in ([4, 1, 2], [0, 7, 0], [1, 1, 5], [3, 3, 3], [0, 0, 1], [10, 20, 3]):
+        full = torch.randn(sum(sizes), 3, dtype=torch.float64)
+        x = sc.ShardTensor.from_local(full.split(sizes)[rank()], mesh, [Shard(0)], {0: sizes})
+        torch.testing.assert_close(run(x).full_tensor(), full - full.mean(0, keepdim=True), **TIGHT)
+    same_everywhere(counter.frame_count)
+    assert counter.frame_count <= 2  # an extent of 1 has a graph of its own
