@@ -23,6 +23,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardcompile.testing.local_ranks import LocalRanks as LocalRanks
     from shardcompile.testing.rule_check import RuleReport as RuleReport
     from shardcompile.testing.rule_check import check_rule as check_rule
     from shardcompile.testing.same_collectives import same_collectives_on_every_rank as same_collectives_on_every_rank
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from shardcompile.testing.snapshot import assert_graph as assert_graph
 
 _MODULES = {
+    "LocalRanks": "local_ranks",
     "RuleReport": "rule_check",
     "assert_graph": "snapshot",
     "assert_matches_single_device": "single_device",
@@ -38,6 +40,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "LocalRanks",
     "RuleReport",
     "assert_graph",
     "assert_matches_single_device",

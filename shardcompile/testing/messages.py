@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,21 @@ class RunTest:
     arguments: dict[str, bytes]
     sys_path: tuple[str, ...]
     warning_filters: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class RunFunction:
+    """Call a function with a mesh of all ranks.
+
+    Attributes:
+        payload: the function and its other arguments, pickled by cloudpickle.
+        sources: entries of `linecache` for code that is in no file.
+        sys_path: where the function finds what it imports.
+    """
+
+    payload: bytes
+    sources: dict[str, Any]
+    sys_path: tuple[str, ...]
 
 
 class Request(enum.Enum):
@@ -68,8 +84,10 @@ class Outcome:
     Attributes:
         detail: one line: the exception, the reason of a skip, what the process died of.
         traceback: the text of the traceback, for `FAILED`.
+        result: what a `RunFunction` returned, pickled.
     """
 
     kind: Kind
     detail: str = ""
     traceback: str = ""
+    result: bytes = b""

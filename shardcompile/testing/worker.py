@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import linecache
 import os
 import pickle
 import queue
@@ -29,8 +30,9 @@ from _pytest.config import apply_warning_filters, parse_warning_filter
 from _pytest.pathlib import import_path
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not declare that it exports it
 
+from shardcompile.testing.arguments import default_mesh
 from shardcompile.testing.cleanup import Cleaner, seed
-from shardcompile.testing.messages import Kind, Outcome, Reply, Request, RunTest, Setup
+from shardcompile.testing.messages import Kind, Outcome, Reply, Request, RunFunction, RunTest, Setup
 
 # pytest enforces each test's own timeout and kills the rank; this one only has to be longer.
 _GROUP_TIMEOUT = timedelta(hours=2)
@@ -63,7 +65,7 @@ class _Serve:
         self._connection.send(Reply.READY)
         while True:
             message = inbox.get()
-            if isinstance(message, RunTest):
+            if isinstance(message, (RunTest, RunFunction)):
                 self._connection.send(_run(message, config))
             elif message is Request.SYNCHRONISE:
                 dist.barrier()
@@ -106,10 +108,12 @@ def _join(setup: Setup) -> None:
     dist.barrier()
 
 
-def _run(test: RunTest, config: pytest.Config) -> Outcome:
+def _run(test: RunTest | RunFunction, config: pytest.Config) -> Outcome:
     seed()
     sys.path[:] = test.sys_path
     try:
+        if isinstance(test, RunFunction):
+            return Outcome(Kind.PASSED, result=_result_of(test))
         with _warning_filters(test):
             _call(test, config)
     except pytest.skip.Exception as skipped:
@@ -140,6 +144,12 @@ def _call(test: RunTest, config: pytest.Config) -> None:
         # The fixture of that name lives in pytest's process. Here it has to patch, and undo, this one.
         replaced = {name: monkeypatch for name, value in arguments.items() if isinstance(value, pytest.MonkeyPatch)}
         function(**(arguments | replaced))
+
+
+def _result_of(message: RunFunction) -> bytes:
+    linecache.cache.update(message.sources)
+    function, arguments = pickle.loads(message.payload)
+    return pickle.dumps(function(default_mesh(), *arguments))
 
 
 def _find(test: RunTest, config: pytest.Config) -> Callable[..., None]:
