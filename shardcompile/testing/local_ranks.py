@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import linecache
 import os
 import pickle
 import sys
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import cloudpickle
@@ -65,8 +67,7 @@ class LocalRanks:
         """
         if not self._pool.usable:
             self._pool = self._start()
-        payload = cloudpickle.dumps((fn, args))
-        run = self._pool.run(RunFunction(payload, _sources_of_cells(), tuple(sys.path)), timeout)
+        run = self._pool.run(RunFunction(_pickled((fn, args)), _sources_of_cells(), tuple(sys.path)), timeout)
         for rank, output in enumerate(run.outputs):
             if output:
                 print(f"--- rank {rank}\n{output}", end="")
@@ -85,6 +86,19 @@ class LocalRanks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType:  # such as torch.ops
+            return importlib.import_module, (obj.__name__,)
+        return super().reducer_override(obj)
+
+
+def _pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
 
 
 def _sources_of_cells() -> dict[str, Any]:
