@@ -11,8 +11,10 @@ import contextlib
 import io
 import json
 import linecache
+import os
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -88,12 +90,18 @@ def in_own_process(path: Path, timeout: float = 300.0) -> list[list[Output]]:
     Raises:
         RuntimeError: a cell raises; the text has its traceback.
     """
-    run = subprocess.run(
-        [sys.executable, __file__, "--json", str(path)], capture_output=True, text=True, timeout=timeout
-    )
+    command = [sys.executable, __file__, "--json", str(path)]
+    run = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=timeout)
     if run.returncode:
         raise RuntimeError(f"{path.name} does not run to its end:\n{run.stderr[-4000:]}")
     return json.loads(run.stdout)  # type: ignore[no-any-return]
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with the plugin for a pytest that a cell starts, also where this package is imported but not installed."""
+    installed = any(point.name == "shardcompile" for point in entry_points(group="pytest11"))
+    plugin = {} if installed else {"PYTEST_ADDOPTS": "-p shardcompile.testing.plugin"}
+    return os.environ | plugin
 
 
 if __name__ == "__main__":
