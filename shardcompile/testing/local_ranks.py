@@ -8,7 +8,7 @@ import linecache
 import os
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -55,7 +55,7 @@ class LocalRanks:
         """Call ``fn(mesh, *args)`` on every rank, with a mesh of one dim over all of them.
 
         Args:
-            fn: a function; it prints to this process's output, rank after rank.
+            fn: a function. What it prints is printed here, rank after rank; if a rank fails, warnings as well.
             args: what it gets besides the mesh, the same on every rank.
             timeout: seconds after which ranks that still run are ended.
 
@@ -68,12 +68,12 @@ class LocalRanks:
         if not self._pool.usable:
             self._pool = self._start()
         run = self._pool.run(RunFunction(_pickled((fn, args)), _sources_of_cells(), tuple(sys.path)), timeout)
-        for rank, output in enumerate(run.outputs):
-            if output:
-                print(f"--- rank {rank}\n{output}", end="")
         if not run.in_step or any(outcome.kind is not Kind.PASSED for outcome in run.outcomes):
+            _show(run.outputs)
             raise RuntimeError(_what_went_wrong(run.outcomes))
-        return [pickle.loads(outcome.result) for outcome in run.outcomes]
+        results, printed = zip(*(pickle.loads(outcome.result) for outcome in run.outcomes), strict=True)
+        _show(printed)
+        return list(results)
 
     def close(self) -> None:
         """End the ranks."""
@@ -104,6 +104,12 @@ def _pickled(value: Any) -> bytes:
 def _sources_of_cells() -> dict[str, Any]:
     """Sources that are in no file, for tracebacks and reports of the ranks."""
     return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+
+
+def _show(outputs: Iterable[str]) -> None:
+    for rank, output in enumerate(outputs):
+        if output:
+            print(f"--- rank {rank}\n{output}", end="")
 
 
 def _what_went_wrong(outcomes: Sequence[Outcome]) -> str:

@@ -84,7 +84,7 @@ class Outcome:
     Attributes:
         detail: one line: the exception, the reason of a skip, what the process died of.
         traceback: the text of the traceback, for `FAILED`.
-        result: what a `RunFunction` returned, pickled.
+        result: what a `RunFunction` returned, and what it printed, pickled.
     """
 
     kind: Kind

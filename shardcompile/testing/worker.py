@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import io
 import linecache
 import os
 import pickle
@@ -149,7 +150,14 @@ def _call(test: RunTest, config: pytest.Config) -> None:
 def _result_of(message: RunFunction) -> bytes:
     linecache.cache.update(message.sources)
     function, arguments = pickle.loads(message.payload)
-    return pickle.dumps(function(default_mesh(), *arguments))
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            result = function(default_mesh(), *arguments)
+    except BaseException:
+        print(printed.getvalue(), end="")
+        raise
+    return pickle.dumps((result, printed.getvalue()))
 
 
 def _find(test: RunTest, config: pytest.Config) -> Callable[..., None]:

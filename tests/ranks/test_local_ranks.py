@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,7 +74,11 @@ def test_a_report_names_the_line_of_the_cell(ranks: LocalRanks, cell: dict[str, 
 
 
 def test_prints_arrive_in_the_order_of_ranks(ranks: LocalRanks, capsys: pytest.CaptureFixture[str]) -> None:
-    ranks(lambda mesh: print("here", mesh.get_rank()))
+    def speak(mesh: Any) -> None:
+        print("a warning", file=sys.stderr)
+        print("here", mesh.get_rank())
+
+    ranks(speak)
     assert capsys.readouterr().out == "--- rank 0\nhere 0\n--- rank 1\nhere 1\n"
 
 
