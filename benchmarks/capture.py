@@ -1,4 +1,4 @@
-"""What watching costs: compiling the demo's training step inside of `capture` and outside, and running it afterwards."""
+"""What watching costs: compiling the demo's training step inside of `capture` and outside, and running it."""
 
 from __future__ import annotations
 

@@ -160,11 +160,11 @@ class Compilation:
     graphs: list[GraphReport] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """What was compiled, as `shardcompile.explain` and `shardcompile.capture` find it.
 
-    It prints as a text for the terminal, and shows as a table in notebooks.
+    It prints as a text for the terminal, and shows as a table in notebooks. Its repr is one line.
 
     Attributes:
         rank: on which it was made.
@@ -259,6 +259,11 @@ class Report:
         from shardcompile.reports.folder import save
 
         return save(self, Path(folder))
+
+    def __repr__(self) -> str:
+        # Notebooks store it besides the table, and the texts of all graphs would be in it.
+        counts = f"{len(self.graphs)} graphs, {len(self.issued)} collectives, {self.total_bytes} B"
+        return f"<Report: rank {self.rank} of {self.world_size}, {self.device}, {counts}>"
 
     def __str__(self) -> str:
         from shardcompile.reports.text import as_text

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardcompile.testing.here import mesh as mesh
     from shardcompile.testing.here import rank as rank
     from shardcompile.testing.here import world_size as world_size
+    from shardcompile.testing.local_ranks import LocalRanks as LocalRanks
     from shardcompile.testing.rule_check import RuleReport as RuleReport
     from shardcompile.testing.rule_check import check_rule as check_rule
     from shardcompile.testing.same_collectives import same_collectives_on_every_rank as same_collectives_on_every_rank
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from shardcompile.testing.snapshot import assert_graph as assert_graph
 
 _MODULES = {
+    "LocalRanks": "local_ranks",
     "RuleReport": "rule_check",
     "assert_graph": "snapshot",
     "assert_matches_single_device": "single_device",
@@ -44,6 +46,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "LocalRanks",
     "RuleReport",
     "assert_graph",
     "assert_matches_single_device",

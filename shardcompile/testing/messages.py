@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,21 @@ class RunTest:
     warning_filters: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
 
+@dataclass(frozen=True)
+class RunFunction:
+    """Call a function with a mesh of all ranks.
+
+    Attributes:
+        payload: the function and its other arguments, pickled by cloudpickle.
+        sources: entries of `linecache` for code that is in no file.
+        sys_path: where the function finds what it imports.
+    """
+
+    payload: bytes
+    sources: dict[str, Any]
+    sys_path: tuple[str, ...]
+
+
 class Request(enum.Enum):
     """Messages to a rank that carry no data."""
 
@@ -70,8 +86,10 @@ class Outcome:
     Attributes:
         detail: one line: the exception, the reason of a skip, what the process died of.
         traceback: the text of the traceback, for `FAILED`.
+        result: what a `RunFunction` returned, and what it printed, pickled.
     """
 
     kind: Kind
     detail: str = ""
     traceback: str = ""
+    result: bytes = b""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
-from shardcompile.testing.messages import Kind, Outcome, Reply, Request, RunTest, Setup
+from shardcompile.testing.messages import Kind, Outcome, Reply, Request, RunFunction, RunTest, Setup
 from shardcompile.testing.process import RankProcess
 from shardcompile.testing.report import rank_to_blame
 
@@ -72,8 +72,8 @@ class RankPool:
         """Whether the pool can run another test."""
         return bool(self._ranks) and all(process.alive for process in self._ranks)
 
-    def run(self, test: RunTest, timeout: float) -> RunResult:
-        """Run a test on all ranks. If they are not in step afterwards, the pool is killed.
+    def run(self, test: RunTest | RunFunction, timeout: float) -> RunResult:
+        """Run a test, or a function, on all ranks. If they are not in step afterwards, the pool is killed.
 
         Args:
             test: what to run.

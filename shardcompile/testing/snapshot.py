@@ -61,6 +61,7 @@ def assert_graph(
     Raises:
         AssertionError: something is different, or over its budget; the message names each collective and its line.
     """
+    __tracebackhide__ = True  # pytest shows the message and the test, not this function
     report = fn if isinstance(fn, Report) else explain(fn, *args, **options)
     found = snapshot_of(report)
     failures = list(_over_budget(report, max_bytes, max_collectives, max_graphs, max_exposed, no_gather_of))

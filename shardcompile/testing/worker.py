@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import io
+import linecache
 import os
 import pickle
 import queue
@@ -29,9 +31,10 @@ from _pytest.config import apply_warning_filters, parse_warning_filter
 from _pytest.pathlib import import_path
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not declare that it exports it
 
+from shardcompile.testing.arguments import default_mesh
 from shardcompile.testing.cleanup import Cleaner, seed
 from shardcompile.testing.here import set_mesh_shape
-from shardcompile.testing.messages import Kind, Outcome, Reply, Request, RunTest, Setup
+from shardcompile.testing.messages import Kind, Outcome, Reply, Request, RunFunction, RunTest, Setup
 
 # pytest enforces each test's own timeout and kills the rank; this one only has to be longer.
 _GROUP_TIMEOUT = timedelta(hours=2)
@@ -64,7 +67,7 @@ class _Serve:
         self._connection.send(Reply.READY)
         while True:
             message = inbox.get()
-            if isinstance(message, RunTest):
+            if isinstance(message, (RunTest, RunFunction)):
                 self._connection.send(_run(message, config))
             elif message is Request.SYNCHRONISE:
                 dist.barrier()
@@ -107,11 +110,13 @@ def _join(setup: Setup) -> None:
     dist.barrier()
 
 
-def _run(test: RunTest, config: pytest.Config) -> Outcome:
+def _run(test: RunTest | RunFunction, config: pytest.Config) -> Outcome:
     seed()
     sys.path[:] = test.sys_path
-    set_mesh_shape(test.mesh_shape)
+    set_mesh_shape(None if isinstance(test, RunFunction) else test.mesh_shape)
     try:
+        if isinstance(test, RunFunction):
+            return Outcome(Kind.PASSED, result=_result_of(test))
         with _warning_filters(test):
             _call(test, config)
     except pytest.skip.Exception as skipped:
@@ -142,6 +147,19 @@ def _call(test: RunTest, config: pytest.Config) -> None:
         # The fixture of that name lives in pytest's process. Here it has to patch, and undo, this one.
         replaced = {name: monkeypatch for name, value in arguments.items() if isinstance(value, pytest.MonkeyPatch)}
         function(**(arguments | replaced))
+
+
+def _result_of(message: RunFunction) -> bytes:
+    linecache.cache.update(message.sources)
+    function, arguments = pickle.loads(message.payload)
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            result = function(default_mesh(), *arguments)
+    except BaseException:
+        print(printed.getvalue(), end="")
+        raise
+    return pickle.dumps((result, printed.getvalue()))
 
 
 def _find(test: RunTest, config: pytest.Config) -> Callable[..., None]:

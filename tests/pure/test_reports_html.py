@@ -152,3 +152,8 @@ def test_compute_waits_where_the_timeline_has_gaps() -> None:
     found = [(round(a * 1e6), round(b * 1e6), i) for a, b, i in waiting(graph)]
     assert found == [(9, 20, 0), (30, 40, 1), (50, 55, None)]
     assert list(waiting(report().graphs[0])) == []
+
+
+def test_a_repr_is_one_line_without_the_graphs() -> None:
+    text = repr(report())
+    assert text.startswith("<Report: rank ") and len(text) < 100 and "\n" not in text

@@ -1,0 +1,118 @@
+"""`LocalRanks`: ranks on this machine for notebooks and consoles, where functions cannot be imported."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import linecache
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType, TracebackType
+from typing import Any
+
+import cloudpickle
+
+from shardcompile.testing.messages import Kind, Outcome, RunFunction
+from shardcompile.testing.pool import RankPool
+from shardcompile.testing.report import describe
+
+
+class LocalRanks:
+    """Processes on this machine, one for each rank, that call functions. They start once, in seconds, and stay.
+
+        ranks = LocalRanks(3)
+
+        def rows(mesh, n):
+            x = sc.ShardTensor.from_local(torch.ones(mesh.get_rank() + n, 2), mesh, [Shard(0)])
+            return x.sum().full_tensor().item()
+
+        ranks(rows, 4)          # [30.0, 30.0, 30.0]: one result for each rank
+
+    Functions, and what they use, may be defined in cells of a notebook. Each call starts from the same seed, and what
+    was compiled in an earlier one is forgotten. The ranks end with this process, or with `close`, or with a ``with``.
+    """
+
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
+        """Start the ranks.
+
+        Args:
+            world_size: number of ranks.
+            backend: of the process group.
+
+        Raises:
+            PoolStartError: they do not start.
+        """
+        self._world_size, self._backend = world_size, backend
+        self._pool = self._start()
+
+    def _start(self) -> RankPool:
+        quiet = ("--noconftest", "--capture=no", "-pno:cacheprovider", f"--config-file={os.devnull}", "--rootdir=.")
+        return RankPool(self._world_size, self._backend, quiet)
+
+    def __call__(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """Call ``fn(mesh, *args)`` on every rank, with a mesh of one dim over all of them.
+
+        Args:
+            fn: a function. What it prints is printed here, rank after rank; if a rank fails, warnings as well.
+            args: what it gets besides the mesh, the same on every rank.
+            timeout: seconds after which ranks that still run are ended.
+
+        Returns:
+            What each rank returned. It has to pickle: return a block or a full tensor, not a sharded one.
+
+        Raises:
+            RuntimeError: a rank raised, died or hung; the text has its traceback. The next call starts new ranks.
+        """
+        if not self._pool.usable:
+            self._pool = self._start()
+        run = self._pool.run(RunFunction(_pickled((fn, args)), _sources_of_cells(), tuple(sys.path)), timeout)
+        if not run.in_step or any(outcome.kind is not Kind.PASSED for outcome in run.outcomes):
+            _show(run.outputs)
+            raise RuntimeError(_what_went_wrong(run.outcomes))
+        results, printed = zip(*(pickle.loads(outcome.result) for outcome in run.outcomes), strict=True)
+        _show(printed)
+        return list(results)
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._pool.close()
+
+    def __enter__(self) -> LocalRanks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType:  # such as torch.ops
+            return importlib.import_module, (obj.__name__,)
+        return super().reducer_override(obj)
+
+
+def _pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def _sources_of_cells() -> dict[str, Any]:
+    """Sources that are in no file, for tracebacks and reports of the ranks."""
+    return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+
+
+def _show(outputs: Iterable[str]) -> None:
+    for rank, output in enumerate(outputs):
+        if output:
+            print(f"--- rank {rank}\n{output}", end="")
+
+
+def _what_went_wrong(outcomes: Sequence[Outcome]) -> str:
+    if all(outcome.kind is Kind.PASSED for outcome in outcomes):
+        return "all ranks returned, but some rank started a collective that others did not join"
+    return describe(outcomes)
