@@ -48,9 +48,10 @@ def _on_gathering(report: Report) -> Iterator[str]:
 def _on_time(report: Report) -> Iterator[str]:
     for name, graph in report.named_graphs():
         if graph.total and graph.exposed / graph.total > EXPOSED_SHARE and graph.issued:
-            worst = max(graph.issued, key=lambda c: c.exposed)
+            worst = max(range(len(graph.issued)), key=lambda i: graph.issued[i].exposed)
             share = f"{100 * graph.exposed / graph.total:.0f}%"
-            text = f"{name}: {share} of the predicted time waits for communication, most for {worst.kind} {worst.name}"
+            which = f"number {worst}, {graph.issued[worst].kind}"
+            text = f"{name}: {share} of the predicted time waits for communication, most for {which}"
             if not graph.steps:
                 yield f'{text}; no pass has run: torch.compile(backend="shardcompile")'
             elif graph.bound and graph.total <= 1.1 * graph.bound:

@@ -35,6 +35,9 @@ def _lines(report: Report) -> Iterator[str]:
     for compilation in report.compilations:
         yield ""
         yield from _compilation_lines(compilation)
+    if any("[?]" in c.redistribution for c in report.traced):
+        yield ""
+        yield "[?]: sizes of blocks that the graph takes as data, so that it serves every layout"
     found = advice(report)
     if found:
         yield ""

@@ -20,6 +20,7 @@ runs at the timeout, and a collective that only some ranks joined. A skip or an 
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import os
 import pickle
@@ -75,6 +76,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARK)
+    # Torch's records for tlparse have no text: a test that compiles and fails would show hundreds of empty lines.
+    logging.getLogger("torch.__trace").propagate = False
     if config.getoption("--update-snapshots") and _UPDATE not in os.environ:
         config.stash[_NOTES] = notes = tempfile.TemporaryDirectory(prefix="shardcompile-snapshots-")
         os.environ[_UPDATE] = notes.name  # for the ranks, too
