@@ -19,6 +19,7 @@ import torch.fx.traceback as fx_traceback
 from torch._C._distributed_c10d import _register_work  # 2.11 - 2.15
 from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.11 - 2.15
 from torch._dynamo.source import TensorProperty  # 2.11 - 2.15
+from torch._functorch import config as _functorch_config  # 2.11 - 2.15
 from torch._guards import CompileContext, TracingContext, detect_fake_mode  # 2.11 - 2.15
 from torch._inductor.custom_graph_pass import CustomGraphPass  # 2.11 - 2.15
 from torch._ops import OpOverload, OpOverloadPacket  # 2.11 - 2.15
@@ -278,6 +279,9 @@ def trace_size_obliviously() -> None:
     stride_of_view, overlaps = fake_impls._compute_stride, torch._debug_has_internal_overlap  # 2.11 - 2.15
     fake_impls._compute_stride = _without_comparing(stride_of_view)
     torch._debug_has_internal_overlap = _unguarded(overlaps)  # type: ignore[assignment]
+    # Torch 2.15 repeats the wait for a result that the backward pass needs, and saves both: one tensor under two names.
+    # If Inductor may write to what was saved, it overwrites the one that it still has to read.
+    donated, _functorch_config.donated_buffer = _functorch_config.donated_buffer, False  # 2.11 - 2.15
     memory_format = torch._C._conv_determine_backend_memory_format  # 2.11 - 2.15
     torch._C._conv_determine_backend_memory_format = _unguarded(memory_format)
     from torch._inductor import ir
@@ -290,6 +294,7 @@ def trace_size_obliviously() -> None:
     lowerings[bmm] = _lowered_by_hint(lower_bmm)
 
     def restore(_: Any) -> None:
+        _functorch_config.donated_buffer = donated
         torch._C._conv_determine_backend_memory_format = memory_format
         lowerings[bmm] = lower_bmm
         _symbolic_shapes_config.backed_size_oblivious = False
