@@ -400,7 +400,8 @@ def _at_any_offset(create_symbol: Callable[..., Any]) -> Callable[..., Any]:
 
     def create(value: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         is_offset = getattr(source, "prop", None) is TensorProperty.STORAGE_OFFSET
-        if is_offset and getattr(source.base, "member", None) == "_local_tensor":
+        varies = kwargs.get("dynamic_dim") is not DimDynamic.STATIC  # that of a DTensor is static
+        if is_offset and varies and getattr(source.base, "member", None) == "_local_tensor":
             kwargs |= {"do_not_specialize_zero_one": True, "dynamic_dim": DimDynamic.DYNAMIC}
             args = args[1:]
         return create_symbol(value, source, *args, **kwargs)
