@@ -96,14 +96,11 @@ def bytes_put_in(c: Collective) -> tuple[int, int]:
     n = c.group_size
     by_rank = [0.0] * n
     for member in blocks.members(c, n):
-        sizes = None if member.put is None else member.put.sizes
-        if member.put is None:
-            shares = [1.0] * n
-        elif sizes is None or not sum(sizes):
-            sizes = c.hinted_sizes()
-            shares = [s / max(sum(sizes), 1) for s in sizes] if sizes else [1 / n] * n
+        sizes = None if member.put is None else member.put.sizes or c.hinted_sizes()
+        if sizes:
+            shares = [s / max(sum(sizes), 1) for s in sizes]
         else:
-            shares = [s / sum(sizes) for s in sizes]
+            shares = [1.0 if member.put is None else 1 / n] * n
         by_rank = [total + member.nbytes * share for total, share in zip(by_rank, shares, strict=True)]
     return round(min(by_rank)), round(max(by_rank))
 

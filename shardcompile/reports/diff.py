@@ -96,7 +96,7 @@ def signature(c: IssuedCollective) -> str:
 def _described(c: IssuedCollective, graph: GraphReport) -> str:
     members = [graph.traced[m] for m in c.members]
     reasons = " and ".join(dict.fromkeys(reason_of(m) for m in members))
-    places = " and ".join(dict.fromkeys(m.source for m in members if m.source))
+    places = graph.sources_of(c)
     return signature(c) + (f", {reasons}" if reasons else "") + (f", {places}" if places else "")
 
 

@@ -139,6 +139,10 @@ class GraphReport:
     bound: float
     peak_bytes: int
 
+    def sources_of(self, c: IssuedCollective) -> str:
+        """The user's lines that led to an issued collective, or an empty text."""
+        return " and ".join(dict.fromkeys(source for m in c.members if (source := self.traced[m].source)))
+
 
 @dataclass
 class Compilation:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement
 
-from shardcompile import compat
 from shardcompile.dispatch.engine import replicated_spec
 from shardcompile.errors import LayoutError, RedistributeError
 from shardcompile.layout import Layout, Spec, contiguous_stride, normalize_placements
@@ -64,7 +63,7 @@ def _resolved(x: Tensor) -> Tensor:
 
     It requires no gradient: the sharded tensor does. Dynamo guards on that, and an empty block is a tensor of its own.
     """
-    x = x.view_as(x) if compat.is_compiling() else x.detach()
+    x = x.detach()
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 

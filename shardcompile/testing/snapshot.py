@@ -142,11 +142,7 @@ def _is_of(c: Any, text: str) -> bool:
 
 def _named(collectives: Sequence[IssuedCollective], report: Report, most: int = 8) -> str:
     holders = {id(c): graph for graph in report.graphs for c in graph.issued}
-    lines = []
-    for c in collectives[:most]:
-        members = [holders[id(c)].traced[m] for m in c.members]
-        places = " and ".join(dict.fromkeys(m.source for m in members if m.source))
-        lines.append(f"  {signature(c)}, {places or 'no source line'}")
+    lines = [f"  {signature(c)}, {holders[id(c)].sources_of(c) or 'no source line'}" for c in collectives[:most]]
     if len(collectives) > most:
         lines.append(f"  ... and {len(collectives) - most} more")
     return "\n".join(lines)
@@ -195,8 +191,7 @@ def _places(report: Report) -> dict[str, str]:
     places: dict[str, str] = {}
     for graph in report.graphs:
         for line, c in zip(_lines(graph), graph.issued, strict=True):
-            sources = dict.fromkeys(graph.traced[m].source for m in c.members)
-            text = " and ".join(s for s in sources if s)
+            text = graph.sources_of(c)
             if text:
                 places[line.strip()] = f"   <- {text}"
     return places
