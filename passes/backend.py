@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from shardcompile import compat
 from shardcompile.passes.cost import CostModel
-from shardcompile.passes.pipeline import Pass, Pipeline, default_passes, foreign_passes
+from shardcompile.passes.pipeline import Pass, Pipeline, before_division, default_passes, foreign_passes
 from shardcompile.passes.verify import report_failure
 
 
@@ -39,10 +39,15 @@ def inductor_options(
         PassError: `off` names a pass that is not there.
     """
     passes = default_passes(model) if passes is None else passes
-    options = {"post_grad_custom_post_pass": Pipeline(passes, off), **_INDUCTOR_IS_NOT_IN_CHARGE}
+    pipeline = Pipeline(passes, off)
+    joint = before_division(pipeline)
     if foreign:
-        options["joint_custom_pre_pass"] = Pipeline(foreign_passes(), in_step=True)
-    return options
+        joint = Pipeline([*foreign_passes(), *joint.passes], in_step=True)
+    return {
+        "joint_custom_pre_pass": joint,
+        "post_grad_custom_post_pass": pipeline,
+        **_INDUCTOR_IS_NOT_IN_CHARGE,
+    }
 
 
 _INDUCTOR_IS_NOT_IN_CHARGE = {

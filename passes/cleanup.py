@@ -8,7 +8,7 @@ result here: on another rank, of which the block is not empty or the constant no
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -337,12 +337,21 @@ def _moves_first(node: Node, dim: int) -> bool:
     return list(node.args[1]) == [*range(1, dim + 1), 0, *range(dim + 1, node.meta["val"].ndim)]  # type: ignore[arg-type]
 
 
-def _readers(node: Node) -> Iterator[Node]:
-    """Who reads a value, or a copy of it."""
+def _readers(node: Node, order: Sequence[int] | None = None) -> Iterator[Node]:
+    """Who reads a value, or a copy of it, also one with the dims in another order that is undone again.
+
+    Args:
+        node: the value, or one with its dims in another order.
+        order: which dim of the value comes where; None where all are in their places.
+    """
     for user in list(node.users):
         if user.target in _COPIES:
-            yield from _readers(user)
-        else:
+            yield from _readers(user, order)
+        elif user.target is aten.permute.default:
+            dims: Any = user.args[1]
+            now = [order[d] if order else d % len(dims) for d in dims]
+            yield from _readers(user, None if now == sorted(now) else now)
+        elif order is None:
             yield user
 
 

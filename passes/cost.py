@@ -39,6 +39,8 @@ NOMINAL_RANKS = 8
 _LIKE = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+    torch.ops.shardcompile.attend: aten._scaled_dot_product_flash_attention,
+    torch.ops.shardcompile.attend_backward: aten._scaled_dot_product_flash_attention_backward,
 }
 """Ops that torch's registry of operations does not have, by one that costs the same."""
 

@@ -100,6 +100,8 @@ class Pipeline(compat.CustomGraphPass):
         off: names of passes to leave out.
         record: whether to keep in `history`, for every graph, what each pass made of it.
         in_step: whether all ranks have to compile each graph together, because a pass asks the others.
+        final: whether what it leaves is the graph that is compiled: such pipelines are watched, and their results
+            compared with other ranks'.
 
     Attributes:
         passes: those that run.
@@ -115,6 +117,7 @@ class Pipeline(compat.CustomGraphPass):
         off: Sequence[str] = (),
         record: bool = False,
         in_step: bool = False,
+        final: bool = True,
     ) -> None:
         passes = default_passes() if passes is None else list(passes)
         names = [p.name for p in passes]
@@ -123,6 +126,7 @@ class Pipeline(compat.CustomGraphPass):
         self.passes = [p for p in passes if p.name not in off]
         self.record = record
         self.in_step = in_step
+        self.final = final
         self.history: list[list[Step]] = []
 
     def __call__(self, graph: Graph) -> None:
@@ -134,18 +138,19 @@ class Pipeline(compat.CustomGraphPass):
         """
         if self.record:
             self.history.append([])
-        for watcher in _WATCHERS:
+        watchers = list(_WATCHERS) if self.final else []
+        for watcher in watchers:
             watcher.begun(graph)
         for graph_pass in self.passes:
             before = _described(graph) if self.record else None
             _run(graph_pass, graph)
-            for watcher in _WATCHERS:
+            for watcher in watchers:
                 watcher.passed(graph, graph_pass.name)
             if before is not None:
                 self.history[-1].append(_step(graph_pass.name, before, _described(graph)))
-        for watcher in _WATCHERS:
+        for watcher in watchers:
             watcher.ended(graph)
-        if config.verify and not self.in_step:
+        if config.verify and self.final and not self.in_step:
             verify_graph(graph)
 
     def __str__(self) -> str:
@@ -158,6 +163,15 @@ class Pipeline(compat.CustomGraphPass):
         """
         seen = config.verify or self.record or self.in_step or _WATCHERS
         return None if seen else repr(self.passes)
+
+
+def before_division(pipeline: Pipeline) -> Pipeline:
+    """What of a pipeline also runs on the graph of forward and backward together.
+
+    A round trip between the two would leave its way back in the backward graph, and with it all that is needed to
+    compute anew what it sends: for AOTAutograd a wait is something that has to be done, whether it is read or not.
+    """
+    return Pipeline([p for p in pipeline.passes if isinstance(p, CancelRoundTrips)], final=False)
 
 
 class Watcher(Protocol):

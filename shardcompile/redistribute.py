@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import Decoded, Pending
+from shardcompile.collectives import Decoded, Pending, derive
 from shardcompile.collectives import ops as collective_ops
 from shardcompile.layout import Cut, Layout
 from shardcompile.plan import Plan, Step
@@ -56,16 +56,25 @@ def _shard_dim(layout: Layout, mesh_dim: int) -> tuple[int, Cut]:
     return placement.dim, layout.cut_of(placement.dim)
 
 
+def _size(cut: Cut, layout: Layout) -> int | torch.SymInt:
+    """Size of this rank's block; also of a cut that a trace knows only as the outer part of a nested one."""
+    if cut.kind == "dynamic" and cut.is_traced and cut.block is None:
+        block = derive("located", [cut], [], cut.extent, layout.mesh)[0].block
+        assert block is not None, "a derived cut has a block"
+        return block
+    return cut.local_size(_coordinate(layout))
+
+
 def _extent_after_gather(layout: Layout, dim: int) -> int | torch.SymInt:
     cut = layout.cuts[dim]
-    return layout.shape[dim] if cut is None else cut.local_size(_coordinate(layout))
+    return layout.shape[dim] if cut is None else _size(cut, layout)
 
 
 def _block(cut: Cut, layout: Layout, group_name: str) -> int | torch.SymInt:
     """Size of this rank's block in a layout that a step arrives at."""
     if cut.is_traced and cut.kind == "chunk" and cut.block is None and len(cut.mesh_dims) == 1:
         return collective_ops.symbolic_chunk_block(cut.extent, group_name)
-    return cut.local_size(_coordinate(layout))
+    return _size(cut, layout)
 
 
 def _cut_arguments(cut: Cut, layout: Layout) -> tuple[list[int], int | torch.SymInt, list[int]]:
@@ -115,7 +124,7 @@ def _fetch_ranges(step: Step, x: Tensor) -> Pending:
     dim, src_cut = _shard_dim(step.src, step.mesh_dim)
     _, dst_cut = _shard_dim(step.dst, step.mesh_dim)
     outer = dst_cut.coarsen()
-    total = step.dst.shape[dim] if outer is None else outer.local_size(_coordinate(step.dst))
+    total = step.dst.shape[dim] if outer is None else _size(outer, step.dst)
     block = _block(dst_cut, step.dst, _group(step))
     cuts = (*_cut_arguments(src_cut, step.src), *_cut_arguments(dst_cut, step.dst))
     out = _ops.fetch_ranges(x, dim, total, block, *cuts, 0, 0, _group(step))

@@ -11,6 +11,7 @@ at the wait, and would specialise on the size of this rank's block.)
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -138,7 +139,9 @@ def all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Pending | Decoded:
 
 
 def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Pending:
-    flat = x.reshape([-1]) if x.ndim > 1 else x
+    # Inside a trace `reshape` asks how the block is stored, and would specialise on its size.
+    with contextlib.nullcontext() if type(x) is Tensor else compat.without_guards(x):
+        flat = x.reshape([-1]) if x.ndim > 1 else x
     return Pending(torch.ops._c10d_functional.all_reduce(flat, reduce_op, group_name), tuple(x.shape), 0)
 
 

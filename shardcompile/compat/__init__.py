@@ -18,7 +18,9 @@ import torch.fx.experimental._config as _symbolic_shapes_config
 import torch.fx.traceback as fx_traceback
 from torch._C._distributed_c10d import _register_work  # 2.11 - 2.15
 from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.11 - 2.15
+from torch._dynamo.eval_frame import set_code_exec_strategy  # 2.11 - 2.15
 from torch._dynamo.source import TensorProperty  # 2.11 - 2.15
+from torch._dynamo.types import FrameAction, FrameExecStrategy  # 2.11 - 2.15
 from torch._functorch import config as _functorch_config  # 2.11 - 2.15
 from torch._guards import CompileContext, TracingContext, detect_fake_mode  # 2.11 - 2.15
 from torch._inductor.custom_graph_pass import CustomGraphPass  # 2.11 - 2.15
@@ -72,6 +74,7 @@ __all__ = [
     "is_traced",
     "is_unbacked",
     "keep_first_proxies",
+    "keep_from_dynamo",
     "keep_symbol",
     "kernel_of",
     "let_comm_debug_mode_see_through",
@@ -273,6 +276,9 @@ def trace_size_obliviously() -> None:
     context = TracingContext.try_get()
     if context is not None and context.fake_mode is not None:
         _decide_by_hint_where_guards_are_suppressed(context.fake_mode.shape_env)
+        # Without `fullgraph` Dynamo would break the graph where we read the sizes of a derived cut. It asks its own
+        # switch for a user's `item`.
+        context.fake_mode.allow_scalar_outputs = True  # 2.11 - 2.15
     if _symbolic_shapes_config.backed_size_oblivious:
         return
     _symbolic_shapes_config.backed_size_oblivious = True
@@ -679,6 +685,15 @@ def follow_view(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str
 def kernel_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """What `op(...)` calls, without the frame of Python around it."""
     return op._op  # 2.11 - 2.15
+
+
+def keep_from_dynamo(function: Callable[..., Any]) -> None:
+    """Have Dynamo run this function and all that it calls as they are, where it does not trace them into a caller.
+
+    Where a user's frame cannot be compiled, as around a graph break inside of a ``with``, Dynamo tries to compile every
+    frame that is called from it on its own, those below a tensor's dispatch included.
+    """
+    set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
 
 
 def let_comm_debug_mode_see_through(cls: type[torch.Tensor]) -> None:

@@ -53,18 +53,24 @@ def is_fake_outside_traces(x: Any) -> bool:
     return type(x) is FakeTensor and x.fake_mode.shape_env is None
 
 
-def capturing_backend(partitioned: Callable[[GraphModule, GraphModule | None], None], run: Callable[..., Any]) -> Any:
+def capturing_backend(
+    partitioned: Callable[[GraphModule, GraphModule | None], None],
+    run: Callable[..., Any],
+    joint_pass: Callable[[Graph], None],
+) -> Any:
     """A backend of ``torch.compile`` that hands over the graphs as AOTAutograd makes them for Inductor.
 
     Args:
         partitioned: called with the forward and the backward graph, or with the only graph and None.
         run: what the compiled function calls in place of each graph, with a list of its inputs.
+        joint_pass: is run before a graph is divided into forward and backward.
     """
     seen = False
 
     def partition(joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         nonlocal seen
         seen = True
+        joint_pass(joint.graph)
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         partitioned(forward, backward)
         return forward, backward

@@ -1,12 +1,13 @@
 """Torch's fused attention ops on sharded tensors.
 
-Where nothing is cut the fused kernel itself runs. Otherwise attention is computed from products and a softmax whose
-sums may run over a cut sequence; like the fused kernels it keeps only the logarithm of the softmax's denominator for
-the backward pass. Fused kernels are not run on blocks: some refuse a block that is empty.
+Where nothing is cut the fused kernel itself runs. Otherwise it runs on blocks: a rank attends from its own part of the
+batch, of the heads, or of the query's rows, for which it gathers the keys and values; or over its own part of the keys,
+where the query is whole, and the ranks' results are merged. Scores are never held, except for the gradient of a mask.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,14 +15,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor.placement_types import Partial, Shard
 
+from shardcompile import compat
+from shardcompile.dispatch.attention_blocks import attend, attend_backward
+from shardcompile.dispatch.choice import Choice, choose
 from shardcompile.dispatch.precision import widened
+from shardcompile.dispatch.rows import first_row
+from shardcompile.dispatch.strides import in_order
 from shardcompile.errors import UnsupportedOpError
-from shardcompile.layout import Layout, Spec
+from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
 from shardcompile.plan import find_plan
 from shardcompile.redistribute import run_plan
+from shardcompile.rules import Strategy, along
 
 aten = torch.ops.aten
+_BATCH, _HEADS, _ROWS = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -32,9 +41,9 @@ class _Attention:
         query: as given.
         key: as given; may have fewer heads.
         value: as given; may have fewer heads.
-        mask: None, or what is added to the scores, or bools that tell which scores count.
-        causal: whether a row of the query sees only the rows of the key up to its own number.
-        scale: factor of the scores; by default one over the root of the features.
+        mask: None, or what is added to the scores, or bools that tell which scores count; has four dims.
+        causal: whether a row of the query sees only the rows of the key up to its own number; not with a mask.
+        scale: factor of the scores.
     """
 
     query: Any
@@ -42,67 +51,39 @@ class _Attention:
     value: Any
     mask: Any
     causal: bool
-    scale: float | None
+    scale: float
 
     @property
-    def factor(self) -> float:
-        """The factor of the scores."""
-        return self.scale if self.scale is not None else 1 / math.sqrt(self.query.shape[-1])
+    def tensors(self) -> list[Any]:
+        """Query, key, value and, if there is one, the mask."""
+        return [x for x in (self.query, self.key, self.value, self.mask) if x is not None]
 
-    def scores(self) -> Any:
-        """Products of query and key, scaled and masked."""
-        key = _repeated(widened(self.key), self.query.shape[1])
-        scores = _product(widened(self.query), key.transpose(-2, -1)) * self.factor
-        hidden = -float("inf")
-        if self.causal:
-            rows, columns = scores.shape[-2:]
-            device = scores.device
-            allowed = torch.arange(rows, device=device).unsqueeze(1) >= torch.arange(columns, device=device)
-            scores = torch.where(allowed, scores, hidden)
-        if self.mask is None:
-            return scores
-        return torch.where(self.mask, scores, hidden) if self.mask.dtype is torch.bool else scores + self.mask
+    def with_equal_heads(self) -> _Attention:
+        """Where heads are cut, those of keys and values repeated: theirs are then cut as the query's are."""
+        cut = any(_layout_of(x, x).cuts[_HEADS] is not None for x in self.tensors[:3] if hasattr(x, "_spec"))
+        heads = self.query.shape[_HEADS]
+        if not cut:
+            return self
+        key, value = _repeated(self.key, heads), _repeated(self.value, heads)
+        return _Attention(self.query, key, value, self.mask, self.causal, self.scale)
 
-    def forward(self) -> tuple[Any, Any]:
-        """The result, and the logarithm of the softmax's denominator."""
-        scores = self.scores()
-        denominator = aten.logsumexp.default(scores, [-1], False)
-        weights = _weights(scores, denominator)
-        out = _product(weights, _repeated(widened(self.value), self.query.shape[1]))
-        # Stored as the fused kernels do, so that heads can be joined by a view.
-        out = out.to(self.query.dtype).transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
-        return out, denominator
-
-    def backward(self, grad: Any, out: Any, denominator: Any) -> tuple[Any, Any, Any, Any]:
-        """Gradients of query, key, value and scores."""
+    def gradient_of_mask(self, grad: Any, out: Any, denominator: Any) -> Any:
+        """The gradient of what is added to the scores, from products: no fused kernel gives it for a block."""
         grad = widened(grad)
-        heads = self.query.shape[1]
-        weights = _weights(self.scores(), denominator)
-        grad_weights = _product(grad, _repeated(widened(self.value), heads).transpose(-2, -1))
+        heads = self.query.shape[_HEADS]
+        key, value = _repeated(widened(self.key), heads), _repeated(widened(self.value), heads)
+        scores = _product(widened(self.query), key.transpose(-2, -1)) * self.scale + self.mask
+        denominator = torch.where(denominator == -float("inf"), 0.0, denominator)
+        weights = (scores - denominator.unsqueeze(-1)).exp()
         mean = (grad * widened(out)).sum(-1, keepdim=True)
-        grad_scores = weights * (grad_weights - mean)
-        grad_query = _product(grad_scores, _repeated(widened(self.key), heads)) * self.factor
-        grad_key = _product(grad_scores.transpose(-2, -1), widened(self.query)) * self.factor
-        grad_value = _product(weights.transpose(-2, -1), grad)
-        dtype = self.query.dtype
-        return (
-            grad_query.to(dtype),
-            _summed(grad_key, self.key.shape[1]).to(dtype),
-            _summed(grad_value, self.value.shape[1]).to(dtype),
-            grad_scores,
-        )
+        grad_scores = weights * (_product(grad, value.transpose(-2, -1)) - mean)
+        return grad_scores.sum_to_size(self.mask.shape).to(self.mask.dtype)
 
 
 def _product(a: Any, b: Any) -> Any:
     """Batched product with all dims of the batch kept apart, so that any of them may be cut."""
     cls = type(a if hasattr(a, "_spec") else b)
     return cls.__torch_dispatch__(aten.matmul.default, (), (a, b), {})
-
-
-def _weights(scores: Any, denominator: Any) -> Any:
-    """The softmax; zeros for a row of which nothing counts."""
-    denominator = torch.where(denominator == -float("inf"), 0.0, denominator)
-    return (scores - denominator.unsqueeze(-1)).exp()
 
 
 def _repeated(x: Any, heads: int) -> Any:
@@ -113,29 +94,188 @@ def _repeated(x: Any, heads: int) -> Any:
     return x.unsqueeze(2).expand(batch, own, heads // own, rows, features).reshape(batch, heads, rows, features)
 
 
-def _summed(x: Any, heads: int) -> Any:
+def _summed(x: Any, like: Any) -> Any:
     """Inverse of `_repeated` for gradients."""
     batch, many, rows, features = x.shape
+    heads = like.shape[_HEADS]
     if many is heads or many == heads:
         return x
     return x.reshape(batch, heads, many // heads, rows, features).sum(2)
 
 
+# On blocks
+
+
+def _layout_of(x: Any, sharded: Any) -> Layout:
+    if hasattr(x, "_spec"):
+        return x._spec.layout  # type: ignore[no-any-return]
+    return Layout.whole(sharded._spec.layout.mesh, tuple(x.shape), x.dtype)
+
+
+def _ways(layouts: Sequence[Layout], mask: Layout | None, backward: bool) -> tuple[list[Strategy], ...]:
+    """The legal ways along a mesh dim.
+
+    Args:
+        layouts: of query, key and value.
+        mask: the mask's, or None.
+        backward: whether of the backward op, whose tensors are the result's gradient, query, key, value, result,
+            logarithm and mask, and which gives the gradients of query, key and value.
+
+    Returns:
+        Strategies over rows, over the batch and over heads. A Partial result of the forward op is one to be merged.
+    """
+
+    def of_mask(dim: int) -> list[int | None]:
+        if mask is None:
+            return []
+        extent = mask.shape[dim]
+        return [None if isinstance(extent, int) and extent == 1 else dim]
+
+    def way(q: int | None, k: int | None, mask_dim: int, pending: list[str | None]) -> Strategy:
+        if backward:
+            grads = [p or d for p, d in zip(pending, (q, k, k), strict=True)]
+            return along([q, q, k, k, q, q, *of_mask(mask_dim)], grads)
+        return along([q, k, k, *of_mask(mask_dim)], [q if k is None or q is not None else "sum"] * 2)
+
+    query, key, _ = layouts
+    over_rows = [way(_ROWS, None, _ROWS, [None, "sum", "sum"])]
+    if not all(isinstance(p, Shard) for p in query.placements):
+        over_rows.append(way(None, _ROWS, _ROWS + 1, ["sum", None, None]))
+    over_batch = [way(_BATCH, _BATCH, _BATCH, [None] * 3)]
+    over_heads = []
+    if query.shape[_HEADS] is key.shape[_HEADS] or query.shape[_HEADS] == key.shape[_HEADS]:
+        over_heads.append(way(_HEADS, _HEADS, _HEADS, [None] * 3))
+    return over_rows, over_batch, over_heads
+
+
+@functools.lru_cache(maxsize=1024)
+def _cached_choice(layouts: tuple[Layout, ...], has_mask: bool, backward: bool) -> Choice:
+    return _choice(layouts, has_mask, backward)
+
+
+def _choice(layouts: tuple[Layout, ...], has_mask: bool, backward: bool) -> Choice:
+    """The cheapest way. Its results have to come back to where the forward op's inputs are, so that is priced, too."""
+    forward = layouts[1:4] if backward else layouts[:3]
+    rows, batch, heads = _ways(forward, layouts[-1] if has_mask else None, backward)
+    results = forward if backward else (forward[0], forward[0].with_dtype(torch.float32))
+    best: tuple[int, Choice] | None = None
+    for some in (rows, rows + batch, rows + heads, rows + batch + heads):
+        found = choose(layouts, some, len(results), produced=lambda: [_nbytes(x) for x in results])
+        assert found is not None, "replicating everything is always possible"
+        ends = zip(found.outputs, results if backward else results[:1], strict=False)
+        nbytes = found.nbytes + sum(find_plan(o.layout(x, x.shape, x.dtype), x.reduced()).nbytes for o, x in ends)
+        if best is None or nbytes < best[0]:
+            best = (nbytes, found)
+    assert best is not None
+    return best[1]
+
+
+def _returned(layout: Layout, like: Layout) -> Layout:
+    """Where a result is left: cut as the input that it has the shape of, if a way was chosen that cuts other dims."""
+    pairs = list(zip(layout.placements, like.placements, strict=True))
+    if all(isinstance(a, Shard) and isinstance(b, Shard) for a, b in pairs if a != b):
+        return Layout.of(layout.mesh, like.placements, layout.shape, layout.dtype, like.cuts)
+    return layout
+
+
+def _return(local: Tensor, layout: Layout, like: Any) -> tuple[Tensor, Layout]:
+    if not hasattr(like, "_spec"):
+        return local, layout
+    target = _returned(layout, like._spec.layout)
+    return run_plan(find_plan(layout, target), local), target
+
+
+def _nbytes(layout: Layout) -> int:
+    return math.prod(map(compat.size_hint, layout.shape)) * layout.dtype.itemsize
+
+
+def _on_blocks(tensors: Sequence[Any], has_mask: bool, backward: bool) -> tuple[Choice, list[Tensor]]:
+    """How a rank attends, and the blocks that it needs for it."""
+    sharded = next(x for x in tensors if hasattr(x, "_spec"))
+    layouts = tuple(_layout_of(x, sharded) for x in tensors)
+    traced = any(x.is_traced for x in layouts)
+    choice = (_choice if traced else _cached_choice)(layouts, has_mask, backward)
+    locals_ = [x._local_tensor if hasattr(x, "_spec") else x for x in tensors]
+    return choice, [run_plan(plan, x) for plan, x in zip(choice.plans, locals_, strict=True)]
+
+
+def _shift(query: Layout, key: Layout) -> IntLike:
+    """Number of the first row of a block of queries, less that of the block of keys."""
+    first, other = (0 if x.cuts[_ROWS] is None else first_row(x.cut_of(_ROWS), x) for x in (query, key))
+    return first - other
+
+
+def _stride_by_rows(shape: Sequence[IntLike]) -> tuple[IntLike, ...]:
+    """Strides of a result of the fused kernels, of which heads can be joined by a view."""
+    _, heads, rows, features = shape
+    return (rows * heads * features, features, heads * features, 1)
+
+
+def _forward_on_blocks(a: _Attention) -> tuple[Any, Any]:
+    """The result, and the logarithm of the softmax's denominator."""
+    choice, (q, k, v, *mask) = _on_blocks(a.tensors, a.mask is not None, backward=False)
+    query, key = choice.plans[0].dst, choice.plans[1].dst
+    shift = _shift(query, key) if a.causal else 0
+    out, denominator = attend(q, k, v, mask[0] if mask else None, a.causal, shift, a.scale)
+    shape = (*query.shape[:3], a.value.shape[3])
+    layout = choice.outputs[0].layout(query, shape, out.dtype)
+    of_denominator = choice.outputs[1].layout(query, shape[:3], denominator.dtype)
+    if layout.is_partial:
+        out, denominator = _merged(out, denominator, layout, of_denominator)
+        layout, of_denominator = layout.reduced(), of_denominator.reduced()
+    out, layout = _return(out, layout, a.query)
+    stride = _stride_by_rows(shape)
+    cls = type(next(x for x in a.tensors if hasattr(x, "_spec")))
+    result = cls._wrap(in_order(out, stride), Spec.of(layout, stride))
+    return result, cls._wrap(denominator, Spec.of(of_denominator, contiguous_stride(shape[:3])))
+
+
+def _merged(out: Tensor, denominator: Tensor, layout: Layout, of_denominator: Layout) -> tuple[Tensor, Tensor]:
+    """From what ranks found for their keys what all keys give: a mean weighted by the softmax's denominators."""
+    over = [m for m, p in enumerate(layout.placements) if isinstance(p, Partial)]
+    parts = [layout.mesh.shape[m] for m in over]
+    one_each = Cut.of_sizes(over, parts, [1] * math.prod(parts), "fixed")
+    placements = [
+        Shard(0) if isinstance(p, Partial) else Shard(p.dim + 1) if isinstance(p, Shard) else p
+        for p in of_denominator.placements
+    ]
+    shape, cuts = (math.prod(parts), *of_denominator.shape), (one_each, *of_denominator.cuts)
+    stacked = Layout.of(layout.mesh, placements, shape, denominator.dtype, cuts)
+    every = run_plan(find_plan(stacked, stacked.gathered(0)), denominator.unsqueeze(0))
+    total = aten.logsumexp.default(every, [0])
+    weight = torch.where(total == -float("inf"), 0.0, (denominator - total).exp())
+    pending = layout.with_dtype(denominator.dtype)
+    summed = run_plan(find_plan(pending, pending.reduced()), out.to(denominator.dtype) * weight.unsqueeze(-1))
+    return summed.to(out.dtype), total
+
+
+def _backward_on_blocks(a: _Attention, grad: Any, out: Any, denominator: Any) -> list[Any]:
+    """The gradients of query, key and value."""
+    tensors = [grad, *a.tensors[:3], out, denominator, *a.tensors[3:]]
+    choice, blocks = _on_blocks(tensors, a.mask is not None, backward=True)
+    query, key = choice.plans[1].dst, choice.plans[2].dst
+    shift = _shift(query, key) if a.causal else 0
+    mask = blocks[6] if a.mask is not None else None
+    grads = attend_backward(*blocks[:6], mask, a.causal, shift, a.scale)
+    cls = type(next(x for x in tensors if hasattr(x, "_spec")))
+    wrapped = []
+    for local, plan, x in zip(grads, choice.outputs, a.tensors, strict=False):
+        returned, layout = _return(local, plan.layout(query, tuple(x.shape), local.dtype), x)
+        stride = _stride_by_rows(x.shape)
+        wrapped.append(cls._wrap(in_order(returned, stride), Spec.of(layout, stride)))
+    return wrapped
+
+
 # The ops
 
 
-def _tensors(values: Sequence[Any]) -> list[Any]:
-    return [x for x in values if isinstance(x, Tensor)]
-
-
 def _is_whole(attention: _Attention) -> bool:
-    parts = _tensors([attention.query, attention.key, attention.value, attention.mask])
-    return all(x._spec.layout.is_replicated for x in parts if hasattr(x, "_spec"))
+    return all(x._spec.layout.is_replicated for x in attention.tensors if hasattr(x, "_spec"))
 
 
 def _on_whole_values(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The fused kernel on every rank, on full values."""
-    sharded = next(x for x in _tensors([*args, *kwargs.values()]) if hasattr(x, "_spec"))
+    sharded = next(x for x in [*args, *kwargs.values()] if hasattr(x, "_spec"))
     cls, like = type(sharded), sharded._spec.layout.replicated()
 
     def whole(x: Any) -> Any:
@@ -174,9 +314,16 @@ def _attention_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Atte
         return _argument(op, args, kwargs, name)
 
     _refuse_dropout(op, get("dropout_p"))
-    mask = get("attn_mask")
+    query, scale, mask = get("query"), get("scale"), get("attn_mask")
     mask = get("attn_bias") if mask is None else mask
-    return _Attention(get("query"), get("key"), get("value"), mask, get("is_causal"), get("scale"))
+    if mask is not None and get("is_causal"):
+        raise UnsupportedOpError(
+            f"{op} with a mask and is_causal on sharded tensors; let the mask say what is_causal does"
+        )
+    if mask is not None and mask.ndim < query.ndim:
+        mask = mask[(None,) * (query.ndim - mask.ndim)]
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    return _Attention(query, get("key"), get("value"), mask, get("is_causal"), factor)
 
 
 def _forward(op: Any) -> Callable[..., Any]:
@@ -186,7 +333,7 @@ def _forward(op: Any) -> Callable[..., Any]:
         attention = _attention_of(op, args, kwargs)
         if _is_whole(attention):
             return _on_whole_values(op, args, kwargs)
-        out, denominator = attention.forward()
+        out, denominator = _forward_on_blocks(attention.with_equal_heads())
         others = [
             attention.key.shape[2] if "max" in r.name else denominator.new_zeros(()) for r in op._schema.returns[2:]
         ]
@@ -202,13 +349,14 @@ def _backward(op: Any) -> Callable[..., Any]:
             return _on_whole_values(op, args, kwargs)
         grad = next(a for a in args if isinstance(a, Tensor))
         out, denominator = (_argument(op, args, kwargs, n) for n in ("out", "logsumexp"))
-        *grads, grad_scores = attention.backward(grad, out, denominator)
+        grad_query, *others = _backward_on_blocks(attention.with_equal_heads(), grad, out, denominator)
+        grads = (grad_query, *(_summed(g, x) for g, x in zip(others, (attention.key, attention.value), strict=True)))
         if len(op._schema.returns) == 3:
-            return tuple(grads)
-        wanted = _argument(op, args, kwargs, "grad_input_mask")
-        mask = attention.mask
-        grad_mask = grad_scores.sum_to_size(mask.shape).to(mask.dtype) if wanted[3] and mask is not None else None
-        return (*grads, grad_mask)
+            return grads
+        mask = _argument(op, args, kwargs, "attn_bias")
+        if mask is None or not _argument(op, args, kwargs, "grad_input_mask")[3]:
+            return (*grads, None)
+        return (*grads, attention.gradient_of_mask(grad, out, denominator).reshape(mask.shape))
 
     return run
 

@@ -11,14 +11,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from shardcompile import compat
 from shardcompile.compat import offline as _torch
 from shardcompile.errors import ShardError
 from shardcompile.offline.world import OfflineError, OfflineWorld, offline_world
 from shardcompile.passes.collective import Collective, collectives
-from shardcompile.passes.pipeline import Pass, Pipeline
+from shardcompile.passes.pipeline import Pass, Pipeline, before_division
 from shardcompile.tensor import ShardTensor
 
 Build = Callable[[DeviceMesh], tuple[Callable[..., Any], Sequence[Any]]]
@@ -176,9 +176,9 @@ def trace_step(
     Raises:
         OfflineError: there is nothing to trace, or Inductor's passes fail.
     """
-    with _blocks_vary(), _torch.fake_inputs_as_real_ones():
-        forward_graph, backward_graph = _captured(*_built(world, build), backward)
     pipeline = Pipeline() if pipeline is None else pipeline
+    with _blocks_vary(), _torch.fake_inputs_as_real_ones():
+        forward_graph, backward_graph = _captured(*_built(world, build), backward, before_division(pipeline))
     issued: list[tuple[CollectiveRecord, ...]] = []
     for graph in (forward_graph, backward_graph):
         if graph is not None:
@@ -235,14 +235,16 @@ class _CapturedError(Exception):
     """Ends a call of a compiled function when all graphs are there."""
 
 
-def _captured(fn: Callable[..., Any], inputs: Sequence[Any], backward: bool) -> tuple[GraphModule, GraphModule | None]:
+def _captured(
+    fn: Callable[..., Any], inputs: Sequence[Any], backward: bool, joint_pass: Callable[[Graph], None]
+) -> tuple[GraphModule, GraphModule | None]:
     """The forward and backward graph of a call. They are taken when AOTAutograd parts them, and never run."""
     found: list[tuple[GraphModule, GraphModule | None]] = []
 
     def stop(_: Any) -> None:
         raise _CapturedError
 
-    backend = _torch.capturing_backend(lambda *graphs: found.append(graphs), stop)
+    backend = _torch.capturing_backend(lambda *graphs: found.append(graphs), stop, joint_pass)
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(backward):
             torch.compile(fn, fullgraph=True, backend=backend)(*inputs)

@@ -662,3 +662,5 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 }
 
 compat.let_comm_debug_mode_see_through(ShardTensor)
+compat.keep_from_dynamo(ShardTensor.__torch_function__.__func__)  # type: ignore[attr-defined]
+compat.keep_from_dynamo(dispatch)

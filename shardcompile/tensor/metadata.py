@@ -90,14 +90,14 @@ def keys_tensor(layout: Layout, metadata: Metadata, like: Tensor) -> Tensor:
     runs follow the keys: torch looks for the origin of their symbols in inner tensors alone.
     """
     cuts = [layout.cut_of(d) for d in metadata.dynamic_dims]
-    carrier = cuts[0].carrier
-    if isinstance(carrier, Tensor) and carrier.ndim in (1 + len(cuts), 1 + 2 * len(cuts)):
-        held = carrier.shape[1 : 1 + len(cuts)]
-        if all(c.carrier is carrier and (e is c.key or e == c.key) for e, c in zip(held, cuts, strict=True)):
-            return carrier
     keys = [c.key for c in cuts]
     if any(compat.is_unbacked(c.extent) for c in cuts):
         keys += [c.extent for c in cuts]
+    carrier = cuts[0].carrier
+    if isinstance(carrier, Tensor) and carrier.ndim == 1 + len(keys):
+        held = carrier.shape[1 : 1 + len(cuts)]
+        if all(c.carrier is carrier and (e is c.key or e == c.key) for e, c in zip(held, cuts, strict=True)):
+            return carrier
     return like.new_empty_strided([0, *keys], [0] * (1 + len(keys)), dtype=torch.uint8)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
 from shardcompile.demo.model import PointTransformer, mean_squared_error
-from shardcompile.testing import rank, world_size
+from shardcompile.testing import assert_matches_single_device, mesh, rank, world_size
 
 CUTS = {2: [7, 0], 3: [5, 0, 2], 4: [3, 0, 1, 3]}
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
@@ -362,3 +362,62 @@ def test_blocks_that_are_views_at_any_offset_compile_once(backend: str) -> None:
         torch.testing.assert_close(run(x).full_tensor(), full - full.mean(0, keepdim=True), **TIGHT)
     same_everywhere(counter.frame_count)
     assert counter.frame_count <= 2  # an extent of 1 has a graph of its own
+
+
+NESTED = [Shard(1), Shard(1)]
+
+
+@pytest.mark.ranks(4, mesh=(2, 2), timeout=300)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (NESTED, [Replicate(), Replicate()]),
+        (NESTED, [Shard(1), Replicate()]),
+        (NESTED, [Replicate(), Shard(1)]),
+        (NESTED, [Shard(1), Shard(0)]),
+        ([Shard(1), Shard(0)], [Replicate(), Shard(0)]),
+        ([Shard(1), Shard(0)], [Shard(0), Shard(0)]),
+    ],
+)
+def test_dims_cut_twice_are_redistributed_inside_a_compiled_function(before: list[Any], after: list[Any]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 7, 2, dtype=torch.float64)
+
+    def moved(x: Any) -> Any:
+        y = x.sin()
+        return (y.redistribute(placements=after) if isinstance(y, sc.ShardTensor) else y).cos()
+
+    assert_matches_single_device(moved, [x], [before], mesh=mesh(), steps=2, backend="aot_eager")
+
+
+@pytest.mark.ranks(4, mesh=(2, 2), timeout=300)
+def test_a_reduction_of_blocks_that_are_not_contiguous() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(7, 5, 4, dtype=torch.float64)
+
+    def summed(x: Tensor) -> Tensor:
+        return x.sum(0).t().sin()
+
+    assert_matches_single_device(summed, [x], [[Shard(0), Shard(1)]], mesh=mesh(), steps=2, backend="aot_eager")
+
+
+@pytest.mark.ranks(2)
+def test_around_a_graph_break_ops_run_as_they_are() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(7, 3, dtype=torch.float64)
+
+    def broken(x: Tensor) -> Tensor:
+        try:  # Dynamo cannot break inside of it: the whole frame runs eagerly
+            y = x.sin()
+            torch._dynamo.graph_break()
+            return (y @ y.T).softmax(0) @ y
+        finally:
+            pass
+
+    cut = sharded(x, [6, 1], mesh_1d()).requires_grad_()
+    x.requires_grad_()
+    out, expected = torch.compile(broken, backend="eager")(cut), broken(x)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(out.full_tensor(), expected)
+    torch.testing.assert_close(cut.grad.full_tensor(), x.grad)
