@@ -72,7 +72,7 @@ def _extent_after_gather(layout: Layout, dim: int) -> int | torch.SymInt:
 
 def _block(cut: Cut, layout: Layout, group_name: str) -> int | torch.SymInt:
     """Size of this rank's block in a layout that a step arrives at."""
-    if cut.is_traced and cut.kind == "chunk" and cut.block is None and len(cut.mesh_dims) == 1:
+    if not isinstance(cut.extent, int) and cut.kind == "chunk" and cut.block is None and len(cut.mesh_dims) == 1:
         return collective_ops.symbolic_chunk_block(cut.extent, group_name)
     return _size(cut, layout)
 

@@ -432,17 +432,22 @@ def symbolic_cut(x: Tensor, dim: int, sizes: Sequence[IntLike] | None, group_nam
     return total, compat.keep_symbol(key.item())
 
 
-def symbolic_chunk_block(total: IntLike, group_name: str) -> IntLike:
+def symbolic_chunk_block(total: torch.SymInt, group_name: str) -> IntLike:
     """This rank's share of a symbolic extent, as a symbol of its own.
 
     Written as a formula it would name the rank in the graph, and comparisons with it would be guards that hold on some
     ranks only.
     """
-    with compat.unrecorded_symbols(total):
-        block = compat.keep_symbol(_ops.chunk_block(total, group_name).item())
+
+    def make() -> list[Any]:
+        with compat.unrecorded_symbols(total):
+            return [_ops.chunk_block(total, group_name).item()]
+
+    asked = ("chunk_block", group_name, compat.expression_of(total))
+    (block,) = compat.once_in_trace(asked, total, make)
     torch._check(block >= 0)
     torch._check(block <= total)
-    return block
+    return block  # type: ignore[no-any-return]
 
 
 # Gradients. Every op is linear (reduce_scatter_v for sum and avg); its gradient is its adjoint.
