@@ -660,7 +660,32 @@ def _bags() -> list[Case]:
             F(5, 3),
         ),
         case("embedding_bag half", lambda i, w: nnf.embedding_bag(i, w), I(6, 5, 3), F(6, 4, dtype=torch.bfloat16)),
-        case("embedding_bag offsets", lambda i, w: nnf.embedding_bag(i, w, torch.tensor([0, 2, 2])), I(6, 5), table),
+        *(
+            case(
+                f"embedding_bag offsets {m} {p}",
+                lambda i, w, m=m, p=p: nnf.embedding_bag(i, w, torch.tensor([0, 2, 2]), mode=m, padding_idx=p),
+                I(6, 5),
+                table,
+            )
+            for m in ("sum", "mean", "max")
+            for p in (None, 1)
+        ),
+        case(
+            "embedding_bag offsets weights",
+            lambda i, w, s: nnf.embedding_bag(
+                i, w, torch.tensor([0, 3, 5]), mode="sum", per_sample_weights=s, include_last_offset=True
+            ),
+            I(6, 5),
+            table,
+            F(5),
+        ),
+        case(
+            "embedding_bag cut offsets",
+            lambda i, w, o: nnf.embedding_bag(i, w, o.sort().values * 0),
+            I(6, 5),
+            table,
+            I(3, 3),
+        ),
         case(
             "embedding_bag frequency", lambda i, w: nnf.embedding_bag(i, w, scale_grad_by_freq=True), I(6, 5, 3), table
         ),

@@ -90,6 +90,7 @@ __all__ = [
     "share_storage",
     "size_hint",
     "start_epoch",
+    "stands_for_itself",
     "store",
     "surely",
     "trace_size_obliviously",
@@ -624,6 +625,16 @@ def once_in_trace(what: Any, like: torch.SymInt, make: Callable[[], Sequence[tor
         memo[what] = symbols
     first = _MEMOS.setdefault(shape_env, {}).get(what, memo[what])
     return [k if isinstance(k := _known_value(f), int) else s for s, f in zip(memo[what], first, strict=True)]
+
+
+def stands_for_itself(size: Any) -> None:
+    """Have a size that gets its value when the graph runs be read off the node that gives it, in a trace.
+
+    As with `keep_symbol`; also where it turns out to be that of an input of the joint graph only later.
+    """
+    mode = get_proxy_mode()
+    if mode is not None and is_unbacked(size):
+        _stand_for(mode.tracer, size)
 
 
 def _known_value(size: Any) -> Any:

@@ -640,6 +640,8 @@ class _Gathered(_Entry):
             raise UnsupportedOpError(
                 f"{self.op} gives a {out.layout} tensor, which cannot be sharded; take full_tensor() of its inputs"
             )
+        for size in out.shape:
+            compat.stands_for_itself(size)
         return cls._wrap(out, Spec.of(_plain_layout(self.mesh, out), tuple(out.stride())))
 
 

@@ -1,7 +1,8 @@
-"""`embedding_bag` of bags of equal length, as a lookup and a reduction over each bag.
+"""`embedding_bag` as a lookup and a reduction over each bag.
 
 Torch's op has flat indices and numbers at which bags start, from which nobody can tell which bags a rank has. Here bags
-stay apart, so that whatever is cut (bags, what is in them, rows or columns of the table) stays where it is.
+of equal length stay apart, so that whatever is cut (bags, what is in them, rows or columns of the table) stays where it
+is; of bags given by offsets, each rank adds up what it has of them.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> Any:
     """``torch.nn.functional.embedding_bag``; what has no form of its own, and what torch refuses, is left to torch."""
-    simple = offsets is None and max_norm is None and not (scale_grad_by_freq or sparse)
-    if not simple or not _fits(indices, table, mode, per_sample_weights, padding_idx):
+    simple = max_norm is None and not (scale_grad_by_freq or sparse)
+    if not simple or not _fits(indices, table, offsets, mode, per_sample_weights, padding_idx):
         return func(
             *(indices, table, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights),
             *(include_last_offset, padding_idx),
@@ -46,23 +47,49 @@ def embedding_bag(
     if mode == "max":
         return _largest(rows, (indices == indices).unsqueeze(-1) if counts is None else counts)
     rows = widened(rows) if per_sample_weights is None else widened(rows) * widened(per_sample_weights).unsqueeze(-1)
-    total = (rows if counts is None else torch.where(counts, rows, 0)).sum(1)
-    if mode == "mean":
-        total = total / (indices.shape[1] if counts is None else counts.sum(1).clamp(min=1))
-    return total.to(table.dtype)
+    rows = rows if counts is None else torch.where(counts, rows, 0)
+    if offsets is None:
+        total, count = rows.sum(1), indices.shape[1] if counts is None else counts.sum(1).clamp(min=1)
+    else:
+        add = _adding(offsets, indices, include_last_offset)
+        total = add(rows)
+        counts = torch.ones_like(indices).unsqueeze(-1) if counts is None else counts
+        count = add(counts.to(rows.dtype)).clamp(min=1) if mode == "mean" else 1
+    return (total / count if mode == "mean" else total).to(table.dtype)
 
 
-def _fits(indices: Any, table: Any, mode: str, weights: Any, padding_idx: int | None) -> bool:
+def _adding(offsets: Any, indices: Any, include_last: bool) -> Callable[[Any], Any]:
+    """What adds up rows [indices, columns] by bags, to [bags, columns].
+
+    Offsets that torch would refuse lead to bags that are not there, which the addition refuses.
+    """
+    if hasattr(offsets, "_spec"):
+        offsets = redistributed(offsets, offsets._spec.layout.replicated())
+    many = indices.shape[0]
+    starts = offsets[:-1] if include_last else offsets
+    bags = starts.shape[0]
+    positions = torch.arange(many, dtype=offsets.dtype, device=offsets.device)
+    bag = torch.searchsorted(starts.contiguous(), positions, right=True) - 1
+    bag = torch.where(offsets[-1] > many, bags, bag)
+    return lambda rows: rows.new_zeros([bags, rows.shape[1]]).index_add(0, bag, rows)
+
+
+def _fits(indices: Any, table: Any, offsets: Any, mode: str, weights: Any, padding_idx: int | None) -> bool:
     """Whether something is cut, and the arguments are what torch accepts."""
     tensors = [x for x in (indices, table, weights) if isinstance(x, Tensor)]
     if not any(c is not None for x in tensors if hasattr(x, "_spec") for c in x._spec.layout.cuts):
         return False
     if any(map(has_known_blocks, tensors)):
         return False
-    if indices.ndim != 2 or table.ndim != 2 or indices.is_floating_point() or not table.is_floating_point():
+    if table.ndim != 2 or indices.is_floating_point() or not table.is_floating_point():
         return False
-    nothing = isinstance(indices.shape[1], int) and indices.shape[1] == 0
-    if nothing or mode not in ("sum", "mean", "max"):
+    if mode not in (("sum", "mean", "max") if offsets is None else ("sum", "mean")):
+        return False
+    if not isinstance(offsets, Tensor):
+        nothing = indices.ndim == 2 and isinstance(indices.shape[1], int) and indices.shape[1] == 0
+        if offsets is not None or indices.ndim != 2 or nothing:
+            return False
+    elif indices.ndim != 1 or offsets.ndim != 1 or offsets.is_floating_point() or offsets.shape[0] in (0, 1):
         return False
     if padding_idx is not None and not -table.shape[0] <= padding_idx < table.shape[0]:
         return False
