@@ -49,6 +49,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._python_dispatch import return_and_correct_aliasing  # 2.11 - 2.15
 from torch.utils._sympy.interp import sympy_interp  # 2.11 - 2.15
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # 2.11 - 2.15
+from torch.utils._sympy.symbol import SymT, symbol_is_type  # 2.11 - 2.15
 
 __all__ = [
     "UNKNOWN_OUTPUT_SHAPE",
@@ -89,8 +90,8 @@ __all__ = [
     "same_symbol",
     "share_storage",
     "size_hint",
-    "start_epoch",
     "stands_for_itself",
+    "start_epoch",
     "store",
     "surely",
     "trace_size_obliviously",
@@ -292,8 +293,11 @@ def trace_size_obliviously() -> None:
     memory_format = torch._C._conv_determine_backend_memory_format  # 2.11 - 2.15
     torch._C._conv_determine_backend_memory_format = _unguarded(memory_format)
     from torch._inductor import ir
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.lowering import lowerings
 
+    assign = PythonWrapperCodegen.codegen_input_symbol_assignment  # 2.11 - 2.15
+    PythonWrapperCodegen.codegen_input_symbol_assignment = _by_both_names(assign)  # type: ignore[method-assign]
     fill_order = ir.get_fill_order  # 2.11 - 2.15
     ir.get_fill_order = _sorted_by_hint(fill_order)
     bmm = torch.ops.aten.bmm.default
@@ -304,6 +308,7 @@ def trace_size_obliviously() -> None:
         _functorch_config.donated_buffer = donated
         torch._C._conv_determine_backend_memory_format = memory_format
         lowerings[bmm] = lower_bmm
+        PythonWrapperCodegen.codegen_input_symbol_assignment = assign  # type: ignore[method-assign]
         _symbolic_shapes_config.backed_size_oblivious = False
         fake_impls._compute_stride, torch._debug_has_internal_overlap = stride_of_view, overlaps
         ir.get_fill_order = fill_order
@@ -339,6 +344,25 @@ def _lowered_by_hint(lowering: Callable[..., Any]) -> Callable[..., Any]:
             return lowering(*args, **kwargs)
 
     return lower
+
+
+def _by_both_names(assign: Callable[..., None]) -> Callable[..., None]:
+    """Have generated code name a size also by the symbol that took the place of its own.
+
+    The gradient that an input has already brings a symbol of its own for the same size. Which of the two replaces the
+    other is a matter of their names, and code of torch before 2.15 knows only the input's.
+    """
+    from torch._inductor.virtualized import V  # 2.11 - 2.15
+
+    def assigned(self: Any, name: str, value: Any, bound_vars: Any, *rest: Any, **options: Any) -> None:
+        assign(self, name, value, bound_vars, *rest, **options)
+        for symbol in list(bound_vars):
+            other = V.graph.sizevars.simplify(symbol)
+            if other not in bound_vars and symbol_is_type(other, SymT.SIZE):
+                self.prefix.writeline(f"{other} = {symbol}")
+                bound_vars.add(other)
+
+    return assigned
 
 
 def _without_comparing(stride_of_view: Callable[..., Any]) -> Callable[..., Any]:

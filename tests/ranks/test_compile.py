@@ -364,6 +364,24 @@ def test_blocks_that_are_views_at_any_offset_compile_once(backend: str) -> None:
     assert counter.frame_count <= 2  # an extent of 1 has a graph of its own
 
 
+@pytest.mark.ranks(2, timeout=200)
+def test_inputs_that_have_gradients_already() -> None:
+    torch.manual_seed(0)
+    mesh, full = mesh_1d(), [torch.randn(7, 3, dtype=torch.float64) for _ in range(6)]
+
+    def gathered(*xs: Any) -> Any:
+        return sum(x.redistribute(placements=[Replicate()]).sin().sum() for x in xs)
+
+    for sizes in ([6, 1], [0, 7]):
+        torch._dynamo.reset()  # compiled anew each time, with gradients of six inputs, whose symbols have other names
+        inputs = [sharded(x, sizes, mesh).requires_grad_() for x in full]
+        for x in inputs:
+            x.grad = torch.zeros_like(x)
+        torch.compile(gathered, fullgraph=True, backend="inductor")(*inputs).backward()
+        for x, whole in zip(inputs, full, strict=True):
+            torch.testing.assert_close(x.grad.full_tensor(), whole.cos())
+
+
 NESTED = [Shard(1), Shard(1)]
 
 
