@@ -524,10 +524,10 @@ def _survey(cls: Any, values: Any) -> tuple[Any, bool]:
 def _align_gradient(x: Any) -> None:
     """Have gradients arrive in the layout of `x`: in a leaf, or in a compiled function's output, whose backward pass
     was compiled for that layout."""
-    x._align_grad = False
     with torch._C.DisableTorchFunctionSubclass():
         if not x.requires_grad:
             return
+        x._align_grad = False
         layout = x._spec.layout.reduced()
         x.register_hook(lambda grad: _laid_out(grad, layout))
 
@@ -613,6 +613,14 @@ def _sgn(func: Callable[..., Any], x: Any, **kwargs: Any) -> Any:
     return func(x, **kwargs) if not isinstance(x, Tensor) or x.is_complex() else torch.sign(x, **kwargs)
 
 
+def _unsafe_view(func: Callable[..., Any], x: Any, *args: Any) -> Any:
+    """A view that AOTAutograd returns in place of a compiled function's output, before that has a gradient."""
+    out = func(x, *args)
+    if type(x) is ShardTensor and not x.requires_grad:
+        out._align_grad = x._align_grad
+    return out
+
+
 def _tensor_split(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     """`tensor_split`, whose kernel reads the memory of a tensor that says where to split."""
 
@@ -649,6 +657,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__deepcopy__: _deep_copied,
     torch.Tensor.requires_grad_: _require_grad,
     torch.Tensor.requires_grad.__set__: _require_grad,  # type: ignore[attr-defined]
+    torch.ops.aten._unsafe_view: _unsafe_view,
     torch.sgn: _sgn,
     torch.Tensor.sgn: _sgn,
     torch.nn.functional.scaled_dot_product_attention: _attend,

@@ -173,6 +173,16 @@ def test_a_gradient_with_another_cut_is_brought_to_the_output() -> None:
 
 
 @pytest.mark.ranks(3)
+def test_a_gradient_of_a_view_that_is_returned_is_brought_to_its_layout() -> None:
+    torch.manual_seed(0)
+    full = torch.randn(7, 3, dtype=torch.float64)
+    x = sharded(full, [4, 0, 3], mesh_1d()).requires_grad_()
+    y, z = torch.compile(lambda x: (x.sin().t(), x.cos()), fullgraph=True, backend="aot_eager")(x)
+    (y.sum() + z.sum()).backward()  # of a sum: replicated
+    torch.testing.assert_close(x.grad.full_tensor(), full.cos() - full.sin())
+
+
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_crossings_inside_a_compiled_function(backend: str) -> None:
     mesh = mesh_1d()
