@@ -153,6 +153,9 @@ def _cached_choice(layouts: tuple[Layout, ...], has_mask: bool, backward: bool) 
     return _choice(layouts, has_mask, backward)
 
 
+compat.forget_with_world(_cached_choice.cache_clear)
+
+
 def _choice(layouts: tuple[Layout, ...], has_mask: bool, backward: bool) -> Choice:
     """The cheapest way. Its results have to come back to where the forward op's inputs are, so that is priced, too."""
     forward = layouts[1:4] if backward else layouts[:3]
@@ -173,7 +176,8 @@ def _choice(layouts: tuple[Layout, ...], has_mask: bool, backward: bool) -> Choi
 def _returned(layout: Layout, like: Layout) -> Layout:
     """Where a result is left: cut as the input that it has the shape of, if a way was chosen that cuts other dims."""
     pairs = list(zip(layout.placements, like.placements, strict=True))
-    if all(isinstance(a, Shard) and isinstance(b, Shard) for a, b in pairs if a != b):
+    same_shape = all(a is b or a == b for a, b in zip(layout.shape, like.shape, strict=True))
+    if same_shape and all(isinstance(a, Shard) and isinstance(b, Shard) for a, b in pairs if a != b):
         return Layout.of(layout.mesh, like.placements, layout.shape, layout.dtype, like.cuts)
     return layout
 

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import shardcompile as sc
 from shardcompile.testing import assert_matches_single_device, mesh
 
-BATCH, HEADS, ROWS = Shard(0), Shard(1), Shard(2)
+BATCH, HEADS, ROWS, FEATURES = Shard(0), Shard(1), Shard(2), Shard(3)
 WHOLE = Replicate()
 
 
@@ -40,7 +40,7 @@ def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 @pytest.mark.ranks(3, timeout=300)
-@pytest.mark.parametrize("cut", [BATCH, HEADS, ROWS], ids=["batch", "heads", "rows"])
+@pytest.mark.parametrize("cut", [BATCH, HEADS, ROWS, FEATURES], ids=["batch", "heads", "rows", "features"])
 @pytest.mark.parametrize("function", [attention, causal], ids=["all", "causal"])
 def test_tensors_that_are_cut_alike(function: Any, cut: Shard) -> None:
     torch.manual_seed(0)
