@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.dispatch import lookups, rows, scans
+from shardcompile.dispatch import additions, lookups, rows, scans
 from shardcompile.dispatch.copied_views import follow
 from shardcompile.dispatch.group_norm import group_norm, group_norm_backward
 from shardcompile.dispatch.precision import HALVES, wide_dtype, widened
@@ -337,6 +337,9 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.index_select.default: lookups.index_select,
     aten.index.Tensor: lookups.index,
     aten.gather.default: lookups.gather,
+    aten.index_add.default: additions.index_add,
+    aten.index_put.default: additions.index_put,
+    aten.scatter_add.default: additions.scatter_add,
     aten.cumsum.default: scans.cumsum,
     aten.cumprod.default: scans.cumprod,
     aten.logcumsumexp.default: scans.logcumsumexp,

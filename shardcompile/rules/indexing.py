@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.distributed.tensor.placement_types import Partial, Shard
@@ -15,10 +15,22 @@ from shardcompile.rules.strategy import OpCall, Strategy, TensorArg, along, part
 aten = torch.ops.aten
 
 
+def _may_divide(source: TensorArg, dim: int, indices: Sequence[TensorArg]) -> bool:
+    """Whether to offer that a dim which is not indexed is cut.
+
+    Not where that would take the indices away from their cut: a result with many features for each index would go with
+    them, and what comes next mostly wants it back.
+    """
+    if any(isinstance(p, Shard) and p.dim == dim for p in source.layout.placements):
+        return True
+    return not any(isinstance(p, Shard) for i in indices for p in i.layout.placements)
+
+
 def _embedding(call: OpCall) -> Iterable[Strategy]:
-    indices = call.tensors[1].ndim
-    yield from (along([None, d], [d]) for d in range(indices))
-    yield along([1, None], [indices])
+    table, indices = call.tensors
+    yield from (along([None, d], [d]) for d in range(indices.ndim))
+    if _may_divide(table, 1, [indices]):
+        yield along([1, None], [indices.ndim])
 
 
 def _embedding_backward(call: OpCall) -> Iterable[Strategy]:
@@ -33,7 +45,7 @@ def _index_select(call: OpCall) -> Iterable[Strategy]:
     if source.ndim == 0 or index.ndim == 0:
         return
     dim = call.args[1] % source.ndim
-    yield from (along([d, None], [d]) for d in range(source.ndim) if d != dim)
+    yield from (along([d, None], [d]) for d in range(source.ndim) if d != dim and _may_divide(source, d, [index]))
     yield along([None, 0], [dim])
 
 
@@ -45,7 +57,7 @@ def _index(call: OpCall) -> Iterable[Strategy]:
         return
     rank = call.args[1][at[0]].ndim
     for dim in range(source.ndim):
-        if dim < at[0] or dim > at[-1]:
+        if (dim < at[0] or dim > at[-1]) and _may_divide(source, dim, call.tensors[1:]):
             out = dim if dim < at[0] else dim - len(at) + rank
             yield along([dim, *[None] * len(at)], [out])
     yield from (along([None, *[d] * len(at)], [at[0] + d]) for d in range(rank))

@@ -181,6 +181,6 @@ def test_communication_of_eight_gpus(model: Any) -> None:
     report = explain(build_of(model), world_size=8, device="cuda", stages=[])
     assert not [c for c in report.traced if c.gathered_for]
     if model is Graphs:  # many orders of its collectives cost the same, and versions of torch come to different ones
-        assert_graph(report, max_graphs=2, max_collectives=20, max_bytes=258372)
+        assert_graph(report, max_graphs=2, max_collectives=9, max_bytes=53572)
     else:
         assert_graph(report, snapshot=f"{model.__name__.lower()}-8", max_graphs=2)
