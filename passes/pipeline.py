@@ -169,9 +169,11 @@ def before_division(pipeline: Pipeline) -> Pipeline:
     """What of a pipeline also runs on the graph of forward and backward together.
 
     A round trip between the two would leave its way back in the backward graph, and with it all that is needed to
-    compute anew what it sends: for AOTAutograd a wait is something that has to be done, whether it is read or not.
+    compute anew what it sends: for AOTAutograd a wait is something that has to be done, whether it is read or not. So
+    would, with torch 2.15, what the backward pass asks for again: it is saved, but its second wait stays.
     """
-    return Pipeline([p for p in pipeline.passes if isinstance(p, CancelRoundTrips)], final=False)
+    early = (ShareEqualCollectives, DropRepeatedWaits, CancelRoundTrips)
+    return Pipeline([p for kind in early for p in pipeline.passes if isinstance(p, kind)], final=False)
 
 
 class Watcher(Protocol):

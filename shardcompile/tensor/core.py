@@ -595,13 +595,38 @@ def _check_plain_target(cls: Any, func: Any, args: Sequence[Any]) -> None:
         )
 
 
-def _attend(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _attend(
+    func: Callable[..., Any], query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     """`scaled_dot_product_attention`: its fused kernels draw random numbers of their own."""
-    dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+    if compat.is_compiling():
+        _tell_equal_extents(query, key, value, attn_mask)
+    dropout = kwargs.get("dropout_p", args[0] if args else 0.0)
     if dropout == 0.0:
-        return func(*args, **kwargs)
+        return func(query, key, value, attn_mask, *args, **kwargs)
     with sdpa_kernel(SDPBackend.MATH):
-        return func(*args, **kwargs)
+        return func(query, key, value, attn_mask, *args, **kwargs)
+
+
+def _tell_equal_extents(query: Any, key: Any, value: Any, mask: Any) -> None:
+    """Compare extents that have symbols of their own: torch 2.15 takes no fused kernel unless they are known as equal.
+
+    They are global extents, so that the guards hold on all ranks or on none.
+    """
+    if not query.ndim == key.ndim == value.ndim:
+        return
+    dims = [d for d in range(query.ndim) if d != query.ndim - 2]
+    pairs = [(query.shape[d], key.shape[d]) for d in dims] + list(zip(key.shape, value.shape, strict=True))
+    if mask is not None:
+        wanted = (*query.shape[:-1], key.shape[-2])
+        pairs += list(zip(reversed(mask.shape), reversed(wanted), strict=False))
+    for a, b in pairs:
+        numbers = [n for n in (a, b) if isinstance(n, int)]
+        # A 1 is broadcast; and what is known only when the graph runs, or to be equal, cannot be compared, or need not.
+        if len(numbers) < 2 and 1 not in numbers and not compat.is_unbacked(a) and not compat.is_unbacked(b):
+            bool(a == b)
+    if query.ndim > 2 and compat.size_hint(key.shape[-3]):
+        bool(query.shape[-3] % key.shape[-3] == 0)
 
 
 def _tolist(func: Callable[..., Any], x: Any) -> Any:
