@@ -65,7 +65,7 @@ def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = Fa
 
 
 def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return all(m is n or m == n for m, n in zip(a, b, strict=True))
+    return all(compat.same_symbol(m, n) for m, n in zip(a, b, strict=True))
 
 
 def _fits(x: Any, dim: int, source: Any) -> bool:

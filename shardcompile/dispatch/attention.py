@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile import compat
-from shardcompile.dispatch.attention_blocks import attend, attend_backward
+from shardcompile.dispatch.attention_blocks import attend, attend_backward, repeated_heads, summed_heads
 from shardcompile.dispatch.choice import Choice, choose
 from shardcompile.dispatch.precision import widened
-from shardcompile.dispatch.rows import first_row
+from shardcompile.dispatch.rows import first_row, layout_of, wrap
 from shardcompile.dispatch.strides import in_order
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
@@ -60,18 +60,18 @@ class _Attention:
 
     def with_equal_heads(self) -> _Attention:
         """Where heads are cut, those of keys and values repeated: theirs are then cut as the query's are."""
-        cut = any(_layout_of(x, x).cuts[_HEADS] is not None for x in self.tensors[:3] if hasattr(x, "_spec"))
+        cut = any(x._spec.layout.cuts[_HEADS] is not None for x in self.tensors[:3] if hasattr(x, "_spec"))
         heads = self.query.shape[_HEADS]
         if not cut:
             return self
-        key, value = _repeated(self.key, heads), _repeated(self.value, heads)
+        key, value = repeated_heads(self.key, heads), repeated_heads(self.value, heads)
         return _Attention(self.query, key, value, self.mask, self.causal, self.scale)
 
     def gradient_of_mask(self, grad: Any, out: Any, denominator: Any) -> Any:
         """The gradient of what is added to the scores, from products: no fused kernel gives it for a block."""
         grad = widened(grad)
         heads = self.query.shape[_HEADS]
-        key, value = _repeated(widened(self.key), heads), _repeated(widened(self.value), heads)
+        key, value = repeated_heads(widened(self.key), heads), repeated_heads(widened(self.value), heads)
         scores = _product(widened(self.query), key.transpose(-2, -1)) * self.scale + self.mask
         denominator = torch.where(denominator == -float("inf"), 0.0, denominator)
         weights = (scores - denominator.unsqueeze(-1)).exp()
@@ -86,30 +86,12 @@ def _product(a: Any, b: Any) -> Any:
     return cls.__torch_dispatch__(aten.matmul.default, (), (a, b), {})
 
 
-def _repeated(x: Any, heads: int) -> Any:
-    """Heads of keys and values, once for each head of the query that uses them."""
-    batch, own, rows, features = x.shape
-    if own is heads or own == heads:
-        return x
-    return x.unsqueeze(2).expand(batch, own, heads // own, rows, features).reshape(batch, heads, rows, features)
-
-
-def _summed(x: Any, like: Any) -> Any:
-    """Inverse of `_repeated` for gradients."""
-    batch, many, rows, features = x.shape
-    heads = like.shape[_HEADS]
-    if many is heads or many == heads:
-        return x
-    return x.reshape(batch, heads, many // heads, rows, features).sum(2)
+def _sharded(values: Iterable[Any]) -> Any:
+    """The first sharded tensor."""
+    return next(x for x in values if hasattr(x, "_spec"))
 
 
 # On blocks
-
-
-def _layout_of(x: Any, sharded: Any) -> Layout:
-    if hasattr(x, "_spec"):
-        return x._spec.layout  # type: ignore[no-any-return]
-    return Layout.whole(sharded._spec.layout.mesh, tuple(x.shape), x.dtype)
 
 
 def _ways(layouts: Sequence[Layout], mask: Layout | None, backward: bool) -> tuple[list[Strategy], ...]:
@@ -195,8 +177,8 @@ def _nbytes(layout: Layout) -> int:
 
 def _on_blocks(tensors: Sequence[Any], has_mask: bool, backward: bool) -> tuple[Choice, list[Tensor]]:
     """How a rank attends, and the blocks that it needs for it."""
-    sharded = next(x for x in tensors if hasattr(x, "_spec"))
-    layouts = tuple(_layout_of(x, sharded) for x in tensors)
+    mesh = _sharded(tensors)._spec.layout.mesh
+    layouts = tuple(layout_of(x, mesh) for x in tensors)
     traced = any(x.is_traced for x in layouts)
     choice = (_choice if traced else _cached_choice)(layouts, has_mask, backward)
     locals_ = [x._local_tensor if hasattr(x, "_spec") else x for x in tensors]
@@ -229,9 +211,9 @@ def _forward_on_blocks(a: _Attention) -> tuple[Any, Any]:
         layout, of_denominator = layout.reduced(), of_denominator.reduced()
     out, layout = _return(out, layout, a.query)
     stride = _stride_by_rows(shape)
-    cls = type(next(x for x in a.tensors if hasattr(x, "_spec")))
-    result = cls._wrap(in_order(out, stride), Spec.of(layout, stride))
-    return result, cls._wrap(denominator, Spec.of(of_denominator, contiguous_stride(shape[:3])))
+    like = _sharded(a.tensors)
+    result = wrap(like, in_order(out, stride), layout, stride)
+    return result, wrap(like, denominator, of_denominator, contiguous_stride(shape[:3]))
 
 
 def _merged(out: Tensor, denominator: Tensor, layout: Layout, of_denominator: Layout) -> tuple[Tensor, Tensor]:
@@ -261,12 +243,11 @@ def _backward_on_blocks(a: _Attention, grad: Any, out: Any, denominator: Any) ->
     shift = _shift(query, key) if a.causal else 0
     mask = blocks[6] if a.mask is not None else None
     grads = attend_backward(*blocks[:6], mask, a.causal, shift, a.scale)
-    cls = type(next(x for x in tensors if hasattr(x, "_spec")))
     wrapped = []
     for local, plan, x in zip(grads, choice.outputs, a.tensors, strict=False):
         returned, layout = _return(local, plan.layout(query, tuple(x.shape), local.dtype), x)
         stride = _stride_by_rows(x.shape)
-        wrapped.append(cls._wrap(in_order(returned, stride), Spec.of(layout, stride)))
+        wrapped.append(wrap(_sharded(tensors), in_order(returned, stride), layout, stride))
     return wrapped
 
 
@@ -279,7 +260,7 @@ def _is_whole(attention: _Attention) -> bool:
 
 def _on_whole_values(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The fused kernel on every rank, on full values."""
-    sharded = next(x for x in [*args, *kwargs.values()] if hasattr(x, "_spec"))
+    sharded = _sharded([*args, *kwargs.values()])
     cls, like = type(sharded), sharded._spec.layout.replicated()
 
     def whole(x: Any) -> Any:
@@ -354,7 +335,10 @@ def _backward(op: Any) -> Callable[..., Any]:
         grad = next(a for a in args if isinstance(a, Tensor))
         out, denominator = (_argument(op, args, kwargs, n) for n in ("out", "logsumexp"))
         grad_query, *others = _backward_on_blocks(attention.with_equal_heads(), grad, out, denominator)
-        grads = (grad_query, *(_summed(g, x) for g, x in zip(others, (attention.key, attention.value), strict=True)))
+        grads = (
+            grad_query,
+            *(summed_heads(g, x.shape[_HEADS]) for g, x in zip(others, (attention.key, attention.value), strict=True)),
+        )
         if len(op._schema.returns) == 3:
             return grads
         mask = _argument(op, args, kwargs, "attn_bias")

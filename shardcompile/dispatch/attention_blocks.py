@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardcompile.dispatch.precision import HALVES, wide_dtype
+from shardcompile.layout import IntLike
 
 aten = torch.ops.aten
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
@@ -76,115 +77,117 @@ def pieces_of(rows: int, columns: int, causal: bool, shift: int) -> list[Piece]:
     return [Piece(slice(a, b), slice(c, d), square) for a, b, c, d, square in parts if a < b and c < d]
 
 
+class _Inputs(NamedTuple):
+    """What a kernel attends with, forward and backward."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    causal: bool
+    scale: float
+
+
+_Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of query, key and value."""
+
+
 @dataclass(frozen=True)
 class _Kernels:
     """A pair of torch's fused kernels.
 
     Attributes:
-        forward: from query, key, value, mask, whether causal, and scale to the result and the logarithm of the
-            softmax's denominator.
-        backward: from the result's gradient, query, key, value, result, logarithm, mask, whether causal, and scale to
-            the gradients of query, key and value.
+        forward: from the inputs to the result and the logarithm of the softmax's denominator.
+        backward: from the result's gradient, the inputs, the result and the logarithm to the gradients.
     """
 
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    forward: Callable[[_Inputs], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, _Inputs, Tensor, Tensor], _Gradients]
 
 
-def _cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _cpu(x: _Inputs) -> tuple[Tensor, Tensor]:
     op = aten._scaled_dot_product_flash_attention_for_cpu.default
-    out, denominator = op(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    out, denominator = op(*x[:3], 0.0, x.causal, attn_mask=x.mask, scale=x.scale)
     return out, denominator
 
 
-def _cpu_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cpu_backward(grad: Tensor, x: _Inputs, out: Tensor, lse: Tensor) -> _Gradients:
     op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    grad_q, grad_k, grad_v = op(grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+    grad_q, grad_k, grad_v = op(grad, *x[:3], out, lse, 0.0, x.causal, attn_mask=x.mask, scale=x.scale)
     return grad_q, grad_k, grad_v
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _flash(x: _Inputs) -> tuple[Tensor, Tensor]:
     op = aten._scaled_dot_product_flash_attention.default
-    out, denominator = op(q, k, v, 0.0, causal, False, scale=scale)[:2]
+    out, denominator = op(*x[:3], 0.0, x.causal, False, scale=x.scale)[:2]
     return out, denominator
 
 
-def _flash_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(grad: Tensor, x: _Inputs, out: Tensor, lse: Tensor) -> _Gradients:
     op = aten._scaled_dot_product_flash_attention_backward.default
-    state = q.new_zeros(2, dtype=torch.uint64)  # of random numbers, of which none are drawn
-    rows, columns = q.shape[2], k.shape[2]
-    args = (out, lse.contiguous(), None, None, rows, columns, 0.0, causal, state, state[:0])
-    grad_q, grad_k, grad_v = op(grad, q, k, v, *args, scale=scale)
+    state = x.query.new_zeros(2, dtype=torch.uint64)  # of random numbers, of which none are drawn
+    rows, columns = x.query.shape[2], x.key.shape[2]
+    args = (out, lse.contiguous(), None, None, rows, columns, 0.0, x.causal, state, state[:0])
+    grad_q, grad_k, grad_v = op(grad, *x[:3], *args, scale=x.scale)
     return grad_q, grad_k, grad_v
 
 
-def _efficient(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _efficient(x: _Inputs) -> tuple[Tensor, Tensor]:
     op = aten._scaled_dot_product_efficient_attention.default
-    k, v = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
-    out, denominator = op(q, k, v, _as_bias(q, k, mask), True, 0.0, causal, scale=scale)[:2]
+    q, k, v = _with_equal_heads(x)
+    out, denominator = op(q, k, v, _as_bias(x), True, 0.0, x.causal, scale=x.scale)[:2]
     return out, denominator[..., : q.shape[2]]  # it is padded
 
 
-def _efficient_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _efficient_backward(grad: Tensor, x: _Inputs, out: Tensor, lse: Tensor) -> _Gradients:
     op = aten._scaled_dot_product_efficient_attention_backward.default
-    heads = k.shape[1]
-    k, v = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
     lse = aten.constant_pad_nd(lse, [0, -lse.shape[-1] % 32], float("inf"))
-    state = q.new_zeros((), dtype=torch.int64)
+    state = x.query.new_zeros((), dtype=torch.int64)
     wanted = [True, True, True, False]
-    args = (_as_bias(q, k, mask), out, lse, state, state, 0.0, wanted, causal)
-    grad_q, grad_k, grad_v, _ = op(grad, q, k, v, *args, scale=scale)
-    return grad_q, _summed(grad_k, heads), _summed(grad_v, heads)
+    args = (_as_bias(x), out, lse, state, state, 0.0, wanted, x.causal)
+    grad_q, grad_k, grad_v, _ = op(grad, *_with_equal_heads(x), *args, scale=x.scale)
+    heads = x.key.shape[1]
+    return grad_q, summed_heads(grad_k, heads), summed_heads(grad_v, heads)
 
 
-def _as_bias(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
+def _as_bias(x: _Inputs) -> Tensor | None:
     """A mask of full size whose rows are aligned."""
-    if mask is None:
+    if x.mask is None:
         return None
-    padded = aten.constant_pad_nd(mask.expand(*mask.shape[:-1], k.shape[2]), [0, -k.shape[2] % _ALIGNED_SCORES])
-    return padded[..., : k.shape[2]].expand(*q.shape[:3], k.shape[2])
+    columns = x.key.shape[2]
+    padded = aten.constant_pad_nd(x.mask.expand(*x.mask.shape[:-1], columns), [0, -columns % _ALIGNED_SCORES])
+    return padded[..., :columns].expand(*x.query.shape[:3], columns)
 
 
-def _repeated(x: Tensor, heads: int) -> Tensor:
-    """Heads of keys or values, once for each head of the query that uses them."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+def _with_equal_heads(x: _Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    heads = x.query.shape[1]
+    return x.query, repeated_heads(x.key, heads), repeated_heads(x.value, heads)
 
 
-def _summed(x: Tensor, heads: int) -> Tensor:
-    """Inverse of `_repeated` for gradients."""
-    return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)
+def repeated_heads(x: Any, heads: IntLike) -> Any:
+    """Heads of keys or values [batch, heads, rows, features], once for each head of the query that uses them.
+
+    Args:
+        x: a plain or sharded tensor.
+        heads: the query's.
+    """
+    batch, own, rows, features = x.shape
+    if own is heads or own == heads:
+        return x
+    return x.unsqueeze(2).expand(batch, own, heads // own, rows, features).reshape(batch, heads, rows, features)
+
+
+def summed_heads(x: Any, heads: IntLike) -> Any:
+    """Inverse of `repeated_heads` for gradients.
+
+    Args:
+        x: a plain or sharded tensor.
+        heads: those of the keys or values.
+    """
+    batch, many, rows, features = x.shape
+    if many is heads or many == heads:
+        return x
+    return x.reshape(batch, heads, many // heads, rows, features).sum(2)
 
 
 _ON_CPU = _Kernels(_cpu, _cpu_backward)
@@ -226,7 +229,7 @@ def _attend(
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     wide = out if len(pieces) == 1 else out.to(denominator.dtype)
     for r, c, square in pieces:
-        part, lse = kernels.forward(query[:, :, r], key[:, :, c], value[:, :, c], mask, square, scale)
+        part, lse = kernels.forward(_Inputs(query[:, :, r], key[:, :, c], value[:, :, c], mask, square, scale))
         if len(pieces) > 1:
             total = torch.logaddexp(denominator[:, :, r], lse)
             weight = (denominator[:, :, r] - total).exp().unsqueeze(-1)
@@ -263,10 +266,8 @@ def _attend_backward(
     denominator = denominator.masked_fill(denominator == -float("inf"), 0)  # the scores alone make their weights 0
     wide = grads if len(pieces) == 1 else tuple(g.to(denominator.dtype) for g in grads)
     for r, c, square in pieces:
-        ours = (x[:, :, r] for x in (grad, query))
-        theirs = (x[:, :, c] for x in (key, value))
-        forward = (x[:, :, r] for x in (out, denominator))
-        grad_q, grad_k, grad_v = kernels.backward(*ours, *theirs, *forward, mask, square, scale)
+        inputs = _Inputs(query[:, :, r], key[:, :, c], value[:, :, c], mask, square, scale)
+        grad_q, grad_k, grad_v = kernels.backward(grad[:, :, r], inputs, out[:, :, r], denominator[:, :, r])
         wide[0][:, :, r] += grad_q
         wide[1][:, :, c] += grad_k
         wide[2][:, :, c] += grad_v

@@ -36,11 +36,15 @@ def with_cut(layout: Layout, dim: int, cut: Cut) -> Layout:
     return Layout.of(layout.mesh, layout.placements, shape, layout.dtype, _replaced(layout.cuts, dim, cut))
 
 
+def layout_of(x: Any, mesh: Any) -> Layout:
+    """The layout of a sharded or plain tensor."""
+    return x._spec.layout if hasattr(x, "_spec") else Layout.whole(mesh, tuple(x.shape), x.dtype)
+
+
 def moved(x: Any, layout: Layout) -> Tensor:
     """The block of a sharded or plain tensor in another layout of its values."""
-    plain = not hasattr(x, "_spec")
-    source = Layout.whole(layout.mesh, x.shape, x.dtype) if plain else x._spec.layout
-    return run_plan(find_plan(source, layout.with_dtype(x.dtype)), x if plain else x._local_tensor)
+    plan = find_plan(layout_of(x, layout.mesh), layout.with_dtype(x.dtype))
+    return run_plan(plan, x._local_tensor if hasattr(x, "_spec") else x)
 
 
 def first_row(cut: Cut, layout: Layout) -> IntLike:

@@ -48,14 +48,14 @@ def embedding_bag(
         return _largest(rows, (indices == indices).unsqueeze(-1) if counts is None else counts)
     rows = widened(rows) if per_sample_weights is None else widened(rows) * widened(per_sample_weights).unsqueeze(-1)
     rows = rows if counts is None else torch.where(counts, rows, 0)
-    if offsets is None:
-        total, count = rows.sum(1), indices.shape[1] if counts is None else counts.sum(1).clamp(min=1)
-    else:
-        add = _adding(offsets, indices, include_last_offset)
-        total = add(rows)
+    add = (lambda x: x.sum(1)) if offsets is None else _adding(offsets, indices, include_last_offset)
+    total = add(rows)
+    if mode == "mean" and offsets is None and counts is None:
+        total = total / indices.shape[1]
+    elif mode == "mean":
         counts = torch.ones_like(indices).unsqueeze(-1) if counts is None else counts
-        count = add(counts.to(rows.dtype)).clamp(min=1) if mode == "mean" else 1
-    return (total / count if mode == "mean" else total).to(table.dtype)
+        total = total / add(counts.to(rows.dtype)).clamp(min=1)
+    return total.to(table.dtype)
 
 
 def _adding(offsets: Any, indices: Any, include_last: bool) -> Callable[[Any], Any]:

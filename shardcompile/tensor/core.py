@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -602,9 +603,7 @@ def _attend(
     if compat.is_compiling():
         _tell_equal_extents(query, key, value, attn_mask)
     dropout = kwargs.get("dropout_p", args[0] if args else 0.0)
-    if dropout == 0.0:
-        return func(query, key, value, attn_mask, *args, **kwargs)
-    with sdpa_kernel(SDPBackend.MATH):
+    with contextlib.nullcontext() if dropout == 0.0 else sdpa_kernel(SDPBackend.MATH):
         return func(query, key, value, attn_mask, *args, **kwargs)
 
 
@@ -622,9 +621,8 @@ def _tell_equal_extents(query: Any, key: Any, value: Any, mask: Any) -> None:
         pairs += list(zip(reversed(mask.shape), reversed(wanted), strict=False))
     for a, b in pairs:
         numbers = [n for n in (a, b) if isinstance(n, int)]
-        # A 1 is broadcast; and what is known only when the graph runs, or to be equal, cannot be compared, or need not.
-        if len(numbers) < 2 and 1 not in numbers and not compat.is_unbacked(a) and not compat.is_unbacked(b):
-            bool(a == b)
+        if len(numbers) < 2 and 1 not in numbers:  # a 1 is broadcast
+            compat.same_symbol(a, b)
     if query.ndim > 2 and compat.size_hint(key.shape[-3]):
         bool(query.shape[-3] % key.shape[-3] == 0)
 
