@@ -7,9 +7,10 @@ never asked, because it may happen to be equal to another's on some ranks only.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.fx import Graph, Node
 
 from shardcompile import compat
 from shardcompile.errors import ShardError
-from shardcompile.layout import CHUNK_KEY, GroupCut
+from shardcompile.layout import CHUNK_KEY, GroupCut, chunk_sizes
 from shardcompile.passes.collective import WAIT, Collective
 
 aten = torch.ops.aten
@@ -36,12 +37,14 @@ class Side:
         number: whether the graph has a number for the extent of this rank's block, not a symbol.
         halo: rows that a block may have more than `sizes` says; fewer at the ends of the global extent.
         nested: whether other groups along the same mesh dim have other blocks.
+        assumed: what `sizes` are taken for where only a halo moves, so that they hardly matter.
     """
 
     sizes: tuple[int, ...] | None
     number: bool
     halo: int = 0
     nested: bool = False
+    assumed: tuple[int, ...] | None = None
 
     @property
     def uneven(self) -> bool:
@@ -184,22 +187,37 @@ def _turned(
 def _fetch_ranges(c: Collective, n: int | None) -> list[Member]:
     x, dim, total, block, *cuts = c.node.args[:10]
     value = x.meta["val"]  # type: ignore[union-attr]
-    put = _side(cuts[:3], total, value.shape[dim], n)
-    get = _side(cuts[3:], total, block, n, _halo(c))
+    get = _wanted(c, total, block, n)
+    put = _held(cuts[:3], total, value.shape[dim], n, get)
     return [Member(x, put, get, _with_extent(value, dim, total))]  # type: ignore[arg-type]
 
 
 def _return_ranges(c: Collective, n: int | None) -> list[Member]:
     x, dim, total, block, *cuts = c.node.args[:10]
     value = x.meta["val"]  # type: ignore[union-attr]
-    put = _side(cuts[3:], total, value.shape[dim], n, _halo(c))
-    get = _side(cuts[:3], total, block, n)
+    put = _wanted(c, total, value.shape[dim], n)
+    get = _held(cuts[:3], total, block, n, put)
     return [Member(x, put, get, _with_extent(value, dim, total))]  # type: ignore[arg-type]
 
 
-def _halo(c: Collective) -> int:
-    before, after = c.node.args[10:12]
-    return int(before) + int(after)  # type: ignore[arg-type]
+def _wanted(c: Collective, total: Any, extent: Any, n: int | None) -> Side:
+    """What ranks want of the rows that others hold: blocks, or what rows of theirs read."""
+    cut, reach = c.node.args[7:10], c.node.args[10]
+    if not reach:
+        return _side(cut, total, extent, n)
+    count, num, den, before, after = (compat.size_hint(_value(r)) for r in reach)  # type: ignore[union-attr]
+    side = _side(cut, count, extent, n)
+    rows = compat.size_hint(_value(total))
+    sizes, halo = side.sizes, -(-(before + after) // den)
+    if sizes is None:
+        return replace(side, halo=halo, assumed=None if n is None else chunk_sizes(rows, n))
+    ends = [min(end * num // den, rows) for end in itertools.accumulate(sizes[:-1])]
+    return replace(side, sizes=tuple(b - a for a, b in itertools.pairwise([0, *ends, rows])), halo=halo)
+
+
+def _held(cut: Sequence[Any], total: Any, extent: Any, n: int | None, wanted: Side) -> Side:
+    side = _side(cut, total, extent, n)
+    return replace(side, assumed=wanted.assumed) if side.sizes is None else side
 
 
 def _mirror_blocks(c: Collective, n: int | None) -> list[Member]:

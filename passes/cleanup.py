@@ -371,10 +371,9 @@ def _all_to_all_back(back: Any, args: Any) -> tuple[Any, ...]:
 
 
 def _fetch_back(back: Any, args: Any) -> tuple[Any, ...]:
-    _, dim, total, _, *cuts, _, _, group_name = args
-    halos = args[10:12]
-    # With a halo there is no inverse: an argument that no fetch has.
-    return (dim, total, back[3], *cuts[3:], *cuts[:3], *((0, 0) if halos == (0, 0) else (None, None)), group_name)
+    _, dim, total, _, *cuts, reach, fill, group_name = args
+    # What rows read has no inverse: an argument that no fetch has.
+    return (dim, total, back[3], *cuts[3:], *cuts[:3], None if reach else [], fill, group_name)
 
 
 def _mirror_back(back: Any, args: Any) -> tuple[Any, ...]:

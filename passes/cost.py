@@ -41,6 +41,8 @@ _LIKE = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
     torch.ops.shardcompile.attend: aten._scaled_dot_product_flash_attention,
     torch.ops.shardcompile.attend_backward: aten._scaled_dot_product_flash_attention_backward,
+    torch.ops.shardcompile.convolution: aten.convolution,
+    torch.ops.shardcompile.convolution_backward: aten.convolution_backward,
 }
 """Ops that torch's registry of operations does not have, by one that costs the same."""
 
@@ -322,11 +324,12 @@ def _fetch_traffic(members: Sequence[Member], n: int) -> Traffic:
     (m,) = members
     assert m.put is not None and m.get is not None
     narrow, wide = (m.put, m.get) if m.get.halo or not m.put.halo else (m.get, m.put)
-    if narrow.sizes is None or wide.sizes is None:
+    held, wanted = narrow.sizes or narrow.assumed, wide.sizes or wide.assumed
+    if held is None or wanted is None:
         # Cuts that are known at run time only: all but one part in n may have to move.
         return Traffic((n - 1) / n * m.nbytes / n, (n - 1) / n * m.nbytes)
-    rows = max(sum(narrow.sizes), 1)
-    taken, given = _moved_rows(narrow.sizes, wide.sizes, wide.halo)
+    rows = max(sum(held), 1)
+    taken, given = _moved_rows(held, wanted, wide.halo)
     return Traffic(m.nbytes * max(*taken, *given) / rows, m.nbytes * sum(taken) / rows)
 
 

@@ -30,6 +30,8 @@ ANCHORS = {
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    torch.ops.shardcompile.convolution.default,
+    torch.ops.shardcompile.convolution_backward.default,
     torch.ops.shardcompile.attend.default,
     torch.ops.shardcompile.attend_backward.default,
 }

@@ -127,7 +127,7 @@ def _fetch_ranges(step: Step, x: Tensor) -> Pending:
     total = step.dst.shape[dim] if outer is None else _size(outer, step.dst)
     block = _block(dst_cut, step.dst, _group(step))
     cuts = (*_cut_arguments(src_cut, step.src), *_cut_arguments(dst_cut, step.dst))
-    out = _ops.fetch_ranges(x, dim, total, block, *cuts, 0, 0, _group(step))
+    out = _ops.fetch_ranges(x, dim, total, block, *cuts, [], None, _group(step))
     return Pending.of(out, x.shape, dim, block)
 
 

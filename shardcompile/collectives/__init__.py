@@ -21,3 +21,5 @@ from shardcompile.collectives.ops import OPS as OPS
 from shardcompile.collectives.ops import Decoded as Decoded
 from shardcompile.collectives.ops import Pending as Pending
 from shardcompile.collectives.ops import wait as wait
+from shardcompile.collectives.reads import Reads as Reads
+from shardcompile.collectives.reads import Window as Window

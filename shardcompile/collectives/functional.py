@@ -181,8 +181,8 @@ def fetch_ranges(
         end - start,
         *(src_sizes, CHUNK_KEY, []),
         *(dst_sizes, CHUNK_KEY, []),
-        before,
-        after,
+        [sum(src_sizes), 1, 1, before, after] if before or after else [],
+        None,
         group.group_name,
     )
     return _finish(Pending.of(out, x.shape, dim, end - start), async_op)

@@ -35,10 +35,10 @@ _SCHEMAS = (
     f"reduce_scatter_v(Tensor input, int dim, SymInt block, str reduce_op, {_CUT}, str group_name) -> Tensor",
     f"all_to_all_v(Tensor input, int src_dim, int dst_dim, SymInt total, SymInt block, {_TWO_CUTS}, "
     "str group_name) -> Tensor",
-    f"fetch_ranges(Tensor input, int dim, SymInt total, SymInt block, {_TWO_CUTS}, int before, int after, "
-    "str group_name) -> Tensor",
-    f"return_ranges(Tensor input, int dim, SymInt total, SymInt block, {_TWO_CUTS}, int before, int after, "
-    "str group_name) -> Tensor",
+    f"fetch_ranges(Tensor input, int dim, SymInt total, SymInt block, {_TWO_CUTS}, SymInt[] reach, "
+    "float? fill, str group_name) -> Tensor",
+    f"return_ranges(Tensor input, int dim, SymInt total, SymInt block, {_TWO_CUTS}, SymInt[] reach, "
+    "float? fill, str group_name) -> Tensor",
     "mirror_blocks(Tensor input, int dim, SymInt block, str group_name) -> Tensor",
     f"take_block(Tensor input, int dim, SymInt block, {_CUT}, str group_name) -> Tensor",
     f"place_block(Tensor input, int dim, SymInt total, {_CUT}, str group_name) -> Tensor",
@@ -251,9 +251,32 @@ def _all_to_all_v(
     return out
 
 
-def _widened(ranges: Sequence[Range], before: int, after: int, total: int) -> list[Range]:
-    """Every non-empty range with a halo on both sides, within the global extent."""
-    return [(max(a - before, 0), min(b + after, total)) if b > a else (a, b) for a, b in ranges]
+def _wanted(
+    total: int, dim: int, cut: tuple[Sequence[int], int, Sequence[int]], reach: Sequence[int], ranks: int, what: str
+) -> list[Range]:
+    """The ranges of rows that every rank wants, given the blocks of a cut.
+
+    Args:
+        total: number of rows that there are.
+        dim: for messages.
+        cut: as for `blocks_of`.
+        reach: empty if the blocks themselves are wanted. Otherwise they are blocks of other rows, and wanted is what
+            these read: `count`, `num`, `den`, `before` and `after` say that there are `count`, of which row j reads
+            those from ``(j * num - before) / den``, rounded up, to ``(j * num + after) / den``, rounded down.
+        ranks: in the group.
+        what: the op, for messages.
+    """
+    if not reach:
+        return blocks_of(total, dim, cut, ranks, what)
+    count, num, den, before, after = reach
+    return [
+        (-((before - a * num) // den), ((b - 1) * num + after) // den + 1) if b > a else (0, 0)
+        for a, b in blocks_of(count, dim, cut, ranks, what)
+    ]
+
+
+def _within(ranges: Sequence[Range], total: int) -> list[Range]:
+    return [(max(a, 0), min(b, total)) for a, b in ranges]
 
 
 def _fetch_ranges(
@@ -267,20 +290,24 @@ def _fetch_ranges(
     dst_sizes: list[int],
     dst_key: int,
     dst_nest: list[int],
-    before: int,
-    after: int,
+    reach: list[int],
+    fill: float | None,
     group_name: str,
 ) -> Tensor:
     group = compat.process_group(group_name)
     me = group.rank()
     held = blocks_of(total, dim, (src_sizes, src_key, src_nest), group.size(), "fetch_ranges")
-    wanted = blocks_of(total, dim, (dst_sizes, dst_key, dst_nest), group.size(), "fetch_ranges")
-    wanted = _widened(wanted, before, after, total)
+    wanted = _wanted(total, dim, (dst_sizes, dst_key, dst_nest), reach, group.size(), "fetch_ranges")
+    wanted = _within(wanted, total) if fill is None else wanted
     check_block(x.shape, dim, held[me], me, "fetch_ranges")
     out = _new_rows(x, dim, block)
     to_peers = [transport.shifted(transport.overlap(held[me], w), -held[me][0]) for w in wanted]
     from_peers = [transport.shifted(transport.overlap(h, wanted[me]), -wanted[me][0]) for h in held]
     rows, target = transport.rows_first(x, dim), _as_rows(out, x, dim, block)
+    if fill is not None:
+        start, end = wanted[me]
+        target[: max(-start, 0)].fill_(fill)
+        target[max(min(total, end) - start, 0) :].fill_(fill)
     transport.register_all(out, transport.send_ranges(group, rows, to_peers, target, from_peers))
     return out
 
@@ -296,15 +323,15 @@ def _return_ranges(
     dst_sizes: list[int],
     dst_key: int,
     dst_nest: list[int],
-    before: int,
-    after: int,
+    reach: list[int],
+    fill: float | None,
     group_name: str,
 ) -> Tensor:
     group = compat.process_group(group_name)
     me = group.rank()
     held = blocks_of(total, dim, (src_sizes, src_key, src_nest), group.size(), "return_ranges")
-    wanted = blocks_of(total, dim, (dst_sizes, dst_key, dst_nest), group.size(), "return_ranges")
-    wanted = _widened(wanted, before, after, total)
+    wanted = _wanted(total, dim, (dst_sizes, dst_key, dst_nest), reach, group.size(), "return_ranges")
+    wanted = _within(wanted, total) if fill is None else wanted
     check_block(x.shape, dim, wanted[me], me, "return_ranges")
     rows = transport.rows_first(x, dim)
     to_peers = [transport.shifted(transport.overlap(h, wanted[me]), -wanted[me][0]) for h in held]

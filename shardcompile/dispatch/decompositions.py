@@ -18,6 +18,7 @@ from shardcompile.dispatch import additions, lookups, rows, scans
 from shardcompile.dispatch.copied_views import follow
 from shardcompile.dispatch.group_norm import group_norm, group_norm_backward
 from shardcompile.dispatch.precision import HALVES, wide_dtype, widened
+from shardcompile.dispatch.windows import WINDOW_OPS
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout, Spec
 from shardcompile.plan import find_plan
@@ -348,6 +349,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.flip.default: scans.flip,
     aten.roll.default: scans.roll,
     aten.repeat.default: scans.repeat,
+    **WINDOW_OPS,
     aten.size.default: lambda x: list(x._spec.shape),  # asked for where extents depend on values
 }
 """By op, what is run when the op itself would have to gather."""

@@ -79,6 +79,25 @@ def joined(cuts: Sequence[Sizes]) -> tuple[Sizes, Sizes]:
     return tuple(total), (0,) * count
 
 
+def reading(
+    cuts: Sequence[Sizes], count: int, num: int, den: int, before: int, after: int, shift: int
+) -> tuple[Sizes, Sizes]:
+    """Rows that read others: `count` rows, of which j goes to the block that has row ``(j * num + shift) / den``.
+
+    Rows of which that is not in the dim go to the first or the last block. Row j reads those from ``(j * num - before)
+    / den``, rounded up, to ``(j * num + after) / den``, rounded down. Gives the sizes, and how many rows each block
+    reads, those outside of the dim included.
+
+    >>> reading([(4, 0, 3)], 4, 2, 1, 1, 1, 0)  # a convolution of 3 rows, stride 2 and padding 1
+    ((2, 0, 2), (5, 0, 5))
+    """
+    (sizes,) = cuts
+    starts = [min(max(-((shift - begin * den) // num), 0), count) for begin in _starts(sizes)[1:]]
+    ranges = list(itertools.pairwise([0, *starts, count]))
+    reads = [((b - 1) * num + after) // den + 1 + (before - a * num) // den if b > a else 0 for a, b in ranges]
+    return tuple(b - a for a, b in ranges), tuple(reads)
+
+
 def located(cuts: Sequence[Sizes]) -> tuple[Sizes, Sizes]:
     """The same blocks, and at which row of the whole dim each one starts."""
     (sizes,) = cuts
@@ -90,6 +109,7 @@ DERIVATIONS: dict[str, Callable[..., tuple[Sizes, Sizes]]] = {
     "spread": spread,
     "mirrored": mirrored,
     "joined": joined,
+    "reading": reading,
     "located": located,
 }
 """By name, as ops inside a graph call them."""

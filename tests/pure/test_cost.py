@@ -101,18 +101,18 @@ COLLECTIVES = {
     ),
     # Rows 0-5 | - | 6-7 become 0-1 | 2-5 | 6-7: rank 1 takes four of rank 0's.
     "new cut": (
-        lambda b: b.call(ours.fetch_ranges.default, b.input(6, 10), 0, 8, 2, *cut(SIZES), *cut([2, 4, 2]), 0, 0, "g"),
+        lambda b: b.call(ours.fetch_ranges.default, b.input(6, 10), 0, 8, 2, *cut(SIZES), *cut([2, 4, 2]), [], None, "g"),
         40,
         40 / 3,
     ),
     # A row from either neighbour: rank 1 takes two and gives two.
     "halo": (
-        lambda b: b.call(ours.fetch_ranges.default, b.input(3, 10), 0, 9, 4, *cut([3, 3, 3]), *cut([3, 3, 3]), 1, 1, "g"),
+        lambda b: b.call(ours.fetch_ranges.default, b.input(3, 10), 0, 9, 4, *cut([3, 3, 3]), *cut([3, 3, 3]), [9, 1, 1, 1, 1], None, "g"),
         20,
         40 / 3,
     ),
     "halo back": (
-        lambda b: b.call(ours.return_ranges.default, b.input(4, 10), 0, 9, 3, *cut([3, 3, 3]), *cut([3, 3, 3]), 1, 1, "g"),
+        lambda b: b.call(ours.return_ranges.default, b.input(4, 10), 0, 9, 3, *cut([3, 3, 3]), *cut([3, 3, 3]), [9, 1, 1, 1, 1], None, "g"),
         20,
         40 / 3,
     ),
@@ -319,7 +319,7 @@ def step(sizes: Sequence[int], columns: Sequence[int], rank: int) -> Graph:
     new = b.call(aten.sub.Tensor, weight, b.call(aten.view.default, flat, [mine, width]))
     # Blocks that are cut anew, turned, exchanged, and gathered in a bucket.
     moved = b.wait(
-        ours.fetch_ranges.default, hidden, 0, total, sizes[-1 - rank], *cut(sizes), *cut(sizes[::-1]), 0, 0, "g"
+        ours.fetch_ranges.default, hidden, 0, total, sizes[-1 - rank], *cut(sizes), *cut(sizes[::-1]), [], None, "g"
     )
     turned = b.wait(ours.all_to_all_v.default, hidden, 0, 1, total, columns[rank], *cut(sizes), *cut(columns), "g")
     outer = [7 * (rank + 1)] * n
@@ -433,8 +433,8 @@ def test_what_differs_along_another_mesh_dim_gives_a_collective_a_nominal_price(
 
 def test_a_halo_makes_even_blocks_uneven() -> None:
     b = Builder()
-    fetched = b.call(ours.fetch_ranges.default, b.input(3, 4), 0, 9, 4, *cut([3, 3, 3]), *cut([3, 3, 3]), 1, 0, "g")
-    moved = b.call(ours.fetch_ranges.default, b.input(3, 4), 0, 9, 3, *cut([3, 3, 3]), *cut([3, 3, 3]), 0, 0, "g")
+    fetched = b.call(ours.fetch_ranges.default, b.input(3, 4), 0, 9, 4, *cut([3, 3, 3]), *cut([3, 3, 3]), [9, 1, 1, 1, 0], None, "g")
+    moved = b.call(ours.fetch_ranges.default, b.input(3, 4), 0, 9, 3, *cut([3, 3, 3]), *cut([3, 3, 3]), [], None, "g")
     found = rank_dependent(b.output(b.call(WAIT, fetched), b.call(WAIT, moved)), GROUPS)
     assert fetched in found
     assert moved not in found

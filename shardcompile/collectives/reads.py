@@ -1,0 +1,110 @@
+"""Rows that read rows of other ranks: windows of a convolution or a pool that reach over the edges of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcompile import compat
+from shardcompile.collectives.derived_cuts import derive
+from shardcompile.collectives.ops import Pending
+from shardcompile.layout import Cut, IntLike
+
+_ops = torch.ops.shardcompile
+
+
+@dataclass(frozen=True)
+class Window:
+    """Which rows of a dim are read for a row of the result.
+
+    For row j those from ``(j * num - before) / den``, rounded up, to ``(j * num + after) / den``, rounded down. It is
+    computed where row ``(j * num + shift) / den`` is.
+
+    Attributes:
+        num: rows from one window to the next, times `den`.
+        den: rows of the result for one that is read.
+        before: see above.
+        after: see above.
+        shift: see above.
+    """
+
+    num: int
+    den: int
+    before: int
+    after: int
+    shift: int
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether row j is computed where row j is."""
+        return self.num == self.den == 1 and self.before == self.after and self.shift == 0
+
+    def first_read(self, row: IntLike) -> IntLike:
+        """The first row that is read for a row of the result; may be in front of the dim."""
+        return -((self.before - row * self.num) // self.den)
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What is read along one cut dim.
+
+    Attributes:
+        dim: the dim.
+        held: its cut, over one mesh dim.
+        cut: of the result.
+        window: which rows are read.
+        rows: how many this rank reads, those outside of the dim included.
+        mesh: the mesh.
+    """
+
+    dim: int
+    held: Cut
+    cut: Cut
+    window: Window
+    rows: IntLike
+    mesh: DeviceMesh
+
+    @staticmethod
+    def of(dim: int, held: Cut, count: IntLike, window: Window, mesh: DeviceMesh) -> Reads:
+        """What is read for `count` rows along a dim."""
+        w = window
+        same = w.is_aligned and compat.same_symbol(count, held.extent)
+        if same and w.before == 0:
+            return Reads(dim, held, held, window, held.local_size(mesh.get_coordinate()), mesh)
+        cut, rows = derive("reading", [held], [count, w.num, w.den, w.before, w.after, w.shift], count, mesh)
+        return Reads(dim, held, held if same else cut, window, rows, mesh)
+
+    @property
+    def first(self) -> IntLike:
+        """Where this rank's rows of the result begin."""
+        return derive("located", [self.cut], [], self.cut.extent, self.mesh)[1]
+
+    def fetch(self, x: Tensor, fill: float) -> Tensor:
+        """A block with all rows that are read, those outside of the dim filled with a number."""
+        if not self._reaches_out:
+            return x
+        flat = _ops.fetch_ranges(x, self.dim, self.held.extent, self.rows, *self._arguments(fill))
+        return Pending.of(flat, x.shape, self.dim, self.rows).wait()
+
+    def give_back(self, x: Tensor) -> Tensor:
+        """The way back for gradients: sums of what the ranks have for the rows of a block."""
+        if not self._reaches_out:
+            return x
+        block = self.held.local_size(self.mesh.get_coordinate())
+        flat = _ops.return_ranges(x, self.dim, self.held.extent, block, *self._arguments(0.0))
+        return Pending.of(flat, x.shape, self.dim, block).wait()
+
+    @property
+    def _reaches_out(self) -> bool:
+        return self.cut is not self.held or self.window.before != 0
+
+    def _arguments(self, fill: float) -> tuple[object, ...]:
+        (mesh_dim,) = self.held.mesh_dims
+        coordinate = self.mesh.get_coordinate()
+        cuts = [r for c in (self.held, self.cut) for g in [c.group_ref(coordinate)] for r in (g.sizes, g.key, g.nest)]
+        w = self.window
+        reach = [self.cut.extent, w.num, w.den, w.before, w.after]
+        return (*cuts, reach, fill, compat.group_name_of(self.mesh, mesh_dim))

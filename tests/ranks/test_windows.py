@@ -1,0 +1,229 @@
+"""Convolution and pooling along cut spatial dims: what windows read over the edges of blocks, and nothing more."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+import shardcompile as sc
+from shardcompile.testing import assert_matches_single_device, mesh, rank
+
+SAMPLES, CHANNELS, ROWS, COLUMNS = Shard(0), Shard(1), Shard(2), Shard(3)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, dtype=dtype)
+
+
+def random_cut(extent: int, parts: int, choose: random.Random) -> list[int]:
+    at = sorted(choose.randint(0, extent) for _ in range(parts - 1))
+    return [b - a for a, b in itertools.pairwise([0, *at, extent])]
+
+
+def cut_up(x: Tensor, dim: int, sizes: list[int]) -> sc.ShardTensor:
+    block = x.split(sizes, dim)[rank()].contiguous()
+    return sc.ShardTensor.from_local(block, mesh(), [Shard(dim)], {0: sizes}).requires_grad_()
+
+
+def compare(function: Callable[..., Tensor], x: Tensor, dim: int, sizes: list[int], *others: Tensor) -> sc.ShardTensor:
+    """Values and gradients against one process; gives the sharded result."""
+    plain = [t.detach().clone().requires_grad_() for t in (x, *others)]
+    expected = function(*plain)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    sharded = [cut_up(x, dim, sizes), *(t.detach().clone().requires_grad_() for t in others)]
+    out = function(*sharded)
+    out.backward(grad)
+    torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-10, atol=1e-10)
+    for a, b in zip(sharded, plain, strict=True):
+        found = a.grad.full_tensor() if isinstance(a, sc.ShardTensor) else a.grad
+        torch.testing.assert_close(found, b.grad, rtol=1e-10, atol=1e-10)
+    return out
+
+
+@pytest.mark.ranks(3, timeout=200)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("transposed", [False, True])
+def test_random_convolutions(transposed: bool, seed: int) -> None:
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    tried = 0
+    while tried < 25:
+        dims, groups = choose.choice([1, 2, 2, 3]), choose.choice([1, 2])
+        extents = [choose.randint(1, 9) for _ in range(dims)]
+        kernel, stride, padding, dilation = (
+            [choose.randint(a, b) for _ in range(dims)] for a, b in ((1, 4), (1, 3), (0, 2), (1, 2))
+        )
+        more = [choose.randint(0, max(s, d) - 1) * transposed for s, d in zip(stride, dilation, strict=True)]
+
+        def convolved(
+            x: Tensor,
+            weight: Tensor,
+            bias: Tensor,
+            options: Any = (stride, padding, dilation),
+            m: Any = more,
+            g: int = groups,
+        ) -> Tensor:
+            return torch.convolution(x, weight, bias, *options, transposed, m, g)
+
+        ours, theirs = 2 * groups, 3 * groups
+        x, bias = normal(2, ours, *extents), normal(theirs)
+        weight = normal(ours, 3, *kernel) if transposed else normal(theirs, 2, *kernel)
+        try:
+            convolved(x, weight, bias)
+        except RuntimeError:  # less than a window
+            continue
+        dim = choose.randint(2, dims + 1)
+        out = compare(convolved, x, dim, random_cut(extents[dim - 2], 3, choose), weight, bias)
+        assert out.placements == (Shard(dim),)
+        tried += 1
+
+
+POOLS = {
+    "max": lambda k, s, p, d, c: lambda x: nnf.max_pool2d(x, k, s, p, d, c),
+    "max with numbers": lambda k, s, p, d, c: (
+        lambda x: _weighted(*nnf.max_pool2d(x, k, s, p, d, c, return_indices=True))
+    ),
+    "average": lambda k, s, p, d, c: lambda x: nnf.avg_pool2d(x, k, s, p, c),
+    "average of what is there": lambda k, s, p, d, c: lambda x: nnf.avg_pool2d(x, k, s, p, c, False),
+    "average by a number": lambda k, s, p, d, c: lambda x: nnf.avg_pool2d(x, k, s, p, c, True, 7),
+}
+
+
+def _weighted(values: Tensor, numbers: Tensor) -> Tensor:
+    return values * (numbers + 1)
+
+
+@pytest.mark.ranks(3, timeout=200)
+@pytest.mark.parametrize("kind", POOLS)
+def test_random_pools(kind: str) -> None:
+    choose = random.Random(0)
+    torch.manual_seed(0)
+    tried = 0
+    while tried < 25:
+        extents, kernel, stride = ([choose.randint(a, b) for _ in range(2)] for a, b in ((1, 9), (1, 4), (1, 3)))
+        padding = [choose.randint(0, k // 2) for k in kernel]
+        dilation = [choose.randint(1, 2) for _ in range(2)]
+        pool = POOLS[kind](kernel, stride, padding, dilation, choose.random() < 0.5)
+        x = normal(2, 2, *extents)
+        try:
+            if pool(x).isinf().any():
+                continue  # a window between the elements, of which plain PyTorch numbers one outside of it
+        except RuntimeError:
+            continue
+        dim = choose.choice([2, 3])
+        sizes = random_cut(extents[dim - 2], 3, choose)
+        assert compare(pool, x, dim, sizes).placements == (Shard(dim),)
+        tried += 1
+
+
+@pytest.mark.ranks(3)
+def test_a_maximum_that_no_element_is_above() -> None:
+    x = torch.full([1, 1, 7, 5], -float("inf"), dtype=torch.float64)
+    for sizes in ([3, 0, 4], [0, 7, 0]):
+        found, expected = (nnf.max_pool2d(t, 3, 2, 1, return_indices=True) for t in (cut_up(x, 2, sizes), x))
+        assert torch.equal(found[0].full_tensor(), expected[0]) and torch.equal(found[1].full_tensor(), expected[1])
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("dims", [1, 3])
+def test_pools_of_other_dims(dims: int) -> None:
+    torch.manual_seed(0)
+    x = normal(2, 2, *[7, 5, 4][:dims])
+    for pool in (getattr(nnf, f"max_pool{dims}d"), getattr(nnf, f"avg_pool{dims}d")):
+        for sizes in ([3, 0, 4], [0, 7, 0], [1, 1, 5]):
+            out = compare(lambda x, pool=pool: pool(x, 3, 2, 1), x, 2, sizes)
+            assert out.placements == (ROWS,)
+
+
+@pytest.mark.ranks(3)
+def test_images_without_a_dim_of_samples() -> None:
+    torch.manual_seed(0)
+    image, weight = normal(2, 7, 5), normal(3, 2, 3, 3)
+    compare(lambda x, w: nnf.conv2d(x, w, padding=1), image, 1, [2, 0, 5], weight)
+    compare(lambda x: nnf.max_pool2d(x, 3, 1, 1), image, 1, [2, 0, 5])
+
+
+class UNet(nn.Module):
+    """A small U-Net: convolutions of stride 1 and 2, a pool, a transposed convolution, a skip connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3, padding=1)
+        self.down = nn.Conv2d(4, 4, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(2, 4)
+        self.up = nn.ConvTranspose2d(4, 4, 2, stride=2)
+        self.last = nn.Conv2d(8, 1, 3, padding=1, dilation=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fine = torch.relu(self.first(x))
+        coarse = nnf.max_pool2d(torch.relu(self.norm(self.down(fine))), 3, 1, 1)
+        return self.last(torch.cat([fine, self.up(coarse)], 1))
+
+
+@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_small_u_net(backend: str) -> None:
+    torch.manual_seed(0)
+    x = normal(2, 2, 14, 6)
+    assert_matches_single_device(UNet().double(), [x], [ROWS], steps=3, backend=backend)
+
+
+@pytest.mark.ranks(4, mesh=(2, 2), timeout=300)
+@pytest.mark.parametrize(
+    "placements",
+    [(ROWS, COLUMNS), (SAMPLES, ROWS), (COLUMNS, CHANNELS), (ROWS, ROWS), (ROWS, Replicate()), (Partial(), ROWS)],
+    ids=str,
+)
+def test_two_mesh_dims(placements: Any) -> None:
+    torch.manual_seed(0)
+    x = normal(3, 2, 10, 8)
+    model, placements = UNet().double(), [list(placements)]
+    assert_matches_single_device(model, [x], placements, mesh=mesh(), steps=2, backend="aot_eager")
+
+
+@pytest.mark.ranks(3)
+def test_second_derivatives() -> None:
+    torch.manual_seed(0)
+    weight = normal(3, 2, 3, 3)
+
+    def penalty(x: Tensor, w: Tensor) -> Tensor:
+        (grad,) = torch.autograd.grad(nnf.conv2d(x, w, padding=1).sin().sum(), x, create_graph=True)
+        return grad.square()
+
+    compare(penalty, normal(2, 2, 7, 5), 2, [2, 0, 5], weight)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", ["bfloat16", "channels_last"])
+def test_other_dtypes_and_formats(name: str) -> None:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if name == "bfloat16" else torch.float64
+    x, weight = normal(2, 4, 7, 5).to(dtype), normal(6, 4, 3, 3).to(dtype)
+    layout = torch.channels_last if name == "channels_last" else torch.contiguous_format
+    sharded = cut_up(x, 2, [3, 0, 4]).detach().contiguous(memory_format=layout)
+    x = x.contiguous(memory_format=layout)
+    expected = nnf.avg_pool2d(nnf.conv2d(x, weight, padding=1), 3, 1, 1, count_include_pad=False)
+    out = nnf.avg_pool2d(nnf.conv2d(sharded, weight, padding=1), 3, 1, 1, count_include_pad=False)
+    assert out.stride() == expected.stride() and out.dtype is dtype
+    tolerance = 0.02 if name == "bfloat16" else 1e-10
+    torch.testing.assert_close(out.full_tensor(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.ranks(3, timeout=300)
+def test_only_halos_move() -> None:
+    torch.manual_seed(0)
+    model = UNet().double()
+    x = cut_up(normal(1, 2, 30, 6), 2, [4, 16, 10])
+    report = sc.explain(model, x)
+    assert not report.graph_breaks
+    kinds = [c.kind for graph in report.graphs for c in graph.traced]
+    assert set(kinds) <= {"fetch_ranges", "return_ranges", "all_reduce"}, kinds
