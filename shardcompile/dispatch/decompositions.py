@@ -17,6 +17,7 @@ from shardcompile import compat
 from shardcompile.dispatch import additions, lookups, rows, scans
 from shardcompile.dispatch.copied_views import follow
 from shardcompile.dispatch.group_norm import group_norm, group_norm_backward
+from shardcompile.dispatch.interpolation import INTERPOLATION_OPS
 from shardcompile.dispatch.precision import HALVES, wide_dtype, widened
 from shardcompile.dispatch.windows import WINDOW_OPS
 from shardcompile.errors import UnsupportedOpError
@@ -349,6 +350,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.flip.default: scans.flip,
     aten.roll.default: scans.roll,
     aten.repeat.default: scans.repeat,
+    **INTERPOLATION_OPS,
     **WINDOW_OPS,
     aten.size.default: lambda x: list(x._spec.shape),  # asked for where extents depend on values
 }

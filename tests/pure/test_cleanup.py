@@ -284,7 +284,20 @@ def fetched(b: Builder, x: Node, dim: int, rank: int, cuts: Sequence[Any] = (A, 
     src_sizes, dst_sizes = cuts
     shape = list(x.meta["val"].shape)
     shape[dim] = dst_sizes[rank]
-    args = (dim, 5, dst_sizes[rank], list(src_sizes), 0, [], list(dst_sizes), 0, [], [5, 1, 1, halo, 0] if halo else [], None, "g")
+    args = (
+        dim,
+        5,
+        dst_sizes[rank],
+        list(src_sizes),
+        0,
+        [],
+        list(dst_sizes),
+        0,
+        [],
+        [5, 1, 1, halo, 0] if halo else [],
+        None,
+        "g",
+    )
     return shaped(b, b.call(ours.fetch_ranges.default, x, *args), dim, shape)
 
 

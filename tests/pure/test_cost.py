@@ -433,7 +433,9 @@ def test_what_differs_along_another_mesh_dim_gives_a_collective_a_nominal_price(
 
 def test_a_halo_makes_even_blocks_uneven() -> None:
     b = Builder()
-    fetched = b.call(ours.fetch_ranges.default, b.input(3, 4), 0, 9, 4, *cut([3, 3, 3]), *cut([3, 3, 3]), [9, 1, 1, 1, 0], None, "g")
+    fetched = b.call(
+        ours.fetch_ranges.default, b.input(3, 4), 0, 9, 4, *cut([3, 3, 3]), *cut([3, 3, 3]), [9, 1, 1, 1, 0], None, "g"
+    )
     moved = b.call(ours.fetch_ranges.default, b.input(3, 4), 0, 9, 3, *cut([3, 3, 3]), *cut([3, 3, 3]), [], None, "g")
     found = rank_dependent(b.output(b.call(WAIT, fetched), b.call(WAIT, moved)), GROUPS)
     assert fetched in found

@@ -85,3 +85,29 @@ def test_located_gives_the_first_row_of_every_block(sizes: tuple[int, ...]) -> N
     same, starts = DERIVATIONS["located"]([sizes])
     assert same == sizes
     assert all(int(b[0]) == s for b, s in zip(blocks(sizes), starts, strict=True) if len(b))
+
+
+@given(SIZES, st.integers(1, 4), st.integers(1, 3), st.integers(0, 3), st.integers(0, 5), st.integers(-3, 5))
+def test_rows_that_read_others_go_to_the_middle_of_what_they_read(
+    sizes: tuple[int, ...], num: int, den: int, before: int, after: int, shift: int
+) -> None:
+    count = sum(sizes) * den // num + 2
+    kept, reads = DERIVATIONS["reading"]([sizes], count, num, den, before, after, shift)
+    owner = [rank for rank, size in enumerate(sizes) for _ in range(size)]
+    start = 0
+    for rank, (own, many) in enumerate(zip(kept, reads, strict=True)):
+        rows = [
+            i
+            for j in range(start, start + own)
+            for i in range(-(before + count), count * num + after)
+            if j * num - before <= i * den <= j * num + after
+        ]
+        if own and before + after + 1 >= den:  # every row reads something
+            assert many == max(rows) - min(rows) + 1
+        for j in range(start, start + own):
+            middle = (j * num + shift) // den
+            if 0 <= middle < len(owner):
+                assert owner[middle] == rank
+        start += own
+        assert own or not many
+    assert start == count

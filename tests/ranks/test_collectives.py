@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as nnf
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from shardcompile import CollectiveError
 from shardcompile.collectives import (
+    Reads,
+    Window,
     all_gather_even,
     all_gather_v,
     all_reduce,
@@ -26,7 +29,8 @@ from shardcompile.collectives import (
     transport,
     wait,
 )
-from shardcompile.testing import rank, world_size
+from shardcompile.layout import Cut
+from shardcompile.testing import mesh, rank, world_size
 
 DTYPES = (
     torch.float32,
@@ -247,12 +251,39 @@ def test_groups_of_some_ranks():
 # Gradients: for a linear A, <A*(g), x> = <g, A(x)>, exactly, when both are summed over the ranks
 
 
+def windows(sizes: Sequence[int], window: Window, count: int) -> Reads:
+    """What `count` rows along dim 1 read."""
+    return Reads.of(1, Cut.of_sizes([0], [len(sizes)], sizes), count, window, mesh())
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("window", [Window(1, 1, 1, 1, 0), Window(2, 1, 3, 4, 0), Window(1, 3, 2, 2, 1)], ids=str)
+def test_windows_read_rows_of_other_ranks(window: Window):
+    for sizes in recuts_of(7):
+        full = torch.arange(1.0, 15.0).view(2, 7)
+        count = -(-7 * window.den // window.num)
+        reads = windows(sizes, window, count)
+        found = reads.fetch(block_of(full, sizes, 1).contiguous(), -1.0)
+        first = window.first_read(reads.first)
+        padded = nnf.pad(full, (20, 20), value=-1.0)
+        assert torch.equal(found, padded.narrow(1, 20 + first if reads.rows else 0, reads.rows)), sizes
+        assert found.shape[1] == reads.rows
+
+
+def recuts_of(extent: int) -> list[list[int]]:
+    world = world_size()
+    even = [len(c) for c in torch.arange(extent).tensor_split(world)]
+    return [even, [*[0] * (world - 1), extent], [extent, *[0] * (world - 1)], [1, *[0] * (world - 2), extent - 1]]
+
+
 def linear_maps() -> dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]]:
     """Every linear collective and the shape of its input on this rank."""
     world, me = world_size(), rank()
     sizes, to = [3, 0, 1, 2][:world], [1, 2, 0, 4][:world]
     total, columns = sum(sizes), sum(to)
     recut = [*[0] * (world - 1), total]
+    strided, between = windows(sizes, Window(2, 1, 1, 2, 0), 4), windows(sizes, Window(1, 2, 1, 1, 0), 7)
+    aligned = windows(sizes, Window(1, 1, 1, 1, 0), total)
     return {
         "all_gather_v": (lambda x: all_gather_v(x, 0, sizes, group()), (sizes[me], 2)),
         "reduce_scatter_v": (lambda x: reduce_scatter_v(x, 1, sizes, group()), (2, total)),
@@ -261,6 +292,9 @@ def linear_maps() -> dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]
         "fetch_ranges": (lambda x: fetch_ranges(x, 0, sizes, recut, group()), (sizes[me], 2)),
         "fetch_ranges back": (lambda x: fetch_ranges(x, 0, recut, sizes, group()), (recut[me], 2)),
         "fetch_ranges halo": (lambda x: fetch_ranges(x, 1, sizes, sizes, group(), before=2, after=1), (2, sizes[me])),
+        "windows": (lambda x: strided.fetch(x, 0.0), (2, sizes[me])),
+        "windows between rows": (lambda x: between.fetch(x, 0.0), (2, sizes[me])),
+        "windows back": (lambda x: aligned.give_back(x), (2, aligned.rows)),
         "all_reduce": (lambda x: all_reduce(x, group()), (2, 3)),
         "all_reduce avg": (lambda x: all_reduce(x, group(), reduce_op="avg"), (2, 3)),
     }

@@ -227,3 +227,20 @@ def test_only_halos_move() -> None:
     assert not report.graph_breaks
     kinds = [c.kind for graph in report.graphs for c in graph.traced]
     assert set(kinds) <= {"fetch_ranges", "return_ranges", "all_reduce"}, kinds
+
+
+@pytest.mark.ranks(3, timeout=200)
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_the_nearest_element_of_a_coarser_grid(mode: str) -> None:
+    torch.manual_seed(0)
+
+    def finer(x: Tensor, options: Any = None) -> Tensor:
+        return nnf.interpolate(x.sin(), mode=mode, **(options or {"scale_factor": 2}))
+
+    x = normal(2, 2, 7, 5)
+    for options in ({"scale_factor": (3, 1)}, {"size": (14, 15)}, {"scale_factor": 2.0}):
+        for sizes in ([3, 0, 4], [1, 1, 5]):
+            out = compare(lambda x, options=options: finer(x, options), x, 2, sizes)
+            assert out._spec.layout.sizes(2) == tuple(n * (out.shape[2] // 7) for n in sizes)
+    compare(lambda x: finer(x, {"size": (10, 8)}), x, 2, [3, 0, 4])
+    assert_matches_single_device(finer, [x], [ROWS], steps=3, backend="aot_eager")
