@@ -269,10 +269,11 @@ def _wanted(
     if not reach:
         return blocks_of(total, dim, cut, ranks, what)
     count, num, den, before, after = reach
-    return [
-        (-((before - a * num) // den), ((b - 1) * num + after) // den + 1) if b > a else (0, 0)
-        for a, b in blocks_of(count, dim, cut, ranks, what)
-    ]
+    wanted = []
+    for a, b in blocks_of(count, dim, cut, ranks, what):
+        start = -((before - a * num) // den)
+        wanted.append((start, max(((b - 1) * num + after) // den + 1, start)) if b > a else (0, 0))
+    return wanted
 
 
 def _within(ranges: Sequence[Range], total: int) -> list[Range]:

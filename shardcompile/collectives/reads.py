@@ -31,16 +31,21 @@ class Window:
         shift: see above.
     """
 
-    num: int
-    den: int
-    before: int
-    after: int
-    shift: int
+    num: IntLike
+    den: IntLike
+    before: IntLike
+    after: IntLike
+    shift: IntLike
 
     @property
     def is_aligned(self) -> bool:
         """Whether row j is computed where row j is."""
-        return self.num == self.den == 1 and self.before == self.after and self.shift == 0
+        numbers = (self.num, self.den, self.before, self.after, self.shift)
+        return (
+            all(isinstance(n, int) for n in numbers)
+            and (self.num, self.den, self.shift) == (1, 1, 0)
+            and (self.before == self.after)
+        )
 
     def first_read(self, row: IntLike) -> IntLike:
         """The first row that is read for a row of the result; may be in front of the dim."""
@@ -73,7 +78,7 @@ class Reads:
         w = window
         same = w.is_aligned and compat.same_symbol(count, held.extent)
         if same and w.before == 0:
-            return Reads(dim, held, held, window, held.local_size(mesh.get_coordinate()), mesh)
+            return Reads(dim, held, held, window, held.local_size(mesh.get_coordinate() or ()), mesh)
         cut, rows = derive("reading", [held], [count, w.num, w.den, w.before, w.after, w.shift], count, mesh)
         return Reads(dim, held, held if same else cut, window, rows, mesh)
 
@@ -81,6 +86,11 @@ class Reads:
     def first(self) -> IntLike:
         """Where this rank's rows of the result begin."""
         return derive("located", [self.cut], [], self.cut.extent, self.mesh)[1]
+
+    @property
+    def count(self) -> IntLike:
+        """How many rows of the result this rank has."""
+        return self.cut.local_size(self.mesh.get_coordinate() or ())
 
     def fetch(self, x: Tensor, fill: float) -> Tensor:
         """A block with all rows that are read, those outside of the dim filled with a number."""
@@ -93,7 +103,7 @@ class Reads:
         """The way back for gradients: sums of what the ranks have for the rows of a block."""
         if not self._reaches_out:
             return x
-        block = self.held.local_size(self.mesh.get_coordinate())
+        block = self.held.local_size(self.mesh.get_coordinate() or ())
         flat = _ops.return_ranges(x, self.dim, self.held.extent, block, *self._arguments(0.0))
         return Pending.of(flat, x.shape, self.dim, block).wait()
 
@@ -103,7 +113,7 @@ class Reads:
 
     def _arguments(self, fill: float) -> tuple[object, ...]:
         (mesh_dim,) = self.held.mesh_dims
-        coordinate = self.mesh.get_coordinate()
+        coordinate = self.mesh.get_coordinate() or ()
         cuts = [r for c in (self.held, self.cut) for g in [c.group_ref(coordinate)] for r in (g.sizes, g.key, g.nest)]
         w = self.window
         reach = [self.cut.extent, w.num, w.den, w.before, w.after]

@@ -318,7 +318,8 @@ def _read_shape(windows: _Windows) -> list[IntLike]:
 
 def _average(spatial: int, options: Sequence[Any]) -> tuple[_Pool, bool, int | None]:
     """A pool, whether rows outside count, and what sums are divided by if that is given."""
-    kernel, stride, padding, ceil, count_outside, divisor = [*options, *[[], 0, False, True, None][len(options) - 1 :]]
+    defaults: list[Any] = [[], 0, False, True, None]
+    kernel, stride, padding, ceil, count_outside, divisor = [*options, *defaults[len(options) - 1 :]]
     return _Pool.of(spatial, kernel, stride, padding, 1, ceil), count_outside, divisor
 
 
@@ -335,7 +336,8 @@ def _counts(x: Any, pool: _Pool, shape: Sequence[IntLike], count_outside: bool) 
     spatial = len(pool.kernel)
     counts: Any = 1
     for d, (k, s, p) in enumerate(zip(pool.kernel, pool.stride, pool.padding, strict=True)):
-        extent, many = x.shape[d - spatial], shape[d - spatial]
+        extent: Any = x.shape[d - spatial]
+        many: Any = shape[d - spatial]
         begin = torch.arange(many, device=x.device) * s - p
         outside = p if count_outside else 0
         along = (begin + k).clamp(max=extent + outside) - begin.clamp(min=-outside)

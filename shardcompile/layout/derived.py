@@ -95,7 +95,7 @@ def reading(
     starts = [min(max(-((shift - begin * den) // num), 0), count) for begin in _starts(sizes)[1:]]
     ranges = list(itertools.pairwise([0, *starts, count]))
     reads = [((b - 1) * num + after) // den + 1 + (before - a * num) // den if b > a else 0 for a, b in ranges]
-    return tuple(b - a for a, b in ranges), tuple(reads)
+    return tuple(b - a for a, b in ranges), tuple(max(r, 0) for r in reads)
 
 
 def located(cuts: Sequence[Sizes]) -> tuple[Sizes, Sizes]:

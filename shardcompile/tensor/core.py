@@ -445,8 +445,7 @@ class ShardTensor(torch.Tensor):
     ) -> None:
         """As `torch.Tensor.backward`; a pending reduction is carried out first, so that its gradient is the whole's."""
         source = redistributed(self, self._spec.layout.reduced())
-        if gradient is not None and type(gradient) is ShardTensor:
-            gradient = redistributed(gradient, source._spec.layout.with_dtype(gradient.dtype))
+        gradient = _laid_out(gradient, source._spec.layout)
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.backward(source, gradient, retain_graph, create_graph, inputs)
 
@@ -534,8 +533,12 @@ def _align_gradient(x: Any) -> None:
 
 
 def _laid_out(grad: Any, layout: Layout) -> Any:
-    """A gradient in a layout; as it is where there is none, or a plain zero that stands for none."""
-    return redistributed(grad, layout.with_dtype(grad.dtype)) if type(grad) is ShardTensor else grad
+    """A gradient in a layout; a plain one is the whole value, the same on every rank."""
+    if type(grad) is not ShardTensor:
+        if not isinstance(grad, Tensor) or compat.is_compiling() or grad.shape != layout.shape:
+            return grad  # there is none, or torch says what is wrong with it
+        grad = Promote.apply(grad, ShardTensor, layout.mesh)
+    return redistributed(grad, layout.with_dtype(grad.dtype))
 
 
 def _require_grad(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:

@@ -359,3 +359,18 @@ def test_permutations_are_the_same_on_every_rank() -> None:
     assert all(torch.equal(o, order) for o in _everywhere(order))
     torch.testing.assert_close(x[order].full_tensor(), values(9, 2)[order])
     assert mesh.size() == 3
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("start", ["method", "function", "grad"])
+def test_a_plain_gradient_is_the_whole_one(start: str) -> None:
+    full, grad = values(9, 2), values(9, 2, seed=1)
+    x = sharded(full).requires_grad_()
+    out = x * 2
+    if start == "grad":
+        (found,) = torch.autograd.grad(out, x, grad)
+    else:
+        _ = out.backward(grad) if start == "method" else torch.autograd.backward([out], [grad])
+        found = x.grad
+    assert found.placements == x.placements
+    assert torch.equal(found.full_tensor(), 2 * grad)

@@ -244,3 +244,26 @@ def test_the_nearest_element_of_a_coarser_grid(mode: str) -> None:
             assert out._spec.layout.sizes(2) == tuple(n * (out.shape[2] // 7) for n in sizes)
     compare(lambda x: finer(x, {"size": (10, 8)}), x, 2, [3, 0, 4])
     assert_matches_single_device(finer, [x], [ROWS], steps=3, backend="aot_eager")
+
+
+@pytest.mark.ranks(3, timeout=200)
+@pytest.mark.parametrize("align", [False, True], ids=["cells", "aligned"])
+def test_linear_interpolation(align: bool) -> None:
+    choose = random.Random(0)
+    torch.manual_seed(0)
+    for mode, dims in [("linear", 1), ("bilinear", 2), ("trilinear", 3)] * 6:
+        extents, sizes = ([choose.randint(2, 8) for _ in range(dims)] for _ in range(2))
+
+        def finer(x: Tensor, mode: str = mode, size: Any = sizes) -> Tensor:
+            return nnf.interpolate(x, size=size, mode=mode, align_corners=align)
+
+        dim = choose.randint(2, dims + 1)
+        out = compare(finer, normal(2, 2, *extents), dim, random_cut(extents[dim - 2], 3, choose))
+        assert out.placements == (Shard(dim),)
+
+    def twice(x: Tensor) -> Tensor:
+        return nnf.interpolate(x.sin(), scale_factor=2, mode="bilinear", align_corners=align)
+
+    out = compare(twice, normal(2, 2, 7, 5), 2, [3, 0, 4])
+    assert align or out._spec.layout.sizes(2) == (6, 0, 8)
+    assert_matches_single_device(twice, [normal(2, 2, 7, 5)], [ROWS], steps=3, backend="inductor")
