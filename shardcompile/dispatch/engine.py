@@ -293,7 +293,7 @@ def _decide_functional(cls: type, call: OpCall, args: tuple[Any, ...], kwargs: d
         return _Composed(DECOMPOSITIONS[op], as_chosen)
     if op in DECOMPOSITIONS:
         return _Composed(DECOMPOSITIONS[op], lambda: _fallback(call))
-    composite = _composite(op)
+    composite = _composite(cls, op)
     if composite is not None:
         return _Composed(composite, lambda: _fallback(call))
     return _fallback(call)
@@ -316,13 +316,21 @@ def _rule_of(op: OpOverload) -> Rule | None:
     return find_rule(op) or (_POINTWISE if is_pointwise(op) else None)
 
 
-def _composite(op: OpOverload) -> Callable[..., Any] | None:
+def _composite(cls: type, op: OpOverload) -> Callable[..., Any] | None:
     """The op in terms of others, if torch has it so: its own kernel, or its table of decompositions."""
     if op in NOT_DECOMPOSED:
         return None
     if op._can_decompose():
         return op.decompose
-    return compat.decomposition_of(op)
+    decomposition = compat.decomposition_of(op)
+    return None if decomposition is None else functools.partial(_checked, cls, op, decomposition)
+
+
+def _checked(cls: type, op: OpOverload, decomposition: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A decomposition, of which some leave out what the op itself checks."""
+    with contextlib.suppress(*compat.UNKNOWN_OUTPUT_SHAPE, NotImplementedError):
+        global_meta(cls, op, args, kwargs)
+    return decomposition(*args, **kwargs)
 
 
 def _layouts(call: OpCall) -> list[Layout]:
@@ -471,7 +479,7 @@ def _decide_mutation(
             return _InPlace(call.op, choice)
     if functional is not None:
         return _Written(call.op, functional, mutated)
-    composite = _composite(call.op)
+    composite = _composite(cls, call.op)
     if composite is not None:
         return _Composed(composite)
     if any(type(t) is cls for t in targets):

@@ -22,6 +22,7 @@ from shardcompile.plan import target_layout
 from shardcompile.tensor import construct
 from shardcompile.tensor.autograd import FromLocal, Promote, ToLocal, gradient_layout, redistributed
 from shardcompile.tensor.bags import embedding_bag
+from shardcompile.tensor.borders import pad
 from shardcompile.tensor.cumulative import cumprod
 from shardcompile.tensor.metadata import (
     Metadata,
@@ -688,6 +689,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.sgn: _sgn,
     torch.nn.functional.scaled_dot_product_attention: _attend,
     torch.nn.functional.embedding_bag: embedding_bag,
+    torch.nn.functional.pad: pad,
     torch.cumprod: cumprod,
     torch.Tensor.cumprod: cumprod,
     torch.nn.functional.linear: _product,

@@ -267,3 +267,20 @@ def test_linear_interpolation(align: bool) -> None:
     out = compare(twice, normal(2, 2, 7, 5), 2, [3, 0, 4])
     assert align or out._spec.layout.sizes(2) == (6, 0, 8)
     assert_matches_single_device(twice, [normal(2, 2, 7, 5)], [ROWS], steps=3, backend="inductor")
+
+
+@pytest.mark.ranks(3, timeout=200)
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+def test_padding_with_rows_of_the_tensor(mode: str) -> None:
+    torch.manual_seed(0)
+    x = normal(2, 2, 7, 5)
+    for amounts in ((1, 1, 0, 0), (1, 2, 1, 2), (0, 0, 3, 0)):
+        for sizes in ([3, 0, 4], [0, 1, 6]):
+            out = compare(lambda x, amounts=amounts: nnf.pad(x, amounts, mode=mode), x, 2, sizes)
+            assert out.placements == (ROWS,)
+    if mode != "replicate":
+        with pytest.raises(RuntimeError, match="[Pp]adding"):
+            nnf.pad(cut_up(x, 2, [3, 0, 4]), (0, 0, 8, 0), mode=mode)
+    torch.manual_seed(0)
+    model = nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode).double()
+    assert_matches_single_device(model, [x], [ROWS], steps=3, backend="aot_eager")

@@ -1,0 +1,70 @@
+"""Padding with rows of the tensor itself, where a spatial dim is cut: the ranks at its ends add them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardcompile.dispatch.rows import has_known_blocks
+from shardcompile.tensor.autograd import redistributed
+
+
+def _reflected(x: Any, dim: int, front: int, back: int) -> tuple[Any, Any]:
+    rows = x.shape[dim]
+    ends = (x.narrow(dim, 1, front), x.narrow(dim, rows - 1 - back, back))
+    return tuple(_whole(end, dim).flip(dim) for end in ends)  # type: ignore[return-value]
+
+
+def _repeated(x: Any, dim: int, front: int, back: int) -> tuple[Any, Any]:
+    def times(row: Any, count: int) -> Any:
+        return row.expand([count if d == dim else -1 for d in range(x.ndim)])
+
+    ends = (_whole(x.narrow(dim, row, 1), dim) for row in (0, x.shape[dim] - 1))
+    return tuple(times(end, count) for end, count in zip(ends, (front, back), strict=True))  # type: ignore[return-value]
+
+
+def _around(x: Any, dim: int, front: int, back: int) -> tuple[Any, Any]:
+    return x.narrow(dim, x.shape[dim] - front, front), x.narrow(dim, 0, back)
+
+
+_BORDERS: dict[str, Callable[[Any, int, int, int], tuple[Any, Any]]] = {
+    "reflect": _reflected,
+    "replicate": _repeated,
+    "circular": _around,
+}
+"""By mode, the rows in front and behind."""
+
+
+def _whole(x: Any, dim: int) -> Any:
+    """With one dim whole on every rank."""
+    return x if x._spec.layout.cuts[dim] is None else redistributed(x, x._spec.layout.gathered(dim))
+
+
+def pad(func: Callable[..., Any], input: Any, pad: Sequence[Any], mode: str = "constant", value: Any = None) -> Any:
+    """``torch.nn.functional.pad``; constants, and what torch refuses, are left to torch."""
+    if not _repeats_rows(input, pad, mode):
+        return func(input, pad, mode, value)
+    for i in range(len(pad) // 2):
+        dim, front, back = input.ndim - 1 - i, pad[2 * i], pad[2 * i + 1]
+        if front == 0 and back == 0:
+            continue
+        in_front, behind = _BORDERS[mode](input, dim, front, back)
+        parts = [_whole(in_front, dim)] * (front > 0) + [input] + [_whole(behind, dim)] * (back > 0)
+        input = torch.cat(parts, dim)
+    return input
+
+
+def _repeats_rows(x: Any, pad: Sequence[Any], mode: str) -> bool:
+    spatial = len(pad) // 2
+    if mode not in _BORDERS or not hasattr(x, "_spec") or not all(isinstance(n, int) and n >= 0 for n in pad):
+        return False
+    if len(pad) % 2 or x.ndim - spatial not in (1, 2) or has_known_blocks(x):
+        return False
+    if all(c is None for c in x._spec.layout.cuts[-spatial:]):
+        return False
+    # As torch checks: a row is repeated at most once, but for the first and the last one in "replicate".
+    extents = [x.shape[x.ndim - 1 - i] for i in range(spatial)]
+    most = {"reflect": [n - 1 for n in extents], "circular": extents, "replicate": [max(pad)] * spatial}[mode]
+    return all(bool(max(pad[2 * i : 2 * i + 2]) <= n) for i, n in enumerate(most)) and all(bool(n > 0) for n in extents)
