@@ -279,7 +279,7 @@ def test_padding_with_rows_of_the_tensor(mode: str) -> None:
             out = compare(lambda x, amounts=amounts: nnf.pad(x, amounts, mode=mode), x, 2, sizes)
             assert out.placements == (ROWS,)
     if mode != "replicate":
-        with pytest.raises(RuntimeError, match="[Pp]adding"):
+        with pytest.raises(RuntimeError, match="adding"):
             nnf.pad(cut_up(x, 2, [3, 0, 4]), (0, 0, 8, 0), mode=mode)
     torch.manual_seed(0)
     model = nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode).double()
