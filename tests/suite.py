@@ -497,7 +497,7 @@ def _haloed(w: Writer, x: Node, sizes: list[int]) -> Node:
     above, below = start > 0, end < sum(sizes)
     rows = end - start + above + below
     cut = (sizes, 0, [])
-    args = (2, sum(sizes), rows, *cut, *cut, 1, 1, w.place.group)
+    args = (2, sum(sizes), rows, *cut, *cut, [sum(sizes), 1, 1, 1, 1], None, w.place.group)
     flat = w.done(_ours.fetch_ranges.default, x, *args)
     batch, channels, _, columns = x.meta["val"].shape
     moved = w.call(aten.view.default, flat, [rows, batch, channels, columns])
