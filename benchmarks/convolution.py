@@ -59,8 +59,8 @@ def main() -> None:
             against = [f"{duration(t)}  {ratio(halos, t)}" for t in others.values()]
             lines.append([str(ranks), str(rows), duration(halos), *against])
     print_table(
-        f"{LAYERS} convolutions of {CHANNELS} channels, {COLUMNS} columns, forward and backward: time with halos, and other "
-        "ways with the ratio to them",
+        f"{LAYERS} convolutions of {CHANNELS} channels, {COLUMNS} columns, forward and backward: time with halos, "
+        "and other ways with the ratio to them",
         ["ranks", "rows", "with halos", "gathered", "whole on one rank"],
         lines,
     )
