@@ -40,12 +40,8 @@ class Window:
     @property
     def is_aligned(self) -> bool:
         """Whether row j is computed where row j is."""
-        numbers = (self.num, self.den, self.before, self.after, self.shift)
-        return (
-            all(isinstance(n, int) for n in numbers)
-            and (self.num, self.den, self.shift) == (1, 1, 0)
-            and (self.before == self.after)
-        )
+        numbers = (self.num, self.den, self.shift, self.after)
+        return all(isinstance(n, int) for n in numbers) and numbers == (1, 1, 0, self.before)
 
     def first_read(self, row: IntLike) -> IntLike:
         """The first row that is read for a row of the result; may be in front of the dim."""
@@ -109,7 +105,7 @@ class Reads:
 
     @property
     def _reaches_out(self) -> bool:
-        return self.cut is not self.held or self.window.before != 0
+        return self.cut is not self.held or bool(self.window.before)  # a number, if it is the same cut
 
     def _arguments(self, fill: float) -> tuple[object, ...]:
         (mesh_dim,) = self.held.mesh_dims
