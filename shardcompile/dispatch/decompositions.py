@@ -16,6 +16,7 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.dispatch import additions, lookups, rows, scans
 from shardcompile.dispatch.copied_views import follow
+from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.dispatch.group_norm import group_norm, group_norm_backward
 from shardcompile.dispatch.interpolation import INTERPOLATION_OPS
 from shardcompile.dispatch.precision import HALVES, wide_dtype, widened
@@ -295,6 +296,23 @@ def _triangle(keeps: Any) -> Callable[..., Any]:
     return decomposed
 
 
+def _diagonal_scatter(x: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    """What is on the diagonal is known from row and column; element k of `src` is in row ``k - min(offset, 0)``."""
+    global_meta(
+        type(x if hasattr(x, "_spec") else src), aten.diagonal_scatter.default, (x, src, offset, dim1, dim2), {}
+    )
+    dim1, dim2 = dim1 % x.ndim, dim2 % x.ndim
+    count = src.shape[-1]
+    if isinstance(count, int) and count == 0:
+        return x.clone()
+    rows, columns = (torch.arange(x.shape[d], device=x.device) for d in (dim1, dim2))
+    places = (rows + min(offset, 0)).clamp(min=0, max=count - 1)
+    values = aten.index_select.default(src, src.ndim - 1, places)
+    values = values.movedim(-1, dim1 - (dim2 < dim1)).unsqueeze(dim2)
+    shaped = [n.reshape([-1 if e == d else 1 for e in range(x.ndim)]) for d, n in ((dim1, rows), (dim2, columns))]
+    return torch.where(shaped[1] - shaped[0] == offset, values, x)
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.mean.dim: _mean_dim,
     aten.mean.default: _mean,
@@ -335,6 +353,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.cat.default: rows.cat,
     aten.tril.default: _triangle(torch.le),
     aten.triu.default: _triangle(torch.ge),
+    aten.diagonal_scatter.default: _diagonal_scatter,
     aten.embedding.default: lookups.embedding,
     aten.index_select.default: lookups.index_select,
     aten.index.Tensor: lookups.index,
@@ -359,6 +378,5 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 NOT_DECOMPOSED = {
     aten.index_add.default,  # torch's fails for an index of 0 dims
     aten.diagonal_backward.default,
-    aten.diagonal_scatter.default,
 }
 """Ops whose decomposition in torch's table is of no use to us: they gather."""
