@@ -15,6 +15,10 @@ from shardcompile import compat
 from shardcompile.compat import OpOverload
 
 _EAGER_FAKE_MODE: Any = None
+_FOUND: dict[Any, Any] = {}
+"""What was found in eager mode: working it out takes longer than most ops. Read only."""
+
+_FOUND_LIMIT = 4096
 
 
 def global_meta(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -24,11 +28,32 @@ def global_meta(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     """
     global _EAGER_FAKE_MODE
     mode = compat.detect_fake_mode([_inner(cls, x) for x in tensors_of([*args, *kwargs.values()])])
-    if mode is None:
-        if _EAGER_FAKE_MODE is None:
-            _EAGER_FAKE_MODE = compat.FakeTensorMode()
-        mode = _EAGER_FAKE_MODE
+    if mode is not None:
+        return _worked_out(mode, cls, op, args, kwargs)
+    if _EAGER_FAKE_MODE is None:
+        _EAGER_FAKE_MODE = compat.FakeTensorMode()
+    key = (op, torch.get_default_dtype(), _key(cls, args), _key(cls, tuple(kwargs.items())))
+    try:
+        found = _FOUND.get(key)
+    except TypeError:  # an argument that cannot be hashed
+        return _worked_out(_EAGER_FAKE_MODE, cls, op, args, kwargs)
+    if found is None:
+        if len(_FOUND) >= _FOUND_LIMIT:
+            _FOUND.clear()
+        found = _FOUND[key] = _worked_out(_EAGER_FAKE_MODE, cls, op, args, kwargs)
+    return found
 
+
+def _key(cls: type, a: Any) -> Any:
+    """What a result depends on; 1, 1.0 and True are equal but not the same argument."""
+    if isinstance(a, Tensor):
+        return a.shape, a.stride(), a.dtype, _inner(cls, a).device
+    if isinstance(a, (list, tuple)):
+        return tuple(_key(cls, b) for b in a)
+    return type(a), a
+
+
+def _worked_out(mode: Any, cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def fake(a: Any) -> Any:
         if isinstance(a, Tensor):
             inner = _inner(cls, a)
