@@ -304,12 +304,17 @@ def _fetch_ranges(
     out = _new_rows(x, dim, block)
     to_peers = [transport.shifted(transport.overlap(held[me], w), -held[me][0]) for w in wanted]
     from_peers = [transport.shifted(transport.overlap(h, wanted[me]), -wanted[me][0]) for h in held]
-    rows, target = transport.rows_first(x, dim), _as_rows(out, x, dim, block)
+    target = _as_rows(out, x, dim, block)
     if fill is not None:
         start, end = wanted[me]
         target[: max(-start, 0)].fill_(fill)
         target[max(min(total, end) - start, 0) :].fill_(fill)
-    transport.register_all(out, transport.send_ranges(group, rows, to_peers, target, from_peers))
+    # Only what others get is put in order of rows: a halo is little of a block.
+    target[slice(*from_peers[me])].copy_(x.movedim(dim, 0)[slice(*to_peers[me])])
+    peers = [p for p in range(group.size()) if p != me]
+    sends = [(p, transport.rows_first(x.narrow(dim, a, b - a), dim)) for p in peers for a, b in [to_peers[p]] if b > a]
+    receives = [(p, target[slice(*from_peers[p])]) for p in peers]
+    transport.register_all(out, transport.exchange(group, sends, receives))
     return out
 
 
@@ -334,18 +339,19 @@ def _return_ranges(
     wanted = _wanted(total, dim, (dst_sizes, dst_key, dst_nest), reach, group.size(), "return_ranges")
     wanted = _within(wanted, total) if fill is None else wanted
     check_block(x.shape, dim, wanted[me], me, "return_ranges")
-    rows = transport.rows_first(x, dim)
     to_peers = [transport.shifted(transport.overlap(h, wanted[me]), -wanted[me][0]) for h in held]
     back = [transport.shifted(transport.overlap(held[me], w), -held[me][0]) for w in wanted]
-    ends = transport.running_ends([b - a for a, b in back])
-    parts = rows.new_empty([ends[-1][1], *rows.shape[1:]])
-    works = transport.send_ranges(group, rows, to_peers, parts, ends)
+    peers = [p for p in range(group.size()) if p != me]
     out = _new_rows(x, dim, block).zero_()
     target = _as_rows(out, x, dim, block)
+    target[slice(*back[me])].copy_(x.movedim(dim, 0)[slice(*to_peers[me])])
+    parts = [target.new_empty([back[p][1] - back[p][0], *target.shape[1:]]) for p in peers]
+    sends = [(p, transport.rows_first(x.narrow(dim, a, b - a), dim)) for p in peers for a, b in [to_peers[p]] if b > a]
+    works = transport.exchange(group, sends, list(zip(peers, parts, strict=True)))
 
     def accumulate() -> None:
-        for (a, b), (start, end) in zip(back, ends, strict=True):
-            target[a:b].add_(parts[start:end])
+        for p, part in zip(peers, parts, strict=True):
+            target[slice(*back[p])].add_(part)
 
     compat.register_work(out, transport.ThenWork(works, accumulate))
     return out

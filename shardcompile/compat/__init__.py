@@ -358,6 +358,8 @@ def _by_both_names(assign: Callable[..., None]) -> Callable[..., None]:
         assign(self, name, value, bound_vars, *rest, **options)
         for symbol in list(bound_vars):
             other = V.graph.sizevars.simplify(symbol)
+            if not isinstance(other, sympy.Symbol):  # a number by now, or what another symbol is multiplied with
+                continue
             if other not in bound_vars and symbol_is_type(other, SymT.SIZE):
                 self.prefix.writeline(f"{other} = {symbol}")
                 bound_vars.add(other)

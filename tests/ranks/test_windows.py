@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections.abc import Callable
 from typing import Any
@@ -284,3 +285,24 @@ def test_padding_with_rows_of_the_tensor(mode: str) -> None:
     torch.manual_seed(0)
     model = nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode).double()
     assert_matches_single_device(model, [x], [ROWS], steps=3, backend="aot_eager")
+
+
+@pytest.mark.ranks(2, timeout=200)
+def test_a_gathered_image_compiles_its_backward_pass_at_once() -> None:
+    torch.manual_seed(0)
+    model = nn.Conv2d(2, 3, 3, padding=1).double()
+    x = cut_up(normal(1, 2, 9, 6), 2, [3, 6])
+
+    def gathered(x: Tensor) -> Tensor:
+        return model(x.redistribute(placements=[Replicate()])).square()
+
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._functorch._aot_autograd.graph_compile")
+    logger.addHandler(handler)
+    try:
+        torch.compile(gathered, fullgraph=True, backend="inductor")(x).sum().backward()
+    finally:
+        logger.removeHandler(handler)
+    assert not [r for r in records if "failed to eagerly compile" in r]
