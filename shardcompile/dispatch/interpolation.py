@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.collectives import Reads, Window
+from shardcompile.collectives import Window
 from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.dispatch.precision import widened
-from shardcompile.dispatch.rows import has_known_blocks, moved, positions, with_cut, wrap
-from shardcompile.dispatch.strides import in_order
-from shardcompile.layout import IntLike, Layout
+from shardcompile.dispatch.rows import has_known_blocks, positions
+from shardcompile.dispatch.windows import Windows
+from shardcompile.layout import IntLike
 
 aten = torch.ops.aten
 
@@ -104,45 +104,23 @@ def _is_linear(coarse: Sequence[IntLike], fine: Sequence[IntLike], align: bool, 
     return all(s is None or (s == int(s) and compat.surely(a * int(s) == b)) for a, b, s in given)
 
 
-def _along(
-    x: Any, dims: Sequence[int], layout: Layout, extents: Sequence[IntLike], windows: Sequence[Window]
-) -> list[Any]:
-    """What is read along every dim; None where it is whole."""
-    return [
-        None if layout.cuts[d] is None else Reads.of(d, layout.cuts[d], n, w, layout.mesh)  # type: ignore[arg-type]
-        for d, n, w in zip(dims, extents, windows, strict=True)
-    ]
-
-
-def _frame(x: Any, spatial: int) -> tuple[Layout, list[int]] | None:
-    """In which layout a tensor is needed, and its spatial dims; None if its rows are not to be fetched."""
-    dims = list(range(x.ndim - spatial, x.ndim))
-    layout = x._spec.layout.reduced()
-    cuts = [layout.cuts[d] for d in dims]
-    if has_known_blocks(x) or all(c is None for c in cuts):
-        return None
-    return None if any(c is not None and len(c.mesh_dims) > 1 for c in cuts) else (layout, dims)
-
-
 def _linear(op: Any) -> Callable[..., Any]:
     def run(x: Any, output_size: Sequence[IntLike], align: bool, *scales: float | None) -> Any:
         meta = global_meta(type(x), op, (x, output_size, align, *scales), {})
-        frame = _frame(x, len(output_size))
         coarse = x.shape[-len(output_size) :]
-        if frame is None or not x.dtype.is_floating_point or not _is_linear(coarse, output_size, align, scales):
+        if not x.dtype.is_floating_point or not _is_linear(coarse, output_size, align, scales):
             return NotImplemented
-        layout, dims = frame
         pairs = list(zip(coarse, output_size, strict=True))
-        every = _along(x, dims, layout, output_size, [_window(a, b, align) for a, b in pairs])
-        block = widened(moved(x, layout))
-        for d, reads, (n, m) in zip(dims, every, pairs, strict=True):
-            first, start, count = _own(reads, m)
-            block = block if reads is None else reads.fetch(block, 0.0)
+        windows = Windows.of(x, [_window(n, m, align) for n, m in pairs], compat.retraced(meta.shape), True)
+        if windows is None:
+            return NotImplemented
+        block = widened(windows.fetch(x))
+        for d, (n, m) in enumerate(pairs, x.ndim - len(pairs)):
+            first, start, count = _own(windows, d, m)
             low, high, part = _places(positions(block, first, 1, count), n, m, align, block.dtype)
             part = part.reshape(-1, *[1] * (x.ndim - d - 1))
             block = block.index_select(d, low - start) * (1 - part) + block.index_select(d, high - start) * part
-            layout = with_cut(layout, d, reads.cut) if reads is not None else _with_extent(layout, d, m)
-        return _wrapped(x, block.to(x.dtype), layout, meta)
+        return windows.result(block.to(x.dtype), meta.stride(), x)
 
     return run
 
@@ -152,52 +130,37 @@ def _linear_backward(op: Any) -> Callable[..., Any]:
         grad: Any, output_size: Sequence[IntLike], input_size: Sequence[IntLike], align: bool, *scales: float | None
     ) -> Any:
         meta = global_meta(type(grad), op, (grad, output_size, input_size, align, *scales), {})
-        spatial = len(output_size)
-        frame, coarse = _frame(grad, spatial), input_size[-spatial:]
-        if frame is None or not _is_linear(coarse, output_size, align, scales):
+        coarse = input_size[-len(output_size) :]
+        if not _is_linear(coarse, output_size, align, scales):
             return NotImplemented
-        layout, dims = frame
         pairs = list(zip(coarse, output_size, strict=True))
-        every = _along(grad, dims, layout, coarse, [_window_back(a, b, align) for a, b in pairs])
-        block = widened(moved(grad, layout))
-        for d, reads, (n, m) in zip(dims, every, pairs, strict=True):
-            first, start, count = _own(reads, n)
-            block = block if reads is None else reads.fetch(block, 0.0)
-            low, high, part = _places(positions(block, start, 1, block.shape[d]), n, m, align, block.dtype)
-            shape = [count if e == d else s for e, s in enumerate(block.shape)]
-            out = block.new_zeros(shape)
+        windows = Windows.of(grad, [_window_back(n, m, align) for n, m in pairs], compat.retraced(meta.shape), True)
+        if windows is None:
+            return NotImplemented
+        block = widened(windows.fetch(grad))
+        for d, (n, m) in enumerate(pairs, grad.ndim - len(pairs)):
+            first, start, count = _own(windows, d, n)
+            rows = positions(block, start, 1, block.shape[d])
+            low, high, part = _places(rows, n, m, align, block.dtype)
+            out = block.new_zeros([count if e == d else s for e, s in enumerate(block.shape)])
             for row, weight in ((low - first, 1 - part), (high - first, part)):
                 # Rows of the other grid that read rows of another rank, too, and rows that there are not.
-                ours = (row >= 0) & (row < count) & _within(positions(block, start, 1, block.shape[d]), m)
+                ours = (row >= 0) & (row < count) & (rows >= 0) & (rows < m)
                 weight = torch.where(ours, weight, 0).reshape(-1, *[1] * (grad.ndim - d - 1))
                 out = out.index_add(d, torch.where(ours, row, 0), block * weight)
             block = out
-            layout = with_cut(layout, d, reads.cut) if reads is not None else _with_extent(layout, d, n)
-        return _wrapped(grad, block.to(grad.dtype), layout, meta)
+        return windows.result(block.to(grad.dtype), meta.stride(), grad)
 
     return run
 
 
-def _within(rows: Tensor, extent: IntLike) -> Tensor:
-    return (rows >= 0) & (rows < extent)
-
-
-def _own(reads: Reads | None, extent: IntLike) -> tuple[Any, Any, Any]:
+def _own(windows: Windows, dim: int, extent: IntLike) -> tuple[Any, Any, Any]:
     """The first row of the result on this rank, the first row that is read for it, and how many rows the result has."""
+    reads = next((r for r in windows.reads if r.dim == dim), None)
     if reads is None:
         return 0, 0, extent
     first = reads.first
     return first, reads.window.first_read(first), reads.count
-
-
-def _with_extent(layout: Layout, dim: int, extent: IntLike) -> Layout:
-    shape = [extent if d == dim else n for d, n in enumerate(layout.shape)]
-    return Layout.of(layout.mesh, layout.placements, shape, layout.dtype, layout.cuts)
-
-
-def _wrapped(like: Any, local: Tensor, layout: Layout, meta: Tensor) -> Any:
-    stride = compat.retraced(meta.stride())
-    return wrap(like, in_order(local, stride), layout, stride)
 
 
 _LINEAR = (aten.upsample_linear1d, aten.upsample_bilinear2d, aten.upsample_trilinear3d)

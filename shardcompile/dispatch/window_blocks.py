@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -173,11 +174,7 @@ def _renumbered(
 def _max_pool(
     x: Tensor,
     kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    ceil_mode: bool,
-    *,
+    *options: Any,
     size: list[int],
     whole: list[int],
     first: list[int],
@@ -185,7 +182,7 @@ def _max_pool(
     if not math.prod(size):
         return x.new_empty(size), x.new_empty(size, dtype=torch.int64)
     op = aten.max_pool2d_with_indices.default if len(kernel) == 2 else aten.max_pool3d_with_indices.default
-    out, indices = op(x, kernel, stride, padding, dilation, ceil_mode)
+    out, indices = op(x, kernel, *options)
     # Of a window without a number above minus infinity the first element counts, and in front of the dim there is none.
     indices = _renumbered(indices, x.shape[-len(kernel) :], whole, first, 0)
     return out.contiguous(), indices.contiguous()
@@ -195,11 +192,7 @@ def _max_pool_backward(
     grad: Tensor,
     indices: Tensor,
     kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    ceil_mode: bool,
-    *,
+    *options: Any,
     size: list[int],
     whole: list[int],
     first: list[int],
@@ -209,8 +202,7 @@ def _max_pool_backward(
     spatial = len(kernel)
     op = aten.max_pool2d_with_indices_backward if spatial == 2 else aten.max_pool3d_with_indices_backward
     indices = _renumbered(indices, whole, size[-spatial:], [-f for f in first], None)
-    options = (kernel, stride, padding, dilation, ceil_mode, indices)
-    return op.default(grad.contiguous(), grad.new_empty(size), *options).contiguous()
+    return op.default(grad.contiguous(), grad.new_empty(size), kernel, *options, indices).contiguous()
 
 
 def _sum_pool(

@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class _Windows:
+class Windows:
     """What is read for a result, along all dims.
 
     Attributes:
@@ -46,7 +46,7 @@ class _Windows:
     shape: tuple[IntLike, ...]
 
     @staticmethod
-    def of(x: Any, windows: Sequence[Window], shape: Sequence[IntLike], keep_channels: bool) -> _Windows | None:
+    def of(x: Any, windows: Sequence[Window], shape: Sequence[IntLike], keep_channels: bool) -> Windows | None:
         """What is read of a sharded tensor; None if nothing is cut, or in a way that has to be gathered.
 
         Args:
@@ -66,7 +66,7 @@ class _Windows:
         if not keep_channels and layout.cuts[1] is not None:
             layout = layout.gathered(1)
         reads = [Reads.of(d, layout.cuts[d], shape[d], windows[d - first], layout.mesh) for d in cut]
-        return _Windows(layout, tuple(reads), spatial, tuple(shape))
+        return Windows(layout, tuple(reads), spatial, tuple(shape))
 
     @functools.cached_property
     def out(self) -> Layout:
@@ -151,7 +151,7 @@ def _forward_window(stride: int, padding: int, reach: int) -> Window:
     return Window(stride, 1, padding, reach - padding, -((2 * padding - reach) // 2))
 
 
-def _skipped(windows: _Windows, options: tuple[Any, ...]) -> list[IntLike]:
+def _skipped(windows: Windows, options: tuple[Any, ...]) -> list[IntLike]:
     """Of a transposed convolution of what is read the rows in front of a block's own."""
     _, padding, _, transposed, *_ = options
     if not transposed:
@@ -168,7 +168,7 @@ def convolution(x: Any, weight: Any, bias: Any, *options: Any) -> Any:
     """``aten.convolution`` of images of which a spatial dim is cut."""
     spatial = x.ndim - 2
     meta = global_meta(_class(x, weight, bias), aten.convolution.default, (x, weight, bias, *options), {})
-    windows = _Windows.of(x, _convolution_windows(weight, options, spatial), compat.retraced(meta.shape), False)
+    windows = Windows.of(x, _convolution_windows(weight, options, spatial), compat.retraced(meta.shape), False)
     if windows is None:
         return NotImplemented
     stride = compat.retraced(meta.stride())
@@ -189,7 +189,7 @@ def convolution_backward(grad: Any, x: Any, weight: Any, bias_sizes: Any, *optio
     """``aten.convolution_backward`` of the same."""
     *options_, wanted = options
     options, spatial = tuple(options_), x.ndim - 2
-    windows = _Windows.of(x, _convolution_windows(weight, options, spatial), tuple(grad.shape), False)
+    windows = Windows.of(x, _convolution_windows(weight, options, spatial), tuple(grad.shape), False)
     if windows is None:
         return NotImplemented
     cls = type(x)
@@ -217,7 +217,7 @@ def _class(*values: Any) -> Any:
     return type(next(x for x in values if hasattr(x, "_spec")))
 
 
-def _whole(x: Any, windows: _Windows) -> Tensor:
+def _whole(x: Any, windows: Windows) -> Tensor:
     """The full value of a sharded or plain tensor."""
     return moved(x, Layout.whole(windows.layout.mesh, tuple(x.shape), x.dtype))
 
@@ -263,7 +263,7 @@ def _max_pool(spatial: int, op: Any) -> Callable[..., Any]:
         pool = _Pool.of(spatial, *options)
         if not x.dtype.is_floating_point:
             return NotImplemented
-        windows = _Windows.of(x, pool.windows, compat.retraced(values.shape), True)
+        windows = Windows.of(x, pool.windows, compat.retraced(values.shape), True)
         if windows is None:
             return NotImplemented
         padding = windows.without_padding(pool.padding)
@@ -279,7 +279,7 @@ def _max_pool(spatial: int, op: Any) -> Callable[..., Any]:
     return run
 
 
-def _first_read(windows: _Windows) -> list[IntLike]:
+def _first_read(windows: Windows) -> list[IntLike]:
     """The place in the plane of the first element that is read."""
     first: list[IntLike] = [0] * windows.spatial
     for r, d in zip(windows.reads, windows.cut, strict=True):
@@ -290,7 +290,7 @@ def _first_read(windows: _Windows) -> list[IntLike]:
 def _max_pool_backward(spatial: int, op: Any) -> Callable[..., Any]:
     def run(grad: Any, x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool, indices: Any) -> Any:
         pool = _Pool.of(spatial, kernel, stride, padding, dilation, ceil)
-        windows = _Windows.of(x, pool.windows, tuple(grad.shape), True)
+        windows = Windows.of(x, pool.windows, tuple(grad.shape), True)
         if windows is None:
             return NotImplemented
         meta = global_meta(type(x), op, (grad, x, kernel, stride, padding, dilation, ceil, indices), {})
@@ -307,7 +307,7 @@ def _max_pool_backward(spatial: int, op: Any) -> Callable[..., Any]:
     return run
 
 
-def _read_shape(windows: _Windows) -> list[IntLike]:
+def _read_shape(windows: Windows) -> list[IntLike]:
     """Shape of a block of the input with all rows that are read."""
     layout = windows.layout
     shape = [n if c is None else block_size(c, layout) for n, c in zip(layout.shape, layout.cuts, strict=True)]
@@ -349,7 +349,7 @@ def _avg_pool(spatial: int, op: Any) -> Callable[..., Any]:
     def run(x: Any, *options: Any) -> Any:
         meta = global_meta(type(x), op, (x, *options), {})
         pool, count_outside, divisor = _average(spatial, options)
-        windows = _Windows.of(x, pool.windows, compat.retraced(meta.shape), True)
+        windows = Windows.of(x, pool.windows, compat.retraced(meta.shape), True)
         if windows is None or not x.dtype.is_floating_point:
             return NotImplemented
         one = _divisor(pool, count_outside, divisor)
@@ -373,7 +373,7 @@ def _avg_pool(spatial: int, op: Any) -> Callable[..., Any]:
 def _avg_pool_backward(spatial: int, op: Any) -> Callable[..., Any]:
     def run(grad: Any, x: Any, *options: Any) -> Any:
         pool, count_outside, divisor = _average(spatial, options)
-        windows = _Windows.of(x, pool.windows, tuple(grad.shape), True)
+        windows = Windows.of(x, pool.windows, tuple(grad.shape), True)
         if windows is None:
             return NotImplemented
         meta = global_meta(type(x), op, (grad, x, *options), {})
