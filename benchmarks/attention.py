@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 
 import torch
 import torch.nn.functional as nnf
-from common import Call, Times, duration, median_times, print_table, ratio, run_ranks
+from common import Call, Times, compare_over_rows, median_times, rising_blocks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
@@ -32,8 +31,7 @@ def measure(ranks: int, rows: int, rounds: int) -> Times:
     mesh = init_device_mesh("cpu", (ranks,))
     torch.manual_seed(0)
     full = [torch.randn(1, HEADS, rows, FEATURES) for _ in range(3)]
-    ends = [rows * (r + 1) * (r + 2) // (ranks * (ranks + 1)) for r in range(ranks)]
-    sizes = [b - a for a, b in zip([0, *ends], ends, strict=False)]
+    sizes = rising_blocks(rows, ranks)
     cut = [sc.distribute_tensor(x, mesh, [Shard(2)], sharding_shapes={0: sizes}).requires_grad_() for x in full]
     whole = [x.requires_grad_() for x in full]
 
@@ -54,23 +52,8 @@ def measure(ranks: int, rows: int, rounds: int) -> Times:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1024, 4096])
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    lines = []
-    for ranks in options.ranks:
-        for rows in options.rows:
-            times = run_ranks(measure, ranks, ranks, rows, options.rounds)
-            blocks, others = times.pop("blocks"), times
-            against = [f"{duration(t)}  {ratio(blocks, t)}" for t in others.values()]
-            lines.append([str(ranks), str(rows), duration(blocks), *against])
-    print_table(
-        "Causal attention, forward and backward: time on blocks, and other ways with the ratio to them",
-        ["ranks", "rows", "on blocks", "by products", "whole on one rank"],
-        lines,
-    )
+    title = "Causal attention, forward and backward: time on blocks, and other ways with the ratio to them"
+    compare_over_rows(__doc__, measure, (1024, 4096), title, ("on blocks", "by products", "whole on one rank"))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import statistics
@@ -131,3 +132,37 @@ def duration(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
+
+
+# ------------------------------------------------------------------------------------------------ rows in blocks
+
+
+def rising_blocks(rows: int, ranks: int) -> list[int]:
+    """Block sizes that rise evenly from rank to rank."""
+    ends = [rows * (r + 1) * (r + 2) // (ranks * (ranks + 1)) for r in range(ranks)]
+    return [b - a for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def compare_over_rows(
+    doc: str | None, measure: Callable[[int, int, int], Times], rows: Sequence[int], title: str, columns: Sequence[str]
+) -> None:
+    """Command of a benchmark that holds one way to compute on blocks of rows against others.
+
+    Args:
+        doc: what `--help` says.
+        measure: from ranks, rows and rounds to seconds by name, first the way in question.
+        rows: to take if not told.
+        title: of the table.
+        columns: names of the ways in the table.
+    """
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--rows", type=int, nargs="+", default=list(rows))
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    lines = []
+    for ranks in options.ranks:
+        for many in options.rows:
+            ours, *others = run_ranks(measure, ranks, ranks, many, options.rounds).values()
+            lines.append([str(ranks), str(many), duration(ours), *(f"{duration(t)}  {ratio(ours, t)}" for t in others)])
+    print_table(title, ["ranks", "rows", *columns], lines)

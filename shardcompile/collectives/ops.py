@@ -280,6 +280,12 @@ def _within(ranges: Sequence[Range], total: int) -> list[Range]:
     return [(max(a, 0), min(b, total)) for a, b in ranges]
 
 
+def _pieces(x: Tensor, dim: int, to_peers: Sequence[Range], me: int) -> list[tuple[int, Tensor]]:
+    """What the others get of a block. Only that is put in order of rows: a halo is little of a block."""
+    ranges = [(p, a, b) for p, (a, b) in enumerate(to_peers) if p != me and b > a]
+    return [(p, transport.rows_first(x.narrow(dim, a, b - a), dim)) for p, a, b in ranges]
+
+
 def _fetch_ranges(
     x: Tensor,
     dim: int,
@@ -309,10 +315,9 @@ def _fetch_ranges(
         start, end = wanted[me]
         target[: max(-start, 0)].fill_(fill)
         target[max(min(total, end) - start, 0) :].fill_(fill)
-    # Only what others get is put in order of rows: a halo is little of a block.
     target[slice(*from_peers[me])].copy_(x.movedim(dim, 0)[slice(*to_peers[me])])
     peers = [p for p in range(group.size()) if p != me]
-    sends = [(p, transport.rows_first(x.narrow(dim, a, b - a), dim)) for p in peers for a, b in [to_peers[p]] if b > a]
+    sends = _pieces(x, dim, to_peers, me)
     receives = [(p, target[slice(*from_peers[p])]) for p in peers]
     transport.register_all(out, transport.exchange(group, sends, receives))
     return out
@@ -346,7 +351,7 @@ def _return_ranges(
     target = _as_rows(out, x, dim, block)
     target[slice(*back[me])].copy_(x.movedim(dim, 0)[slice(*to_peers[me])])
     parts = [target.new_empty([back[p][1] - back[p][0], *target.shape[1:]]) for p in peers]
-    sends = [(p, transport.rows_first(x.narrow(dim, a, b - a), dim)) for p in peers for a, b in [to_peers[p]] if b > a]
+    sends = _pieces(x, dim, to_peers, me)
     works = transport.exchange(group, sends, list(zip(peers, parts, strict=True)))
 
     def accumulate() -> None:
