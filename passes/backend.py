@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from shardcompile import compat
 from shardcompile.passes.cost import CostModel
-from shardcompile.passes.pipeline import Pass, Pipeline, before_division, default_passes, foreign_passes
+from shardcompile.passes.pipeline import Pass, Pipeline, before_division, default_passes
 from shardcompile.passes.verify import report_failure
 
 
@@ -40,11 +40,8 @@ def inductor_options(
     """
     passes = default_passes(model) if passes is None else passes
     pipeline = Pipeline(passes, off)
-    joint = before_division(pipeline)
-    if foreign:
-        joint = Pipeline([*foreign_passes(), *joint.passes], in_step=True)
     return {
-        "joint_custom_pre_pass": joint,
+        "joint_custom_pre_pass": before_division(pipeline, foreign),
         "post_grad_custom_post_pass": pipeline,
         **_INDUCTOR_IS_NOT_IN_CHARGE,
     }

@@ -165,15 +165,20 @@ class Pipeline(compat.CustomGraphPass):
         return None if seen else repr(self.passes)
 
 
-def before_division(pipeline: Pipeline) -> Pipeline:
-    """What of a pipeline also runs on the graph of forward and backward together.
+def before_division(pipeline: Pipeline, foreign: bool = False) -> Pipeline:
+    """What runs on the graph of forward and backward together: some passes of a pipeline, and `foreign_passes()`.
 
     A round trip between the two would leave its way back in the backward graph, and with it all that is needed to
     compute anew what it sends: for AOTAutograd a wait is something that has to be done, whether it is read or not. So
     would, with torch 2.15, what the backward pass asks for again: it is saved, but its second wait stays.
+
+    Args:
+        pipeline: what runs on the divided graphs.
+        foreign: whether the chains of others are made one collective first.
     """
-    early = (ShareEqualCollectives, DropRepeatedWaits, CancelRoundTrips)
-    return Pipeline([p for kind in early for p in pipeline.passes if isinstance(p, kind)], final=False)
+    kinds = (ShareEqualCollectives, DropRepeatedWaits, CancelRoundTrips)
+    early = [p for kind in kinds for p in pipeline.passes if isinstance(p, kind)]
+    return Pipeline([*(foreign_passes() if foreign else ()), *early], in_step=foreign, final=False)
 
 
 class Watcher(Protocol):

@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from shardcompile import compat
 from shardcompile.layout import GroupCut
+from shardcompile.passes.chains import EXCHANGE, exchange_of
 from shardcompile.passes.collective import KINDS, WAIT, Collective, add_node, collectives
 
 _c10d = torch.ops._c10d_functional
@@ -112,13 +113,13 @@ def play(world: World, graphs: Sequence[Graph], inputs: Sequence[Sequence[Tensor
             return outputs
         told = {signature(node) for node, _ in calls}
         assert len(calls) == world.ranks and len(told) == 1, f"the ranks diverge: {told}"
-        kind = KINDS[calls[0][0].target]
+        kind = _KINDS[calls[0][0].target]
         answers = _PLAYED[kind]([args for _, args in calls])
 
 
 def signature(node: Node) -> str:
     """What of a collective has to be the same on every rank."""
-    c = Collective.of(node)
+    c = exchange_of(node) or Collective.of(node)
     assert c is not None
     size = None if c.kind == "mirror_blocks" else c.global_size  # of that one a rank knows its own blocks only
     return f"{c.kind} {c.group_name} {c.value.dtype} {c.sizes} {size}"
@@ -141,7 +142,7 @@ def _steps(graph: Graph, inputs: list[Tensor]) -> Generator[tuple[Node, Any], Te
             values[node] = next(given)
         elif node.op == "output":
             return args[0]
-        elif node.target in KINDS:
+        elif node.target in _KINDS:
             values[node] = yield node, args
         else:
             values[node] = args[0] if node.target is WAIT else node.target(*args, **node.kwargs)
@@ -186,6 +187,11 @@ def _all_to_all_v(calls: list[Any]) -> list[Tensor]:
     return [_flat(part, src_dim) for part in whole.split(sizes, dst_dim)]
 
 
+def _shard_dim_alltoall(calls: list[Any]) -> list[Tensor]:
+    gathered, divided = calls[0][1:3]
+    return list(torch.cat([c[0] for c in calls], gathered).chunk(len(calls), divided))
+
+
 def _fetch_ranges(calls: list[Any]) -> list[Tensor]:
     dim = calls[0][1]
     assert calls[0][10:12] == ([], None), "no halos here"
@@ -205,6 +211,9 @@ _PLAYED = {
     "all_gather_v": _all_gather_v,
     "reduce_scatter_v": _reduce_scatter_v,
     "all_to_all_v": _all_to_all_v,
+    "shard_dim_alltoall": _shard_dim_alltoall,
     "fetch_ranges": _fetch_ranges,
     "mirror_blocks": _mirror_blocks,
 }
+
+_KINDS = {**KINDS, EXCHANGE: "shard_dim_alltoall"}

@@ -122,6 +122,7 @@ def trace_offline(
     off: Sequence[str] = (),
     backward: bool = True,
     inductor: bool = True,
+    foreign: bool = False,
 ) -> OfflineTrace:
     """Trace a function for a world and a device that need not exist, and run the passes on its graphs.
 
@@ -140,6 +141,7 @@ def trace_offline(
         off: names of passes to leave out.
         backward: whether to trace for training; if not, gradients are off.
         inductor: whether Inductor's own passes over such a graph run around ours, as they do in a compilation.
+        foreign: see `shardcompile.passes.backend.inductor_options`.
 
     Raises:
         OfflineError: see `offline_world`; or there is nothing to trace, or Inductor's passes fail.
@@ -149,7 +151,7 @@ def trace_offline(
     with offline_world(
         world_size, mesh_shape=mesh_shape, mesh_dim_names=mesh_dim_names, rank=rank, device=device
     ) as world:
-        return trace_step(world, build, pipeline=pipeline, backward=backward, inductor=inductor)
+        return trace_step(world, build, pipeline=pipeline, backward=backward, inductor=inductor, foreign=foreign)
 
 
 def trace_step(
@@ -159,6 +161,7 @@ def trace_step(
     pipeline: Pipeline | None = None,
     backward: bool = True,
     inductor: bool = True,
+    foreign: bool = False,
 ) -> OfflineTrace:
     """What `trace_offline` does, in a world that is there: for work on the graphs that needs it.
 
@@ -172,13 +175,14 @@ def trace_step(
         pipeline: in place of the default one.
         backward: whether to trace for training.
         inductor: whether Inductor's own passes run, too.
+        foreign: whether the chains of others are made one collective.
 
     Raises:
         OfflineError: there is nothing to trace, or Inductor's passes fail.
     """
     pipeline = Pipeline() if pipeline is None else pipeline
     with _blocks_vary(), _torch.fake_inputs_as_real_ones():
-        forward_graph, backward_graph = _captured(*_built(world, build), backward, before_division(pipeline))
+        forward_graph, backward_graph = _captured(*_built(world, build), backward, before_division(pipeline, foreign))
     issued: list[tuple[CollectiveRecord, ...]] = []
     for graph in (forward_graph, backward_graph):
         if graph is not None:

@@ -312,6 +312,25 @@ def test_dtensors_are_traced(device: str) -> None:
     assert [c.kind for c in trace.forward_collectives] == ["all_reduce"]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rank", [0, 2, 3])
+def test_dtensors_are_exchanged_as_they_are(device: str, rank: int) -> None:
+    """On a GPU by DTensor's own op, on a CPU by a gather of which every rank takes its part."""
+
+    def build(mesh: DeviceMesh) -> Any:
+        rows = [2, 2, 1, 0][rank]
+        x = DTensor.from_local(torch.randn(rows, 7), mesh, [Shard(0)], shape=(5, 7), stride=(7, 1)).requires_grad_()
+        return (lambda x: x.redistribute(placements=[Shard(1)]).to_local() ** 3), (x,)
+
+    trace = trace_offline(build, world_size=4, rank=rank, device=device, foreign=True)
+    assert [c.kind for c in trace.collectives] == ["all_to_all_v"] * 2
+    assert [c.global_bytes for c in trace.collectives] == [4 * 5 * 7] * 2
+    assert trace.backward is not None
+    targets = {n.target for g in (trace.forward, trace.backward) for n in g.graph.nodes}
+    assert torch.ops._dtensor.shard_dim_alltoall.default not in targets
+    assert not targets & {torch.ops.aten.constant_pad_nd.default, torch.ops.aten.slice.Tensor}
+
+
 @needs_compiler
 def test_passes_by_name_and_work_in_the_world() -> None:
     build = on_rows(MLP, uneven)

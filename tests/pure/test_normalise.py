@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from shardcompile.passes.chains import EXCHANGE
 from shardcompile.passes.collective import WAIT
 from shardcompile.passes.normalise import NormaliseChains
 
@@ -310,6 +311,128 @@ def test_chains_that_follow_one_another() -> None:
         after = check(world, graphs, blocks_of((3, 0, 2), 0, (2,)))
         assert [a.split()[0] for a in after[0]] == ["all_gather_v", "reduce_scatter_v"] * 3
         assert all(PAD not in targets(g) for g in graphs)
+
+
+# Exchanges.
+
+EXCHANGED = [((3, 3, 1), (2, 2, 1)), ((3, 0, 5), (2, 2, 0)), ((2, 2, 2), (1, 1, 1)), ((1, 4), (3, 3)), ((2, 2), (1, 0))]
+"""Blocks before and after, these as of `torch.chunk`."""
+
+
+def own_chunk(b: Builder, padded: Node, dim: int, to_dim: int, world: World) -> Node:
+    """As DTensor does with gloo."""
+    g = stacked_blocks(b, b.done(ALL_GATHER, padded, world.ranks, "g"), dim, world.ranks)
+    parts = b.call(aten.split.Tensor, g, g.meta["val"].shape[to_dim] // world.ranks, to_dim)
+    return b.call(aten.clone.default, b.call(operator.getitem, parts, world.here))
+
+
+def own_narrowed(b: Builder, padded: Node, dim: int, to_dim: int, world: World) -> Node:
+    g = stacked_blocks(b, b.done(ALL_GATHER, padded, world.ranks, "g"), dim, world.ranks)
+    width = g.meta["val"].shape[to_dim] // world.ranks
+    return b.call(SLICE, g, to_dim, world.here * width, (world.here + 1) * width)
+
+
+def by_exchange(b: Builder, padded: Node, dim: int, to_dim: int, world: World) -> Node:
+    """As DTensor does with NCCL."""
+    with b.mode:
+        parts = torch.cat([padded.meta["val"]] * world.ranks, dim).chunk(world.ranks, to_dim)
+    node = b.graph.call_function(EXCHANGE, (padded, dim, to_dim, "g"))
+    node.meta["val"] = parts[world.here]
+    return node
+
+
+def exchange(
+    world: World, sizes: Sequence[int], to_sizes: Sequence[int], dims: tuple[int, int], take: Callable[..., Node]
+) -> list[Graph]:
+    dim, to_dim = dims
+    graphs = []
+    for rank in world.each():
+        b = Builder()
+        shape = [2, 2, 2]
+        shape[dim], shape[to_dim] = sizes[rank], sum(to_sizes)
+        x = b.call(aten.neg.default, b.input(*shape))
+        padded = by_pad(b, x, dim, max(sizes) - sizes[rank])
+        padded = by_pad(b, padded, to_dim, len(sizes) * max(to_sizes) - sum(to_sizes))
+        own = take(b, padded, dim, to_dim, world)
+        if len(set(sizes)) > 1:
+            starts = [r * max(sizes) for r in range(len(sizes))]
+            blocks = [b.call(SLICE, own, dim, at, at + n) for at, n in zip(starts, sizes, strict=True) if n]
+            own = b.call(CAT, blocks, dim)
+        if to_sizes[rank] < max(to_sizes):
+            own = b.call(SLICE, own, to_dim, 0, to_sizes[rank])
+        graphs.append(b.output(b.call(aten.mul.Tensor, own, 2.0)))
+    return graphs
+
+
+@pytest.mark.parametrize("take", [own_chunk, own_narrowed, by_exchange])
+@pytest.mark.parametrize(("sizes", "to_sizes"), EXCHANGED)
+def test_an_exchange_moves_what_changes_its_place(
+    sizes: tuple[int, ...], to_sizes: tuple[int, ...], take: Callable[..., Node]
+) -> None:
+    for dim, to_dim in [(0, 1), (1, 0), (2, 0), (1, 2), (0, 2), (2, 1)]:
+        with world_of(len(sizes)) as world:
+            graphs = exchange(world, sizes, to_sizes, (dim, to_dim), take)
+            rest = [2, 2, 2]
+            rest[to_dim] = sum(to_sizes)
+            del rest[dim]
+            after = check(world, graphs, blocks_of(sizes, dim, rest), agree=list)
+            assert [a.split()[0] for a in after[0]] == ["all_to_all_v"]
+            assert all(not {PAD, SLICE, CAT, EXCHANGE} & set(targets(g)) for g in graphs)
+            for graph in graphs:
+                (node,) = graph.find_nodes(op="call_function", target=torch.ops.shardcompile.all_to_all_v.default)
+                assert tuple(node.args[5]) == sizes and tuple(node.args[8]) == to_sizes
+
+
+def test_who_reads_the_padding_of_an_exchange_gets_zeros() -> None:
+    with world_of(3) as world:
+        graphs = []
+        for _ in world.each():
+            b = Builder()
+            own = own_chunk(b, by_pad(b, b.input(2, 4), 1, 2), 0, 1, world)
+            graphs.append(b.output(b.call(aten.neg.default, own)))
+        after = check(world, graphs, [[torch.randn(2, 4).double()] for _ in range(3)], agree=list)
+        assert "all_to_all_v" in after[0][0]
+        assert [PAD in targets(g) for g in graphs] == [False, False, True]
+
+
+def test_padding_that_is_not_zeros_is_exchanged() -> None:
+    with world_of(2) as world:
+        graphs = []
+        for rank in world.each():
+            b = Builder()
+            padded = by_pad(b, by_pad(b, b.input((2, 1)[rank], 3), 0, rank), 1, 1, value=7.0)
+            own = own_narrowed(b, padded, 0, 1, world)
+            graphs.append(b.output(b.call(SLICE, own, 0, 0, 3)))
+        after = check(world, graphs, blocks_of((2, 1), 0, (3,)), agree=list)
+        assert "all_to_all_v g torch.float64 (2, 1)" in after[0][0]
+        (node,) = graphs[0].find_nodes(op="call_function", target=torch.ops.shardcompile.all_to_all_v.default)
+        assert node.args[8] == [2, 2]
+
+
+def test_one_rank_s_turn_says_nothing_of_the_others() -> None:
+    """All ranks take the first columns, which are those of rank 0."""
+
+    def program(world: World) -> list[Graph]:
+        graphs = []
+        for rank in world.each():
+            b = Builder()
+            g = b.done(ALL_GATHER, by_pad(b, b.input((3, 1)[rank], 2), 0, (0, 2)[rank]), 2, "g")
+            graphs.append(b.output(b.call(SLICE, by_slices(b, g, 0, (3, 1)), 1, 0, 1)))
+        return graphs
+
+    offered: list[list[str]] = []
+
+    def of_both(lines: Sequence[str]) -> list[str]:
+        return [line for line in lines if all(line in one for one in offered)]
+
+    with world_of(2) as world:
+        graphs = program(world)
+        apply(world, NormaliseChains(agree=lambda lines: offered.append(list(lines)) or []), graphs)
+        assert [len(one) for one in offered] == [2, 1]
+        after = check(world, graphs, blocks_of((3, 1), 0, (2,)), agree=of_both)
+        assert "all_gather_v g torch.float64 (3, 1)" in after[0][0]
+        # Nobody to ask: what a rank alone believes is not done.
+        assert "all_gather_v" in check(world, program(world), blocks_of((3, 1), 0, (2,)))[0][0]
 
 
 # Scatters.

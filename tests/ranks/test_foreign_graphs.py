@@ -91,10 +91,12 @@ def step(fn: Callable[..., Any], inputs: Sequence[Tensor], joint: list[Any] | No
     return [local(out).detach(), *(local(x.grad) for x in inputs if x.grad is not None)], seen
 
 
-def compare(fn: Callable[..., Any], inputs: Sequence[Tensor], tolerance: float = 0.0) -> tuple[Seen, Seen]:
+def compare(
+    fn: Callable[..., Any], inputs: Sequence[Tensor], tolerance: float = 0.0, agree: Any = None
+) -> tuple[Seen, Seen]:
     """The same values with passes and without, the same collectives on every rank."""
     expected, before = step(fn, inputs, None)
-    found, after = step(fn, inputs, joint_passes())
+    found, after = step(fn, inputs, joint_passes(agree))
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     everywhere: list[Any] = [None] * world_size()
     dist.all_gather_object(everywhere, after.collectives)
@@ -146,12 +148,14 @@ def test_an_mlp_of_dtensors() -> None:
 
 
 @pytest.mark.ranks(3, timeout=300)
-def test_an_exchange_of_dtensors_is_left_alone() -> None:
+@pytest.mark.parametrize(("shape", "dims"), [((7, 5), (0, 1)), ((4, 2), (1, 0)), ((6, 2, 3), (0, 2))])
+def test_dtensors_are_exchanged_as_they_are(shape: tuple[int, ...], dims: tuple[int, int]) -> None:
     def exchanged(x: DTensor) -> Tensor:
-        return x.redistribute(placements=[Shard(1)]).to_local() ** 3
+        return x.redistribute(placements=[Shard(dims[1])]).to_local() ** 3
 
-    before, after = compare(exchanged, [sharded((7, 5), Shard(0))])
-    assert after.kinds == before.kinds
+    before, after = compare(exchanged, [sharded(shape, Shard(dims[0]))], agree=agreed)
+    assert before.kinds == ["all_gather"] * 2
+    assert after.kinds == ["all_to_all_v"] * 2 and after.pads == 0
 
 
 def padded(x: Tensor, dim: int = 0) -> Tensor:
