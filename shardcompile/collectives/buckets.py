@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from shardcompile import compat
-from shardcompile.collectives import transport
+from shardcompile.collectives import scratch, transport
 from shardcompile.collectives.ops import blocks_of, check_block
 
 Cut = tuple[Sequence[Any], Any, Sequence[Any]]
@@ -158,15 +158,26 @@ def _all_gather_bucket(
         group.rank(),
     )
     rows = [_rows(x, d) for x, d in zip(inputs, dims, strict=True)]
-    packed = torch.cat([x if x.dtype == dtype else x.view(dtype) for x in rows])
-    gathered = packed.new_empty([sum(plan.shares)])
+    packed = _packed([x if x.dtype == dtype else x.view(dtype) for x in rows], plan.shares[group.rank()])
+    gathered = scratch.borrow(sum(plan.shares), packed)
     works = transport.gather_rows(group, packed, plan.shares, gathered, keep_own=False)
-    return _unpacked_later(group, works, packed, gathered, plan.shares, plan.by_rank)
+    return _unpacked_later(group, works, packed, packed, gathered, plan.shares, plan.by_rank)
+
+
+def _packed(pieces: list[Tensor], numel: int) -> Tensor:
+    """Flat pieces one after the other, borrowed.
+
+    Args:
+        pieces: of one dtype.
+        numel: of all of them.
+    """
+    return torch.cat(pieces, out=scratch.borrow(numel, pieces[0]))
 
 
 def _unpacked_later(
     group: ProcessGroup,
     works: Sequence[Work],
+    sent: Tensor,
     own: Tensor,
     received: Tensor,
     shares: Sequence[int],
@@ -176,9 +187,10 @@ def _unpacked_later(
 
     Args:
         group: the process group.
-        works: that write into `received`.
-        own: what this rank keeps.
-        received: what each rank sends, one after the other; the place of this rank is not read.
+        works: that read `sent` and write into `received`.
+        sent: borrowed.
+        own: what this rank keeps of it.
+        received: borrowed; what each rank sends, one after the other. The place of this rank is not read.
         shares: elements of `received` from each rank.
         by_rank: by_rank[rank][member] is how many of them belong to a member.
     """
@@ -186,7 +198,12 @@ def _unpacked_later(
     blocks = list(received.split(shares))
     blocks[group.rank()] = own
     pieces = _turned([block.split(counts) for block, counts in zip(blocks, by_rank, strict=True)])
-    compat.register_work(out, transport.ThenWork(works, lambda: torch.cat(pieces, out=out)))
+
+    def unpack() -> None:
+        torch.cat(pieces, out=out)
+        scratch.give_back(sent, received)
+
+    compat.register_work(out, transport.ThenWork(works, unpack))
     return out
 
 
@@ -215,15 +232,16 @@ def _reduce_scatter_bucket(
         None,
     )
     members = [_rows(x, d).split(counts) for x, d, counts in zip(inputs, dims, plan.counts, strict=True)]
-    packed = torch.cat(_turned(members))
+    packed = _packed(_turned(members), sum(plan.shares))
     own = plan.shares[group.rank()]
     out = packed.new_empty([own])
-    parts = out.new_empty([group.size() * own])
+    parts = scratch.borrow(group.size() * own, out)
     from_peers = [(r * own, (r + 1) * own) for r in range(group.size())]
     works = transport.send_ranges(group, packed, transport.running_ends(plan.shares), parts, from_peers)
 
     def reduce() -> None:
-        out.copy_(transport.reduce_rows(parts.view(group.size(), own), reduce_op))
+        transport.reduce_rows(parts.view(group.size(), own), reduce_op, out)
+        scratch.give_back(packed, parts)
 
     compat.register_work(out, transport.ThenWork(works, reduce))
     return out
@@ -257,10 +275,10 @@ def _all_to_all_bucket(
             received[r].append((src[r][1] - src[r][0]) * width)
     to_peers = transport.running_ends([sum(p.numel() for p in row) for row in sent])
     shares = [sum(row) for row in received]
-    parts = inputs[0].new_empty([sum(shares)])
-    packed = torch.cat([p for row in sent for p in row])
+    parts = scratch.borrow(sum(shares), inputs[0])
+    packed = _packed([p for row in sent for p in row], to_peers[-1][1])
     works = transport.send_ranges(group, packed, to_peers, parts, transport.running_ends(shares), keep_own=False)
-    return _unpacked_later(group, works, packed[slice(*to_peers[me])], parts, shares, received)
+    return _unpacked_later(group, works, packed, packed[slice(*to_peers[me])], parts, shares, received)
 
 
 def _fake_all_gather(inputs: list[Tensor], dims: list[int], totals: list[Any], *_: Any) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.collectives import extrema, transport
+from shardcompile.collectives import extrema, scratch, transport
 from shardcompile.collectives.transport import Range
 from shardcompile.errors import CollectiveError
 from shardcompile.layout import Cut, GroupCut, IntLike, chunk_sizes, digest_of
@@ -208,14 +208,16 @@ def _reduce_scatter_v(
     group = compat.process_group(group_name)
     blocks = blocks_of(x.shape[dim], dim, (sizes, key, nest), group.size(), "reduce_scatter_v")
     rows = transport.rows_first(x, dim)
-    parts = rows.new_empty([group.size() * block, *rows.shape[1:]])
+    parts = scratch.borrow(group.size() * block * rows.shape[1:].numel(), rows)
+    parts = parts.view(group.size() * block, *rows.shape[1:])
     from_peers = [(r * block, (r + 1) * block) for r in range(group.size())]
     works = transport.send_ranges(group, rows, blocks, parts, from_peers)
     out = _new_rows(x, dim, block)
     target = _as_rows(out, x, dim, block)
 
     def reduce() -> None:
-        target.copy_(transport.reduce_rows(parts.view(group.size(), *target.shape), reduce_op))
+        transport.reduce_rows(parts.view(group.size(), *target.shape), reduce_op, target)
+        scratch.give_back(parts)
 
     compat.register_work(out, transport.ThenWork(works, reduce))
     return out
@@ -350,13 +352,16 @@ def _return_ranges(
     out = _new_rows(x, dim, block).zero_()
     target = _as_rows(out, x, dim, block)
     target[slice(*back[me])].copy_(x.movedim(dim, 0)[slice(*to_peers[me])])
-    parts = [target.new_empty([back[p][1] - back[p][0], *target.shape[1:]]) for p in peers]
+    width = target.shape[1:].numel()
+    counts = [back[p][1] - back[p][0] for p in peers]
+    parts = [scratch.borrow(n * width, target).view(n, *target.shape[1:]) for n in counts]
     sends = _pieces(x, dim, to_peers, me)
     works = transport.exchange(group, sends, list(zip(peers, parts, strict=True)))
 
     def accumulate() -> None:
         for p, part in zip(peers, parts, strict=True):
             target[slice(*back[p])].add_(part)
+        scratch.give_back(*parts)
 
     compat.register_work(out, transport.ThenWork(works, accumulate))
     return out

@@ -153,15 +153,16 @@ def check_reduction(reduce_op: str, dtype: torch.dtype) -> None:
         raise CollectiveError(f"there is no reduction {reduce_op} of {dtype}")
 
 
-def reduce_rows(parts: Tensor, reduce_op: str) -> Tensor:
-    """Reduce over the first dim, in rank order."""
+def reduce_rows(parts: Tensor, reduce_op: str, out: Tensor) -> None:
+    """Reduce over the first dim, in rank order, into a tensor of the same dtype."""
     if reduce_op == "sum":
-        return parts.sum(0, dtype=parts.dtype)
-    if reduce_op == "avg":
-        return parts.mean(0)
-    if reduce_op == "product":
-        return parts.prod(0, dtype=parts.dtype)
-    return parts.amax(0) if reduce_op == "max" else parts.amin(0)
+        torch.sum(parts, 0, dtype=parts.dtype, out=out)
+    elif reduce_op == "avg":
+        torch.mean(parts, 0, out=out)
+    elif reduce_op == "product":
+        torch.prod(parts, 0, dtype=parts.dtype, out=out)
+    else:
+        (torch.amax if reduce_op == "max" else torch.amin)(parts, 0, out=out)
 
 
 def running_ends(sizes: Sequence[int]) -> list[Range]:

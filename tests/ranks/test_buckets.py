@@ -91,6 +91,30 @@ def test_all_to_alls() -> None:
     assert torch.equal(flat, torch.cat(singles))
 
 
+@pytest.mark.ranks(2, 3)
+def test_several_at_once_do_not_share_memory() -> None:
+    """Buckets and scatters of several pages, started before others end, again and again in memory that was used."""
+    ranks, me = world_size(), rank()
+    rows = [[900, 300, 600][:ranks], [10, 2000, 700][:ranks]]
+    for repeat in range(4):
+        started, expected = [], []
+        for n in range(5):
+            wholes = [values([sum(s), 3], torch.float64, 100 * repeat + 10 * n + i) for i, s in enumerate(rows)]
+            blocks = [w.split(s)[me] for w, s in zip(wholes, rows, strict=True)]
+            cuts = flat_cuts([(s, 0, []) for s in rows])
+            totals = [sum(s) for s in rows]
+            started.append(_ops.all_gather_bucket(blocks, [0, 0], totals, *cuts, group_name()))
+            expected.append(torch.cat([w.flatten() for w in wholes]))
+            own = [s[me] for s in rows]
+            started.append(_ops.reduce_scatter_bucket(wholes, [0, 0], own, "sum", *cuts, group_name()))
+            expected.append(torch.cat([ranks * b.flatten() for b in blocks]))
+            started.append(_ops.reduce_scatter_v(wholes[0], 0, own[0], "sum", rows[0], 0, [], group_name()))
+            expected.append(ranks * blocks[0].flatten())
+        order = range(len(started)) if repeat % 2 else reversed(range(len(started)))
+        for n in order:
+            torch.testing.assert_close(wait(started[n]), expected[n], rtol=1e-15, atol=0)
+
+
 class Sharded(nn.Module):
     """Layers whose weights are kept in uneven blocks and gathered where they are used."""
 

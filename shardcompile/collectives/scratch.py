@@ -1,0 +1,59 @@
+"""Memory for messages on the CPU, kept from one collective to the next.
+
+The CPU has no caching allocator: large pieces of memory go back to the system when they are freed, and whoever takes
+the next one pays for every page at the first touch, which can take longer than to send what is in it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+LIMIT = 128 * 2**20
+"""Bytes that a process keeps at most while they are not in use."""
+
+_SMALLEST = 4096
+
+_free: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
+"""What is not in use, by its size, a power of two."""
+
+_lock = threading.Lock()
+_kept = 0
+
+
+def borrow(numel: int, like: Tensor) -> Tensor:
+    """An uninitialised flat tensor with a tensor's dtype and device, to be given back.
+
+    One that is not given back is freed as any other tensor.
+    """
+    nbytes = numel * like.dtype.itemsize
+    if like.device.type != "cpu" or not _SMALLEST <= nbytes <= LIMIT:
+        return like.new_empty([numel])
+    size = 1 << (nbytes - 1).bit_length()
+    storage = _taken(size)
+    return like.new_empty([0]).set_(torch.UntypedStorage(size) if storage is None else storage, 0, [numel], [1])
+
+
+def give_back(*borrowed: Tensor) -> None:
+    """Let other collectives have what was borrowed. Nothing may read or write it any more."""
+    global _kept
+    for x in borrowed:
+        storage = x.untyped_storage()
+        size = storage.nbytes()
+        if x.device.type == "cpu" and size >= _SMALLEST and not size & (size - 1):
+            with _lock:
+                if _kept + size <= LIMIT:
+                    _kept += size
+                    _free[size].append(storage)
+
+
+def _taken(size: int) -> torch.UntypedStorage | None:
+    global _kept
+    with _lock:
+        if not _free[size]:
+            return None
+        _kept -= size
+        return _free[size].pop()
