@@ -25,6 +25,9 @@ from shardcompile import compat
 from shardcompile.collectives import scratch, transport
 from shardcompile.collectives.ops import blocks_of, check_block
 
+_FEW_BYTES = 2**17
+"""What a rank sends in so few bytes takes less time than to look at its members one by one from Python."""
+
 Cut = tuple[Sequence[Any], Any, Sequence[Any]]
 """Sizes, key and nest, see `shardcompile.layout.GroupCut`."""
 
@@ -123,10 +126,14 @@ def _plan_of(
     return _Plan(counts, by_rank, [sum(row) for row in by_rank])
 
 
+def _is_flat(x: Tensor, dim: int) -> bool:
+    """Whether the elements of a tensor, `dim` first, are its memory as it is."""
+    return dim == 0 and x.is_contiguous() and not x.is_conj() and not x.is_neg()
+
+
 def _rows(x: Tensor, dim: int) -> Tensor:
     """The elements of a tensor, flat, `dim` first."""
-    plain = dim == 0 and x.is_contiguous() and not x.is_conj() and not x.is_neg()
-    return (x if plain else transport.rows_first(x, dim)).view(-1)
+    return (x if _is_flat(x, dim) else transport.rows_first(x, dim)).view(-1)
 
 
 def _turned(pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -148,8 +155,8 @@ def _all_gather_bucket(
     dtype = bucket_dtype([x.dtype for x in inputs])
     plan = _plan_of(
         "all_gather_bucket",
-        tuple(tuple(x.shape) for x in inputs),
-        tuple(x.dtype.itemsize for x in inputs),
+        tuple([x.shape for x in inputs]),
+        tuple([x.dtype.itemsize for x in inputs]),
         dtype,
         tuple(dims),
         tuple(totals),
@@ -157,8 +164,14 @@ def _all_gather_bucket(
         group.size(),
         group.rank(),
     )
-    rows = [_rows(x, d) for x, d in zip(inputs, dims, strict=True)]
-    packed = _packed([x if x.dtype == dtype else x.view(dtype) for x in rows], plan.shares[group.rank()])
+    share = plan.shares[group.rank()]
+    if share * dtype.itemsize <= _FEW_BYTES and all(
+        x.dtype == dtype and _is_flat(x, d) for x, d in zip(inputs, dims, strict=True)
+    ):
+        packed = compat.joined(inputs)
+    else:
+        rows = [_rows(x, d) for x, d in zip(inputs, dims, strict=True)]
+        packed = _packed([x if x.dtype == dtype else x.view(dtype) for x in rows], share)
     gathered = scratch.borrow(sum(plan.shares), packed)
     works = transport.gather_rows(group, packed, plan.shares, gathered, keep_own=False)
     return _unpacked_later(group, works, packed, packed, gathered, plan.shares, plan.by_rank)
@@ -222,8 +235,8 @@ def _reduce_scatter_bucket(
     group = compat.process_group(group_name)
     plan = _plan_of(
         "reduce_scatter_bucket",
-        tuple(tuple(x.shape) for x in inputs),
-        tuple(x.dtype.itemsize for x in inputs),
+        tuple([x.shape for x in inputs]),
+        tuple([x.dtype.itemsize for x in inputs]),
         inputs[0].dtype,
         tuple(dims),
         None,

@@ -213,6 +213,11 @@ def count_as_collective(op_packets: Sequence[Any]) -> None:
         _comm_mode.NATIVE_TO_PY_MAPPING[packet] = packet
 
 
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The elements of contiguous tensors of one dtype, one tensor after the other: [n], in one call."""
+    return torch._utils._flatten_dense_tensors(tensors)
+
+
 def lower_as_collective(op: torch._ops.OpOverload) -> None:
     """Have Inductor treat an op as a collective: keep its order, and its send buffer alive until the wait.
 
