@@ -169,12 +169,14 @@ def _all_gather_bucket(
         x.dtype == dtype and _is_flat(x, d) for x, d in zip(inputs, dims, strict=True)
     ):
         packed = compat.joined(inputs)
+        borrowed = []
     else:
         rows = [_rows(x, d) for x, d in zip(inputs, dims, strict=True)]
         packed = _packed([x if x.dtype == dtype else x.view(dtype) for x in rows], share)
+        borrowed = [packed]
     gathered = scratch.borrow(sum(plan.shares), packed)
     works = transport.gather_rows(group, packed, plan.shares, gathered, keep_own=False)
-    return _unpacked_later(group, works, packed, packed, gathered, plan.shares, plan.by_rank)
+    return _unpacked_later(group, works, packed, gathered, plan.shares, plan.by_rank, [*borrowed, gathered])
 
 
 def _packed(pieces: list[Tensor], numel: int) -> Tensor:
@@ -190,22 +192,22 @@ def _packed(pieces: list[Tensor], numel: int) -> Tensor:
 def _unpacked_later(
     group: ProcessGroup,
     works: Sequence[Work],
-    sent: Tensor,
     own: Tensor,
     received: Tensor,
     shares: Sequence[int],
     by_rank: Sequence[Sequence[int]],
+    borrowed: Sequence[Tensor],
 ) -> Tensor:
     """The result of a bucket, which is complete after its wait: what came, member after member.
 
     Args:
         group: the process group.
-        works: that read `sent` and write into `received`.
-        sent: borrowed.
-        own: what this rank keeps of it.
-        received: borrowed; what each rank sends, one after the other. The place of this rank is not read.
+        works: that write into `received`.
+        own: what this rank keeps.
+        received: what each rank sends, one after the other; the place of this rank is not read.
         shares: elements of `received` from each rank.
         by_rank: by_rank[rank][member] is how many of them belong to a member.
+        borrowed: what is given back in the end.
     """
     out = torch.empty_like(received)
     blocks = list(received.split(shares))
@@ -214,7 +216,7 @@ def _unpacked_later(
 
     def unpack() -> None:
         torch.cat(pieces, out=out)
-        scratch.give_back(sent, received)
+        scratch.give_back(*borrowed)
 
     compat.register_work(out, transport.ThenWork(works, unpack))
     return out
@@ -291,7 +293,8 @@ def _all_to_all_bucket(
     parts = scratch.borrow(sum(shares), inputs[0])
     packed = _packed([p for row in sent for p in row], to_peers[-1][1])
     works = transport.send_ranges(group, packed, to_peers, parts, transport.running_ends(shares), keep_own=False)
-    return _unpacked_later(group, works, packed, packed[slice(*to_peers[me])], parts, shares, received)
+    own = packed[slice(*to_peers[me])]
+    return _unpacked_later(group, works, own, parts, shares, received, [packed, parts])
 
 
 def _fake_all_gather(inputs: list[Tensor], dims: list[int], totals: list[Any], *_: Any) -> Tensor:

@@ -208,8 +208,8 @@ def _reduce_scatter_v(
     group = compat.process_group(group_name)
     blocks = blocks_of(x.shape[dim], dim, (sizes, key, nest), group.size(), "reduce_scatter_v")
     rows = transport.rows_first(x, dim)
-    parts = scratch.borrow(group.size() * block * rows.shape[1:].numel(), rows)
-    parts = parts.view(group.size() * block, *rows.shape[1:])
+    memory = scratch.borrow(group.size() * block * rows.shape[1:].numel(), rows)
+    parts = memory.view(group.size() * block, *rows.shape[1:])
     from_peers = [(r * block, (r + 1) * block) for r in range(group.size())]
     works = transport.send_ranges(group, rows, blocks, parts, from_peers)
     out = _new_rows(x, dim, block)
@@ -217,7 +217,7 @@ def _reduce_scatter_v(
 
     def reduce() -> None:
         transport.reduce_rows(parts.view(group.size(), *target.shape), reduce_op, target)
-        scratch.give_back(parts)
+        scratch.give_back(memory)
 
     compat.register_work(out, transport.ThenWork(works, reduce))
     return out
@@ -354,14 +354,15 @@ def _return_ranges(
     target[slice(*back[me])].copy_(x.movedim(dim, 0)[slice(*to_peers[me])])
     width = target.shape[1:].numel()
     counts = [back[p][1] - back[p][0] for p in peers]
-    parts = [scratch.borrow(n * width, target).view(n, *target.shape[1:]) for n in counts]
+    memory = [scratch.borrow(n * width, target) for n in counts]
+    parts = [m.view(n, *target.shape[1:]) for m, n in zip(memory, counts, strict=True)]
     sends = _pieces(x, dim, to_peers, me)
     works = transport.exchange(group, sends, list(zip(peers, parts, strict=True)))
 
     def accumulate() -> None:
         for p, part in zip(peers, parts, strict=True):
             target[slice(*back[p])].add_(part)
-        scratch.give_back(*parts)
+        scratch.give_back(*memory)
 
     compat.register_work(out, transport.ThenWork(works, accumulate))
     return out

@@ -17,6 +17,8 @@ LIMIT = 128 * 2**20
 
 _SMALLEST = 4096
 
+_LENT = "_shardcompile_lent"
+
 _free: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
 """What is not in use, by its size, a power of two."""
 
@@ -34,20 +36,27 @@ def borrow(numel: int, like: Tensor) -> Tensor:
         return like.new_empty([numel])
     size = 1 << (nbytes - 1).bit_length()
     storage = _taken(size)
-    return like.new_empty([0]).set_(torch.UntypedStorage(size) if storage is None else storage, 0, [numel], [1])
+    x = like.new_empty([0]).set_(torch.UntypedStorage(size) if storage is None else storage, 0, [numel], [1])
+    setattr(x, _LENT, True)
+    return x
 
 
 def give_back(*borrowed: Tensor) -> None:
-    """Let other collectives have what was borrowed. Nothing may read or write it any more."""
+    """Let other collectives have what was borrowed. Nothing may read or write it any more, nor a view of it.
+
+    Args:
+        borrowed: what `borrow` returned. Other tensors, and those that were given back, are left alone.
+    """
     global _kept
     for x in borrowed:
+        if not getattr(x, _LENT, False):
+            continue
+        delattr(x, _LENT)
         storage = x.untyped_storage()
-        size = storage.nbytes()
-        if x.device.type == "cpu" and size >= _SMALLEST and not size & (size - 1):
-            with _lock:
-                if _kept + size <= LIMIT:
-                    _kept += size
-                    _free[size].append(storage)
+        with _lock:
+            if _kept + storage.nbytes() <= LIMIT:
+                _kept += storage.nbytes()
+                _free[storage.nbytes()].append(storage)
 
 
 def _taken(size: int) -> torch.UntypedStorage | None:

@@ -39,10 +39,13 @@ def test_what_is_given_back_is_had_again() -> None:
     assert scratch.borrow(5000, like).data_ptr() not in (address, other.data_ptr())
 
 
-def test_a_view_gives_back_the_whole() -> None:
+def test_only_what_was_borrowed_is_taken_back_and_once() -> None:
     x = scratch.borrow(8192, torch.empty(0))
-    scratch.give_back(x.view(64, 128)[3:])
-    assert scratch.borrow(8192, x).data_ptr() == x.data_ptr()
+    scratch.give_back(torch.empty(8192), x[:], x.view(64, 128), x.detach())
+    assert scratch._kept == 0
+    scratch.give_back(x, x)
+    assert scratch._kept == 4 * 8192
+    assert scratch.borrow(8192, x).data_ptr() == x.data_ptr() != scratch.borrow(8192, x).data_ptr()
 
 
 def test_small_and_large_ones_are_not_kept() -> None:

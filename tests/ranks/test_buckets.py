@@ -115,6 +115,16 @@ def test_several_at_once_do_not_share_memory() -> None:
             torch.testing.assert_close(wait(started[n]), expected[n], rtol=1e-15, atol=0)
 
 
+@pytest.mark.ranks(2)
+def test_the_memory_of_members_stays_theirs() -> None:
+    """A bucket of one member, of a size that is kept: the next collectives must not write into it."""
+    x = torch.full([1024], float(rank()))
+    for _ in range(3):
+        wait(_ops.all_gather_bucket([x], [0], [2048], *flat_cuts([([1024, 1024], 0, [])]), group_name()))
+        wait(_ops.reduce_scatter_v(torch.ones(1024), 0, 512, "sum", [512, 512], 0, [], group_name()))
+    assert torch.equal(x, torch.full([1024], float(rank())))
+
+
 class Sharded(nn.Module):
     """Layers whose weights are kept in uneven blocks and gathered where they are used."""
 
