@@ -87,6 +87,8 @@ def _padded_gather(c: Collective, block: tuple[int, ...], known: dict[Node, Valu
     for node, value in known.items():
         cut = _tiles(value, block, c.group_size) if isinstance(value, Pieces) else None
         if cut is not None and any(n != block[cut[0]] for n in cut[1]):
+            if _is_written(node):
+                return None
             tiled.setdefault(cut, []).append(node)
     for (dim, sizes), nodes in sorted(tiled.items(), key=lambda t: -sum(t[0][1])):
         if sum(n > 0 for n in sizes) > 1 and (whole := _covering(c.waits, set(nodes), known)):
@@ -94,7 +96,12 @@ def _padded_gather(c: Collective, block: tuple[int, ...], known: dict[Node, Valu
     return None
 
 
-def padded_from(c: Collective, dims: Collection[int], zeros: bool = False) -> Iterator[Node]:
+def _is_written(node: Node) -> bool:
+    """Whether something writes to a value: one result takes the place of all values that are equal."""
+    return any(map(writes, node.users))
+
+
+def padded_from(c: Collective, dims: Collection[int], zeros: int | None = None) -> Iterator[Node]:
     """What a payload is padded from at the ends of some dims, step by step, the payload first.
 
     Ends where something may have changed since, and before symbolic sizes.
@@ -102,7 +109,7 @@ def padded_from(c: Collective, dims: Collection[int], zeros: bool = False) -> It
     Args:
         c: of one payload.
         dims: of the payload.
-        zeros: whether to follow only what is padded with zeros.
+        zeros: of them the one along which only padding with zeros is followed.
     """
     node: Node | None = c.payload
     while node is not None and static_shape(node) is not None:
@@ -117,16 +124,17 @@ def _between(first: Node, last: Node) -> Iterator[Node]:
         yield first
 
 
-def _before_padding(node: Node, dims: Collection[int], zeros: bool) -> Node | None:
+def _before_padding(node: Node, dims: Collection[int], zeros: int | None) -> Node | None:
     """What is padded at the ends of some dims, or has something concatenated to it there."""
     if node.target not in (aten.constant_pad_nd.default, aten.cat.default):
         return None
     arguments, ndim = arguments_of(node), node.meta["val"].ndim
     if node.target is aten.cat.default:
-        return arguments["tensors"][0] if not zeros and arguments["dim"] % ndim in dims else None
-    ends = {2 * (ndim - 1 - dim) + 1 for dim in dims}
-    elsewhere = any(n for i, n in enumerate(arguments["pad"]) if i not in ends)
-    return None if elsewhere or (zeros and arguments["value"] != 0) else arguments["self"]
+        dim = arguments["dim"] % ndim
+        return arguments["tensors"][0] if dim in dims and dim != zeros else None
+    padded = {ndim - 1 - i // 2 if i % 2 else -1 for i, n in enumerate(arguments["pad"]) if n}
+    unknown = zeros in padded and arguments["value"] != 0
+    return None if unknown or not padded <= set(dims) else arguments["self"]
 
 
 def _exchanged(c: Collective, block: tuple[int, ...]) -> dict[Node, Value]:
@@ -158,12 +166,14 @@ def _exchange(c: Collective, block: tuple[int, ...], known: dict[Node, Value]) -
             part = _turn(value, block, divided, own, me) if isinstance(value, Pieces) else None
             if part is not None and (cut := _tiles(part, own, world)) and cut[0] != divided:
                 tiled.setdefault((cut, divided), []).append(node)
+    if any(map(_is_written, (node for nodes in tiled.values() for node in nodes))):
+        return None
     # Padding is taken off last, and if it is not, all is read.
     for ((dim, sizes), divided), nodes in sorted(
         tiled.items(), key=lambda t: (set(t[0][0][1]) == {block[t[0][0][0]]}, -sum(t[0][0][1]))
     ):
         if sum(n > 0 for n in sizes) > 1 and _covering(c.waits, set(nodes), known):
-            *_, unpadded = padded_from(c, (dim, divided), zeros=True)
+            *_, unpadded = padded_from(c, (dim, divided), zeros=divided)
             extent, width = unpadded.meta["val"].shape[divided], block[divided] // world
             new_sizes = tuple(min(max(extent - r * width, 0), width) for r in range(world))
             return Chain(c, (dim, sizes), (divided, new_sizes), tuple(sorted(nodes)), tuple(sorted(known)))

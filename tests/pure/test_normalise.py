@@ -409,6 +409,36 @@ def test_padding_that_is_not_zeros_is_exchanged() -> None:
         assert node.args[8] == [2, 2]
 
 
+@pytest.mark.parametrize("value", [0.0, 7.0])
+def test_padding_of_blocks_is_never_exchanged(value: float) -> None:
+    """Whatever it is, and though the rank of the largest block has none."""
+    with world_of(2) as world:
+        graphs = []
+        for rank in world.each():
+            b = Builder()
+            padded = by_pad(b, by_pad(b, b.input((2, 1)[rank], 3), 1, 1), 0, rank, value)
+            own = b.call(SLICE, by_exchange(b, padded, 0, 1, world), 0, 0, 3)
+            graphs.append(b.output(b.call(SLICE, own, 1, 0, (2, 1)[rank])))
+        after = check(world, graphs, blocks_of((2, 1), 0, (3,)))
+        assert "all_to_all_v g torch.float64 (2, 1)" in after[0][0]
+        for graph in graphs:
+            (node,) = graph.find_nodes(op="call_function", target=torch.ops.shardcompile.all_to_all_v.default)
+            assert node.args[8] == [2, 1] and PAD not in targets(graph)
+
+
+def test_an_exchange_that_is_written_to_is_left_alone() -> None:
+    with world_of(2) as world:
+        graphs = []
+        for _ in world.each():
+            b = Builder()
+            own = own_narrowed(b, b.input(2, 4), 0, 1, world)
+            kept = b.call(aten.clone.default, own)
+            b.call(aten.mul_.Tensor, own, 2.0)
+            graphs.append(b.output(kept, own))
+        after = check(world, graphs, [[torch.randn(2, 4).double()] for _ in range(2)], agree=list)
+        assert "all_gather g" in after[0][0]
+
+
 def test_one_rank_s_turn_says_nothing_of_the_others() -> None:
     """All ranks take the first columns, which are those of rank 0."""
 
