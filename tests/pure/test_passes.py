@@ -5,10 +5,12 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import lockstep
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lockstep import ALL_REDUCE
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
@@ -16,36 +18,17 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 import shardcompile.passes as passes
 from shardcompile.errors import PassError
 from shardcompile.passes import bucket
-from shardcompile.passes.collective import WAIT, add_node, collectives
+from shardcompile.passes.collective import WAIT, collectives
 from shardcompile.passes.dependencies import Dependencies
 
 aten = torch.ops.aten
-ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 
 
-class Builder:
-    """Writes a graph; every method returns a node."""
-
-    def __init__(self) -> None:
-        self.graph = Graph()
-        self.mode = FakeTensorMode()
-
-    def input(self, *shape: int, dtype: torch.dtype = torch.float64) -> Node:
-        node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
-        with self.mode:
-            node.meta["val"] = torch.empty(shape, dtype=dtype)
-        return node
-
-    def call(self, target: Any, *args: Any) -> Node:
-        return add_node(self.graph, target, *args)
+class Builder(lockstep.Builder):
+    """Writes a graph of reductions."""
 
     def reduced(self, x: Node, op: str = "sum", group: str = "g") -> Node:
-        return self.call(WAIT, self.call(ALL_REDUCE, x, op, group))
-
-    def output(self, *nodes: Node) -> Graph:
-        self.graph.output(nodes)
-        self.graph.lint()
-        return self.graph
+        return self.done(ALL_REDUCE, x, op, group)
 
 
 class OneRankOfMany(Interpreter):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from lockstep import play, world_of
 from torch import Tensor
 from torch.fx import Graph
+from work import calls
 
 from shardcompile.collectives.buckets import _cuts
 from shardcompile.passes import Pipeline, bucket
@@ -238,23 +238,6 @@ def test_work_of_the_scheduler_grows_no_faster_than_n_log_n() -> None:
         n = len(graph.nodes)
         per_node.append(work / (n * math.log2(n)))
     assert per_node[1] < 1.2 * per_node[0], per_node
-
-
-def calls(run: Callable[[], Any]) -> int:
-    """Calls of functions: work that does not depend on the machine."""
-    count = 0
-
-    def see(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(see)
-    try:
-        run()
-    finally:
-        sys.setprofile(before)
-    return count
 
 
 def test_waits_follow_their_starts() -> None:

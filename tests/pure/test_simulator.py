@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
+from work import calls
 
 from shardcompile.passes.collective import WAIT, add_node
 from shardcompile.passes.cost import CostModel, Prices
@@ -253,23 +253,6 @@ def layers(nodes: int) -> Graph:
         )
     graph.output((x,))
     return graph
-
-
-def calls(run: Callable[[], Any]) -> int:
-    """Calls of functions, Python's and built-in ones: work that does not depend on the machine."""
-    count = 0
-
-    def see(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(see)
-    try:
-        run()
-    finally:
-        sys.setprofile(before)
-    return count
 
 
 def test_work_grows_no_faster_than_n_log_n(capsys: pytest.CaptureFixture[str]) -> None:
