@@ -126,14 +126,9 @@ def _plan_of(
     return _Plan(counts, by_rank, [sum(row) for row in by_rank])
 
 
-def _is_flat(x: Tensor, dim: int) -> bool:
-    """Whether the elements of a tensor, `dim` first, are its memory as it is."""
-    return dim == 0 and x.is_contiguous() and not x.is_conj() and not x.is_neg()
-
-
 def _rows(x: Tensor, dim: int) -> Tensor:
     """The elements of a tensor, flat, `dim` first."""
-    return (x if _is_flat(x, dim) else transport.rows_first(x, dim)).view(-1)
+    return transport.rows_first(x, dim).view(-1)
 
 
 def _turned(pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -166,7 +161,7 @@ def _all_gather_bucket(
     )
     share = plan.shares[group.rank()]
     if share * dtype.itemsize <= _FEW_BYTES and all(
-        x.dtype == dtype and _is_flat(x, d) for x, d in zip(inputs, dims, strict=True)
+        x.dtype == dtype and transport.lies_in_rows(x, d) for x, d in zip(inputs, dims, strict=True)
     ):
         packed = compat.joined(inputs)
         borrowed = []

@@ -44,9 +44,14 @@ class ThenWork(Work):
         return True
 
 
+def lies_in_rows(x: Tensor, dim: int) -> bool:
+    """Whether the rows of a dim are ranges of a tensor's memory, one after the other and as they are."""
+    return dim == 0 and x.is_contiguous() and not x.is_conj() and not x.is_neg()
+
+
 def rows_first(x: Tensor, dim: int) -> Tensor:
     """`x` with `dim` moved to the front, contiguous: rows are then ranges of memory."""
-    return x.movedim(dim, 0).contiguous().resolve_conj().resolve_neg()
+    return x if lies_in_rows(x, dim) else x.movedim(dim, 0).contiguous().resolve_conj().resolve_neg()
 
 
 def exchange(
