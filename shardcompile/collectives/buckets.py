@@ -25,8 +25,11 @@ from shardcompile import compat
 from shardcompile.collectives import scratch, transport
 from shardcompile.collectives.ops import blocks_of, check_block
 
-_FEW_BYTES = 2**17
+_FEW_BYTES = 2**18
 """What a rank sends in so few bytes takes less time than to look at its members one by one from Python."""
+
+_LONG_UNIT = 64
+"""Bytes that are copied at once for about the price of copying one."""
 
 Cut = tuple[Sequence[Any], Any, Sequence[Any]]
 """Sizes, key and nest, see `shardcompile.layout.GroupCut`."""
@@ -81,18 +84,23 @@ class _Plan:
         counts: counts[member][rank].
         by_rank: counts[rank][member].
         shares: of each rank, all members together.
+        unit: a common divisor of all counts.
+        order: of the units that the ranks send, one rank after the other, the numbers in the order of the members,
+            int32; None where the pieces are better joined one by one.
     """
 
     counts: list[list[int]]
     by_rank: list[list[int]]
     shares: list[int]
+    unit: int
+    order: Tensor | None
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=512)
 def _plan_of(
     what: str,
     shapes: tuple[tuple[int, ...], ...],
-    itemsizes: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
     dtype: torch.dtype,
     dims: tuple[int, ...],
     totals: tuple[int, ...] | None,
@@ -107,7 +115,7 @@ def _plan_of(
     Args:
         what: the op, for messages.
         shapes: of the inputs.
-        itemsizes: of the inputs.
+        dtypes: of the inputs.
         dtype: of the bucket.
         dims: that are cut.
         totals: their extents; None for those that the inputs have.
@@ -120,10 +128,25 @@ def _plan_of(
         blocks = blocks_of(shape[dim] if totals is None else totals[n], dim, cut, ranks, what)
         if holder is not None:
             check_block(shape, dim, blocks[holder], holder, what)
-        width = _width(shape, itemsizes[n], dtype, dim)
+        width = _width(shape, dtypes[n].itemsize, dtype, dim)
         counts.append([(b - a) * width for a, b in blocks])
     by_rank = [list(column) for column in zip(*counts, strict=True)]
-    return _Plan(counts, by_rank, [sum(row) for row in by_rank])
+    shares = [sum(row) for row in by_rank]
+    unit = math.gcd(*shares, *(n for row in counts for n in row)) or 1
+    few, long = sum(shares) * dtype.itemsize <= _FEW_BYTES * ranks, unit * dtype.itemsize >= _LONG_UNIT
+    order = _order(counts, unit) if few and long and holder is not None else None
+    return _Plan(counts, by_rank, shares, unit, order)
+
+
+def _order(counts: Sequence[Sequence[int]], unit: int) -> Tensor:
+    """Of pieces [rank][member] one after the other the units' numbers, member after member and rank after rank."""
+    lengths = torch.tensor(counts, device="cpu") // unit
+    by_rank = lengths.t().reshape(-1)
+    starts = (by_rank.cumsum(0) - by_rank).view(lengths.t().shape).t().reshape(-1)
+    lengths = lengths.view(-1)
+    ends = lengths.cumsum(0)
+    moved = torch.repeat_interleave(starts - (ends - lengths), lengths)
+    return (torch.arange(len(moved), device="cpu") + moved).int()
 
 
 def _rows(x: Tensor, dim: int) -> Tensor:
@@ -147,11 +170,12 @@ def _all_gather_bucket(
     group_name: str,
 ) -> Tensor:
     group = compat.process_group(group_name)
-    dtype = bucket_dtype([x.dtype for x in inputs])
+    dtypes = [x.dtype for x in inputs]
+    dtype = bucket_dtype(dtypes)
     plan = _plan_of(
         "all_gather_bucket",
         tuple([x.shape for x in inputs]),
-        tuple([x.dtype.itemsize for x in inputs]),
+        tuple(dtypes),
         dtype,
         tuple(dims),
         tuple(totals),
@@ -160,18 +184,20 @@ def _all_gather_bucket(
         group.rank(),
     )
     share = plan.shares[group.rank()]
-    if share * dtype.itemsize <= _FEW_BYTES and all(
-        x.dtype == dtype and transport.lies_in_rows(x, d) for x, d in zip(inputs, dims, strict=True)
-    ):
-        packed = compat.joined(inputs)
+    if share * dtype.itemsize <= _FEW_BYTES and not any(dims) and len(set(dtypes)) == 1:
+        packed = compat.joined(inputs).resolve_conj().resolve_neg()
         borrowed = []
     else:
         rows = [_rows(x, d) for x, d in zip(inputs, dims, strict=True)]
         packed = _packed([x if x.dtype == dtype else x.view(dtype) for x in rows], share)
         borrowed = [packed]
     gathered = scratch.borrow(sum(plan.shares), packed)
+    borrowed.append(gathered)
+    if plan.order is not None and packed.device.type == "cpu":
+        works = transport.gather_rows(group, packed, plan.shares, gathered)
+        return _ordered_later(works, gathered, plan.order, plan.unit, borrowed)
     works = transport.gather_rows(group, packed, plan.shares, gathered, keep_own=False)
-    return _unpacked_later(group, works, packed, gathered, plan.shares, plan.by_rank, [*borrowed, gathered])
+    return _unpacked_later(group, works, packed, gathered, plan.shares, plan.by_rank, borrowed)
 
 
 def _packed(pieces: list[Tensor], numel: int) -> Tensor:
@@ -217,6 +243,20 @@ def _unpacked_later(
     return out
 
 
+def _ordered_later(
+    works: Sequence[Work], received: Tensor, order: Tensor, unit: int, borrowed: Sequence[Tensor]
+) -> Tensor:
+    """As `_unpacked_later`, by the units' numbers: one call, whatever the number of pieces."""
+    out = torch.empty_like(received)
+
+    def unpack() -> None:
+        torch.index_select(received.view(-1, unit), 0, order, out=out.view(-1, unit))
+        scratch.give_back(*borrowed)
+
+    compat.register_work(out, transport.ThenWork(works, unpack))
+    return out
+
+
 def _reduce_scatter_bucket(
     inputs: list[Tensor],
     dims: list[int],
@@ -233,7 +273,7 @@ def _reduce_scatter_bucket(
     plan = _plan_of(
         "reduce_scatter_bucket",
         tuple([x.shape for x in inputs]),
-        tuple([x.dtype.itemsize for x in inputs]),
+        tuple([x.dtype for x in inputs]),
         inputs[0].dtype,
         tuple(dims),
         None,

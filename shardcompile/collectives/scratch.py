@@ -15,7 +15,7 @@ from torch import Tensor
 LIMIT = 128 * 2**20
 """Bytes that a process keeps at most while they are not in use."""
 
-_SMALLEST = 4096
+_SMALLEST = 2**18
 
 _LENT = "_shardcompile_lent"
 

@@ -16,6 +16,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool,
 def empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(scratch, "_free", type(scratch._free)(list))
     monkeypatch.setattr(scratch, "_kept", 0)
+    monkeypatch.setattr(scratch, "_SMALLEST", 4096)
     yield
 
 

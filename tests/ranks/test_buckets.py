@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.fx import GraphModule
 
 import shardcompile as sc
-from shardcompile.collectives import flat_cuts, wait
+from shardcompile.collectives import flat_cuts, scratch, wait
 from shardcompile.demo.traffic import traffic_of
 from shardcompile.passes import Pipeline, inductor_options
 from shardcompile.testing import rank, world_size
@@ -46,10 +46,11 @@ def values(shape: list[int], dtype: torch.dtype, seed: int) -> Tensor:
     [[torch.float64] * 4, [torch.float64, torch.float32, torch.bfloat16, torch.bool], [torch.complex64] * 4],
     ids=["one dtype", "mixed", "complex"],
 )
-def test_gathers(dtypes: list[torch.dtype]) -> None:
+@pytest.mark.parametrize("width", [[], [64]], ids=["narrow", "wide"])
+def test_gathers(dtypes: list[torch.dtype], width: list[int]) -> None:
     blocks, singles, totals = [], [], []
     for n, (sizes, (dim, shape), dtype) in enumerate(zip(SIZES[world_size()], SHAPES, dtypes, strict=True)):
-        blocks.append(values([s if s >= 0 else sizes[rank()] for s in shape], dtype, 10 * n + rank()))
+        blocks.append(values([s if s >= 0 else sizes[rank()] for s in shape] + width, dtype, 10 * n + rank()))
         totals.append(sum(sizes))
         singles.append(wait(_ops.all_gather_v(blocks[-1], dim, totals[-1], sizes, 0, [], group_name())))
     cuts = flat_cuts([(sizes, 0, []) for sizes in SIZES[world_size()]])
@@ -61,6 +62,18 @@ def test_gathers(dtypes: list[torch.dtype]) -> None:
         assert torch.equal(part, single)
         start += length
     assert start == flat.numel()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("members", [1, 2])
+def test_what_is_conjugated_lazily_is_sent_as_it_reads(members: int) -> None:
+    sizes = SIZES[world_size()][0]
+    blocks = [values([sizes[rank()], 8], torch.complex64, n) * (1 + rank() * 1j) for n in range(members)]
+    cuts = flat_cuts([(sizes, 0, [])] * members)
+    ends = [0] * members, [sum(sizes)] * members
+    lazy = wait(_ops.all_gather_bucket([b.conj() for b in blocks], *ends, *cuts, group_name()))
+    plain = wait(_ops.all_gather_bucket([b.conj().resolve_conj() for b in blocks], *ends, *cuts, group_name()))
+    assert torch.equal(lazy, plain) and plain.imag.any()
 
 
 @pytest.mark.ranks(2, 3)
@@ -93,13 +106,13 @@ def test_all_to_alls() -> None:
 
 @pytest.mark.ranks(2, 3)
 def test_several_at_once_do_not_share_memory() -> None:
-    """Buckets and scatters of several pages, started before others end, again and again in memory that was used."""
+    """Buckets and scatters of sizes that are kept, started before others end, again and again in memory that was used."""
     ranks, me = world_size(), rank()
     rows = [[900, 300, 600][:ranks], [10, 2000, 700][:ranks]]
     for repeat in range(4):
         started, expected = [], []
         for n in range(5):
-            wholes = [values([sum(s), 3], torch.float64, 100 * repeat + 10 * n + i) for i, s in enumerate(rows)]
+            wholes = [values([sum(s), 100], torch.float64, 100 * repeat + 10 * n + i) for i, s in enumerate(rows)]
             blocks = [w.split(s)[me] for w, s in zip(wholes, rows, strict=True)]
             cuts = flat_cuts([(s, 0, []) for s in rows])
             totals = [sum(s) for s in rows]
@@ -118,11 +131,12 @@ def test_several_at_once_do_not_share_memory() -> None:
 @pytest.mark.ranks(2)
 def test_the_memory_of_members_stays_theirs() -> None:
     """A bucket of one member, of a size that is kept: the next collectives must not write into it."""
-    x = torch.full([1024], float(rank()))
+    rows = scratch._SMALLEST // 4
+    x = torch.full([rows], float(rank()))
     for _ in range(3):
-        wait(_ops.all_gather_bucket([x], [0], [2048], *flat_cuts([([1024, 1024], 0, [])]), group_name()))
-        wait(_ops.reduce_scatter_v(torch.ones(1024), 0, 512, "sum", [512, 512], 0, [], group_name()))
-    assert torch.equal(x, torch.full([1024], float(rank())))
+        wait(_ops.all_gather_bucket([x], [0], [2 * rows], *flat_cuts([([rows, rows], 0, [])]), group_name()))
+        wait(_ops.reduce_scatter_v(torch.ones(2 * rows), 0, rows, "sum", [rows, rows], 0, [], group_name()))
+    assert torch.equal(x, torch.full([rows], float(rank())))
 
 
 class Sharded(nn.Module):
