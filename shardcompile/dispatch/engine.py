@@ -31,7 +31,7 @@ from shardcompile.dispatch.handlers import Handlers
 from shardcompile.dispatch.listwise import listwise_form
 from shardcompile.dispatch.local_ops import COPYING_VIEWS, LOCAL_OPS, copy_block
 from shardcompile.dispatch.random import RANDOM_OPS
-from shardcompile.dispatch.strides import all_in_order, in_order
+from shardcompile.dispatch.strides import all_in_order, in_one_order, in_order, may_be_mistold
 from shardcompile.errors import LayoutError, UnsupportedOpError
 from shardcompile.layout import Layout, Spec, contiguous_stride
 from shardcompile.plan import Plan, find_plan
@@ -162,7 +162,15 @@ class _Composed(_Entry):
 
 
 class _Local(_Entry):
-    """Bring the inputs to the layouts that are needed, run the op on blocks, wrap the results."""
+    """Bring the inputs to the layouts that are needed, run the op on blocks, wrap the results.
+
+    Args:
+        op: the op.
+        choice: the plans of its inputs.
+        specs: of its results.
+        arguments: makes the arguments of the op on blocks.
+        mistold: where `strides.may_be_mistold` holds, which argument is a tensor.
+    """
 
     def __init__(
         self,
@@ -170,6 +178,7 @@ class _Local(_Entry):
         choice: Choice,
         specs: Sequence[Any],
         arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None,
+        mistold: int | None = None,
     ) -> None:
         self.op = op
         self.function = LOCAL_OPS.get(op) or compat.kernel_of(op)
@@ -181,6 +190,7 @@ class _Local(_Entry):
         self.exchanges = any(p is not None for p in self.plans)
         self.moved = self.aliases and (self.exchanges or op in COPYING_VIEWS)
         self.single = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
+        self.mistold = mistold
 
     def run(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self._blocks(cls, args, kwargs)
@@ -202,6 +212,9 @@ class _Local(_Entry):
         local_kwargs = {k: _localize(cls, a, plans, self.moved) for k, a in kwargs.items()} if kwargs else kwargs
         if self.arguments is not None:
             local_args = self.arguments(local_args)
+        if self.mistold is not None and type(local_args[self.mistold]) is not Tensor:
+            out = self.function(*in_one_order(self.op, local_args, self.specs[0].stride), **local_kwargs)
+            return all_in_order(out, self.specs)
         return self.function(*local_args, **local_kwargs)
 
     def _as_view(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrapped: Any) -> Any:
@@ -413,7 +426,10 @@ def _local_entry(
             return local_args(call, local, layouts, lambda layout: layout.local_shape(coordinate))
 
     simple = arguments is None and not any(p.steps for p in choice.plans) and _is_simple(call, specs)
-    return (_Direct if simple else _Local)(call.op, choice, specs, arguments)
+    mistold = None
+    if isinstance(specs[0], Spec) and may_be_mistold(call.op, [t.ndim for t in call.tensors]):
+        mistold = next((i for i, a in enumerate(args) if isinstance(a, Tensor)), None)
+    return (_Direct if simple else _Local)(call.op, choice, specs, arguments, mistold)
 
 
 def _is_simple(call: OpCall, specs: Sequence[Any]) -> bool:
@@ -491,8 +507,11 @@ class _Direct(_Local):
     """Run the op on the blocks as they are: one result, tensors as positional arguments only."""
 
     def run(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = self.function(*[a._local_tensor if type(a) is cls else a for a in args], **kwargs)
-        return cls._wrap(out, self.specs[0])
+        blocks = [a._local_tensor if type(a) is cls else a for a in args]
+        if self.mistold is not None and type(blocks[self.mistold]) is not Tensor:
+            blocks = in_one_order(self.op, blocks, self.specs[0].stride)
+            return cls._wrap(in_order(self.function(*blocks, **kwargs), self.specs[0].stride), self.specs[0])
+        return cls._wrap(self.function(*blocks, **kwargs), self.specs[0])
 
 
 class _InPlace(_Local):
@@ -508,7 +527,10 @@ class _InPlace(_Local):
         if copied is not None:
             copied.check_writable(self.op)
         if self.direct and not kwargs:
-            self.function(*[a._local_tensor if type(a) is cls else a for a in args])
+            blocks = [a._local_tensor if type(a) is cls else a for a in args]
+            if type(blocks[0]) is not Tensor and is_pointwise(self.op):
+                blocks[1:] = in_one_order(self.op, blocks[1:], blocks[0].stride())
+            self.function(*blocks)
         else:
             self._blocks(cls, args, kwargs)
         if copied is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
+from shardcompile.dispatch.strides import in_one_order
 from shardcompile.rules import images
 
 aten = torch.ops.aten
@@ -101,6 +102,25 @@ def copy_block(target: Tensor, source: Tensor, non_blocking: bool = False) -> Te
         return target.copy_(source, non_blocking)
 
 
+def _index_write(op: Any) -> Callable[..., Tensor]:
+    def local(x: Tensor, *args: Any) -> Tensor:
+        """Inside a trace torch's own makes a contiguous tensor, and asks for the size of the block."""
+        with contextlib.nullcontext() if type(x) is Tensor else compat.without_guards(x):
+            return op(x, *args)
+
+    return local
+
+
+def _masked_fill_(op: Any, functional: Any) -> Callable[..., Tensor]:
+    def local(x: Tensor, mask: Tensor, value: Any) -> Tensor:
+        """Inside a trace torch's own makes a contiguous tensor, and asks for the size of a block that is not."""
+        if type(x) is Tensor or x.ndim < 2:
+            return op(x, mask, value)
+        return copy_block(x, functional(*in_one_order(functional, [x, mask], x.stride()), value))
+
+    return local
+
+
 def _trilinear(
     a: Tensor, b: Tensor, c: Tensor, expand_a: list[int], expand_b: list[int], expand_c: list[int], total: list[int]
 ) -> Tensor:
@@ -136,14 +156,14 @@ def _per_channel(op: Any, spatial: int) -> Callable[..., Any]:
 
         def merged(a: Any) -> Any:
             if isinstance(a, Tensor):
-                return a.reshape([math.prod(a.shape[:-spatial]), 1, *a.shape[-spatial:]])
+                return _view(a, [math.prod(a.shape[:-spatial]), 1, *a.shape[-spatial:]])
             is_shape = isinstance(a, (list, tuple)) and len(a) == spatial + len(leading) > spatial
             return [math.prod(a[:-spatial]), 1, *a[-spatial:]] if is_shape else a
 
         out = op(merged(x), *map(merged, args), **kwargs)
         if isinstance(out, Tensor):
-            return out.reshape([*leading, *out.shape[-spatial:]])
-        return tuple(o.reshape([*leading, *o.shape[-spatial:]]) for o in out)
+            return _view(out, [*leading, *out.shape[-spatial:]])
+        return tuple(_view(o, [*leading, *o.shape[-spatial:]]) for o in out)
 
     return local
 
@@ -154,6 +174,10 @@ LOCAL_OPS: dict[Any, Callable[..., Any]] = {
     aten.max.default: _whole_extremum(aten.amax.default, lowest),
     aten.min.default: _whole_extremum(aten.amin.default, highest),
     aten.copy_.default: copy_block,
+    aten.index_copy.default: _index_write(aten.index_copy.default),
+    aten.index_fill.int_Scalar: _index_write(aten.index_fill.int_Scalar),
+    aten.masked_fill_.Scalar: _masked_fill_(aten.masked_fill_.Scalar, aten.masked_fill.Scalar),
+    aten.masked_fill_.Tensor: _masked_fill_(aten.masked_fill_.Tensor, aten.masked_fill.Tensor),
     aten.roll.default: _roll,
     aten._trilinear.default: lambda a, b, c, x, y, z, total, unroll=1: _trilinear(a, b, c, x, y, z, total),
     aten.matmul.default: _matmul,

@@ -14,6 +14,30 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.layout import IntLike, contiguous_stride, order_of
+from shardcompile.rules.pointwise import is_pointwise
+
+aten = torch.ops.aten
+
+_MISTOLD = {
+    op.default
+    for op in (
+        *(aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data),
+        *(aten.native_dropout_backward, aten._fused_rms_norm, aten._fused_rms_norm_backward, aten.native_layer_norm),
+        *(aten.triu, aten.tril, aten.renorm, aten.diag_embed, aten.index_add, aten.unfold_backward),
+        *(aten.pixel_shuffle, aten.pixel_unshuffle, aten.linalg_vector_norm, aten.native_group_norm),
+        *(aten.native_layer_norm_backward, aten.native_group_norm_backward, aten.native_batch_norm_backward),
+        *(aten.binary_cross_entropy, aten.binary_cross_entropy_backward, aten.log_sigmoid_forward),
+        *(aten.mse_loss_backward, aten.huber_loss_backward, aten.smooth_l1_loss_backward),
+        *(aten.soft_margin_loss_backward, aten.glu_backward, aten._weight_norm_interface),
+    )
+} | {
+    aten.isin.Tensor_Tensor,
+    aten.isin.Tensor_Scalar,
+    aten.pow.Scalar,
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+}
+"""Ops that are not stored in the order of dims that a trace says, unless all their inputs are contiguous."""
 
 
 def in_order(local: Tensor, stride: Sequence[IntLike]) -> Tensor:
@@ -35,6 +59,40 @@ def in_order(local: Tensor, stride: Sequence[IntLike]) -> Tensor:
         return local
     # Not `contiguous`: inside a trace that asks for the size of the block, and specialises on the answer.
     return local.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+
+
+def may_be_mistold(op: Any, ndims: Sequence[int]) -> bool:
+    """Whether a trace may take the result of an op to be stored otherwise than it is, or ask for the size of a block.
+
+    Both happen where blocks of several orders of dims meet. What follows, as a view, is then decided on strides that
+    the result does not have.
+
+    Args:
+        op: the op.
+        ndims: of its tensors.
+    """
+    if op.is_view or op._schema.is_mutable:
+        return False
+    return op in _MISTOLD or (is_pointwise(op) and sum(n > 1 for n in ndims) > 1)
+
+
+def in_one_order(op: Any, blocks: Sequence[Any], stride: Sequence[IntLike]) -> list[Any]:
+    """The blocks that meet in an op, in the order of the strides of its result; of some ops contiguous.
+
+    Args:
+        op: for which `may_be_mistold` holds.
+        blocks: its arguments; those that are expanded, and what is no tensor of as many dims, stay as they are.
+        stride: global strides of its result.
+    """
+
+    def aligned(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.ndim < 2 or (x.ndim != len(stride) and op not in _MISTOLD):
+            return x
+        if any(compat.size_hint(s) == 0 and compat.size_hint(n) > 1 for s, n in zip(x.stride(), x.shape, strict=True)):
+            return x
+        return in_order(x, range(x.ndim, 0, -1) if op in _MISTOLD else stride)
+
+    return [aligned(x) for x in blocks]
 
 
 def all_in_order(out: Any, specs: Sequence[Any]) -> Any:
