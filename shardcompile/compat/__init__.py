@@ -190,11 +190,20 @@ def surely(condition: bool | torch.SymBool) -> bool:
 
 
 def size_hint(value: Any, default: int = 64) -> int:
-    """The number to reckon costs with for a size that may be symbolic; installs no guard."""
+    """The number to reckon with for a size that may be symbolic; installs no guard.
+
+    Args:
+        value: the size.
+        default: for each symbol that gets its value when the graph runs.
+    """
     if isinstance(value, int):
         return value
     hint = value.node.hint
-    return default if hint is None else int(hint)
+    if hint is None:
+        expression, env = value.node.expr, value.node.shape_env
+        hints = {s: env.create_symintnode(s, hint=None).node.hint for s in expression.free_symbols}
+        hint = expression.xreplace({s: sympy.Integer(default if h is None else h) for s, h in hints.items()})
+    return int(hint)
 
 
 def is_specialised(size: Any) -> bool:

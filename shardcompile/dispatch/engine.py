@@ -36,7 +36,7 @@ from shardcompile.errors import LayoutError, UnsupportedOpError
 from shardcompile.layout import Layout, Spec, contiguous_stride
 from shardcompile.plan import Plan, find_plan
 from shardcompile.redistribute import run_plan
-from shardcompile.rules import OpCall, Rule, TensorArg, find_rule, is_pointwise, pointwise_rule
+from shardcompile.rules import OpCall, Rule, TensorArg, find_rule, is_elementwise, is_pointwise, pointwise_rule
 
 log = logging.getLogger("shardcompile")
 _CACHE: dict[Any, _Entry] = {}
@@ -528,7 +528,7 @@ class _InPlace(_Local):
             copied.check_writable(self.op)
         if self.direct and not kwargs:
             blocks = [a._local_tensor if type(a) is cls else a for a in args]
-            if type(blocks[0]) is not Tensor and is_pointwise(self.op):
+            if type(blocks[0]) is not Tensor and is_elementwise(self.op):
                 blocks[1:] = in_one_order(self.op, blocks[1:], blocks[0].stride())
             self.function(*blocks)
         else:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.layout import IntLike, contiguous_stride, order_of
-from shardcompile.rules.pointwise import is_pointwise
+from shardcompile.rules import is_elementwise
 
 aten = torch.ops.aten
 
@@ -73,7 +73,7 @@ def may_be_mistold(op: Any, ndims: Sequence[int]) -> bool:
     """
     if op.is_view or op._schema.is_mutable:
         return False
-    return op in _MISTOLD or (is_pointwise(op) and sum(n > 1 for n in ndims) > 1)
+    return op in _MISTOLD or (is_elementwise(op) and sum(n > 1 for n in ndims) > 1)
 
 
 def in_one_order(op: Any, blocks: Sequence[Any], stride: Sequence[IntLike]) -> list[Any]:

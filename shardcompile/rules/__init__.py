@@ -1,6 +1,7 @@
 """Rules: for each op, the legal ways to run it along one mesh dim. Pure: layouts in, strategies out."""
 
 from shardcompile.rules import images, indexing, linalg, normalization, pointwise, reductions, views
+from shardcompile.rules.pointwise import is_elementwise as is_elementwise
 from shardcompile.rules.pointwise import is_pointwise as is_pointwise
 from shardcompile.rules.pointwise import pointwise as pointwise_rule
 from shardcompile.rules.registry import Rule as Rule

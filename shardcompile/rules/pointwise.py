@@ -110,6 +110,11 @@ def is_pointwise(op: OpOverload) -> bool:
     return torch.Tag.pointwise in op.tags
 
 
+def is_elementwise(op: OpOverload) -> bool:
+    """Whether all that an op reads for an element of its result are that element of its inputs, broadcast."""
+    return is_pointwise(op) or op in _BY_NAME
+
+
 def _zero_(call: OpCall) -> Iterable[Strategy]:
     """Zero terms of any reduction give zero."""
     yield from pointwise(call)
@@ -132,19 +137,19 @@ register(
     ],
     _value_free,
 )
-register(
-    [
-        *(aten.fill_.Scalar, aten.fill_.Tensor, aten.fill.Scalar, aten.fill.Tensor),
-        *(aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor),
-        *(aten.where.self, aten.gelu_backward.default, aten.threshold_backward.default),
-        *(aten.silu_backward.default, aten.sigmoid_backward.default, aten.tanh_backward.default),
-        *(aten.elu_backward.default, aten.leaky_relu_backward.default, aten.softplus_backward.default),
-        *(aten.hardswish.default, aten.hardswish_backward.default, aten.hardsigmoid_backward.default),
-        *(aten.hardtanh_backward.default, aten.mish_backward.default, aten.logit_backward.default),
-        *(aten.hardshrink_backward.default, aten.softshrink_backward.default),
-        *(aten._prelu_kernel.default, aten._prelu_kernel_backward.default),
-        *(aten.complex.default, aten.polar.default, aten.floor_divide.default),
-        *(aten._conj.default, aten._neg_view.default, aten.resolve_conj.default, aten.resolve_neg.default),
-    ],
-    pointwise,
+_BY_NAME = (
+    *(aten.fill_.Scalar, aten.fill_.Tensor, aten.fill.Scalar, aten.fill.Tensor),
+    *(aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor),
+    *(aten.where.self, aten.gelu_backward.default, aten.threshold_backward.default),
+    *(aten.silu_backward.default, aten.sigmoid_backward.default, aten.tanh_backward.default),
+    *(aten.elu_backward.default, aten.leaky_relu_backward.default, aten.softplus_backward.default),
+    *(aten.hardswish.default, aten.hardswish_backward.default, aten.hardsigmoid_backward.default),
+    *(aten.hardtanh_backward.default, aten.mish_backward.default, aten.logit_backward.default),
+    *(aten.hardshrink_backward.default, aten.softshrink_backward.default),
+    *(aten._prelu_kernel.default, aten._prelu_kernel_backward.default),
+    *(aten.complex.default, aten.polar.default, aten.floor_divide.default),
+    *(aten._conj.default, aten._neg_view.default, aten.resolve_conj.default, aten.resolve_neg.default),
 )
+"""Ops that are pointwise, of which torch does not tag all."""
+
+register(list(_BY_NAME), pointwise)
