@@ -264,7 +264,10 @@ class ShardTensor(torch.Tensor):
             else:  # the common case first, and without a call for each argument
                 with _without_torch_function():
                     return func(*args)
-        args, kwargs = cls._prepared(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if args and type(args[0]) is not cls and func in _IN_PLACE and _wants_gradient(args, kwargs):
+            return _write_to_plain(func, args, kwargs)
+        args, kwargs = cls._prepared(func, args, kwargs)
         with _without_torch_function():
             return func(*args, **kwargs) if special is None else special(func, *args, **kwargs)
 
@@ -277,8 +280,6 @@ class ShardTensor(torch.Tensor):
         if kwargs:
             also_mesh, also_plain = _survey(cls, kwargs.values())
             mesh, plain = mesh or also_mesh, plain or also_plain
-        if args and type(args[0]) is not cls and func in _IN_PLACE:
-            _check_plain_target(cls, func, args)
         if plain and mesh is not None and func not in _TAKES_LEAVES:
             args = tuple(_promoted(cls, mesh, a) for a in args)
             kwargs = {k: _promoted(cls, mesh, a) for k, a in kwargs.items()}
@@ -589,15 +590,30 @@ def _product(func: Callable[..., Any], x: Any, weight: Any, *args: Any, **kwargs
     return func(x, weight, *args, **kwargs)
 
 
-def _check_plain_target(cls: Any, func: Any, args: Sequence[Any]) -> None:
-    """A plain tensor that is written to must stay plain, and so would its gradient, which a sharded one cannot take."""
-    if not torch.is_grad_enabled() or not isinstance(args[0], Tensor):
-        return
-    if any(isinstance(a, Tensor) and a.requires_grad for a in args):
+def _wants_gradient(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values()))
+
+
+def _write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Write what depends on sharded values, and has a gradient, into a plain tensor: the full value, on every rank.
+
+    Where the function has a form that is not in place, what that gives is gathered, or reduced; otherwise the values.
+
+    Raises:
+        UnsupportedOpError: the result does not fit into the plain tensor.
+    """
+    target, name = args[0], func.__name__
+    functional = getattr(torch.Tensor, name.replace("__i", "__") if name in _IN_PLACE_OPERATORS else name[:-1], None)
+    if functional is None or func is torch.Tensor.__setitem__:
+        whole = torch.utils._pytree.tree_map_only(ShardTensor, ShardTensor.full_tensor, (tuple(args), dict(kwargs)))
+        return func(*whole[0], **whole[1])
+    value = functional(target.clone(), *args[1:], **kwargs)
+    if value.shape != target.shape or not torch.can_cast(value.dtype, target.dtype):
         raise UnsupportedOpError(
-            f"{func.__name__} writes a value that wants a gradient, and of which a part is sharded, into a plain "
-            "tensor; use the form that is not in place"
+            f"{name} gives {value.dtype} of shape {tuple(value.shape)}, which cannot be written into {target.dtype} of "
+            f"shape {tuple(target.shape)}"
         )
+    return target.copy_(value.full_tensor())
 
 
 def _attend(

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardcompile as sc
 from shardcompile import ShardTensor
-from shardcompile.testing import rank, world_size
+from shardcompile.testing import assert_matches_single_device, rank, world_size
 
 SIZES = {2: [6, 3], 3: [5, 0, 4], 4: [1, 0, 6, 2]}
 
@@ -374,3 +374,45 @@ def test_a_plain_gradient_is_the_whole_one(start: str) -> None:
         found = x.grad
     assert found.placements == x.placements
     assert torch.equal(found.full_tensor(), 2 * grad)
+
+
+class Accumulating(nn.Module):
+    """Sums, maxima and means of sharded rows, written into plain tensors that were made before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.result = nn.Linear(3, 4), nn.Linear(16, 2)
+        self.start = nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x: Tensor, group: Tensor) -> Tensor:
+        h = torch.tanh(self.features(x))
+        sums = torch.zeros(5, 4, dtype=h.dtype).index_add_(dim=0, index=group, source=h)
+        started = (self.start * 2).index_add_(0, group, h).square_()
+        largest = torch.full((5, 4), -2.0, dtype=h.dtype)
+        largest.scatter_reduce_(0, group[:, None].expand_as(h), h, "amax")
+        total = torch.ones(5, 4, dtype=h.dtype)
+        total += h.sum(0)
+        total *= h.mean()
+        total[1:3] = h.square().mean(0)
+        total[3].copy_(h.amax(0))
+        return self.result(torch.cat([sums, started, largest, total], 1)) + h.mean()
+
+
+@pytest.mark.ranks(3, timeout=300)
+def test_plain_tensors_take_what_depends_on_sharded_ones() -> None:
+    torch.manual_seed(0)
+    x, group = torch.randn(7, 3, dtype=torch.float64), torch.tensor([0, 1, 1, 3, 0, 4, 1])
+    assert_matches_single_device(
+        Accumulating().double(), [x, group], [Shard(0), Shard(0)], backend="aot_eager", steps=2, input_grads=False
+    )
+
+
+@pytest.mark.ranks(2)
+def test_what_does_not_fit_into_a_plain_tensor_is_refused() -> None:
+    rows = sc.distribute_tensor(torch.ones(3, 4), mesh_1d(), [Shard(0)], sharding_shapes={0: [1, 2]}).requires_grad_()
+    with pytest.raises(sc.UnsupportedOpError, match=r"cannot be written into torch\.int64"):
+        torch.zeros(3, 4, dtype=torch.int64).add_(rows)
+    with pytest.raises(
+        sc.UnsupportedOpError, match=r"of shape \(3, 4\), which cannot be written into .* of shape \(4,\)"
+    ):
+        torch.zeros(4).add_(rows)
