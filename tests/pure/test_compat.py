@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import shardcompile
 from shardcompile import compat
@@ -36,3 +38,13 @@ def test_the_search_would_find_a_private_import() -> None:
     assert PRIVATE.search("    from torch._inductor import ir")
     assert PRIVATE.search("from torch.distributed.distributed_c10d import _resolve_process_group")
     assert not PRIVATE.search("from torch.distributed.tensor import DTensor")
+
+
+def test_sizes_are_reckoned_with_whatever_is_known_of_them() -> None:
+    env = ShapeEnv()
+    unknown = env.create_unbacked_symint()
+    with FakeTensorMode(shape_env=env) as mode:
+        known = mode.from_tensor(torch.empty(5, 3), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * 2))
+    assert (compat.size_hint(7), compat.size_hint(unknown), compat.size_hint(6 * unknown)) == (7, 64, 384)
+    assert compat.size_hint(known.shape[0] * unknown, default=10) == 50
+    assert compat.size_hint(6 * torch.sym_max(1, unknown)) == 384
