@@ -132,7 +132,7 @@ def _plan_of(
         counts.append([(b - a) * width for a, b in blocks])
     by_rank = [list(column) for column in zip(*counts, strict=True)]
     shares = [sum(row) for row in by_rank]
-    unit = math.gcd(*shares, *(n for row in counts for n in row)) or 1
+    unit = math.gcd(*(n for row in counts for n in row)) or 1
     few, long = sum(shares) * dtype.itemsize <= _FEW_BYTES * ranks, unit * dtype.itemsize >= _LONG_UNIT
     order = _order(counts, unit) if few and long and holder is not None else None
     return _Plan(counts, by_rank, shares, unit, order)
@@ -235,12 +235,7 @@ def _unpacked_later(
     blocks[group.rank()] = own
     pieces = _turned([block.split(counts) for block, counts in zip(blocks, by_rank, strict=True)])
 
-    def unpack() -> None:
-        torch.cat(pieces, out=out)
-        scratch.give_back(*borrowed)
-
-    compat.register_work(out, transport.ThenWork(works, unpack))
-    return out
+    return _filled_later(out, works, lambda: torch.cat(pieces, out=out), borrowed)
 
 
 def _ordered_later(
@@ -251,9 +246,18 @@ def _ordered_later(
 
     def unpack() -> None:
         torch.index_select(received.view(-1, unit), 0, order, out=out.view(-1, unit))
+
+    return _filled_later(out, works, unpack, borrowed)
+
+
+def _filled_later(out: Tensor, works: Sequence[Work], fill: Callable[[], object], borrowed: Sequence[Tensor]) -> Tensor:
+    """A tensor that is complete after its wait: works done, it is filled, and what was borrowed goes back."""
+
+    def finish() -> None:
+        fill()
         scratch.give_back(*borrowed)
 
-    compat.register_work(out, transport.ThenWork(works, unpack))
+    compat.register_work(out, transport.ThenWork(works, finish))
     return out
 
 
@@ -291,10 +295,8 @@ def _reduce_scatter_bucket(
 
     def reduce() -> None:
         transport.reduce_rows(parts.view(group.size(), own), reduce_op, out)
-        scratch.give_back(packed, parts)
 
-    compat.register_work(out, transport.ThenWork(works, reduce))
-    return out
+    return _filled_later(out, works, reduce, [packed, parts])
 
 
 def _all_to_all_bucket(

@@ -111,7 +111,9 @@ def _index_write(op: Any) -> Callable[..., Tensor]:
     return local
 
 
-def _masked_fill_(op: Any, functional: Any) -> Callable[..., Tensor]:
+def _masked_fill_(op: Any) -> Callable[..., Tensor]:
+    functional: Any = compat.functional_variant(op)
+
     def local(x: Tensor, mask: Tensor, value: Any) -> Tensor:
         """Inside a trace torch's own makes a contiguous tensor, and asks for the size of a block that is not."""
         if type(x) is Tensor or x.ndim < 2:
@@ -176,8 +178,8 @@ LOCAL_OPS: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: copy_block,
     aten.index_copy.default: _index_write(aten.index_copy.default),
     aten.index_fill.int_Scalar: _index_write(aten.index_fill.int_Scalar),
-    aten.masked_fill_.Scalar: _masked_fill_(aten.masked_fill_.Scalar, aten.masked_fill.Scalar),
-    aten.masked_fill_.Tensor: _masked_fill_(aten.masked_fill_.Tensor, aten.masked_fill.Tensor),
+    aten.masked_fill_.Scalar: _masked_fill_(aten.masked_fill_.Scalar),
+    aten.masked_fill_.Tensor: _masked_fill_(aten.masked_fill_.Tensor),
     aten.roll.default: _roll,
     aten._trilinear.default: lambda a, b, c, x, y, z, total, unroll=1: _trilinear(a, b, c, x, y, z, total),
     aten.matmul.default: _matmul,

@@ -604,7 +604,7 @@ def _write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     """
     target, name = args[0], func.__name__
     functional = getattr(torch.Tensor, name.replace("__i", "__") if name in _IN_PLACE_OPERATORS else name[:-1], None)
-    if functional is None or func is torch.Tensor.__setitem__:
+    if functional is None:
         whole = torch.utils._pytree.tree_map_only(ShardTensor, ShardTensor.full_tensor, (tuple(args), dict(kwargs)))
         return func(*whole[0], **whole[1])
     value = functional(target.clone(), *args[1:], **kwargs)
