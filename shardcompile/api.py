@@ -110,7 +110,7 @@ def _scattered(tensor: Tensor | None, source: tuple[int, ...], layout: Layout) -
 
 
 def _here(mesh: DeviceMesh) -> Sequence[int]:
-    coordinate = mesh.get_coordinate()
+    coordinate = compat.coordinate(mesh)
     if coordinate is None:
         raise LayoutError(f"this rank is not in the mesh {mesh}, and holds no tensors of it")
     return coordinate

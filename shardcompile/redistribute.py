@@ -44,7 +44,7 @@ def _run_noted(step: Step, x: Tensor) -> Pending | Decoded:
 
 
 def _coordinate(layout: Layout) -> Sequence[int]:
-    coordinate = layout.mesh.get_coordinate()
+    coordinate = compat.coordinate(layout.mesh)
     if coordinate is None:
         raise AssertionError("ranks outside of the mesh hold no tensors of it")
     return coordinate

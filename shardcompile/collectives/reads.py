@@ -74,7 +74,7 @@ class Reads:
         w = window
         same = w.is_aligned and compat.same_symbol(count, held.extent)
         if same and w.before == 0:
-            return Reads(dim, held, held, window, held.local_size(mesh.get_coordinate() or ()), mesh)
+            return Reads(dim, held, held, window, held.local_size(compat.coordinate(mesh) or ()), mesh)
         cut, rows = derive("reading", [held], [count, w.num, w.den, w.before, w.after, w.shift], count, mesh)
         return Reads(dim, held, held if same else cut, window, rows, mesh)
 
@@ -86,7 +86,7 @@ class Reads:
     @property
     def count(self) -> IntLike:
         """How many rows of the result this rank has."""
-        return self.cut.local_size(self.mesh.get_coordinate() or ())
+        return self.cut.local_size(compat.coordinate(self.mesh) or ())
 
     def fetch(self, x: Tensor, fill: float) -> Tensor:
         """A block with all rows that are read, those outside of the dim filled with a number."""
@@ -99,7 +99,7 @@ class Reads:
         """The way back for gradients: sums of what the ranks have for the rows of a block."""
         if not self._reaches_out:
             return x
-        block = self.held.local_size(self.mesh.get_coordinate() or ())
+        block = self.held.local_size(compat.coordinate(self.mesh) or ())
         flat = _ops.return_ranges(x, self.dim, self.held.extent, block, *self._arguments(0.0))
         return Pending.of(flat, x.shape, self.dim, block).wait()
 
@@ -109,7 +109,7 @@ class Reads:
 
     def _arguments(self, fill: float) -> tuple[object, ...]:
         (mesh_dim,) = self.held.mesh_dims
-        coordinate = self.mesh.get_coordinate() or ()
+        coordinate = compat.coordinate(self.mesh) or ()
         cuts = [r for c in (self.held, self.cut) for g in [c.group_ref(coordinate)] for r in (g.sizes, g.key, g.nest)]
         w = self.window
         reach = [self.cut.extent, w.num, w.den, w.before, w.after]

@@ -57,6 +57,7 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "OpOverloadPacket",
+    "coordinate",
     "count_as_collective",
     "current_mesh",
     "decomposition_of",
@@ -128,6 +129,7 @@ def world_epoch() -> int:
     """
     global _world, _world_epoch
     world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
+    world = getattr(world, "rooms", world)  # ranks that are threads are of one world
     if world is not None and (_world is None or _world() is not world):
         _world = weakref.ref(world)
         start_epoch()
@@ -155,6 +157,11 @@ def store() -> torch.distributed.Store:
 def group_name_of(mesh: DeviceMesh, mesh_dim: int) -> str:
     """Name of the process group of this rank along a mesh dim."""
     return mesh.get_group(mesh_dim).group_name
+
+
+def coordinate(mesh: Any) -> Any:
+    """This rank's place in a mesh, a number for each mesh dim; None outside of it."""
+    return mesh.get_coordinate()
 
 
 def register_work(tensor: torch.Tensor, work: torch.distributed.Work) -> None:

@@ -419,10 +419,10 @@ def _local_entry(
     arguments = None
     if rule.local_args is not None:
         layouts = [s.layout for s in (specs[0] if isinstance(specs[0], list) else specs) if s is not None]
-        coordinate = layouts[0].mesh.get_coordinate()
-        local_args = rule.local_args
+        mesh, local_args = layouts[0].mesh, rule.local_args
 
         def arguments(local: tuple[Any, ...]) -> tuple[Any, ...]:
+            coordinate = compat.coordinate(mesh)  # asked for in each call: ranks that are threads share what is cached
             return local_args(call, local, layouts, lambda layout: layout.local_shape(coordinate))
 
     simple = arguments is None and not any(p.steps for p in choice.plans) and _is_simple(call, specs)
@@ -603,7 +603,7 @@ def _write(cls: type, op: OpOverload, target: Any, value: Any) -> None:
     local = run_plan(find_plan(source, layout), local)
     for mesh_dim, (before, after) in enumerate(zip(reached, wanted.placements, strict=True)):
         if before != after:
-            local = _as_term(local, after.reduce_op, mesh.get_coordinate()[mesh_dim] == 0)
+            local = _as_term(local, after.reduce_op, compat.coordinate(mesh)[mesh_dim] == 0)
     copy_block(target._local_tensor, local)
     if target._copied is not None:
         target._copied.write_back(target)

@@ -39,7 +39,7 @@ def _own(index: Tensor, cut: Cut, layout: Layout, dim: int) -> tuple[Tensor, Ten
     extent: Any = layout.shape[dim]
     first: Any = first_row(cut, layout)
     whole = torch.where(index < 0, index + extent, index)
-    mine = (whole >= first) & (whole < first + cut.local_size(layout.mesh.get_coordinate()))
+    mine = (whole >= first) & (whole < first + cut.local_size(compat.coordinate(layout.mesh)))
     known = (whole >= 0) & (whole < extent)
     return mine, torch.where(mine, whole - first, torch.where(known, 0, _NOWHERE))
 

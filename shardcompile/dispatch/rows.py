@@ -54,7 +54,7 @@ def first_row(cut: Cut, layout: Layout) -> IntLike:
 
 def block_size(cut: Cut, layout: Layout) -> IntLike:
     """Size of this rank's block of a cut."""
-    return cut.local_size(layout.mesh.get_coordinate())
+    return cut.local_size(compat.coordinate(layout.mesh))
 
 
 def has_known_blocks(x: Any) -> bool:
@@ -356,7 +356,7 @@ def _as_block(x: Tensor, dim: int, cut: Cut, mesh: Any) -> Tensor:
     """
     if not cut.is_traced:
         return x
-    shape = [cut.local_size(mesh.get_coordinate()) if d == dim else n for d, n in enumerate(x.shape)]
+    shape = [cut.local_size(compat.coordinate(mesh)) if d == dim else n for d, n in enumerate(x.shape)]
     dense = x.contiguous()
     return aten.as_strided.default(dense, shape, contiguous_stride(shape))
 

@@ -306,7 +306,8 @@ class Cut:
     def group_ref(self, coordinate: Sequence[int]) -> GroupCut:
         """What a collective over the innermost mesh dim needs to know, for the group at a mesh coordinate."""
         count = self.parts[-1]
-        first = self.block_index(coordinate) // count * count
+        # With one mesh dim there is one group: a trace that need not know the rank serves all of them.
+        first = self.block_index(coordinate) // count * count if len(self.parts) > 1 else 0
         if self.blocks is not None and self.kind != "dynamic":
             return GroupCut(list(self.blocks[first : first + count]), CHUNK_KEY, [])
         if self.kind == "chunk":

@@ -115,7 +115,7 @@ def _layout_as_asked(
 
 
 def _problem(local: Tensor, layout: Layout, global_shape: Sequence[int] | None) -> str | None:
-    expected = layout.local_shape(layout.mesh.get_coordinate())
+    expected = layout.local_shape(compat.coordinate(layout.mesh))
     if len(expected) != local.ndim or any(a != b for a, b in zip(expected, local.shape, strict=True)):
         return (
             f"this rank's block has shape {tuple(local.shape)}, but {layout.describe()} gives it {expected}: "

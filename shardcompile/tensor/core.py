@@ -436,7 +436,7 @@ class ShardTensor(torch.Tensor):
             mesh_dim: only along the tensor dim that this mesh dim shards; for all tensor dims by default.
         """
         layout = self._spec.layout
-        coordinate = layout.mesh.get_coordinate()
+        coordinate = compat.coordinate(layout.mesh)
         if mesh_dim is None:
             return layout.offsets(coordinate)
         placement = layout.placements[mesh_dim]
@@ -455,7 +455,7 @@ class ShardTensor(torch.Tensor):
         grad = ", requires_grad=True" if self.requires_grad else ""
         if self.grad_fn is not None:
             grad = f", grad_fn=<{self.grad_fn.name()}>"
-        coordinate = self._spec.layout.mesh.get_coordinate()
+        coordinate = compat.coordinate(self._spec.layout.mesh)
         return f"ShardTensor({self._spec.layout.describe()}, block {self._spec.layout.local_shape(coordinate)}{grad})"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

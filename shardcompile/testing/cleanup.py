@@ -30,11 +30,15 @@ class Cleaner:
 
     def after_test(self) -> None:
         """Forget compiled code and process groups. Call it on all ranks, with no collective in flight."""
-        if "torch._dynamo" in sys.modules:
-            torch._dynamo.reset()
+        self.forget_compiled()
         _destroy_groups_of_test()
         compat.start_epoch()  # layouts of this test's meshes must not stand in for the next test's
         self._collect()
+
+    def forget_compiled(self) -> None:
+        """Forget compiled code."""
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
 
     def _collect(self) -> None:
         # A full collection walks every object of torch, 0.1 s. Frozen objects are not walked, so freeze again

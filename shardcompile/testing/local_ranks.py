@@ -14,7 +14,9 @@ from typing import Any
 
 import cloudpickle
 
+from shardcompile.testing.arguments import default_mesh
 from shardcompile.testing.messages import Kind, Outcome, RunFunction
+from shardcompile.testing.one_process import RankThreads, raise_worst
 from shardcompile.testing.pool import RankPool
 from shardcompile.testing.report import describe
 
@@ -32,22 +34,29 @@ class LocalRanks:
 
     Functions, and what they use, may be defined in cells of a notebook. Each call starts from the same seed, and what
     was compiled in an earlier one is forgotten. The ranks end with this process, or with `close`, or with a ``with``.
+
+    With ``processes=False`` the ranks are threads of this process that take turns: nothing has to start, nothing is
+    pickled, a breakpoint stops one rank while the others wait, and ranks that wait for one another without end are
+    told so at once. See docs/testing.md.
     """
 
-    def __init__(self, world_size: int, backend: str = "gloo") -> None:
+    def __init__(self, world_size: int, backend: str = "gloo", *, processes: bool = True) -> None:
         """Start the ranks.
 
         Args:
             world_size: number of ranks.
-            backend: of the process group.
+            backend: of the process group, where each rank is a process.
+            processes: whether each rank is a process; otherwise all are threads of this one.
 
         Raises:
             PoolStartError: they do not start.
         """
-        self._world_size, self._backend = world_size, backend
+        self._world_size, self._backend, self._processes = world_size, backend, processes
         self._pool = self._start()
 
-    def _start(self) -> RankPool:
+    def _start(self) -> RankPool | RankThreads:
+        if not self._processes:
+            return RankThreads(self._world_size)
         quiet = ("--noconftest", "--capture=no", "-pno:cacheprovider", f"--config-file={os.devnull}", "--rootdir=.")
         return RankPool(self._world_size, self._backend, quiet)
 
@@ -56,17 +65,24 @@ class LocalRanks:
 
         Args:
             fn: a function. What it prints is printed here, rank after rank; if a rank fails, warnings as well.
-            args: what it gets besides the mesh, the same on every rank.
-            timeout: seconds after which ranks that still run are ended.
+            args: what it gets besides the mesh, the same on every rank; ranks in one process share it.
+            timeout: seconds after which ranks that still run are ended, or given up if they are threads; time in a
+                debugger does not count.
 
         Returns:
-            What each rank returned. It has to pickle: return a block or a full tensor, not a sharded one.
+            What each rank returned. Between processes it has to pickle: return a block or a full tensor, not a
+            sharded one.
 
         Raises:
             RuntimeError: a rank raised, died or hung; the text has its traceback. The next call starts new ranks.
+                Ranks in one process raise what the function raised, with a note that names the rank.
         """
         if not self._pool.usable:
             self._pool = self._start()
+        if isinstance(self._pool, RankThreads):
+            ends = self._pool.run(lambda _: fn(default_mesh(), *args), timeout)
+            raise_worst(ends)
+            return [end.result for end in ends]
         run = self._pool.run(RunFunction(_pickled((fn, args)), _sources_of_cells(), tuple(sys.path)), timeout)
         if not run.in_step or any(outcome.kind is not Kind.PASSED for outcome in run.outcomes):
             _show(run.outputs)

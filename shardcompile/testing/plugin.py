@@ -4,6 +4,7 @@
     @pytest.mark.ranks(2, 3)                                  # on two, then on three
     @pytest.mark.ranks(4, backend="gloo", timeout=120)        # the defaults, in seconds
     @pytest.mark.ranks(4, mesh=(2, 2))                        # what `shardcompile.testing.mesh()` gives
+    @pytest.mark.ranks(4, processes=False)                    # all four in pytest's own process
 
 The function runs in other processes, which start on first use (seconds) and stay (milliseconds per test).
 There, the default process group has exactly `n` ranks. Fixtures, `setup_method` and its kin run once, in
@@ -13,12 +14,18 @@ every rank gets the same `tmp_path`. `monkeypatch` patches the rank that uses it
 Before a test, a rank seeds its random numbers with 0. After it, the rank resets Dynamo and destroys the
 process groups that the test created, and with them its multi-dimensional meshes: do not cache those.
 
+With ``processes=False`` the ranks are threads of pytest's process that take turns: nothing starts and nothing is
+pickled, a breakpoint stops one rank while the others wait, what one rank has compiled the others use where it does not
+depend on the rank, and a deadlock is found at once. Fixtures that hold values are copied for each rank; `monkeypatch`
+is shared, and undone when all ranks have ended.
+
 An exception on any rank fails the test with that rank's traceback. So do a rank that dies, one that still
 runs at the timeout, and a collective that only some ranks joined. A skip or an xfail counts if all agree.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import math
@@ -31,6 +38,7 @@ import unittest
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -39,9 +47,16 @@ from shardcompile.testing.messages import Kind, Outcome, RunTest
 from shardcompile.testing.pool import PoolStartError, RankPool, RankPools, RunResult
 from shardcompile.testing.report import describe
 
-_MARK = "ranks(*world_sizes, backend='gloo', timeout=120, mesh=None): run the test on every rank of a pool."
+if TYPE_CHECKING:
+    from shardcompile.testing.one_process import RankThreads
+
+_MARK = (
+    "ranks(*world_sizes, backend='gloo', timeout=120, mesh=None, processes=True): run the test on every rank of a pool, "
+    "or, with processes=False, on all ranks in this process."
+)
 _WORLD_SIZE = "_ranks_world_size"
 _POOLS = pytest.StashKey[RankPools]()
+_THREADS = pytest.StashKey[dict[int, "RankThreads"]]()
 _NOTES = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 _UPDATE = "SHARDCOMPILE_UPDATE_SNAPSHOTS"  # as in `shardcompile.testing.snapshot`, which imports torch
 
@@ -54,6 +69,7 @@ class _Ranks:
     backend: str = "gloo"
     timeout: float = 120.0
     mesh: tuple[int, ...] | None = None
+    processes: bool = True
 
     def __post_init__(self) -> None:
         if not self.world_sizes or not all(isinstance(n, int) and n > 0 for n in self.world_sizes):
@@ -82,6 +98,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_NOTES] = notes = tempfile.TemporaryDirectory(prefix="shardcompile-snapshots-")
         os.environ[_UPDATE] = notes.name  # for the ranks, too
     args = _pytest_args(config)
+    config.stash[_THREADS] = {}
     config.stash[_POOLS] = RankPools(lambda world_size, backend: RankPool(world_size, backend, args))
 
 
@@ -118,6 +135,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if ranks is None:
         return None
     world_size = _world_size(pyfuncitem, ranks)
+    if not ranks.processes:
+        _run_in_this_process(pyfuncitem, ranks, world_size)
+        return True
     _skip_without_gpus(world_size, ranks.backend)
     test = _message(pyfuncitem, ranks)
     try:
@@ -128,6 +148,47 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     _hand_over_outputs(pyfuncitem, run.outputs)
     _judge(run)
     return True
+
+
+def _run_in_this_process(item: pytest.Function, ranks: _Ranks, world_size: int) -> None:
+    from shardcompile.testing.one_process import RankThreads, raise_worst
+
+    pools = item.config.stash[_THREADS]
+    if world_size not in pools or not pools[world_size].usable:
+        pools[world_size] = RankThreads(world_size)
+    names = [name for name in inspect.signature(item.obj).parameters if name in item.funcargs]
+
+    def run(rank: int) -> None:
+        function = item.obj if item.cls is None else getattr(item.cls(), item.originalname)
+        function(**{name: _copied(item.funcargs[name]) for name in names})
+
+    ends = pools[world_size].run(run, ranks.timeout, ranks.mesh)
+    errors = [end.error for end in ends]
+    if not any(end.running for end in ends):
+        _judge_exceptions(errors)
+    raise_worst(ends)
+
+
+def _copied(value: Any) -> Any:
+    """A rank's own copy of an argument, as it would get one in a process of its own."""
+    try:
+        return value if isinstance(value, pytest.MonkeyPatch) else copy.deepcopy(value)
+    except Exception:  # whatever a class raises that cannot be copied
+        return value
+
+
+def _judge_exceptions(errors: Sequence[BaseException | None]) -> None:
+    """Skip, or say that the test was expected to fail, if all ranks agree."""
+    first = errors[0]
+    if isinstance(first, pytest.skip.Exception) and all(isinstance(e, pytest.skip.Exception) for e in errors):
+        raise first
+    if isinstance(first, pytest.xfail.Exception) and all(isinstance(e, pytest.xfail.Exception) for e in errors):
+        raise first
+    quit_early = (pytest.skip.Exception, pytest.xfail.Exception)
+    kinds = {type(e) for e in errors}
+    if len(kinds) > 1 and all(e is None or isinstance(e, quit_early) for e in errors):
+        said = [f"  rank {rank}: {'passed' if e is None else f'{type(e).__name__}: {e}'}" for rank, e in enumerate(errors)]
+        pytest.fail("\n".join(["the ranks disagree about how the test ended", *said]), pytrace=False)
 
 
 def _pytest_args(config: pytest.Config) -> tuple[str, ...]:

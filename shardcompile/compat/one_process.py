@@ -1,0 +1,340 @@
+"""Private names of torch by which the ranks of a world can be threads of one process. Seen in torch 2.11 to 2.15.
+
+Torch keeps what belongs to a rank in globals of the process: the process groups, a mesh's coordinate, random numbers.
+Here each thread that is a rank has its own. Layouts and compiled code are the same for all ranks, so that they are
+shared: a mesh that one rank has made answers every rank with that rank's coordinate and process groups. Where a trace
+asks for the rank, what was compiled serves that rank alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._dynamo.symbolic_convert as _symbolic_convert
+import torch._functorch.config as _functorch_config
+from torch._C._distributed_c10d import _set_thread_isolation_mode  # 2.11 - 2.15
+from torch._dynamo.source import GlobalStateSource  # 2.11 - 2.15
+from torch._guards import Guard, TracingContext  # 2.11 - 2.15
+from torch.distributed import distributed_c10d as _c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcompile import compat, config
+
+__all__ = [
+    "RankState",
+    "enter_rank",
+    "here",
+    "in_rank_threads",
+    "kept_by_rank",
+    "note_rank_read",
+    "restore_rank",
+    "use_store",
+]
+
+
+class _World(threading.local):
+    """A thread's process groups: the attributes of torch's own `_World` (2.11 - 2.15)."""
+
+    def __init__(self) -> None:
+        self.default_pg: Any = None
+        self.pg_map: dict[Any, Any] = {}
+        self.pg_names: dict[Any, str] = {}
+        self.pg_group_ranks: dict[Any, dict[int, int]] = {}
+        self.pg_backend_config: dict[Any, str] = {}
+        self.group_count = 0
+        self.tags_to_pg: dict[str, list[Any]] = {}
+        self.pg_to_tag: dict[Any, str] = {}
+        self.pg_coalesce_state: dict[Any, list[Any]] = {}
+        self.comms: list[Any] = []
+
+    @property
+    def pg_config_info(self) -> list[dict[str, Any]]:
+        """What torch's flight recorder would show."""
+        return []
+
+
+@dataclass
+class RankState:
+    """What a thread that is a rank has of its own.
+
+    Attributes:
+        rank: in the default process group.
+        rooms: where groups are made; of all ranks.
+        meshes: that this rank has made, since the last `forget`.
+        siblings: name, and ranks so far, of the groups that are being made for one mesh dim.
+    """
+
+    rank: int
+    rooms: Any
+    meshes: list[DeviceMesh] = field(default_factory=list)
+    siblings: tuple[str, frozenset[int]] = ("", frozenset())
+
+    def forget(self) -> None:
+        """Forget process groups and meshes of a test, but the default group."""
+        world = _WORLD
+        default = world.default_pg
+        for group, name in list(world.pg_names.items()):
+            if group is not default:
+                _c10d._unregister_process_group(name)  # type: ignore[attr-defined]  # 2.11 - 2.15
+                tables: Sequence[dict[Any, Any]] = (
+                    world.pg_map,
+                    world.pg_names,
+                    world.pg_group_ranks,
+                    world.pg_backend_config,
+                    world.pg_to_tag,
+                    world.pg_coalesce_state,
+                )
+                for table in tables:
+                    table.pop(group, None)
+        world.tags_to_pg.clear()
+        world.group_count = 1
+        self.meshes.clear()
+        self.siblings = ("", frozenset())
+
+
+class _Here(threading.local):
+    state: RankState | None = None
+
+
+_WORLD = _World()
+_HERE = _Here()
+
+
+def here() -> RankState:
+    """The rank that this thread is."""
+    assert _HERE.state is not None, "this thread is no rank"
+    return _HERE.state
+
+
+def enter_rank(state: RankState) -> None:
+    """Have this thread be a rank, for good."""
+    _HERE.state = state
+    torch.set_num_threads(1)
+
+
+def use_store(store: Any) -> None:
+    """Have `compat.store` return this store in this thread."""
+    world = _WORLD
+    world.pg_map[world.default_pg] = (world.pg_map[world.default_pg][0], store)
+
+
+# Globals of the process that a rank may change while others wait for their turn.
+
+_WARNINGS = ("filters", "showwarning", "_showwarnmsg_impl")  # what `warnings.catch_warnings` exchanges
+_SDP = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
+
+
+def kept_by_rank() -> list[Any]:
+    """What a rank would find as it left it if it had a process to itself: random numbers, settings, warnings."""
+    kernels = [getattr(torch._C, f"_get_{name}_sdp_enabled")() for name in _SDP]
+    settings = {n: v for n, v in vars(config).items() if isinstance(v, (str, bool, float)) and n[0] != "_"}
+    caught = {name: getattr(warnings, name) for name in _WARNINGS}
+    return [torch.get_rng_state(), random.getstate(), torch.get_default_dtype(), kernels, settings, caught]
+
+
+def restore_rank(kept: list[Any]) -> None:
+    """Put back what `kept_by_rank` found."""
+    numbers, python_numbers, dtype, kernels, settings, caught = kept
+    torch.set_rng_state(numbers)
+    random.setstate(python_numbers)
+    if torch.get_default_dtype() is not dtype:
+        torch.set_default_dtype(dtype)
+    for name, enabled in zip(_SDP, kernels, strict=True):
+        if getattr(torch._C, f"_get_{name}_sdp_enabled")() != enabled:
+            getattr(torch._C, _SDP_SETTERS[name])(enabled)
+    vars(config).update(settings)
+    vars(warnings).update(caught)
+
+
+_SDP_SETTERS = {
+    "flash": "_set_sdp_use_flash",
+    "mem_efficient": "_set_sdp_use_mem_efficient",
+    "math": "_set_sdp_use_math",
+    "cudnn": "_set_sdp_use_cudnn",
+    "overrideable": "_set_sdp_use_overrideable",
+}
+
+
+# Traces
+
+
+_ONLY_TELL = ("torch._logging", "torch._dynamo.utils", "torch._inductor", "torch._functorch", "shardcompile.reports")
+"""Modules that ask for the rank to write it into a log, or into the name of a file."""
+
+
+def _asked_by() -> str:
+    """The module, outside of `torch.distributed`, that asks for the rank."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if not module.startswith(("torch.distributed", "shardcompile.testing.thread_group", __name__)):
+            return module
+        frame = frame.f_back
+    return ""
+
+
+def note_rank_read() -> None:
+    """A rank was asked for. In a trace: what comes of it serves this rank alone."""
+    state = _HERE.state
+    if state is None or not compat.is_compiling() or _asked_by().startswith(_ONLY_TELL):
+        return
+    if getattr(_symbolic_convert.tls, "current_tx", None) is None:  # 2.11 - 2.15
+        raise RuntimeError(
+            "the graph of a backward pass depends on the rank, so that ranks in one process cannot share it; run this "
+            "on processes: @pytest.mark.ranks(...) without processes=False, LocalRanks(n)"
+        )
+    _guard_on_rank(state.rank)
+
+
+def _guard_on_rank(rank: int) -> None:
+    def holds(_: Any) -> bool:
+        return _HERE.state is not None and _HERE.state.rank == rank
+
+    def create(builder: Any, guard: Any) -> None:
+        text = [f"rank of this thread == {rank}"]
+        root = builder.guard_manager.root
+        try:
+            root.add_lambda_guard(holds, text, None)  # 2.13 - 2.15
+        except TypeError:
+            root.add_lambda_guard(holds, text)  # 2.11 - 2.12
+
+    context = TracingContext.get()
+    guards = context.guards_context.dynamo_guards  # 2.11 - 2.15
+    if not any(getattr(g.create_fn, "__qualname__", "") == create.__qualname__ for g in guards):
+        guards.add(Guard(GlobalStateSource(), create), collect_debug_stack=False)
+
+
+class Coordinate(tuple[int, ...]):
+    """A rank's place in a mesh, in a trace. Whoever reads it asks for the rank; whoever passes it on does not."""
+
+    __slots__ = ()
+
+    def __getitem__(self, index: Any) -> Any:
+        note_rank_read()
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[int]:
+        note_rank_read()
+        return super().__iter__()
+
+    def __eq__(self, other: object) -> bool:
+        note_rank_read()
+        return super().__eq__(other)
+
+    def __hash__(self) -> int:
+        note_rank_read()
+        return super().__hash__()
+
+
+def _lazy_coordinate(mesh: DeviceMesh) -> Any:
+    """The coordinate for our own code, which asks for it far more often than it reads it."""
+    if _HERE.state is None or not compat.is_compiling():
+        return mesh.get_coordinate()
+    coordinate = _attribute_here(mesh, "_coordinate_on_dim")
+    return None if coordinate is None else Coordinate(coordinate)
+
+
+# Meshes
+
+
+class _OfEachRank:
+    """An attribute of a mesh that is another one on each rank: that of the equal mesh which this rank has made."""
+
+    def __init__(self, name: str, tells_rank: bool) -> None:
+        self._name, self._tells_rank = name, tells_rank
+
+    def __get__(self, mesh: Any, owner: type | None = None) -> Any:
+        if mesh is None:
+            return self
+        if self._tells_rank:
+            note_rank_read()
+        return _attribute_here(mesh, self._name)
+
+    def __set__(self, mesh: Any, value: Any) -> None:
+        mesh.__dict__[self._name] = value
+        if _HERE.state is not None and "_made_by_rank" not in mesh.__dict__:
+            mesh.__dict__["_made_by_rank"] = _HERE.state.rank
+            _HERE.state.meshes.append(mesh)
+
+
+def _attribute_here(mesh: Any, name: str) -> Any:
+    made_by = mesh.__dict__.get("_made_by_rank")
+    state = _HERE.state
+    if state is not None and made_by is not None and made_by != state.rank:
+        mesh = _twin(mesh, state)
+    try:
+        return mesh.__dict__[name]
+    except KeyError:
+        raise AttributeError(name) from None
+
+
+def _twin(mesh: DeviceMesh, state: RankState) -> DeviceMesh:
+    twins = mesh.__dict__.setdefault("_twins", {})
+    if state.rank not in twins:
+        twin = next((m for m in reversed(state.meshes) if m == mesh), None)
+        if twin is None:
+            raise RuntimeError(f"rank {state.rank} uses {mesh}, which only other ranks have made; make it on every rank")
+        twins[state.rank] = twin
+    return twins[state.rank]  # type: ignore[no-any-return]
+
+
+def _sibling_name(original: Callable[..., str]) -> Callable[..., str]:
+    """Have the groups of a mesh dim, one of which each rank is in, have one name: graphs contain it."""
+
+    def name(ranks: Any, use_hashed_name: bool) -> str:
+        state = _HERE.state
+        if state is None or use_hashed_name or not ranks:
+            return original(ranks, use_hashed_name)
+        made = original(ranks, use_hashed_name)
+        first, others = state.siblings
+        if not (first and len(others) % len(ranks) == 0 and others.isdisjoint(ranks)):
+            first, others = made, frozenset()
+        state.siblings = (first, others | set(ranks))
+        return first if state.rank in ranks else made
+
+    return name
+
+
+@contextlib.contextmanager
+def in_rank_threads() -> Iterator[None]:
+    """While threads of this process are ranks."""
+    if isinstance(_c10d._world, _World):
+        yield
+        return
+    patches: list[tuple[Any, str, Any]] = [
+        (_c10d, "_world", _WORLD),
+        (_c10d, "_process_group_name", _sibling_name(_c10d._process_group_name)),
+        (DeviceMesh, "_rank", _OfEachRank("_rank", True)),
+        (DeviceMesh, "_coordinate_on_dim", _OfEachRank("_coordinate_on_dim", True)),
+        (DeviceMesh, "_pg_registry", _OfEachRank("_pg_registry", False)),
+        (compat, "coordinate", _lazy_coordinate),
+    ]
+    found = [(owner, name, vars(owner).get(name, _NOTHING)) for owner, name, _ in patches]
+    kept, threads = kept_by_rank(), torch.get_num_threads()
+    for owner, name, value in patches:
+        setattr(owner, name, value)
+    _set_thread_isolation_mode(True)
+    try:
+        # An entry of AOTAutograd's cache says nothing of a rank that its trace has asked for.
+        with _functorch_config.patch(enable_autograd_cache=False):
+            yield
+    finally:
+        _set_thread_isolation_mode(False)
+        for owner, name, value in found:
+            if value is _NOTHING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+        restore_rank(kept)
+        torch.set_num_threads(threads)
+
+
+_NOTHING = object()

@@ -1,0 +1,341 @@
+"""How ranks in one process exchange tensors: collectives and messages through memory.
+
+Values are those of gloo, bit for bit: an all-reduce adds up in the order of gloo's ring. What gloo would answer with a
+crash, or not at all, is an error here that names both ranks: another collective, another dtype, another size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Tensors = Sequence[Tensor]
+
+
+class MeetingError(RuntimeError):
+    """Ranks of a group have come to collectives, or messages, that do not belong together."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank brings to a collective.
+
+    Attributes:
+        told: what must be the same on every rank, in words.
+        given: tensors that are read.
+        taken: tensors that are written.
+    """
+
+    told: str
+    given: Tensors = ()
+    taken: Tensors = ()
+
+
+@dataclass
+class Meeting:
+    """One collective.
+
+    Attributes:
+        size: number of ranks that come to it.
+        run: moves the data once all have come, given the parts in the order of the ranks.
+        parts: what has been brought, by rank in the group.
+        done: whether the data has been moved.
+        error: why it never will be.
+    """
+
+    size: int
+    run: Callable[[Sequence[Part]], None]
+    parts: dict[int, Part] = field(default_factory=dict)
+    done: bool = False
+    error: str | None = None
+
+    def ended(self) -> bool:
+        """Whether nobody needs to wait any more."""
+        return self.done or self.error is not None
+
+
+@dataclass
+class Message:
+    """One side of a message, or both.
+
+    Attributes:
+        sent: what the sender sends, once it has come.
+        received: where the receiver wants it, once it has come.
+        done: whether it has been copied.
+        error: why it never will be.
+    """
+
+    sent: Tensor | None = None
+    received: Tensor | None = None
+    done: bool = False
+    error: str | None = None
+
+    def ended(self) -> bool:
+        """Whether nobody needs to wait any more."""
+        return self.done or self.error is not None
+
+
+class Room:
+    """Where the ranks of a group meet.
+
+    Args:
+        name: of the group, for messages.
+        ranks: global ranks of its members.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int]) -> None:
+        self.name, self.ranks = name, tuple(ranks)
+        self._begun: list[Meeting] = []
+        self._next = [0] * len(self.ranks)
+        self._unmatched: defaultdict[tuple[int, int, int], deque[Message]] = defaultdict(deque)
+
+    def join(self, rank: int, part: Part, run: Callable[[Sequence[Part]], None]) -> tuple[int, Meeting]:
+        """Come to this rank's next collective; the last one to come moves the data.
+
+        Args:
+            rank: in the group.
+            part: what it brings.
+            run: moves the data.
+
+        Returns:
+            The number of the collective in the group, and the collective.
+        """
+        number = self._next[rank]
+        self._next[rank] += 1
+        if number == len(self._begun):
+            self._begun.append(Meeting(len(self.ranks), run))
+        meeting = self._begun[number]
+        other = next(iter(meeting.parts), None)
+        meeting.parts[rank] = part
+        if other is not None and part.told != meeting.parts[other].told:
+            meeting.error = meeting.error or (
+                f"ranks have come to different collectives, number {number} of the group of ranks "
+                f"{', '.join(map(str, self.ranks))}: rank {self.ranks[other]} to {meeting.parts[other].told}, "
+                f"rank {self.ranks[rank]} to {part.told}"
+            )
+        elif len(meeting.parts) == meeting.size and meeting.error is None:
+            with torch.no_grad():
+                meeting.run([meeting.parts[r] for r in range(meeting.size)])
+            meeting.done = True
+            meeting.parts = dict.fromkeys(meeting.parts, part)  # frees the tensors
+        return number, meeting
+
+    def missing(self, meeting: Meeting) -> list[int]:
+        """Global ranks that have not come."""
+        return [self.ranks[r] for r in range(meeting.size) if r not in meeting.parts]
+
+    def send(self, source: int, target: int, tag: int, x: Tensor) -> Message:
+        """Offer a message; it is copied when it is received, as large ones are on sockets.
+
+        Args:
+            source: rank in the group.
+            target: likewise.
+            tag: of the message.
+            x: contiguous; not to be written before it has been copied.
+        """
+        return self._matched((source, target, tag), sent=x)
+
+    def receive(self, source: int, target: int, tag: int, x: Tensor) -> Message:
+        """Ask for a message; see `send`."""
+        return self._matched((source, target, tag), received=x)
+
+    def _matched(
+        self, way: tuple[int, int, int], sent: Tensor | None = None, received: Tensor | None = None
+    ) -> Message:
+        pending = self._unmatched[way]
+        if not pending or (pending[0].sent is None) == (sent is None):
+            message = Message(sent, received)
+            pending.append(message)
+            return message
+        message = pending.popleft()
+        sent = message.sent if sent is None else sent
+        received = message.received if received is None else received
+        assert sent is not None and received is not None, "a message has two sides"
+        if sent.nbytes != received.nbytes:
+            source, target = (self.ranks[r] for r in way[:2])
+            message.error = (
+                f"rank {source} sends {sent.nbytes} bytes ({sent.dtype} {tuple(sent.shape)}) to rank {target}, which "
+                f"expects {received.nbytes} ({received.dtype} {tuple(received.shape)})"
+            )
+            return message
+        with torch.no_grad():
+            copy_bytes(received, sent)
+        message.done = True
+        message.sent = message.received = None
+        return message
+
+
+def copy_bytes(target: Tensor, source: Tensor) -> None:
+    """Copy memory between contiguous tensors of as many bytes."""
+    if target.numel():
+        target = target.detach()
+        if target.dtype is source.dtype and target.shape == source.shape:
+            target.copy_(source.detach())
+        else:
+            target.view(-1).view(torch.uint8).copy_(source.detach().reshape(-1).view(torch.uint8))
+
+
+def describe(kind: str, x: Tensor, *words: object) -> str:
+    """A collective in words."""
+    dtype = str(x.dtype).removeprefix("torch.")
+    return " ".join([kind, *map(str, words), "of", f"{dtype}[{', '.join(map(str, x.shape))}]"])
+
+
+# What the collectives do. Each takes all parts, in the order of the ranks, and writes what they take.
+
+_SEGMENT_BYTES = 1 << 20
+"""The largest piece that gloo's ring reduces at once."""
+
+
+def ring_sum_order(nbytes: int, itemsize: int, ranks: int) -> list[tuple[int, int, list[int]]]:
+    """In which order gloo's ring all-reduce adds up, for ranges of elements.
+
+    Each rank owns as many segments as any other; a segment's terms are added up on the way round the ring, from the
+    rank before the owner downwards, the owner's last (gloo/allreduce.cc, `ring`).
+
+    Args:
+        nbytes: of the tensor.
+        itemsize: of an element.
+        ranks: in the group.
+
+    Returns:
+        First element, end, and ranks in the order in which their terms are added.
+    """
+    largest = itemsize * max(1, _SEGMENT_BYTES // itemsize)
+    count = max(-(-nbytes // largest), 2 * ranks)
+    per_rank = -(-count // ranks)
+    count = per_rank * ranks
+    segment = -(-(-(-nbytes // count)) // itemsize)  # elements
+    block, total = segment * per_rank, nbytes // itemsize
+    return [
+        (min(b * block, total), min((b + 1) * block, total), [(b - 1 - i) % ranks for i in range(ranks)])
+        for b in range(ranks)
+    ]
+
+
+def _combine(a: Tensor, b: Tensor, reduce_op: str) -> Tensor:
+    binary: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "SUM": torch.add,
+        "PRODUCT": torch.mul,
+        "MIN": lambda x, y: torch.where(y < x, y, x),  # gloo's std::min and max drop a NaN
+        "MAX": lambda x, y: torch.where(y > x, y, x),
+        "BAND": torch.bitwise_and,
+        "BOR": torch.bitwise_or,
+        "BXOR": torch.bitwise_xor,
+    }
+    return binary[reduce_op](a, b).to(a.dtype)
+
+
+def reduced(terms: Tensors, reduce_op: str) -> Tensor:
+    """The reduction of equal tensors, flat, with gloo's order of additions."""
+    flat = [t.detach().reshape(-1) for t in terms]
+    out = flat[0].clone()
+    for start, end, order in ring_sum_order(flat[0].nbytes, flat[0].itemsize, len(flat)) if len(flat) > 1 else []:
+        if end > start:
+            part = flat[order[0]][start:end].clone()
+            for rank in order[1:]:
+                part = _combine(flat[rank][start:end], part, reduce_op)
+            out[start:end] = part
+    return out
+
+
+def all_reduce(reduce_op: str) -> Callable[[Sequence[Part]], None]:
+    """Every rank's tensors become their reduction over the ranks."""
+
+    def run(parts: Sequence[Part]) -> None:
+        for n in range(len(parts[0].given)):
+            result = reduced([p.given[n] for p in parts], reduce_op)
+            for p in parts:
+                p.taken[n].detach().copy_(result.view(p.taken[n].shape))
+
+    return run
+
+
+def reduce_to(root: int, reduce_op: str) -> Callable[[Sequence[Part]], None]:
+    """As `all_reduce`, on one rank only."""
+
+    def run(parts: Sequence[Part]) -> None:
+        x = parts[root].taken[0]
+        x.detach().copy_(reduced([p.given[0] for p in parts], reduce_op).view(x.shape))
+
+    return run
+
+
+def all_gather(parts: Sequence[Part]) -> None:
+    """Each rank takes one tensor from every rank, in their order."""
+    for p in parts:
+        for target, source in zip(p.taken, parts, strict=True):
+            copy_bytes(target, source.given[0].contiguous())
+
+
+def reduce_scatter(reduce_op: str) -> Callable[[Sequence[Part]], None]:
+    """Each rank gives one term for every rank, and takes the reduction of those for itself."""
+
+    def run(parts: Sequence[Part]) -> None:
+        whole = [torch.cat([t.detach().reshape(-1) for t in p.given]) for p in parts]
+        result, start = reduced(whole, reduce_op), 0
+        for p in parts:
+            end = start + p.taken[0].numel()
+            p.taken[0].detach().copy_(result[start:end].view(p.taken[0].shape))
+            start = end
+
+    return run
+
+
+def broadcast(root: int) -> Callable[[Sequence[Part]], None]:
+    """Every rank takes what one rank gives."""
+
+    def run(parts: Sequence[Part]) -> None:
+        for rank, p in enumerate(parts):
+            if rank != root:
+                copy_bytes(p.taken[0], parts[root].taken[0].contiguous())
+
+    return run
+
+
+def scatter(root: int) -> Callable[[Sequence[Part]], None]:
+    """One rank gives a tensor to every rank."""
+
+    def run(parts: Sequence[Part]) -> None:
+        for p, source in zip(parts, parts[root].given, strict=True):
+            copy_bytes(p.taken[0], source.contiguous())
+
+    return run
+
+
+def gather(root: int) -> Callable[[Sequence[Part]], None]:
+    """One rank takes a tensor from every rank."""
+
+    def run(parts: Sequence[Part]) -> None:
+        for target, p in zip(parts[root].taken, parts, strict=True):
+            copy_bytes(target, p.given[0].contiguous())
+
+    return run
+
+
+def all_to_all(parts: Sequence[Part]) -> None:
+    """Every rank gives a tensor to every rank."""
+    for target_rank, p in enumerate(parts):
+        for source_rank, target in enumerate(p.taken):
+            source = parts[source_rank].given[target_rank]
+            if source.nbytes != target.nbytes:
+                raise MeetingError(
+                    f"all_to_all: rank {source_rank} of the group gives {source.nbytes} bytes to rank {target_rank}, "
+                    f"which expects {target.nbytes}"
+                )
+            copy_bytes(target, source.contiguous())
+
+
+def barrier(parts: Sequence[Part]) -> None:
+    """Nothing moves."""
+
+
+def op_name(reduce_op: Any) -> str:
+    """The name of a `ReduceOp`."""
+    return dist.ReduceOp.RedOpType(getattr(reduce_op, "op", reduce_op)).name

@@ -1,0 +1,272 @@
+"""The process group of ranks that are threads of one process: `torch.distributed` through memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from shardcompile.compat import one_process as rank_state
+from shardcompile.testing import meetings
+from shardcompile.testing.meetings import Meeting, MeetingError, Message, Part, Room
+from shardcompile.testing.turns import Turns
+
+_REDUCED = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.int32,
+    torch.int64,
+}
+"""What gloo reduces."""
+
+
+class ThreadWork(Work):
+    """A collective, or a message, that has started."""
+
+    def __init__(self, group: ThreadGroup, event: Meeting | Message, what: Callable[[], str]) -> None:
+        super().__init__()
+        self._group, self._event, self._what = group, event, what
+
+    def wait(self, timeout: object = None) -> bool:
+        """Let other ranks run until it is complete.
+
+        Raises:
+            MeetingError: it never will be.
+            RanksWaitError: no rank can go on.
+        """
+        self._group.turns.wait(self._group.global_rank, self._event.ended, self._what)
+        if self._event.error is not None:
+            raise MeetingError(self._event.error)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is complete."""
+        return self._event.ended()
+
+    def is_success(self) -> bool:
+        """Whether it is complete, and without an error."""
+        return self._event.done
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+
+class ThreadGroup(ProcessGroup):
+    """A process group of threads, as its member `rank` sees it.
+
+    Args:
+        room: where the members meet.
+        rank: in the group.
+        rooms: of all groups of the world.
+    """
+
+    def __init__(self, room: Room, rank: int, rooms: Rooms) -> None:
+        super().__init__(rank, len(room.ranks))
+        self._room, self._rank, self.rooms = room, rank, rooms
+
+    @property
+    def turns(self) -> Turns:
+        """The turns of the test that runs."""
+        return self.rooms.turns
+
+    @property
+    def global_rank(self) -> int:
+        """This member's rank in the default group."""
+        return self._room.ranks[self._rank]
+
+    def rank(self) -> int:
+        """In the group. A trace in which it is asked for serves this rank alone."""
+        rank_state.note_rank_read()
+        return self._rank
+
+    def size(self) -> int:
+        """Number of members."""
+        return len(self._room.ranks)
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        """The same on all members, and on those of the other groups along the same mesh dim."""
+        return self._room.name
+
+    def getBackendName(self) -> str:
+        """The name under which it is registered."""
+        return BACKEND
+
+    def __repr__(self) -> str:
+        return f"ThreadGroup(rank {self._rank} of ranks {', '.join(map(str, self._room.ranks))})"
+
+    # Collectives. Torch has two names for some of them (2.11 - 2.12 and 2.13 - 2.15).
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        op = meetings.op_name(opts.reduceOp) if opts is not None else "SUM"
+        _refuse_reduction(tensors, op)
+        told = " and ".join(meetings.describe("all_reduce", x, op.lower()) for x in tensors)
+        return self._joined(Part(told, tensors, tensors), meetings.all_reduce(op))
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        op = meetings.op_name(opts.reduceOp)
+        _refuse_reduction(tensors, op)
+        told = meetings.describe("reduce", tensors[0], op.lower(), "to", opts.rootRank)
+        return self._joined(Part(told, tensors, tensors), meetings.reduce_to(opts.rootRank, op))
+
+    def barrier(self, opts: Any = None) -> Work:
+        return self._joined(Part("barrier"), meetings.barrier)
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        told = meetings.describe("broadcast", tensors[0], "from", opts.rootRank)
+        return self._joined(Part(told, (), tensors), meetings.broadcast(opts.rootRank))
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+        part = Part(meetings.describe("all_gather", inputs[0]), inputs, outputs[0])
+        return self._joined(part, meetings.all_gather)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        parts = output.view(-1).chunk(self.size()) if output.numel() else [output] * self.size()
+        return self.allgather([parts], [input])
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        return _last([self.all_gather_single(o, i) for o, i in zip(outputs, inputs, strict=True)])
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Work:
+        op = meetings.op_name(opts.reduceOp)
+        _refuse_reduction(outputs, op)
+        shapes = ", ".join(str(tuple(t.shape)) for t in inputs[0])
+        told = f"reduce_scatter {op.lower()} of {inputs[0][0].dtype} {shapes}"
+        return self._joined(Part(told, inputs[0], outputs), meetings.reduce_scatter(op))
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
+        parts = input.view(-1).chunk(self.size()) if input.numel() else [input] * self.size()
+        return self.reduce_scatter([output], [parts], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
+    ) -> Work:
+        return _last([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+        return self._joined(Part(f"all_to_all of {inputs[0].dtype}", inputs, outputs), meetings.all_to_all)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
+    ) -> Work:
+        return self.alltoall(self._split(output, output_sizes), self._split(input, input_sizes))
+
+    alltoall_base = all_to_all_single
+
+    def _split(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        return list(x.split(list(sizes) or [x.shape[0] // self.size()] * self.size()))
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Work:
+        part = Part(
+            meetings.describe("scatter", outputs[0], "from", opts.rootRank), inputs[0] if inputs else (), outputs
+        )
+        return self._joined(part, meetings.scatter(opts.rootRank))
+
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
+        part = Part(
+            meetings.describe("gather", inputs[0], "to", opts.rootRank), inputs, outputs[0] if outputs else ()
+        )
+        return self._joined(part, meetings.gather(opts.rootRank))
+
+    def _joined(self, part: Part, run: Callable[[Sequence[Part]], None]) -> Work:
+        number, meeting = self._room.join(self._rank, part, run)
+
+        def what() -> str:
+            missing = ", ".join(map(str, self._room.missing(meeting)))
+            members = ", ".join(map(str, self._room.ranks))
+            return f"{part.told}, number {number} of the group of ranks {members}; missing: {missing}"
+
+        return ThreadWork(self, meeting, what)
+
+    # Messages
+
+    def send(self, tensors: Sequence[Tensor], target: int, tag: int = 0) -> Work:
+        message = self._room.send(self._rank, target, tag, tensors[0])
+        return ThreadWork(self, message, lambda: self._way("to send", tensors[0], target, tag))
+
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
+        message = self._room.receive(source, self._rank, tag, tensors[0])
+        return ThreadWork(self, message, lambda: self._way("to receive", tensors[0], source, tag))
+
+    def _way(self, verb: str, x: Tensor, peer: int, tag: int) -> str:
+        preposition = "to" if verb == "to send" else "from"
+        return f"rank {self._room.ranks[peer]} {meetings.describe(verb, x)} {preposition} it (tag {tag})"
+
+
+def _last(works: Sequence[Work]) -> Work:
+    for work in works[:-1]:
+        work.wait()
+    return works[-1]
+
+
+def _refuse_reduction(tensors: Sequence[Tensor], op: str) -> None:
+    """Raise what gloo raises."""
+    if op == "AVG":
+        raise ValueError("Cannot use ReduceOp.AVG with Gloo")
+    if any(t.dtype not in _REDUCED for t in tensors):
+        raise RuntimeError("Invalid scalar type")
+
+
+BACKEND = "one_process"
+"""The name of this backend of `torch.distributed`."""
+
+
+class Rooms:
+    """The groups of all ranks of a process.
+
+    Args:
+        world_size: number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._rooms: dict[tuple[str, tuple[int, ...]], Room] = {}
+        self.turns = Turns(0)
+
+    def group(self, name: str, ranks: Sequence[int], rank: int) -> ThreadGroup:
+        """A group as one of its members sees it.
+
+        Args:
+            name: the same on all members.
+            ranks: global ranks of all members; none for all ranks.
+            rank: in the group.
+        """
+        members = tuple(ranks) or tuple(range(self._world_size))
+        room = self._rooms.setdefault((name, members), Room(name, members))
+        return ThreadGroup(room, rank, self)
+
+    def forget(self) -> None:
+        """Forget what was begun and not ended, and groups that are gone."""
+        for room in self._rooms.values():
+            room.__init__(room.name, room.ranks)  # type: ignore[misc]
+
+
+def create_group(options: Any, _: Any) -> ThreadGroup:
+    """What `torch.distributed` calls to make a group of this backend, in a rank's thread."""
+    rooms = rank_state.here().rooms
+    return rooms.group(options.group_id, options.global_ranks_in_group, options.group_rank)
+
+
+dist.Backend.register_backend(BACKEND, create_group, extended_api=True, devices=["cpu", "cuda"])
