@@ -808,18 +808,22 @@ def _hessian_product(x: Tensor, v: Tensor) -> Tensor:
     return (gradient * v.detach()).sum()
 
 
+class _ModuleCall:
+    """A module as a function of its inputs and of plain parameters; a copy has a module of its own."""
+
+    def __init__(self, module: torch.nn.Module, inputs: int) -> None:
+        self._module, self._inputs = module, inputs
+        self._names = [n for n, _ in module.named_parameters()]
+
+    def __call__(self, *args: Tensor) -> Any:
+        parameters = dict(zip(self._names, args[self._inputs :], strict=True))
+        return torch.func.functional_call(self._module, parameters, args[: self._inputs])
+
+
 def _module(make: Callable[[], torch.nn.Module], *inputs: Input) -> tuple[Run, tuple[Input, ...]]:
-    """A module as a function of its inputs and of plain parameters."""
     torch.manual_seed(0)
     module = make().double()
-    names = [n for n, _ in module.named_parameters()]
-    shapes = [tuple(p.shape) for p in module.parameters()]
-
-    def run(*args: Tensor) -> Any:
-        parameters = dict(zip(names, args[len(inputs) :], strict=True))
-        return torch.func.functional_call(module, parameters, args[: len(inputs)])
-
-    return run, (*inputs, *[P(*s) for s in shapes])
+    return _ModuleCall(module, len(inputs)), (*inputs, *[P(*p.shape) for p in module.parameters()])
 
 
 def _deeper() -> list[Case]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import threading
@@ -254,6 +255,7 @@ def check(
         limit: how many layouts are tried where several inputs are sharded.
         wrap: what is done to the function on sharded inputs, e.g. compiling it.
     """
+    case = copy.deepcopy(case)  # modules are written to while they are called; ranks may be in one process
     generator = torch.Generator().manual_seed(seed_of(case.name))
     return check_values(case, [fill(i, generator) for i in case.inputs], mesh, limit, wrap)
 

@@ -25,6 +25,7 @@ from torch._dynamo.source import GlobalStateSource  # 2.11 - 2.15
 from torch._guards import Guard, TracingContext  # 2.11 - 2.15
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _redistribute
 
 from shardcompile import compat, config
 
@@ -69,12 +70,14 @@ class RankState:
         rank: in the default process group.
         rooms: where groups are made; of all ranks.
         meshes: that this rank has made, since the last `forget`.
+        twins: by identity, meshes of other ranks, and the equal ones of this rank.
         siblings: name, and ranks so far, of the groups that are being made for one mesh dim.
     """
 
     rank: int
     rooms: Any
     meshes: list[DeviceMesh] = field(default_factory=list)
+    twins: dict[int, tuple[DeviceMesh, DeviceMesh]] = field(default_factory=dict)
     siblings: tuple[str, frozenset[int]] = ("", frozenset())
 
     def forget(self) -> None:
@@ -97,6 +100,7 @@ class RankState:
         world.tags_to_pg.clear()
         world.group_count = 1
         self.meshes.clear()
+        self.twins.clear()
         self.siblings = ("", frozenset())
 
 
@@ -277,13 +281,13 @@ def _attribute_here(mesh: Any, name: str) -> Any:
 
 
 def _twin(mesh: DeviceMesh, state: RankState) -> DeviceMesh:
-    twins = mesh.__dict__.setdefault("_twins", {})
-    if state.rank not in twins:
+    _, twin = state.twins.get(id(mesh), (None, None))
+    if twin is None:
         twin = next((m for m in reversed(state.meshes) if m == mesh), None)
         if twin is None:
             raise RuntimeError(f"rank {state.rank} uses {mesh}, which only other ranks have made; make it on every rank")
-        twins[state.rank] = twin
-    return twins[state.rank]  # type: ignore[no-any-return]
+        state.twins[id(mesh)] = mesh, twin
+    return twin
 
 
 def _sibling_name(original: Callable[..., str]) -> Callable[..., str]:
@@ -316,6 +320,8 @@ def in_rank_threads() -> Iterator[None]:
         (DeviceMesh, "_coordinate_on_dim", _OfEachRank("_coordinate_on_dim", True)),
         (DeviceMesh, "_pg_registry", _OfEachRank("_pg_registry", False)),
         (compat, "coordinate", _lazy_coordinate),
+        # DTensor keeps by mesh what holds on one rank.
+        (_redistribute, "_gen_transform_infos", _redistribute._gen_transform_infos.__wrapped__),  # 2.11 - 2.15
     ]
     found = [(owner, name, vars(owner).get(name, _NOTHING)) for owner, name, _ in patches]
     kept, threads = kept_by_rank(), torch.get_num_threads()

@@ -222,6 +222,7 @@ def ring_sum_order(nbytes: int, itemsize: int, ranks: int) -> list[tuple[int, in
 def _combine(a: Tensor, b: Tensor, reduce_op: str) -> Tensor:
     binary: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "SUM": torch.add,
+        "AVG": torch.add,
         "PRODUCT": torch.mul,
         "MIN": lambda x, y: torch.where(y < x, y, x),  # gloo's std::min and max drop a NaN
         "MAX": lambda x, y: torch.where(y > x, y, x),
@@ -242,7 +243,7 @@ def reduced(terms: Tensors, reduce_op: str) -> Tensor:
             for rank in order[1:]:
                 part = _combine(flat[rank][start:end], part, reduce_op)
             out[start:end] = part
-    return out
+    return out / len(flat) if reduce_op == "AVG" else out
 
 
 def all_reduce(reduce_op: str) -> Callable[[Sequence[Part]], None]:

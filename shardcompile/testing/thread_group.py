@@ -109,7 +109,7 @@ class ThreadGroup(ProcessGroup):
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         op = meetings.op_name(opts.reduceOp) if opts is not None else "SUM"
-        _refuse_reduction(tensors, op)
+        _refuse_reduction(tensors)
         told = " and ".join(meetings.describe("all_reduce", x, op.lower()) for x in tensors)
         return self._joined(Part(told, tensors, tensors), meetings.all_reduce(op))
 
@@ -117,7 +117,7 @@ class ThreadGroup(ProcessGroup):
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         op = meetings.op_name(opts.reduceOp)
-        _refuse_reduction(tensors, op)
+        _refuse_reduction(tensors)
         told = meetings.describe("reduce", tensors[0], op.lower(), "to", opts.rootRank)
         return self._joined(Part(told, tensors, tensors), meetings.reduce_to(opts.rootRank, op))
 
@@ -147,7 +147,7 @@ class ThreadGroup(ProcessGroup):
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Work:
         op = meetings.op_name(opts.reduceOp)
-        _refuse_reduction(outputs, op)
+        _refuse_reduction(outputs)
         shapes = ", ".join(str(tuple(t.shape)) for t in inputs[0])
         told = f"reduce_scatter {op.lower()} of {inputs[0][0].dtype} {shapes}"
         return self._joined(Part(told, inputs[0], outputs), meetings.reduce_scatter(op))
@@ -221,10 +221,8 @@ def _last(works: Sequence[Work]) -> Work:
     return works[-1]
 
 
-def _refuse_reduction(tensors: Sequence[Tensor], op: str) -> None:
+def _refuse_reduction(tensors: Sequence[Tensor]) -> None:
     """Raise what gloo raises."""
-    if op == "AVG":
-        raise ValueError("Cannot use ReduceOp.AVG with Gloo")
     if any(t.dtype not in _REDUCED for t in tensors):
         raise RuntimeError("Invalid scalar type")
 

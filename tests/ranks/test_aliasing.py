@@ -51,7 +51,7 @@ def equal(ours: Any, theirs: Tensor, what: str) -> None:
     torch.testing.assert_close(ours.full_tensor(), theirs, rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_write_is_seen_on_the_other_side(mode: str, dim: int) -> None:
@@ -72,7 +72,7 @@ def test_a_write_is_seen_on_the_other_side(mode: str, dim: int) -> None:
             equal(x, full, f"{name}, copied into the view")
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_a_view_that_is_turned_in_place_keeps_following() -> None:
     full = torch.arange(28.0).view(7, 4)
     x = sharded(full)
@@ -84,7 +84,7 @@ def test_a_view_that_is_turned_in_place_keeps_following() -> None:
     equal(x, full, "after a write to the view")
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_the_data_of_a_tensor_is_watched_too() -> None:
     full = torch.arange(28.0).view(7, 4)
     x = sharded(full)
@@ -105,7 +105,7 @@ def assigned(x: Tensor, y: Tensor) -> Tensor:
     return (part * part).sum() + z.sin().sum()
 
 
-@pytest.mark.ranks(3, timeout=200)
+@pytest.mark.ranks(3, timeout=200, processes=False)
 @pytest.mark.parametrize(
     ("backend", "dim"),
     # Inductor 2.13 fails an assertion of its own on a flat view of a dynamic last dim.

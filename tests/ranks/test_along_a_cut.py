@@ -118,13 +118,13 @@ def _check(name: str, backend: str) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.ranks(3, timeout=120)
+@pytest.mark.ranks(3, timeout=120, processes=False)
 @pytest.mark.parametrize("name", [n for n in FUNCTIONS if n not in INDUCTOR])
 def test_one_graph_for_every_cut(name: str) -> None:
     _check(name, "aot_eager")
 
 
-@pytest.mark.ranks(3, timeout=200)
+@pytest.mark.ranks(3, timeout=200, processes=False)
 @pytest.mark.parametrize("name", INDUCTOR)
 def test_one_graph_through_inductor(name: str) -> None:
     _check(name, "inductor")
@@ -149,7 +149,7 @@ def _traffic(function: Callable[[Tensor], object], sizes: list[int]) -> list[tup
     return watch.rows
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_slices_pads_and_tokens_send_nothing() -> None:
     for name in ("slice", "steps", "split", "token in front", "pad", "in place"):
         function = FUNCTIONS[name]
@@ -182,7 +182,7 @@ def _check_not_gathered(name: str, dim: int, sizes: list[int], run: Callable[[Te
     assert all(numel < full.numel() for kind, numel in watch.rows if kind.startswith("all_gather"))
 
 
-@pytest.mark.ranks(3, timeout=200)
+@pytest.mark.ranks(3, timeout=200, processes=False)
 @pytest.mark.parametrize("name", NOT_GATHERED)
 def test_what_needs_no_gather_gathers_nothing(name: str) -> None:
     function, what, _ = NOT_GATHERED[name]
@@ -196,7 +196,7 @@ def test_what_needs_no_gather_gathers_nothing(name: str) -> None:
         assert dim > 0 or counter.frame_count == 1
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_the_cut_of_a_slice_says_who_has_what() -> None:
     mesh = init_device_mesh("cpu", (3,))
     x = sc.ShardTensor.from_local(torch.randn([3, 5, 1][rank()], 2), mesh, [Shard(0)])
@@ -210,13 +210,13 @@ def test_the_cut_of_a_slice_says_who_has_what() -> None:
     assert x[2:5]._local_tensor.untyped_storage().data_ptr() == x._local_tensor.untyped_storage().data_ptr()
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_a_scan_passes_on_one_row_for_each_rank() -> None:
     sent = _traffic(lambda x: x.cumsum(0), [30, 50, 10])
     assert sent == [("all_gather_v", 3 * 2)]
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_an_index_out_of_range_is_an_error_on_every_rank() -> None:
     mesh = init_device_mesh("cpu", (3,))
     table = sc.ShardTensor.from_local(torch.randn([3, 5, 0][rank()], 2), mesh, [Shard(0)])
@@ -227,7 +227,7 @@ def test_an_index_out_of_range_is_an_error_on_every_rank() -> None:
             table[torch.tensor([1, wrong])]
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4, timeout=120, processes=False)
 def test_a_dim_that_two_mesh_dims_cut() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     full = torch.arange(22.0, dtype=torch.float64).view(11, 2).cos()

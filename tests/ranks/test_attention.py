@@ -39,7 +39,7 @@ def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return attention(q, k, v, mask.detach())
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 @pytest.mark.parametrize("cut", [BATCH, HEADS, ROWS, FEATURES], ids=["batch", "heads", "rows", "features"])
 @pytest.mark.parametrize("function", [attention, causal], ids=["all", "causal"])
 def test_tensors_that_are_cut_alike(function: Any, cut: Shard) -> None:
@@ -49,7 +49,7 @@ def test_tensors_that_are_cut_alike(function: Any, cut: Shard) -> None:
     assert_matches_single_device(function, [q, k, v], [cut] * 3, steps=3, backend=backend)
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 @pytest.mark.parametrize("function", [attention, causal], ids=["all", "causal"])
 def test_queries_that_are_whole_and_keys_in_blocks(function: Any) -> None:
     torch.manual_seed(0)
@@ -57,7 +57,7 @@ def test_queries_that_are_whole_and_keys_in_blocks(function: Any) -> None:
     assert_matches_single_device(function, [q, k, v], [None, ROWS, ROWS], steps=3)
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 @pytest.mark.parametrize("cut", [BATCH, HEADS, ROWS], ids=["batch", "heads", "rows"])
 def test_fewer_heads_of_keys(cut: Shard) -> None:
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def test_fewer_heads_of_keys(cut: Shard) -> None:
     assert_matches_single_device(grouped, [q, k, v], [cut] * 3, steps=3, backend="aot_eager")
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 @pytest.mark.parametrize(
     ("of_query", "of_keys", "shape", "of_mask"),
     [
@@ -88,7 +88,7 @@ def test_masks(of_query: Any, of_keys: Any, shape: tuple[int, ...], of_mask: Any
     assert_matches_single_device(masked, [q, k, v, mask], placements, steps=2, backend="aot_eager")
 
 
-@pytest.mark.ranks(4, mesh=(2, 2), timeout=300)
+@pytest.mark.ranks(4, mesh=(2, 2), timeout=300, processes=False)
 @pytest.mark.parametrize(
     ("of_query", "of_keys"),
     [
@@ -107,14 +107,14 @@ def test_two_mesh_dims(of_query: Any, of_keys: Any) -> None:
     assert_matches_single_device(causal, [q, k, v], placements, mesh=mesh(), steps=2, backend=backend)
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 def test_half_precision() -> None:
     torch.manual_seed(0)
     q, k, v = (random(2, 2, 7, 8).bfloat16() for _ in range(3))
     assert_matches_single_device(causal, [q, k, v], [ROWS] * 3, steps=2, backend="aot_eager", rtol=0.03, atol=0.03)
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 def test_rows_stay_where_they_are_and_scores_are_not_held() -> None:
     torch.manual_seed(0)
     q, k, v = (sc.distribute_tensor(random(2, 2, 7, 4), mesh(), [ROWS]).requires_grad_() for _ in range(3))
@@ -126,7 +126,7 @@ def test_rows_stay_where_they_are_and_scores_are_not_held() -> None:
     assert causal(q, k, v).placements == (ROWS,)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_the_gradient_of_an_added_mask() -> None:
     aten = torch.ops.aten
     torch.manual_seed(0)
@@ -144,7 +144,7 @@ def test_the_gradient_of_an_added_mask() -> None:
     torch.testing.assert_close(found.full_tensor(), expected_grad)
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 def test_heads_are_exchanged_for_rows_where_that_moves_less() -> None:
     torch.manual_seed(0)
     full = [random(2, 6, 7, 4) for _ in range(3)]

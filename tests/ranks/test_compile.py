@@ -52,7 +52,7 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2)).double()
 
 
-@pytest.mark.ranks(2, 3, 4, timeout=300)
+@pytest.mark.ranks(2, 3, 4, timeout=300, processes=False)
 @pytest.mark.parametrize("backend", ["eager_tensor", "aot_eager", "inductor", "shardcompile"])
 def test_ten_optimizer_steps_equal_one_process(backend: str) -> None:
     mesh, sizes = mesh_1d(), CUTS[world_size()]
@@ -93,7 +93,7 @@ def random_sizes(rng: random.Random, ranks: int) -> list[int]:
             return sizes
 
 
-@pytest.mark.ranks(3, timeout=600)
+@pytest.mark.ranks(3, timeout=600, processes=False)
 @pytest.mark.parametrize("backend", ["aot_eager", "shardcompile"])  # the latter is Inductor and the passes
 def test_one_graph_serves_100_layouts(backend: str) -> None:
     mesh = mesh_1d()
@@ -117,7 +117,7 @@ def test_one_graph_serves_100_layouts(backend: str) -> None:
     same_everywhere(counter.frame_count)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_two_inputs_whose_cuts_are_sometimes_equal() -> None:
     mesh = mesh_1d()
     run, counter = counted(lambda x, y: (x * y).sum(1), "aot_eager")
@@ -128,7 +128,7 @@ def test_two_inputs_whose_cuts_are_sometimes_equal() -> None:
     same_everywhere(counter.frame_count)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_sharded_results_feed_the_next_compiled_function(backend: str) -> None:
     mesh = mesh_1d()
@@ -148,7 +148,7 @@ def test_sharded_results_feed_the_next_compiled_function(backend: str) -> None:
     assert (one.frame_count, two.frame_count) == (1, 1)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_a_gradient_with_another_cut_is_brought_to_the_output() -> None:
     mesh = mesh_1d()
     weight = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
@@ -172,7 +172,7 @@ def test_a_gradient_with_another_cut_is_brought_to_the_output() -> None:
     torch.testing.assert_close(again, ours, **TIGHT)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_a_gradient_of_a_view_that_is_returned_is_brought_to_its_layout() -> None:
     torch.manual_seed(0)
     full = torch.randn(7, 3, dtype=torch.float64)
@@ -182,7 +182,7 @@ def test_a_gradient_of_a_view_that_is_returned_is_brought_to_its_layout() -> Non
     torch.testing.assert_close(x.grad.full_tensor(), full.cos() - full.sin())
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_crossings_inside_a_compiled_function(backend: str) -> None:
     mesh = mesh_1d()
@@ -214,7 +214,7 @@ def test_crossings_inside_a_compiled_function(backend: str) -> None:
     same_everywhere(counter.frame_count)
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, processes=False)
 def test_two_mesh_dims_with_changing_cuts() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     weight = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
@@ -236,7 +236,7 @@ def test_two_mesh_dims_with_changing_cuts() -> None:
     same_everywhere(counter.frame_count)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_sharded_parameters_compile_once_and_keep_their_layout() -> None:
     mesh = mesh_1d()
     torch.manual_seed(0)
@@ -256,7 +256,7 @@ def test_sharded_parameters_compile_once_and_keep_their_layout() -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_comm_debug_mode_counts_collectives_inside_of_ops() -> None:
     mesh = mesh_1d()
     x = sharded(torch.randn(7, 3), [5, 0, 2], mesh)
@@ -266,7 +266,7 @@ def test_comm_debug_mode_counts_collectives_inside_of_ops() -> None:
     assert sum(counts.values()) == 2 and counts["shardcompile.all_gather_v"] == 1, counts
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_a_pending_sum_is_reduced_before_it_is_spread_out() -> None:
     mesh = mesh_1d()
     total = sharded(torch.randn(7, 3), [5, 0, 2], mesh).sum(0, keepdim=True)
@@ -274,7 +274,7 @@ def test_a_pending_sum_is_reduced_before_it_is_spread_out() -> None:
     assert total.expand(7, 3).placements == (Replicate(),)
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("stated", [True, False], ids=["stated", "inferred"])
 def test_from_local_inside_a_compiled_function(backend: str, stated: bool) -> None:
@@ -310,7 +310,7 @@ def test_from_local_inside_a_compiled_function(backend: str, stated: bool) -> No
     same_everywhere(counter.frame_count)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_blocks_that_do_not_belong_together_are_found_inside_a_compiled_function() -> None:
     mesh = mesh_1d()
 
@@ -324,7 +324,7 @@ def test_blocks_that_do_not_belong_together_are_found_inside_a_compiled_function
     torch.testing.assert_close(run(torch.ones(rank(), 2)), torch.tensor(6.0))
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_inputs_with_gradients_compile_alike_on_ranks_with_and_without_rows(dynamic: bool | None) -> None:
     mesh, net = mesh_1d(), mlp()
@@ -342,7 +342,7 @@ def test_inputs_with_gradients_compile_alike_on_ranks_with_and_without_rows(dyna
     assert counter.frame_count <= 2
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_blocks_that_first_have_no_columns_compile_once(backend: str) -> None:
     mesh = mesh_1d()
@@ -361,7 +361,7 @@ def test_blocks_that_first_have_no_columns_compile_once(backend: str) -> None:
     same_everywhere(counter.frame_count)
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_blocks_that_are_views_at_any_offset_compile_once(backend: str) -> None:
     mesh = mesh_1d()
@@ -374,7 +374,7 @@ def test_blocks_that_are_views_at_any_offset_compile_once(backend: str) -> None:
     assert counter.frame_count <= 2  # an extent of 1 has a graph of its own
 
 
-@pytest.mark.ranks(2, timeout=200)
+@pytest.mark.ranks(2, timeout=200, processes=False)
 def test_inputs_that_have_gradients_already() -> None:
     torch.manual_seed(0)
     mesh, full = mesh_1d(), [torch.randn(7, 3, dtype=torch.float64) for _ in range(6)]
@@ -395,7 +395,7 @@ def test_inputs_that_have_gradients_already() -> None:
 NESTED = [Shard(1), Shard(1)]
 
 
-@pytest.mark.ranks(4, mesh=(2, 2), timeout=300)
+@pytest.mark.ranks(4, mesh=(2, 2), timeout=300, processes=False)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -418,7 +418,7 @@ def test_dims_cut_twice_are_redistributed_inside_a_compiled_function(before: lis
     assert_matches_single_device(moved, [x], [before], mesh=mesh(), steps=2, backend="aot_eager")
 
 
-@pytest.mark.ranks(4, mesh=(2, 2), timeout=300)
+@pytest.mark.ranks(4, mesh=(2, 2), timeout=300, processes=False)
 def test_a_reduction_of_blocks_that_are_not_contiguous() -> None:
     torch.manual_seed(0)
     x = torch.randn(7, 5, 4, dtype=torch.float64)
@@ -429,7 +429,7 @@ def test_a_reduction_of_blocks_that_are_not_contiguous() -> None:
     assert_matches_single_device(summed, [x], [[Shard(0), Shard(1)]], mesh=mesh(), steps=2, backend="aot_eager")
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_around_a_graph_break_ops_run_as_they_are() -> None:
     torch.manual_seed(0)
     x = torch.randn(7, 3, dtype=torch.float64)

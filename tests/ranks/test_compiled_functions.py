@@ -64,7 +64,7 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 def test_cat_and_softmax_and_sum() -> None:
     def mixed(x: Tensor, y: Tensor) -> Tensor:
         both = torch.cat([x, 2 * y, x * y], 1)
@@ -73,7 +73,7 @@ def test_cat_and_softmax_and_sum() -> None:
     agrees_with_plain(mixed, lambda n: [random(n, 3), random(n, 3)])
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 def test_norm_and_linear_and_mean() -> None:
     def network(x: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return nnf.gelu(nnf.linear(nnf.layer_norm(x, (4,), scale, shift), weight, bias)).mean(0)
@@ -81,7 +81,7 @@ def test_norm_and_linear_and_mean() -> None:
     agrees_with_plain(network, lambda n: [random(n, 4)], [random(4), random(4), random(6, 4), random(6)])
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 def test_masks_and_logsumexp_and_topk() -> None:
     def masked(x: Tensor, y: Tensor) -> Tensor:
         hidden = torch.where(y > 0, x, 0.5 * y).masked_fill(x.abs() > 1.5, -2.0)
@@ -91,7 +91,7 @@ def test_masks_and_logsumexp_and_topk() -> None:
     agrees_with_plain(masked, lambda n: [random(n, 4), random(n, 4)])
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 def test_split_and_unbind_and_stack_and_products() -> None:
     def pieces(x: Tensor, weight: Tensor) -> Tensor:
         left, right = x.split([2, 2], 1)
@@ -102,7 +102,7 @@ def test_split_and_unbind_and_stack_and_products() -> None:
     agrees_with_plain(pieces, lambda n: [random(n, 4)], [random(2, 2)])
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 def test_embedding_and_attention_and_cross_entropy() -> None:
     def classify(tokens: Tensor, classes: Tensor, table: Tensor, qkv: Tensor, out: Tensor) -> Tensor:
         x = nnf.embedding(tokens, table)  # [n, 5, 4], the batch is cut
@@ -116,7 +116,7 @@ def test_embedding_and_attention_and_cross_entropy() -> None:
     agrees_with_plain(classify, make, [random(6, 4), random(12, 4), random(3, 4)])
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 def test_flattened_rows_are_cut_alike() -> None:
     def flattened(x: Tensor, y: Tensor) -> Tensor:
         flat = x.flatten() * y.flatten(0, 1).flatten()
@@ -125,7 +125,7 @@ def test_flattened_rows_are_cut_alike() -> None:
     agrees_with_plain(flattened, lambda n: [random(n, 2, 3), random(n, 2, 3)])
 
 
-@pytest.mark.ranks(2, timeout=300)
+@pytest.mark.ranks(2, timeout=300, processes=False)
 def test_gradient_of_a_column_of_weights() -> None:
     def loss(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         return relative_l2((x @ weight).squeeze(-1), y)
@@ -134,7 +134,7 @@ def test_gradient_of_a_column_of_weights() -> None:
     agrees_with_plain(loss, lambda n: [random(n, 5), random(n)], [random(5, 1)], cuts)
 
 
-@pytest.mark.ranks(3, timeout=100)
+@pytest.mark.ranks(3, timeout=100, processes=False)
 def test_strides_that_a_block_of_one_row_makes_equal() -> None:
     # Inductor sorts the strides of a matrix product's factors; a guard from that would hold on some ranks only.
     agrees_with_plain(lambda x, weight: weight @ x.mT, lambda n: [random(n, 0)], [random(5, 0)], [[9, 1, 0], *CUTS])

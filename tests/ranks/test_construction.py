@@ -95,7 +95,7 @@ def test_from_local_on_one_mesh_dim():
                 same_on_all_ranks(x.sharding.describe())
 
 
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(2, 3, 4, processes=False)
 def test_from_local_in_chunks():
     mesh = mesh_1d()
     for extent in (0, 1, 5, 8):
@@ -106,7 +106,7 @@ def test_from_local_in_chunks():
             assert torch.equal(x.full_tensor(), full)
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, processes=False)
 def test_from_local_on_two_mesh_dims():
     mesh, full = mesh_2d(), values(7, 5)
     for placements, sizes, slices in CASES_2D:
@@ -122,7 +122,7 @@ def test_from_local_on_two_mesh_dims():
     assert x.offsets(0) == x.offsets(1) == x.offsets()[0]
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_from_local_of_terms_and_of_replicas():
     mesh = mesh_1d()
     term = torch.full((2, 3), float(rank() + 1))
@@ -132,7 +132,7 @@ def test_from_local_of_terms_and_of_replicas():
     assert same.placements == (R,) and same.shape == (2,) and same.offsets(0) == 0
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_the_current_mesh_is_the_default():
     with mesh_1d() as mesh:
         x = ShardTensor.from_local(torch.ones(rank(), 2), placements=[S0])
@@ -144,7 +144,7 @@ def test_the_current_mesh_is_the_default():
         ShardTensor.from_local(torch.ones(2))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_dtypes_and_memory():
     mesh = mesh_1d()
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
@@ -159,7 +159,7 @@ def test_dtypes_and_memory():
     assert torch.equal(block, torch.ones(2))  # no copy, as with torch.from_numpy and DTensor
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_from_local_is_differentiable():
     mesh, sizes = mesh_1d(), SIZES[3]
     full, w = values(6, 2), values(6, 2)
@@ -185,7 +185,7 @@ def leaf(*, requires_grad: bool = True) -> ShardTensor:
     return ShardTensor.from_local(block.clone(), mesh_1d(), [S0], {0: sizes}).requires_grad_(requires_grad)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_leaves_and_gradients():
     x = leaf()
     full = x.detach().full_tensor()
@@ -205,7 +205,7 @@ def test_leaves_and_gradients():
     assert not x.requires_grad_(False).requires_grad
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_detach_and_data():
     x = leaf()
     full = x.detach().full_tensor()
@@ -229,7 +229,7 @@ def test_detach_and_data():
         x.mul_(2)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_hooks():
     x, seen = leaf(), []
     full = x.detach().full_tensor()
@@ -246,7 +246,7 @@ def test_hooks():
     assert torch.equal(x.grad.full_tensor(), torch.full((8,), 2.0))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_backward_with_a_gradient():
     x = leaf()
     weight = torch.arange(8.0)
@@ -256,7 +256,7 @@ def test_backward_with_a_gradient():
         (x * 2).backward()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_parameters():
     x = leaf(requires_grad=False)
     p = nn.Parameter(x)
@@ -335,7 +335,7 @@ def test_scatter_on_two_mesh_dims(monkeypatch: pytest.MonkeyPatch):
             assert torch.equal(x.full_tensor(), full)
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, processes=False)
 def test_scatter_within_part_of_the_ranks():
     half = mesh_2d()["b"]  # rank 0 and 1, rank 2 and 3
     source = rank() // 2 * 2 + 1
@@ -344,7 +344,7 @@ def test_scatter_within_part_of_the_ranks():
     assert torch.equal(x.full_tensor(), full) and x.to_local().shape[0] == [4, 1][rank() % 2]
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_distribute_tensor(monkeypatch: pytest.MonkeyPatch):
     mesh, full = mesh_1d(), values(7, 2)
     mine = full if rank() == 0 else torch.zeros_like(full)
@@ -367,7 +367,7 @@ def test_distribute_tensor(monkeypatch: pytest.MonkeyPatch):
         sc.distribute_tensor(full.clone().requires_grad_() * 2, mesh, [S0])
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_distribute_module():
     mesh, model = mesh_1d(), nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)).double()
     reference, names = copy.deepcopy(model), []
@@ -401,7 +401,7 @@ def test_distribute_module():
 # Factories
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_factories():
     mesh = mesh_1d()
     kwargs: dict[str, Any] = {"device_mesh": mesh, "placements": [S0], "sharding_shapes": {0: [1, 4]}}
@@ -429,7 +429,7 @@ def test_factories():
         assert sc.zeros(n, 3, device_mesh=mesh, placements=[S0]).full_tensor().shape == (n, 3)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_random_factories():
     mesh = mesh_1d()
     x = sc.rand(300, 2, device_mesh=mesh, placements=[S0], sharding_shapes={0: [100, 200]}).full_tensor()
@@ -447,7 +447,7 @@ def test_random_factories():
 # Text
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, processes=False)
 def test_repr_is_one_line():
     mesh = mesh_2d()
     sizes = SIZES[4]
@@ -463,7 +463,7 @@ def test_repr_is_one_line():
     assert f"{scalar.item():.1f}" == "1.5"
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_visualize_sharding():
     x = ShardTensor.from_local(torch.zeros([3, 0][rank()], 2), mesh_1d(), [S0])
     text = "f32[3, 2] d: S(0)[3,0]\n  (0,)  [0:3, 0:2]  (3, 2)\n  (1,)  [3:3, 0:2]  (0, 2)"
@@ -495,7 +495,7 @@ def samples(mesh: DeviceMesh) -> list[ShardTensor]:
     ]
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, processes=False)
 def test_copies():
     for x in samples(mesh_2d()):
         check_copy(pickle.loads(pickle.dumps(x)), x)
@@ -514,7 +514,7 @@ def test_copies():
         copy.deepcopy(x.float().requires_grad_() * 2)
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, processes=False)
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_save_and_load_of_this_ranks_part(tmp_path: Path, weights_only: bool):
     mesh = mesh_2d()
@@ -540,7 +540,7 @@ def test_save_and_load_of_this_ranks_part(tmp_path: Path, weights_only: bool):
 # DTensor
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_dtensors_are_taken_as_operands():
     mesh, full = mesh_1d(), values(7, 3)
     x = ShardTensor.from_local(full.split([6, 1])[rank()].clone(), mesh, [S0]).requires_grad_()
@@ -563,7 +563,7 @@ def test_dtensors_are_taken_as_operands():
     assert torch.equal((x.detach() + term).full_tensor(), 2 * full)
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, processes=False)
 def test_dtensors_of_another_mesh_are_refused():
     one, two = mesh_1d(), mesh_2d()
     x = ShardTensor.from_local(torch.ones(2), one, [S0])
@@ -578,7 +578,7 @@ def test_dtensors_of_another_mesh_are_refused():
 # Bad input: every rank gets an error, and nothing hangs
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, processes=False)
 def test_blocks_that_do_not_belong_together():
     mesh = mesh_1d()
     odd = rank() == 1
@@ -603,7 +603,7 @@ def test_blocks_that_do_not_belong_together():
         )
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, processes=False)
 def test_blocks_that_do_not_fit_on_two_mesh_dims():
     mesh = mesh_2d()
     rows = [2, 3, 2, 3]  # sharded by mesh dim b, and so the same for all of mesh dim a
@@ -618,7 +618,7 @@ def test_blocks_that_do_not_fit_on_two_mesh_dims():
     )
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_sizes_that_do_not_match():
     mesh = mesh_1d()
     block = torch.ones(3 + rank(), 2)
@@ -643,7 +643,7 @@ def test_sizes_that_do_not_match():
     refused_alike('must be "infer", "chunk" or a mapping', build([3, 4]))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_placements_that_do_not_fit():
     mesh, full = mesh_1d(), torch.ones(4, 2)
     for placements, match in (
@@ -666,7 +666,7 @@ def test_placements_that_do_not_fit():
             refused_alike(match, lambda make=make, placements=placements: make(placements))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_partial_is_no_target():
     mesh, full = mesh_1d(), torch.ones(4, 2)
     for make in (
@@ -678,7 +678,7 @@ def test_partial_is_no_target():
         refused_alike("Partial cannot be a target", make)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_sizes_of_scatter_and_factories():
     mesh, full = mesh_1d(), torch.ones(4, 2)
     makers: list[Callable[[Mapping[int, Any]], object]] = [
@@ -692,7 +692,7 @@ def test_sizes_of_scatter_and_factories():
         refused_alike("names mesh dim 1, which shards nothing", lambda m=make: m({1: [2, 2]}))
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, processes=False)
 def test_meshes_that_differ():
     one, two = mesh_1d(), mesh_2d()
     x, y = ShardTensor.from_local(torch.ones(2), one, [S0]), ShardTensor.from_local(torch.ones(4), two, [R, S0])
@@ -702,7 +702,7 @@ def test_meshes_that_differ():
     assert torch.equal((x + again).full_tensor(), torch.full((8,), 2.0))  # equal meshes are one
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, processes=False)
 def test_ranks_that_disagree():
     mesh = mesh_1d()
     odd = rank() == world_size() - 1
@@ -732,7 +732,7 @@ def test_ranks_that_disagree():
     )
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, processes=False)
 def test_replicas_that_differ():
     mesh = mesh_2d()
     block = torch.arange(4.0) + (rank() >= 2)
@@ -746,7 +746,7 @@ def test_replicas_that_differ():
     ShardTensor.from_local(block, mesh, [P, R], run_check=True)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_sources_that_hold_nothing():
     mesh, full = mesh_1d(), torch.ones(4, 2)
     mine = full if rank() == 0 else None
@@ -778,7 +778,7 @@ for _ in range(2):
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_the_gradient_of_a_leaf_has_its_layout() -> None:
     mesh = init_device_mesh("cpu", (3,))
     full_a, full_b = torch.randn(7, 4), torch.randn(4, 5)

@@ -61,7 +61,7 @@ def test_a_custom_op_with_a_rule(compiled: bool) -> None:
     torch.testing.assert_close(x.grad.full_tensor(), 3 * (3 * full).cos())
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_a_rule_of_another_length_is_refused() -> None:
     @sc.register_sharding(torch.ops.shardcompile_tests.scaled.default)
     def rule(x: Any, factor: float) -> list[Any]:
@@ -71,7 +71,7 @@ def test_a_rule_of_another_length_is_refused() -> None:
         scaled(sharded(torch.randn(7, 2)), 3.0)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_a_rule_may_count_dims_of_inputs_from_the_last() -> None:
     @sc.register_sharding(torch.ops.shardcompile_tests.scaled.default)
     def rule(x: Any, factor: float) -> list[Any]:
@@ -118,7 +118,7 @@ def test_handlers_run_in_place_of_ours(compiled: bool) -> None:
     assert set(seen) == {"aten.floor.default", "ceil"}
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_local_map_around_a_local_kernel(compiled: bool) -> None:
     full = torch.randn(7, 2, dtype=torch.float64)
@@ -143,7 +143,7 @@ def test_local_map_around_a_local_kernel(compiled: bool) -> None:
     torch.testing.assert_close(moved(x, 2.0)[0].full_tensor(), 2 * full)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_local_map_does_not_guess_between_two_cuts() -> None:
     mesh = init_device_mesh("cpu", (3,))
     a, b = sharded(torch.randn(7, 2)), sc.distribute_tensor(torch.randn(7, 2), mesh, [Shard(0)])
@@ -163,7 +163,7 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty([int(n) for n in x.shape])  # takes a symbol for a number
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_an_op_that_specialises_on_the_size_of_a_block_is_refused_on_every_rank() -> None:
     @sc.register_sharding(torch.ops.shardcompile_tests.counted.default)
     def rule(x: Any) -> list[Any]:

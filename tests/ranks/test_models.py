@@ -124,7 +124,7 @@ def data(model: Any, n: int, dtype: torch.dtype) -> list[Tensor]:
     return tensors
 
 
-@pytest.mark.ranks(3, timeout=600)
+@pytest.mark.ranks(3, timeout=600, processes=False)
 @pytest.mark.parametrize("model", MODELS)
 def test_training_equals_one_device(model: Any) -> None:
     torch.manual_seed(0)
@@ -140,7 +140,7 @@ def test_training_equals_one_device(model: Any) -> None:
     )
 
 
-@pytest.mark.ranks(3, timeout=600)
+@pytest.mark.ranks(3, timeout=600, processes=False)
 @pytest.mark.parametrize("model", MODELS)
 def test_one_row_in_all(model: Any) -> None:
     torch.manual_seed(0)

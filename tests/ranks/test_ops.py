@@ -40,7 +40,7 @@ COMPILED = {
 """Of each family every so many cases are compiled: a compilation takes a second, and there are many."""
 
 
-@pytest.mark.ranks(3, timeout=400)
+@pytest.mark.ranks(3, timeout=400, processes=False)
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_on_three_ranks(family: str) -> None:
     mesh = init_device_mesh("cpu", (3,))
@@ -48,7 +48,7 @@ def test_on_three_ranks(family: str) -> None:
     assert not (everyone := op_check.agree(failures)), "\n".join(everyone)
 
 
-@pytest.mark.ranks(4, timeout=400)
+@pytest.mark.ranks(4, timeout=400, processes=False)
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_on_two_by_two_ranks(family: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
@@ -56,7 +56,7 @@ def test_on_two_by_two_ranks(family: str) -> None:
     assert not (everyone := op_check.agree(failures)), "\n".join(everyone)
 
 
-@pytest.mark.ranks(3, timeout=600)
+@pytest.mark.ranks(3, timeout=600, processes=False)
 @pytest.mark.parametrize("family", list(COMPILED))
 def test_compiled_with_aot_eager(family: str) -> None:
     mesh = init_device_mesh("cpu", (3,))
@@ -70,7 +70,7 @@ def test_compiled_with_aot_eager(family: str) -> None:
     assert not (everyone := op_check.agree(failures)), "\n".join(everyone)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_a_wrong_value_would_be_found() -> None:
     mesh = init_device_mesh("cpu", (2,))
 

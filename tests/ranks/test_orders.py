@@ -89,7 +89,7 @@ class Between(nn.Module):
         return total
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 @pytest.mark.parametrize("group", GROUPS)
 def test_ops_on_blocks_of_several_orders(group: str) -> None:
     torch.manual_seed(0)
@@ -98,7 +98,7 @@ def test_ops_on_blocks_of_several_orders(group: str) -> None:
     assert_matches_single_device(model, [x, w], [Shard(1), Shard(1)], backend="aot_eager", input_grads=False)
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 def test_ops_on_blocks_of_several_orders_through_inductor() -> None:
     torch.manual_seed(0)
     x, w = torch.randn(2, 7, 6, dtype=torch.float64), torch.randn(2, 7, 6, dtype=torch.float64)

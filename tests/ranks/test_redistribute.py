@@ -133,7 +133,7 @@ def cases_2d() -> list[Case]:
 # Values
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, processes=False)
 def test_all_pairs_on_one_mesh_dim():
     mesh, full = mesh_1d(), values()
     for source in cases_1d():
@@ -147,7 +147,7 @@ def test_all_pairs_on_one_mesh_dim():
             check(y, full, mesh, expected, source, case)
 
 
-@pytest.mark.ranks(4, timeout=300)
+@pytest.mark.ranks(4, timeout=300, processes=False)
 def test_all_pairs_on_two_mesh_dims():
     mesh, full = mesh_2d(), values()
     for source in cases_2d():
@@ -170,7 +170,7 @@ def kept(source: Case, case: Case) -> Case:
     return Case(case.placements, sizes)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, processes=False)
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
 def test_every_reduction(op: str):
     mesh, full = mesh_1d(), values()
@@ -179,7 +179,7 @@ def test_every_reduction(op: str):
         check(x.redistribute(placements=case.placements, sharding_shapes=case.sizes), full, mesh, case, op, case)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_nan_is_the_largest_and_the_smallest():
     mesh = mesh_1d()
     nan, inf = float("nan"), float("inf")
@@ -192,7 +192,7 @@ def test_nan_is_the_largest_and_the_smallest():
                 torch.testing.assert_close(y, expected, equal_nan=True, rtol=0, atol=0)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_dtypes():
     mesh = mesh_1d()
     for dtype in (torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64):
@@ -203,7 +203,7 @@ def test_dtypes():
             check(y, full, mesh, case, dtype)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_extents_of_zero_and_one():
     mesh = mesh_1d()
     for shape in ((0, 4), (1, 4), (0, 0), (1, 1)):
@@ -213,7 +213,7 @@ def test_extents_of_zero_and_one():
             check(y, full, mesh, Case((target,)), shape, source, target)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_negative_dims_and_no_dims():
     mesh, full = mesh_1d(), values()
     x = sharded(full, mesh, Case((S0,)))
@@ -222,7 +222,7 @@ def test_negative_dims_and_no_dims():
     assert scalar.redistribute(placements=[R]).to_local() == 1.0
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_strides_are_those_of_the_global_tensor():
     mesh, full = mesh_1d(), values()
     x = sharded(full, mesh, Case((S0,), {0: [2, 5]})).t()
@@ -250,7 +250,7 @@ def checked_gradients(source: Case, case: Case, full: Tensor, mesh: DeviceMesh) 
     assert torch.equal(twice.full_tensor(), expected), (source, case)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, processes=False)
 def test_gradients_on_one_mesh_dim():
     mesh, full = mesh_1d(), values()
     for source in cases_1d():
@@ -258,7 +258,7 @@ def test_gradients_on_one_mesh_dim():
             checked_gradients(source, case, full, mesh)
 
 
-@pytest.mark.ranks(4, timeout=300)
+@pytest.mark.ranks(4, timeout=300, processes=False)
 def test_gradients_on_two_mesh_dims():
     mesh, full = mesh_2d(), values()
     pairs = [(s, t) for s in cases_2d() for t in targets(s, cases_2d())]
@@ -266,7 +266,7 @@ def test_gradients_on_two_mesh_dims():
         checked_gradients(source, case, full, mesh)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, processes=False)
 def test_gradients_from_block_to_block():
     """The whole way: from_local, redistribute, to_local."""
     mesh, full = mesh_1d(), values()
@@ -281,7 +281,7 @@ def test_gradients_from_block_to_block():
             assert torch.equal(block.grad, block_of(w, mesh, source)), (source, case)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_gradient_of_terms():
     """Each term of a sum counts once, of an average its share; of a maximum a term has no gradient of its own."""
     mesh, full = mesh_1d(), values()
@@ -298,7 +298,7 @@ def test_gradient_of_terms():
 # Arguments
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_same_layout_is_the_tensor_itself():
     mesh, full = mesh_1d(), values()
     for case in (Case((R,)), Case((S0,), {0: [3, 4]}), Case((P,))):
@@ -340,7 +340,7 @@ def test_rebalancing_moves_one_row(monkeypatch: pytest.MonkeyPatch):
     assert y.sharding.sizes(0) == (4, 4)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_whole_shapes_are_sizes_too():
     mesh, full = mesh_1d(), values()
     x = sharded(full, mesh, Case((R,)))
@@ -365,7 +365,7 @@ def test_dtypes_of_forward_and_backward(monkeypatch: pytest.MonkeyPatch):
         assert torch.equal(x.grad.to_local(), torch.full((2 if rank() == 0 else 5, 5), 3.0).double())
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, processes=False)
 def test_async_op():
     mesh, full = mesh_1d(), values()
     pairs = [(s, t) for s in cases_1d() for t in targets(s, cases_1d())]
@@ -378,7 +378,7 @@ def test_async_op():
         check(y, full, mesh, kept(source, case), source, case)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_async_op_does_not_wait_before():
     mesh, full = mesh_1d(), values()
     pairs = [
@@ -418,7 +418,7 @@ def test_async_op_waits_at_the_first_use():
 # Leaving the sharded world
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, processes=False)
 def test_grad_placements():
     mesh, full = mesh_1d(), values()
     weights = [values() for _ in range(world_size())]
@@ -436,7 +436,7 @@ def test_grad_placements():
     assert torch.equal(x.grad.full_tensor(), total)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_grad_placements_that_do_not_fit():
     mesh, full = mesh_1d(), values()
     x = sharded(full, mesh, Case((S0,), {0: [2, 5]}))
@@ -447,7 +447,7 @@ def test_grad_placements_that_do_not_fit():
         x.to_local(grad_placements=[S0, S0])
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_to_local_and_full_tensor_twice_differentiable():
     mesh, full = mesh_1d(), values()
     x = sharded(full, mesh, Case((S0,), {0: [6, 1]})).detach().requires_grad_()
@@ -459,7 +459,7 @@ def test_to_local_and_full_tensor_twice_differentiable():
         assert torch.equal(twice.full_tensor(), 6 * full)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_terms_are_not_handed_out():
     x = sharded(values(), mesh_1d(), Case((P,)))
     with pytest.raises(RedistributeError, match=r"term of a pending reduction.*take full_tensor\(\)"):
@@ -469,7 +469,7 @@ def test_terms_are_not_handed_out():
 # DTensor
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, processes=False)
 def test_to_dtensor_and_back():
     mesh, full = mesh_2d(), values()
     for pair in itertools.product((R, S0, S1, P), repeat=2):
@@ -484,7 +484,7 @@ def test_to_dtensor_and_back():
         assert torch.equal(x.grad.full_tensor(), 2 * full), pair
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_from_dtensor():
     mesh = mesh_1d()
     for n in (7, 2, 0):
@@ -499,7 +499,7 @@ def test_from_dtensor():
         assert torch.equal(d.grad.full_tensor(), torch.full_like(full, 2.0))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_to_dtensor_of_another_cut():
     mesh, full = mesh_1d(), values()
     x = sharded(full, mesh, Case((S0,), {0: [6, 1]}))
@@ -511,7 +511,7 @@ def test_to_dtensor_of_another_cut():
 # Errors
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_partial_is_no_target():
     mesh, full = mesh_1d(), values()
     for case in (Case((R,)), Case((S0,))):
@@ -521,7 +521,7 @@ def test_partial_is_no_target():
         sharded(full, mesh, Case((P,))).redistribute(placements=[Partial("avg")])
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, processes=False)
 def test_another_mesh_is_no_target():
     one, two = mesh_1d(), mesh_2d()
     x = sharded(values(), one, Case((S0,)))
@@ -530,7 +530,7 @@ def test_another_mesh_is_no_target():
     assert x.redistribute(init_device_mesh("cpu", (4,)), [R]).placements == (R,)  # an equal mesh is the same
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_bad_arguments():
     x = sharded(values(), mesh_1d(), Case((S0,)))
     with pytest.raises(LayoutError, match="mesh of 1 dims needs as many placements, got 2"):

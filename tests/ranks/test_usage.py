@@ -96,7 +96,7 @@ def _same_training(
         torch.testing.assert_close(whole, b.detach(), rtol=1e-10, atol=1e-10, check_device=False)
 
 
-@pytest.mark.ranks(3, timeout=120)
+@pytest.mark.ranks(3, timeout=120, processes=False)
 @pytest.mark.parametrize("kind", ["for-loop", "foreach", "fused"])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_optimizers_over_sharded_parameters(name: str, kind: str) -> None:
@@ -105,7 +105,7 @@ def test_optimizers_over_sharded_parameters(name: str, kind: str) -> None:
     )
 
 
-@pytest.mark.ranks(3, timeout=120)
+@pytest.mark.ranks(3, timeout=120, processes=False)
 def test_more_optimizers_over_sharded_parameters() -> None:
     for name, make in MORE.items():
         for options in ({"foreach": False}, {"foreach": True}):
@@ -135,7 +135,7 @@ def _foreach_arguments(overload: Any, positions: list[Tensor]) -> list[Any]:
     return made
 
 
-@pytest.mark.ranks(3, timeout=200)
+@pytest.mark.ranks(3, timeout=200, processes=False)
 def test_foreach_ops_give_what_they_give_on_plain_tensors() -> None:
     full = [values(9, 9, seed=s).abs() + 0.1 for s in range(3)]
     sizes, other = [5, 0, 4], [2, 6, 1]
@@ -168,7 +168,7 @@ def test_foreach_ops_give_what_they_give_on_plain_tensors() -> None:
     assert checked > 200
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_the_gradient_scaler_skips_a_step_on_all_ranks() -> None:
     for bad in (False, True):
         model = nn.Linear(9, 2)
@@ -186,7 +186,7 @@ def test_the_gradient_scaler_skips_a_step_on_all_ranks() -> None:
         assert scaler.get_scale() == (4.0 if bad else 8.0)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 @pytest.mark.parametrize("foreach", [False, True, None])
 def test_clipping_of_gradients(foreach: bool | None) -> None:
     clips: list[Callable[[Any], Any]] = [
@@ -199,7 +199,7 @@ def test_clipping_of_gradients(foreach: bool | None) -> None:
         _same_training(OPTIMIZERS["SGD"], {}, clip)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_the_norm_that_clipping_returns_is_that_of_the_whole_gradients() -> None:
     ours, theirs = shard_parameters(network()), network()
     x = values(9, 9, seed=1)
@@ -210,7 +210,7 @@ def test_the_norm_that_clipping_returns_is_that_of_the_whole_gradients() -> None
     torch.testing.assert_close(got, nn.utils.clip_grad_norm_(theirs.parameters(), 1.0))
 
 
-@pytest.mark.ranks(3, timeout=120)
+@pytest.mark.ranks(3, timeout=120, processes=False)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_autocast(compiled: bool) -> None:
     model = network().float()
@@ -233,7 +233,7 @@ def test_autocast(compiled: bool) -> None:
         torch.testing.assert_close(g, p.grad, rtol=2e-2, atol=4e-2)
 
 
-@pytest.mark.ranks(3, timeout=120)
+@pytest.mark.ranks(3, timeout=120, processes=False)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_checkpointing(compiled: bool) -> None:
     model = network()
@@ -250,7 +250,7 @@ def test_checkpointing(compiled: bool) -> None:
     torch.testing.assert_close(x.grad.full_tensor(), y.grad)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_checkpointing_repeats_dropout() -> None:
     layer = nn.Dropout(0.5)
     x = sharded(torch.ones(9, 200)).requires_grad_()
@@ -259,7 +259,7 @@ def test_checkpointing_repeats_dropout() -> None:
     assert torch.equal(out.detach().full_tensor(), x.grad.full_tensor())
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_no_grad_and_inference_mode() -> None:
     model, x = network(), values(9, 9)
     for mode in (torch.no_grad, torch.inference_mode):
@@ -275,7 +275,7 @@ def test_no_grad_and_inference_mode() -> None:
         torch.testing.assert_close(inner.full_tensor(), changed.relu())
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_functional_call_and_deepcopy_and_state_dict() -> None:
     model, x = shard_parameters(network()), values(9, 9)
     doubled = {name: 2 * p.detach() for name, p in model.named_parameters()}
@@ -289,7 +289,7 @@ def test_functional_call_and_deepcopy_and_state_dict() -> None:
     torch.testing.assert_close(model[0].weight.full_tensor(), plain[0].weight)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_results_keep_their_names() -> None:
     x = sharded(values(9, 4))
     for out in (x.max(0), x.sort(1), x.topk(2, 1), x.median(0), x.cummax(0), torch.linalg.qr(x), x.kthvalue(2, 1)):
@@ -299,7 +299,7 @@ def test_results_keep_their_names() -> None:
     assert x.max(0).indices.dtype is torch.int64
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_numbers_leave_a_tensor_only_if_they_are_the_same_everywhere() -> None:
     x = sharded(values(9, 4))
     assert x.sum().item() == pytest.approx(values(9, 4).sum().item())
@@ -328,7 +328,7 @@ def _draws() -> Iterator[tuple[str, Callable[[ShardTensor], Tensor]]]:
     yield "uniform_", lambda x: torch.empty_like(x).uniform_()
 
 
-@pytest.mark.ranks(3, timeout=120)
+@pytest.mark.ranks(3, timeout=120, processes=False)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_random_values_are_independent_across_blocks_and_alike_in_copies(compiled: bool) -> None:
     mesh = mesh_1d()
@@ -350,7 +350,7 @@ def test_random_values_are_independent_across_blocks_and_alike_in_copies(compile
         assert all(torch.equal(v, copies[0]) for v in copies), name
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_permutations_are_the_same_on_every_rank() -> None:
     mesh = mesh_1d()
     torch.manual_seed(1)
@@ -361,7 +361,7 @@ def test_permutations_are_the_same_on_every_rank() -> None:
     assert mesh.size() == 3
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 @pytest.mark.parametrize("start", ["method", "function", "grad"])
 def test_a_plain_gradient_is_the_whole_one(start: str) -> None:
     full, grad = values(9, 2), values(9, 2, seed=1)
@@ -398,7 +398,7 @@ class Accumulating(nn.Module):
         return self.result(torch.cat([sums, started, largest, total], 1)) + h.mean()
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 def test_plain_tensors_take_what_depends_on_sharded_ones() -> None:
     torch.manual_seed(0)
     x, group = torch.randn(7, 3, dtype=torch.float64), torch.tensor([0, 1, 1, 3, 0, 4, 1])
@@ -407,7 +407,7 @@ def test_plain_tensors_take_what_depends_on_sharded_ones() -> None:
     )
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_what_does_not_fit_into_a_plain_tensor_is_refused() -> None:
     rows = sc.distribute_tensor(torch.ones(3, 4), mesh_1d(), [Shard(0)], sharding_shapes={0: [1, 2]}).requires_grad_()
     with pytest.raises(sc.UnsupportedOpError, match=r"cannot be written into torch\.int64"):

@@ -50,7 +50,7 @@ def compare(function: Callable[..., Tensor], x: Tensor, dim: int, sizes: list[in
     return out
 
 
-@pytest.mark.ranks(3, timeout=200)
+@pytest.mark.ranks(3, timeout=200, processes=False)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("transposed", [False, True])
 def test_random_convolutions(transposed: bool, seed: int) -> None:
@@ -103,7 +103,7 @@ def _weighted(values: Tensor, numbers: Tensor) -> Tensor:
     return values * (numbers + 1)
 
 
-@pytest.mark.ranks(3, timeout=200)
+@pytest.mark.ranks(3, timeout=200, processes=False)
 @pytest.mark.parametrize("kind", POOLS)
 def test_random_pools(kind: str) -> None:
     choose = random.Random(0)
@@ -126,7 +126,7 @@ def test_random_pools(kind: str) -> None:
         tried += 1
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_a_maximum_that_no_element_is_above() -> None:
     x = torch.full([1, 1, 7, 5], -float("inf"), dtype=torch.float64)
     for sizes in ([3, 0, 4], [0, 7, 0]):
@@ -134,7 +134,7 @@ def test_a_maximum_that_no_element_is_above() -> None:
         assert torch.equal(found[0].full_tensor(), expected[0]) and torch.equal(found[1].full_tensor(), expected[1])
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 @pytest.mark.parametrize("dims", [1, 3])
 def test_pools_of_other_dims(dims: int) -> None:
     torch.manual_seed(0)
@@ -145,7 +145,7 @@ def test_pools_of_other_dims(dims: int) -> None:
             assert out.placements == (ROWS,)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_images_without_a_dim_of_samples() -> None:
     torch.manual_seed(0)
     image, weight = normal(2, 7, 5), normal(3, 2, 3, 3)
@@ -170,7 +170,7 @@ class UNet(nn.Module):
         return self.last(torch.cat([fine, self.up(coarse)], 1))
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_small_u_net(backend: str) -> None:
     torch.manual_seed(0)
@@ -178,7 +178,7 @@ def test_a_small_u_net(backend: str) -> None:
     assert_matches_single_device(UNet().double(), [x], [ROWS], steps=3, backend=backend)
 
 
-@pytest.mark.ranks(4, mesh=(2, 2), timeout=300)
+@pytest.mark.ranks(4, mesh=(2, 2), timeout=300, processes=False)
 @pytest.mark.parametrize(
     "placements",
     [(ROWS, COLUMNS), (SAMPLES, ROWS), (COLUMNS, CHANNELS), (ROWS, ROWS), (ROWS, Replicate()), (Partial(), ROWS)],
@@ -191,7 +191,7 @@ def test_two_mesh_dims(placements: Any) -> None:
     assert_matches_single_device(model, [x], placements, mesh=mesh(), steps=2, backend="aot_eager")
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_second_derivatives() -> None:
     torch.manual_seed(0)
     weight = normal(3, 2, 3, 3)
@@ -203,7 +203,7 @@ def test_second_derivatives() -> None:
     compare(penalty, normal(2, 2, 7, 5), 2, [2, 0, 5], weight)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 @pytest.mark.parametrize("name", ["bfloat16", "channels_last"])
 def test_other_dtypes_and_formats(name: str) -> None:
     torch.manual_seed(0)
@@ -219,7 +219,7 @@ def test_other_dtypes_and_formats(name: str) -> None:
     torch.testing.assert_close(out.full_tensor(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 def test_only_halos_move() -> None:
     torch.manual_seed(0)
     model = UNet().double()
@@ -230,7 +230,7 @@ def test_only_halos_move() -> None:
     assert set(kinds) <= {"fetch_ranges", "return_ranges", "all_reduce"}, kinds
 
 
-@pytest.mark.ranks(3, timeout=200)
+@pytest.mark.ranks(3, timeout=200, processes=False)
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
 def test_the_nearest_element_of_a_coarser_grid(mode: str) -> None:
     torch.manual_seed(0)
@@ -247,7 +247,7 @@ def test_the_nearest_element_of_a_coarser_grid(mode: str) -> None:
     assert_matches_single_device(finer, [x], [ROWS], steps=3, backend="aot_eager")
 
 
-@pytest.mark.ranks(3, timeout=200)
+@pytest.mark.ranks(3, timeout=200, processes=False)
 @pytest.mark.parametrize("align", [False, True], ids=["cells", "aligned"])
 def test_linear_interpolation(align: bool) -> None:
     choose = random.Random(0)
@@ -270,7 +270,7 @@ def test_linear_interpolation(align: bool) -> None:
     assert_matches_single_device(twice, [normal(2, 2, 7, 5)], [ROWS], steps=3, backend="inductor")
 
 
-@pytest.mark.ranks(3, timeout=200)
+@pytest.mark.ranks(3, timeout=200, processes=False)
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 def test_padding_with_rows_of_the_tensor(mode: str) -> None:
     torch.manual_seed(0)
@@ -287,7 +287,7 @@ def test_padding_with_rows_of_the_tensor(mode: str) -> None:
     assert_matches_single_device(model, [x], [ROWS], steps=3, backend="aot_eager")
 
 
-@pytest.mark.ranks(2, timeout=200)
+@pytest.mark.ranks(2, timeout=200, processes=False)
 def test_a_gathered_image_compiles_its_backward_pass_at_once() -> None:
     torch.manual_seed(0)
     model = nn.Conv2d(2, 3, 3, padding=1).double()
