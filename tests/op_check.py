@@ -21,6 +21,7 @@ import shardcompile as sc
 from shardcompile import ShardTensor
 from shardcompile.testing.arrange import Way, lay_out, seed_of, sizes_in_style
 from shardcompile.testing.compare import Tolerances
+from shardcompile.testing import once
 from shardcompile.testing.trial import Outcome, Trial, differences
 from shardcompile.testing.watch import ServiceWatch
 
@@ -199,6 +200,14 @@ def run_plain(case: Case, full: Sequence[Tensor]) -> Outcome:
     return Trial.forward(case.run, inputs).backward(case.name).outcome()
 
 
+def run_plain_or_error(case: Case, full: Sequence[Tensor]) -> Outcome | Exception:
+    """As `run_plain`, with what it raises in place of what it gives."""
+    try:
+        return run_plain(case, full)
+    except Exception as error:
+        return error
+
+
 def run_sharded(
     case: Case,
     full: Sequence[Tensor],
@@ -268,11 +277,7 @@ def check_values(
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> list[str]:
     """As `check`, for given full values."""
-    want: Outcome | Exception
-    try:
-        want = run_plain(case, full)
-    except Exception as error:
-        want = error
+    want = once(lambda: run_plain_or_error(case, full))
     failures = []
     for ways in ways_of(case, mesh.ndim, limit):
         label = f"{case.name} {' '.join('plain' if w is None else str(w) for w in ways)}"

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardcompile.testing.here import rank as rank
     from shardcompile.testing.here import world_size as world_size
     from shardcompile.testing.local_ranks import LocalRanks as LocalRanks
+    from shardcompile.testing.one_process import once as once
     from shardcompile.testing.rule_check import RuleReport as RuleReport
     from shardcompile.testing.rule_check import check_rule as check_rule
     from shardcompile.testing.same_collectives import same_collectives_on_every_rank as same_collectives_on_every_rank
@@ -40,6 +41,7 @@ _MODULES = {
     "assert_matches_single_device": "single_device",
     "check_rule": "rule_check",
     "mesh": "here",
+    "once": "one_process",
     "rank": "here",
     "same_collectives_on_every_rank": "same_collectives",
     "world_size": "here",
@@ -52,6 +54,7 @@ __all__ = [
     "assert_matches_single_device",
     "check_rule",
     "mesh",
+    "once",
     "rank",
     "same_collectives_on_every_rank",
     "world_size",

@@ -101,7 +101,7 @@ class _Shared:
     """What `once` has found, in its order.
 
     Attributes:
-        results: of each call.
+        results: of each call, or what it has raised.
         asked: how many calls each rank has made.
     """
 
@@ -128,8 +128,18 @@ def once(action: Callable[[], _T]) -> _T:
     number = shared.asked.get(rank, 0)
     shared.asked[rank] = number + 1
     if number == len(shared.results):
-        shared.results.append(action())
-    return shared.results[number]  # type: ignore[no-any-return]
+        shared.results.append(_attempt(action))
+    result, error = shared.results[number]
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
+
+
+def _attempt(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error
 
 
 class RankThreads:

@@ -15,6 +15,7 @@ from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing.agreement import CheckFailed, Failure, agree_on_use, together, usage_error
 from shardcompile.testing.arguments import Arguments, Placements, Sizes, default_mesh, digest
 from shardcompile.testing.compare import Tolerances, difference, tolerances
+from shardcompile.testing.one_process import once
 from shardcompile.testing.subject import Plan, Subject, same_on_every_rank
 
 Backend = str | Callable[..., Any]
@@ -100,7 +101,7 @@ def assert_matches_single_device(
         facts=str,
     )
     expected = together(
-        "on plain tensors", lambda: _on_plain_tensors(module_or_fn, given, plan, steps), error=usage_error
+        "on plain tensors", lambda: once(lambda: _on_plain_tensors(module_or_fn, given, plan, steps)), error=usage_error
     )
     check = _Check(module_or_fn, given, plan, expected, tolerances(rtol, atol))
     check.run("eager", lambda call: call)
@@ -156,10 +157,10 @@ class _Check:
 
     def run_compiled(self, backend: Backend, options: Mapping[str, Any] | None, max_graphs: int) -> None:
         """The same with `torch.compile`, and count its graphs."""
-        torch.compiler.reset()
+        once(torch.compiler.reset)
         name = f"compiled with {backend if isinstance(backend, str) else getattr(backend, '__name__', backend)}"
         stated = None if options is None else dict(options)
-        before = graphs_compiled()
+        before = once(graphs_compiled)
         self.run(name, lambda call: torch.compile(call, fullgraph=True, backend=backend, options=stated))
         count = graphs_compiled() - before
         together(name, lambda: _check_graphs(count, max_graphs), lambda _: f"{count} graphs")

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
-from shardcompile.testing import rank
+from shardcompile.testing import once, rank
 from shardcompile.testing.watch import CollectiveWatch
 
 CUTS = ([3, 5, 1], [0, 6, 4], [7, 0, 0], [1, 2, 3], [4, 4, 4])
@@ -101,7 +101,7 @@ INDUCTOR = (
 
 def _check(name: str, backend: str) -> None:
     mesh = init_device_mesh("cpu", (3,))
-    counter = CompileCounterWithBackend(backend)
+    counter = once(lambda: CompileCounterWithBackend(backend))
     compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend=counter)
     for sizes in CUTS:
         torch.manual_seed(sum(sizes))
@@ -187,8 +187,8 @@ def _check_not_gathered(name: str, dim: int, sizes: list[int], run: Callable[[Te
 def test_what_needs_no_gather_gathers_nothing(name: str) -> None:
     function, what, _ = NOT_GATHERED[name]
     for dim, extent in enumerate(what.shape if isinstance(what, Tensor) else what):
-        torch._dynamo.reset()
-        counter = CompileCounterWithBackend("aot_eager")
+        once(torch._dynamo.reset)
+        counter = once(lambda: CompileCounterWithBackend("aot_eager"))
         compiled = torch.compile(function, fullgraph=True, backend=counter)
         for sizes in ([extent - 2, 0, 2], [0, 2, extent - 2], [1, extent - 1, 0]):
             _check_not_gathered(name, dim, sizes, function)

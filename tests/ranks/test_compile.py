@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
 from shardcompile.demo.model import PointTransformer, mean_squared_error
-from shardcompile.testing import assert_matches_single_device, mesh, rank, world_size
+from shardcompile.testing import assert_matches_single_device, mesh, once, rank, world_size
 
 CUTS = {2: [7, 0], 3: [5, 0, 2], 4: [3, 0, 1, 3]}
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
@@ -37,7 +37,7 @@ def sharded(full: Tensor, sizes: list[int], mesh: DeviceMesh, dim: int = 0) -> s
 
 
 def counted(function: Callable[..., Any], backend: str) -> tuple[Callable[..., Any], CompileCounterWithBackend]:
-    counter = CompileCounterWithBackend(backend)
+    counter = once(lambda: CompileCounterWithBackend(backend))
     return torch.compile(function, fullgraph=True, backend=counter), counter
 
 
@@ -278,7 +278,7 @@ def test_a_pending_sum_is_reduced_before_it_is_spread_out() -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("stated", [True, False], ids=["stated", "inferred"])
 def test_from_local_inside_a_compiled_function(backend: str, stated: bool) -> None:
-    torch._dynamo.reset()
+    once(torch._dynamo.reset)
     mesh, model = mesh_1d(), mlp()
     reference = copy.deepcopy(model)
 
@@ -328,7 +328,7 @@ def test_blocks_that_do_not_belong_together_are_found_inside_a_compiled_function
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_inputs_with_gradients_compile_alike_on_ranks_with_and_without_rows(dynamic: bool | None) -> None:
     mesh, net = mesh_1d(), mlp()
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = once(lambda: CompileCounterWithBackend("aot_eager"))
     compiled = torch.compile(lambda x: net(x).softmax(0), fullgraph=True, dynamic=dynamic, backend=counter)
     for sizes in ([6, 0, 5], [1, 2, 3], [0, 0, 4], [9, 1, 1]):
         full = torch.randn(sum(sizes), 3, dtype=torch.float64, requires_grad=True)
@@ -383,7 +383,7 @@ def test_inputs_that_have_gradients_already() -> None:
         return sum(x.redistribute(placements=[Replicate()]).sin().sum() for x in xs)
 
     for sizes in ([6, 1], [0, 7]):
-        torch._dynamo.reset()  # compiled anew each time, with gradients of six inputs, whose symbols have other names
+        once(torch._dynamo.reset)  # compiled anew each time, with gradients of six inputs, whose symbols have other names
         inputs = [sharded(x, sizes, mesh).requires_grad_() for x in full]
         for x in inputs:
             x.grad = torch.zeros_like(x)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
 from shardcompile.demo.model import relative_l2
-from shardcompile.testing import rank, world_size
+from shardcompile.testing import once, rank, world_size
 
 CUTS = ([5, 0, 2], [1, 6, 4], [3, 3, 3], [0, 1, 12])
 """An empty block, a block of one, even blocks, both extremes; extents differ."""
@@ -36,7 +36,7 @@ def agrees_with_plain(
         cuts: block sizes, call by call.
     """
     mesh = init_device_mesh("cpu", (world_size(),))
-    counter = CompileCounterWithBackend("inductor")
+    counter = once(lambda: CompileCounterWithBackend("inductor"))
     compiled = torch.compile(function, fullgraph=True, backend=counter)
     for sizes in cuts:
         full = [x.requires_grad_(x.is_floating_point()) for x in make(sum(sizes))]

@@ -29,7 +29,7 @@ SAMPLE = sorted(op_db.OPS)[::20]
 
 def sweep(name: str, mesh_shape: tuple[int, ...], count: int, limit: int, backend: str | None = None) -> None:
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        torch._dynamo.reset()
+        once(torch._dynamo.reset)
         return torch.compile(function, fullgraph=True, backend=backend)
 
     mesh = init_device_mesh("cpu", mesh_shape)
@@ -40,7 +40,7 @@ def sweep(name: str, mesh_shape: tuple[int, ...], count: int, limit: int, backen
         for text in op_check.check_values(case, full, mesh, limit, None if backend is None else compiled)
     ]
     everyone = op_check.agree(failures)
-    torch._dynamo.reset()
+    once(torch._dynamo.reset)
     if rank() == 0 and (path := os.environ.get("OP_DB_RESULTS")):
         result = {"op": name, "mesh": mesh_shape, "backend": backend, "failures": everyone, "served": op_check.SERVED}
         with Path(path).open("a") as file:

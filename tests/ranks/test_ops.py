@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import op_check
 from op_cases import FAMILIES
 
+from shardcompile.testing import once
+
 COMPILED = {
     "unary": 20,
     "binary": 9,
@@ -62,7 +64,7 @@ def test_compiled_with_aot_eager(family: str) -> None:
     mesh = init_device_mesh("cpu", (3,))
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        torch._dynamo.reset()
+        once(torch._dynamo.reset)
         return torch.compile(function, fullgraph=True, backend="aot_eager")
 
     cases = [case for case in FAMILIES[family] if "error" not in case.name][:: COMPILED[family]]
