@@ -773,8 +773,9 @@ def _terms(d: Draw) -> Step:
     def run(here: Here, t: Tensor) -> Tensor:
         if here.mesh is None or not isinstance(t, ShardTensor):
             return t * 1.0
-        whole = t.full_tensor()
-        return ShardTensor.from_local(whole / here.mesh.size(), here.mesh, [Partial()] * here.mesh.ndim, "infer")
+        terms = [Partial()] * here.mesh.ndim
+        whole = t.full_tensor(grad_placements=terms)  # what follows differs in meaning by rank: gradients add up
+        return ShardTensor.from_local(whole / here.mesh.size(), here.mesh, terms, "infer")
 
     return Step(f"terms of {name(x)}", run, (x,))
 
