@@ -28,7 +28,7 @@ def test_all_names_exist() -> None:
 def test_a_compiled_graph_is_made_and_finished_as_notes_beside_it_need() -> None:
     from torch._inductor.output_code import CompiledFxGraph
 
-    assert list(inspect.signature(CompiledFxGraph.__init__).parameters)[:4] == ["self", "current_callable", "graph", "gm"]
+    assert list(inspect.signature(CompiledFxGraph.__init__).parameters)[2:4] == ["graph", "gm"]
     assert callable(CompiledFxGraph.post_compile)
 
 
