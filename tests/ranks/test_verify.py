@@ -139,8 +139,10 @@ def loss_of(x: Tensor, weight: Tensor) -> Tensor:
     return torch.tanh((x @ weight).full_tensor()).square().sum()  # type: ignore[attr-defined]
 
 
-def other_loss_of(x: Tensor, weight: Tensor) -> Tensor:
-    return (x.full_tensor() @ weight).sum() + (x @ weight).full_tensor().sum()  # type: ignore[attr-defined]
+def loss_without_sizes(x: Tensor, weight: Tensor) -> Tensor:
+    """Its backward graph reads no sizes, so that AOTAutograd compiles it no sooner than in the first backward pass."""
+    y = x @ weight
+    return (y.mT @ y).full_tensor().square().sum()  # type: ignore[attr-defined]
 
 
 def trained(loss: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> list[Tensor]:
@@ -235,23 +237,27 @@ def test_warm_and_cold_ranks_agree_in_whatever_order_they_compile(
     with using(cache) as counts:
         noted = note_comparisons(monkeypatch)
 
-        def both() -> list[Tensor]:
-            """Two functions, of which the second is called before the first goes back."""
-            first = compiled(RepeatIfTold(), of=loss_of)
-            second = torch.compile(other_loss_of, fullgraph=True, backend=backend(RepeatIfTold()))
+        def both() -> tuple[list[Tensor], int]:
+            """Two functions, of which the second goes back first; and how many graphs a backward pass compiled."""
+            first = compiled(RepeatIfTold(), of=loss_without_sizes)
+            second = torch.compile(loss_of, fullgraph=True, backend=backend(RepeatIfTold()))
             x = inputs().unsqueeze(1)
             weights = [torch.full((1, 3), 0.5, requires_grad=True) for _ in range(2)]
             losses = [first(x, weights[0]), second(x, weights[1])]
+            forward = cache_counts()["inductor misses"]
             for loss in reversed(losses):
                 loss.backward()
-            return [w.grad for w in weights if w.grad is not None]
+            return [w.grad for w in weights if w.grad is not None], cache_counts()["inductor misses"] - forward
 
         use_cache(monkeypatch, tmp_path / "warm")
-        cold = both()
+        cold, compiled_late = both()
+        assert compiled_late == 1
         before, compared = counts(), list(noted)
         noted.clear()
         use_cache(monkeypatch, tmp_path / ("warm" if rank() == 1 else "cold"))
-        for a, b in zip(both(), cold, strict=True):
+        again, compiled_late = both()
+        assert compiled_late == (rank() != 1)
+        for a, b in zip(again, cold, strict=True):
             torch.testing.assert_close(a, b)
         after = counts()
         assert (after[0] > before[0], after[1] > before[1]) == (rank() == 1, rank() != 1), (before, after)
