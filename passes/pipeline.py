@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch.fx import Graph, Node
 
 from shardcompile import compat, config
+from shardcompile.compat.compiled import leave_note, look_at_notes, runs_behind
 from shardcompile.errors import PassError
 from shardcompile.passes.bucket import BucketAllGathers, BucketAllReduces, BucketAllToAlls, BucketReduceScatters
 from shardcompile.passes.cleanup import (
@@ -26,7 +28,7 @@ from shardcompile.passes.hold import HoldOrder
 from shardcompile.passes.lower import LowerEvenGathers
 from shardcompile.passes.normalise import NormaliseChains
 from shardcompile.passes.overlap import ScheduleOverlap
-from shardcompile.passes.verify import agreed, verify_graph
+from shardcompile.passes.verify import agreed, is_record, record_of, verify
 
 
 class Pass(Protocol):
@@ -133,8 +135,7 @@ class Pipeline(compat.CustomGraphPass):
         """Run the passes on a graph, in place.
 
         Raises:
-            PassError: a pass failed, or left an invalid graph; the error says how to do without the pass. Or ranks
-                have compiled different collectives, see `shardcompile.passes.verify`.
+            PassError: a pass failed, or left an invalid graph; the error says how to do without the pass.
         """
         if self.record:
             self.history.append([])
@@ -150,8 +151,9 @@ class Pipeline(compat.CustomGraphPass):
                 self.history[-1].append(_step(graph_pass.name, before, _described(graph)))
         for watcher in watchers:
             watcher.ended(graph)
-        if config.verify and self.final and not self.in_step:
-            verify_graph(graph)
+        if self.is_verified:
+            look_at_notes(_before_first_run)
+            leave_note(graph, record_of(graph))
 
     def __str__(self) -> str:
         return "\n".join(f"{i}. {p.name:<28} {p!r}" for i, p in enumerate(self.passes, 1)) or "no passes"
@@ -159,10 +161,34 @@ class Pipeline(compat.CustomGraphPass):
     def uuid(self) -> Any:
         """What compiled code depends on besides this library's sources, by which all of torch's caches are keyed.
 
-        None, so that nothing is cached, where something is to be seen each time that a graph is compiled.
+        None, so that nothing is cached, where something is to be seen each time that a graph is compiled. What was
+        compiled without a record of its collectives is not used where they are compared.
         """
-        seen = config.verify or self.record or self.in_step or _WATCHERS
-        return None if seen else repr(self.passes)
+        if self.record or self.in_step or _WATCHERS:
+            return None
+        if not self.is_verified:
+            return repr(self.passes)
+        look_at_notes(_before_first_run)  # torch asks for this before it looks anything up
+        return f"{self.passes!r} and a record of collectives"
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether ranks compare what it leaves."""
+        return config.verify and self.final and not self.in_step
+
+
+def _before_first_run(notes: tuple[Any, ...]) -> Callable[[], None] | None:
+    """What has to be done before a compiled graph runs, by the records that came with it: one for each module."""
+    if not config.verify or not (notes or any(p.is_verified for p in runs_behind(Pipeline))):
+        return None
+    if not notes or not all(map(is_record, notes)):
+        raise PassError(
+            "code from the compiler's cache has lost the record of its collectives, so that it cannot be compared with "
+            "what other ranks run. Delete the cache (see TORCHINDUCTOR_CACHE_DIR), compile without caches "
+            "(TORCHINDUCTOR_FORCE_DISABLE_CACHES=1), or do without the comparison (SHARDCOMPILE_VERIFY=0)"
+        )
+    record = tuple(entry for note in notes for entry in note)
+    return functools.partial(verify, record) if record else None
 
 
 def before_division(pipeline: Pipeline, foreign: bool = False) -> Pipeline:

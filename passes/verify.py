@@ -1,9 +1,14 @@
-"""Finds ranks whose graphs would communicate differently, when they are compiled and not when they hang.
+"""Finds ranks whose graphs would communicate differently, before they do so and not when they hang.
 
 Each rank writes down the collectives of its graph: kind, dtype, bytes of the global tensor and reduction, in their
 order. For every process group the ranks of it compare what they wrote, through the key-value store of the default
 process group; nothing is sent over the groups themselves. Of collectives on other groups those count that all of the
 group's ranks take part in, so that an exchanged order of two groups is found as well.
+
+What was written down is kept beside the compiled code, in the compiler's caches too. Ranks compare it when the code
+runs for the first time since it was compiled or loaded: the program calls its graphs in one order on every rank, but
+when a graph is compiled is a matter of each rank. A backward graph is loaded from a cache together with its forward
+graph, and may be compiled no sooner than in the first backward pass.
 
 A rank that fails to compile says so, and the others raise instead of waiting for it in their first collective.
 """
@@ -17,6 +22,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch.fx import Graph
@@ -73,24 +79,47 @@ _OF_THIS_RANK = {"mirror_blocks", "all_to_all", "gather_cut"}
 """Kinds of which a graph tells the size of this rank's block only."""
 
 
-def verify_graph(graph: Graph) -> None:
-    """Compare the collectives of a graph with those that the other ranks of its groups have compiled.
+Record = tuple[tuple[str, str], ...]
+"""For each collective of a graph, in its order: what has to be the same on every rank, and the name of its group."""
+
+
+def record_of(graph: Graph) -> Record:
+    """What to compare of a graph."""
+    return tuple((signature(c), c.group_name) for c in collectives(graph))
+
+
+def is_record(value: Any) -> bool:
+    """Whether a value is a record; what was read from a file need not be."""
+    return isinstance(value, tuple) and all(
+        isinstance(entry, tuple) and len(entry) == 2 and all(isinstance(part, str) for part in entry) for entry in value
+    )
+
+
+def verify(record: Record) -> None:
+    """Compare the collectives of a graph that is about to run with those of the other ranks of its groups.
 
     Every rank of a group has to call this for as many graphs with collectives on that group.
 
     Raises:
         PassError: on every rank of the group, they differ, or a rank failed to compile, or did not compile in time.
     """
-    found = collectives(graph)
-    groups = {c.group_name: compat.process_group(c.group_name) for c in found}
+    try:
+        _compare_by_group(record)
+    except PassError as error:
+        report_failure(error)  # ranks of other groups may be waiting for this one
+        raise
+
+
+def _compare_by_group(record: Record) -> None:
+    groups = {name: compat.process_group(name) for _, name in record}
     members = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
     for name, group in groups.items():
         if group.size() < 2 or group.name() == "fake":
             continue
-        shared = [c for c in found if set(members[name]) <= set(members[c.group_name])]
+        shared = [(what, other) for what, other in record if set(members[name]) <= set(members[other])]
         # Groups of the same ranks have the same place in the list on each of them, whatever their names.
-        places = {other: i for i, other in enumerate(dict.fromkeys(c.group_name for c in shared))}
-        lines = [f"{signature(c)}, group {places[c.group_name]} of {len(members[c.group_name])} ranks" for c in shared]
+        places = {other: i for i, other in enumerate(dict.fromkeys(other for _, other in shared))}
+        lines = [f"{what}, group {places[other]} of {len(members[other])} ranks" for what, other in shared]
         _compare(name, members[name], lines)
 
 

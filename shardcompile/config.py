@@ -8,9 +8,11 @@ fallback: Literal["replicate", "warn", "error"] = "replicate"
 (``replicate``: logged once per op; ``warn``: with a Python warning; ``error``: refused)."""
 
 verify: bool = os.environ.get("SHARDCOMPILE_VERIFY", "0") not in ("", "0")
-"""Whether ranks compare their collectives when the passes have compiled a graph, see `shardcompile.passes.verify`. Off
-unless the environment variable SHARDCOMPILE_VERIFY is 1, as it is in the workers of `shardcompile.testing`: compiled
-code is then not taken from caches, because a rank that finds it there compiles nothing that could be compared."""
+"""Whether ranks compare their collectives before a graph that the passes have compiled runs for the first time, see
+`shardcompile.passes.verify`. Off unless the environment variable SHARDCOMPILE_VERIFY is 1, as it is in the workers of
+`shardcompile.testing`. Compiled code is kept in caches with a record of its collectives, so that a warm start is
+compared, too; code that was cached while this was off is not used when it is on."""
 
 verify_timeout: float = 300.0
-"""Seconds that a rank waits for what the others have compiled."""
+"""Seconds that a rank waits for the others to come to the same graph. One that finds it in a cache waits for those that
+compile it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -22,6 +23,13 @@ def test_all_names_exist() -> None:
     assert compat.functional_variant(torch.ops.aten.add_.Tensor) is torch.ops.aten.add.Tensor
     assert compat.functional_variant(torch.ops.aten.add.out) is torch.ops.aten.add.Tensor
     assert compat.decomposition_of(torch.ops.aten.mse_loss.default) is not None
+
+
+def test_a_compiled_graph_is_made_and_finished_as_notes_beside_it_need() -> None:
+    from torch._inductor.output_code import CompiledFxGraph
+
+    assert list(inspect.signature(CompiledFxGraph.__init__).parameters)[2:4] == ["graph", "gm"]
+    assert callable(CompiledFxGraph.post_compile)
 
 
 def test_private_modules_are_imported_in_one_place() -> None:

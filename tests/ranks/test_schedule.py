@@ -98,7 +98,6 @@ def test_even_gathers_become_those_of_torch_where_a_backend_is_better_at_them() 
 def test_a_shared_cache_of_compiled_code_serves_ranks_with_other_blocks(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sc.config, "verify", False)  # or nothing would be kept
     folder = [str(tmp_path)]
     dist.broadcast_object_list(folder)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder[0])

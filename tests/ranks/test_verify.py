@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +18,9 @@ from torch.distributed.tensor.placement_types import Shard
 from torch.fx import Graph
 
 import shardcompile as sc
-from shardcompile.passes import Pipeline, compile_with_passes
+from shardcompile.compat.observe import cache_counts
+from shardcompile.errors import PassError
+from shardcompile.passes import Pipeline, compile_with_passes, verify
 from shardcompile.passes.collective import WAIT, collectives
 from shardcompile.testing import rank, world_size
 
@@ -55,14 +61,14 @@ def gathered(x: Tensor) -> Tensor:
     return x.full_tensor().square().sum()  # type: ignore[attr-defined]
 
 
-def compiled(*passes: Any) -> Any:
+def compiled(*passes: Any, of: Callable[..., Any] = gathered) -> Any:
     torch._dynamo.reset()
+    return torch.compile(of, fullgraph=True, backend=backend(*passes))
+
+
+def backend(*passes: Any) -> Any:
     options = {"post_grad_custom_post_pass": Pipeline(list(passes))}
-
-    def backend(model: Any, example: Any) -> Any:
-        return compile_with_passes(model, example, options=options)
-
-    return torch.compile(gathered, fullgraph=True, backend=backend)
+    return lambda model, example: compile_with_passes(model, example, options=options)
 
 
 @pytest.mark.ranks(2, 3, timeout=100)
@@ -105,3 +111,197 @@ def test_groups_of_a_mesh_are_compared_among_their_own_ranks() -> None:
     full = torch.randn(7, 5, dtype=torch.float64)
     x = sc.distribute_tensor(full, mesh, [Shard(0), Shard(1)], sharding_shapes={0: [6, 1], 1: [2, 3]})
     torch.testing.assert_close(compiled()(x), full.square().sum())
+
+
+class RepeatIfTold:
+    """Has a setting that its `repr` hides, so that ranks find different code under one key of their caches."""
+
+    name = "repeat_if_told"
+    side = ""
+    """In which graph the first collective is repeated: forward or backward."""
+
+    def __repr__(self) -> str:
+        return "RepeatIfTold()"
+
+    def __call__(self, graph: Graph) -> None:
+        side = "backward" if any("tangents" in node.name for node in graph.nodes) else "forward"
+        if self.side != side:
+            return
+        first = collectives(graph)[0]
+        with graph.inserting_after(first.waits[0]):
+            again = graph.call_function(first.node.target, first.node.args)
+        again.meta = dict(first.node.meta)
+        with graph.inserting_after(again):
+            graph.call_function(WAIT, (again,)).meta = dict(first.waits[0].meta)
+
+
+def loss_of(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.tanh((x @ weight).full_tensor()).square().sum()  # type: ignore[attr-defined]
+
+
+def loss_without_sizes(x: Tensor, weight: Tensor) -> Tensor:
+    """Its backward graph reads no sizes, so that AOTAutograd compiles it no sooner than in the first backward pass."""
+    y = x @ weight
+    return (y.mT @ y).full_tensor().square().sum()  # type: ignore[attr-defined]
+
+
+def trained(loss: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """A loss and its gradient."""
+    weight = torch.full((1, 3), 0.5, requires_grad=True)
+    result = loss(x, weight)
+    result.backward()
+    assert weight.grad is not None
+    return [result.detach(), weight.grad]
+
+
+def matches() -> bool:
+    """Whether `loss_of`, compiled anew or out of a cache, gives what it gives on the full tensor."""
+    x = inputs().unsqueeze(1)
+    whole = trained(lambda x, weight: torch.tanh(x @ weight).square().sum(), x.full_tensor())  # type: ignore[attr-defined]
+    return all(
+        torch.allclose(a, b) for a, b in zip(trained(compiled(RepeatIfTold(), of=loss_of), x), whole, strict=True)
+    )
+
+
+def use_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / str(rank())))  # no rank finds what another one left
+
+
+@contextlib.contextmanager
+def using(cache: str) -> Iterator[Callable[[], tuple[int, int]]]:
+    """Has the cache of FX graphs ("inductor") answer alone, or behind AOTAutograd's. Gives its hits and misses."""
+    with torch._functorch.config.patch(enable_autograd_cache=cache == "aot_autograd"):
+        yield lambda: (cache_counts()[f"{cache} hits"], cache_counts()[f"{cache} misses"])
+
+
+def note_comparisons(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
+    """What this rank compares with others from now on, graph by graph."""
+    noted: list[Sequence[str]] = []
+    compare = verify._compare
+
+    def noticed(group_name: str, ranks: Sequence[int], lines: Sequence[str]) -> None:
+        noted.append(lines)
+        compare(group_name, ranks, lines)
+
+    monkeypatch.setattr(verify, "_compare", noticed)
+    return noted
+
+
+CACHES = pytest.mark.parametrize("cache", ["aot_autograd", "inductor"])
+
+
+@CACHES
+@pytest.mark.ranks(2, timeout=300)
+def test_a_warm_start_is_compared_as_a_cold_one(cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_cache(monkeypatch, tmp_path)
+    with using(cache) as counts:
+        noted = note_comparisons(monkeypatch)
+        assert matches()
+        cold, before = list(noted), counts()
+        assert len(cold) == 2 and "all_gather_v" in cold[0][0] and "all_reduce" in cold[1][0], cold
+        noted.clear()
+        assert matches()
+        after = counts()
+        assert after[0] > before[0] and after[1] == before[1], (before, after)
+        assert noted == cold
+
+
+@CACHES
+@pytest.mark.parametrize("side", ["forward", "backward"])
+@pytest.mark.ranks(2, timeout=300)
+def test_a_difference_between_warm_ranks_is_named(
+    cache: str, side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with using(cache) as counts:
+        for name in ("", side):
+            monkeypatch.setattr(RepeatIfTold, "side", name)
+            use_cache(monkeypatch, tmp_path / f"once{name}")
+            assert matches()
+        use_cache(monkeypatch, tmp_path / ("once" + (side if rank() == 1 else "")))
+        before = counts()
+        with pytest.raises(PassError, match="ranks 0 and 1 have compiled different collectives") as raised:
+            matches()
+        after = counts()
+        assert after[0] > before[0] and after[1] == before[1], (before, after)
+        kind = "all_gather_v" if side == "forward" else "all_reduce"
+        assert "number 1 on (of 1 and 2)" in str(raised.value) and f"rank 1 has {kind}" in str(raised.value)
+        use_cache(monkeypatch, tmp_path / "once")
+        assert matches()
+
+
+@CACHES
+@pytest.mark.ranks(2, 3, timeout=300)
+def test_warm_and_cold_ranks_agree_in_whatever_order_they_compile(
+    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with using(cache) as counts:
+        noted = note_comparisons(monkeypatch)
+
+        def both() -> tuple[list[Tensor], int]:
+            """Two functions, of which the second goes back first; and how many graphs a backward pass compiled."""
+            first = compiled(RepeatIfTold(), of=loss_without_sizes)
+            second = torch.compile(loss_of, fullgraph=True, backend=backend(RepeatIfTold()))
+            x = inputs().unsqueeze(1)
+            weights = [torch.full((1, 3), 0.5, requires_grad=True) for _ in range(2)]
+            losses = [first(x, weights[0]), second(x, weights[1])]
+            forward = cache_counts()["inductor misses"]
+            for loss in reversed(losses):
+                loss.backward()
+            return [w.grad for w in weights if w.grad is not None], cache_counts()["inductor misses"] - forward
+
+        use_cache(monkeypatch, tmp_path / "warm")
+        cold, compiled_late = both()
+        assert compiled_late == 1
+        before, compared = counts(), list(noted)
+        noted.clear()
+        use_cache(monkeypatch, tmp_path / ("warm" if rank() == 1 else "cold"))
+        again, compiled_late = both()
+        assert compiled_late == (rank() != 1)
+        for a, b in zip(again, cold, strict=True):
+            torch.testing.assert_close(a, b)
+        after = counts()
+        assert (after[0] > before[0], after[1] > before[1]) == (rank() == 1, rank() != 1), (before, after)
+        assert noted == compared and len(compared) == 4
+
+
+@CACHES
+@pytest.mark.parametrize("damaged", [None, ("all_gather_v", 7)])
+@pytest.mark.ranks(2, timeout=300)
+def test_a_lost_record_is_an_error(
+    cache: str, damaged: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with using(cache):
+        use_cache(monkeypatch, tmp_path)
+        assert matches()
+        if rank() == 1:
+            entries = [path for path in (tmp_path / "1" / "fxgraph").rglob("*") if path.is_file()]
+            assert len(entries) == 2
+            for path in entries:
+                graph = pickle.loads(path.read_bytes())
+                assert graph.__dict__.pop("_shardcompile_notes")
+                if damaged is not None:
+                    graph._shardcompile_notes = damaged
+                path.write_bytes(pickle.dumps(graph))
+        with pytest.raises(Exception, match="lost the record of its collectives") as raised:
+            matches()
+        text = str(raised.value)
+        assert "Delete the cache" in text and ("rank 1 failed to compile" in text) == (rank() == 0), text
+        use_cache(monkeypatch, tmp_path / "anew")
+        assert matches()
+
+
+@CACHES
+@pytest.mark.ranks(2, timeout=300)
+def test_code_without_a_record_is_not_used_where_ranks_compare(
+    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with using(cache) as counts:
+        noted = note_comparisons(monkeypatch)
+        use_cache(monkeypatch, tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(sc.config, "verify", False)
+            assert matches() and not noted
+        before = counts()
+        assert matches() and len(noted) == 2
+        after = counts()
+        assert after[0] == before[0] and after[1] > before[1], (before, after)
