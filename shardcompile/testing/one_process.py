@@ -167,7 +167,11 @@ class RankThreads:
         return bool(self._threads)
 
     def run(
-        self, function: Callable[[int], Any], timeout: float | None = None, mesh_shape: tuple[int, ...] | None = None
+        self,
+        function: Callable[[int], Any],
+        timeout: float | None = None,
+        mesh_shape: tuple[int, ...] | None = None,
+        first: int = 0,
     ) -> list[RankEnd]:
         """Call a function on every rank.
 
@@ -176,6 +180,7 @@ class RankThreads:
             timeout: seconds after which ranks that still run are given up; the threads cannot be used again then.
                 Time in a debugger does not count.
             mesh_shape: what `shardcompile.testing.mesh` gives.
+            first: the rank that runs first. It compiles what the others then use.
 
         Returns:
             How it ended, by rank.
@@ -193,7 +198,7 @@ class RankThreads:
         set_mesh_shape(mesh_shape)
         try:
             with rank_state.in_rank_threads():
-                ends = self._on_all(seeded, timeout)
+                ends = self._on_all(seeded, timeout, first)
                 self._forget()
         finally:
             set_mesh_shape(None)
@@ -211,7 +216,7 @@ class RankThreads:
         self._cleaner.forget_compiled()
         compat.start_epoch()
 
-    def _on_all(self, function: Callable[[int], Any], timeout: float | None) -> list[RankEnd]:
+    def _on_all(self, function: Callable[[int], Any], timeout: float | None, first: int = 0) -> list[RankEnd]:
         kept = rank_state.kept_by_rank()
         turns = self._rooms.turns = Turns(
             self._world_size, rank_state.kept_by_rank, rank_state.restore_rank, _refuse_to_wait_while_compiling
@@ -220,7 +225,7 @@ class RankThreads:
         for rank, thread in enumerate(self._threads):
             thread.call(function, turns, ends[rank], kept)
         with _debugging_stops_the_clock(turns, timeout) as over:
-            turns.start()
+            turns.start(first)
             ended = over()
         if not ended:
             self._give_up(turns, ends)

@@ -16,8 +16,11 @@ process groups that the test created, and with them its multi-dimensional meshes
 
 With ``processes=False`` the ranks are threads of pytest's process that take turns: nothing starts and nothing is
 pickled, a breakpoint stops one rank while the others wait, what one rank has compiled the others use where it does not
-depend on the rank, and a deadlock is found at once. Fixtures that hold values are copied for each rank; `monkeypatch`
+depend on the rank, and a deadlock is found at once. Which rank runs first follows from the test's name. Fixtures that hold values are copied for each rank; `monkeypatch`
 is shared, and undone when all ranks have ended.
+
+Tests whose ranks are processes have the mark ``rank_processes``: ``pytest -n 2 -m "not rank_processes"`` runs the
+others side by side.
 
 An exception on any rank fails the test with that rank's traceback. So do a rank that dies, one that still
 runs at the timeout, and a collective that only some ranks joined. A skip or an xfail counts if all agree.
@@ -35,6 +38,7 @@ import shlex
 import sys
 import tempfile
 import unittest
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +58,7 @@ _MARK = (
     "ranks(*world_sizes, backend='gloo', timeout=120, mesh=None, processes=True): run the test on every rank of a pool, "
     "or, with processes=False, on all ranks in this process."
 )
+_PROCESSES = "rank_processes"
 _WORLD_SIZE = "_ranks_world_size"
 _POOLS = pytest.StashKey[RankPools]()
 _THREADS = pytest.StashKey[dict[int, "RankThreads"]]()
@@ -92,6 +97,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARK)
+    config.addinivalue_line("markers", f"{_PROCESSES}: set by the plugin: each rank of the test is a process.")
     # Torch's records for tlparse have no text: a test that compiles and fails would show hundreds of empty lines.
     logging.getLogger("torch.__trace").propagate = False
     if config.getoption("--update-snapshots") and _UPDATE not in os.environ:
@@ -118,6 +124,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if mark is not None and len(mark.args) > 1:
         metafunc.fixturenames.append(_WORLD_SIZE)
         metafunc.parametrize(_WORLD_SIZE, mark.args, ids=[f"ranks={n}" for n in mark.args])
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    mark = item.get_closest_marker("ranks")
+    if mark is not None and mark.kwargs.get("processes", True):
+        item.add_marker(_PROCESSES)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -162,7 +174,9 @@ def _run_in_this_process(item: pytest.Function, ranks: _Ranks, world_size: int) 
         function = item.obj if item.cls is None else getattr(item.cls(), item.originalname)
         function(**{name: _copied(item.funcargs[name]) for name in names})
 
-    ends = pools[world_size].run(run, ranks.timeout, ranks.mesh)
+    # Not always rank 0: who runs first compiles for all, with its own block, which may be an empty one.
+    first = zlib.crc32(item.nodeid.encode()) % world_size
+    ends = pools[world_size].run(run, ranks.timeout, ranks.mesh, first)
     errors = [end.error for end in ends]
     if not any(end.running for end in ends):
         _judge_exceptions(errors)

@@ -71,9 +71,9 @@ class Turns:
         """The rank whose turn it is."""
         return self._running
 
-    def start(self) -> None:
-        """Give rank 0 the first turn. All threads come to `begin`, at any time."""
-        self._seats[0].gate.release()
+    def start(self, first: int = 0) -> None:
+        """Give a rank the first turn. All threads come to `begin`, at any time."""
+        self._seats[first].gate.release()
 
     def begin(self, rank: int) -> None:
         """Wait for this rank's first turn."""

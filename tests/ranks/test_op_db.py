@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import op_check
 import op_db
 
-from shardcompile.testing import rank
+from shardcompile.testing import once, rank
 
 SAMPLE = sorted(op_db.OPS)[::20]
 
