@@ -38,6 +38,7 @@ __all__ = [
     "note_rank_read",
     "restore_rank",
     "use_store",
+    "without_autograd_cache",
 ]
 
 
@@ -216,6 +217,14 @@ def _guard_on_rank(rank: int) -> None:
         guards.add(Guard(GlobalStateSource(), create), collect_debug_stack=False)
 
 
+def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
+    """While it lasts, in this thread: AOTAutograd's cache is not used. It does not say whose rank a trace asked for.
+
+    Settings are those of a thread in torch 2.13 - 2.15, and of the process before.
+    """
+    return _functorch_config.patch(enable_autograd_cache=False)  # type: ignore[no-any-return]
+
+
 class Coordinate(tuple[int, ...]):
     """A rank's place in a mesh, in a trace. Whoever reads it asks for the rank; whoever passes it on does not."""
 
@@ -329,8 +338,7 @@ def in_rank_threads() -> Iterator[None]:
         setattr(owner, name, value)
     _set_thread_isolation_mode(True)
     try:
-        # An entry of AOTAutograd's cache says nothing of a rank that its trace has asked for.
-        with _functorch_config.patch(enable_autograd_cache=False):
+        with without_autograd_cache():
             yield
     finally:
         _set_thread_isolation_mode(False)

@@ -155,8 +155,10 @@ class RankThreads:
         self._world_size = world_size
         self._cleaner = Cleaner()
         self._threads = [_RankThread(rank, self._rooms) for rank in range(world_size)]
+        excepthook = sys.excepthook  # torch puts a rank in front of each line of an error, once for each rank that joins
         with rank_state.in_rank_threads():
             ends = self._on_all(lambda rank: self._join(rank), None)
+        sys.excepthook = excepthook
         for end in ends:
             if end.error is not None:
                 raise end.error
@@ -204,6 +206,12 @@ class RankThreads:
             set_mesh_shape(None)
             _SHARED = outer
         return ends
+
+    def close(self) -> None:
+        """Let the threads end."""
+        for thread in self._threads:
+            thread.leave()
+        self._threads = []
 
     def _join(self, rank: int) -> None:
         # Torch makes a prefix store of ours, which waits in C++: others could not run.
@@ -253,22 +261,27 @@ class _RankThread(threading.Thread):
         """Have this rank call a function when its turn comes."""
         self._calls.put((function, turns, end, kept))
 
+    def leave(self) -> None:
+        """Have this thread end after the calls that it has got."""
+        self._calls.put(None)
+
     def run(self) -> None:
-        """Serve calls for good."""
+        """Serve calls."""
         rank_state.enter_rank(self._state)
         rank = self._state.rank
-        while True:
-            function, turns, end, kept = self._calls.get()
+        while (call := self._calls.get()) is not None:
+            function, turns, end, kept = call
             try:
                 turns.begin(rank)
                 rank_state.restore_rank(kept)
-                end.result = function(rank)
+                with rank_state.without_autograd_cache():
+                    end.result = function(rank)
             except RankEnded:
                 return
             except BaseException as error:
                 end.error = error
             turns.end(rank, _how(end.error))
-            del function, turns, end, kept
+            del call, function, turns, end, kept
 
 
 def _how(error: BaseException | None) -> str:
