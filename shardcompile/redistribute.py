@@ -62,6 +62,8 @@ def _size(cut: Cut, layout: Layout) -> int | torch.SymInt:
         block = derive("located", [cut], [], cut.extent, layout.mesh)[0].block
         assert block is not None, "a derived cut has a block"
         return block
+    if cut.blocks is not None and compat.is_traced() and cut.is_even:
+        return cut.blocks[0]  # the graph does not depend on the rank
     return cut.local_size(_coordinate(layout))
 
 

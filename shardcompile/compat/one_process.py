@@ -171,7 +171,14 @@ _SDP_SETTERS = {
 # Traces
 
 
-_ONLY_TELL = ("torch._logging", "torch._dynamo.utils", "torch._inductor", "torch._functorch", "shardcompile.reports")
+_ONLY_TELL = (
+    "torch._logging",
+    "torch._dynamo.utils",
+    "torch._dynamo.repro",
+    "torch._inductor",
+    "torch._functorch",
+    "shardcompile.reports",
+)
 """Modules that ask for the rank to write it into a log, or into the name of a file."""
 
 

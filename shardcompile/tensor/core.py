@@ -455,8 +455,10 @@ class ShardTensor(torch.Tensor):
         grad = ", requires_grad=True" if self.requires_grad else ""
         if self.grad_fn is not None:
             grad = f", grad_fn=<{self.grad_fn.name()}>"
-        coordinate = compat.coordinate(self._spec.layout.mesh)
-        return f"ShardTensor({self._spec.layout.describe()}, block {self._spec.layout.local_shape(coordinate)}{grad})"
+        layout, local = self._spec.layout, self.__dict__.get("_local_tensor")
+        # A block that is still on its way is not waited for. One in a trace is not asked which rank it is of.
+        block = layout.local_shape(compat.coordinate(layout.mesh)) if local is None else tuple(local.shape)
+        return f"ShardTensor({layout.describe()}, block {block}{grad})"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         is_param = getattr(self, "_is_param", False)

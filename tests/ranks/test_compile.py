@@ -182,7 +182,7 @@ def test_a_gradient_of_a_view_that_is_returned_is_brought_to_its_layout() -> Non
     torch.testing.assert_close(x.grad.full_tensor(), full.cos() - full.sin())
 
 
-@pytest.mark.ranks(3, processes=False)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_crossings_inside_a_compiled_function(backend: str) -> None:
     mesh = mesh_1d()
@@ -236,7 +236,7 @@ def test_two_mesh_dims_with_changing_cuts() -> None:
     same_everywhere(counter.frame_count)
 
 
-@pytest.mark.ranks(2, processes=False)
+@pytest.mark.ranks(2)
 def test_sharded_parameters_compile_once_and_keep_their_layout() -> None:
     mesh = mesh_1d()
     torch.manual_seed(0)
@@ -274,7 +274,7 @@ def test_a_pending_sum_is_reduced_before_it_is_spread_out() -> None:
     assert total.expand(7, 3).placements == (Replicate(),)
 
 
-@pytest.mark.ranks(3, timeout=300, processes=False)
+@pytest.mark.ranks(3, timeout=300)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("stated", [True, False], ids=["stated", "inferred"])
 def test_from_local_inside_a_compiled_function(backend: str, stated: bool) -> None:

@@ -36,7 +36,7 @@ class Net(nn.Module):
         return torch.softmax(self.last(torch.relu(self.first(x))), 0)  # over the cut dim
 
 
-@pytest.mark.ranks(2, 3, timeout=300, processes=False)
+@pytest.mark.ranks(2, 3, timeout=300)
 def test_explain_runs_a_module_once_and_leaves_its_gradients_alone() -> None:
     x, net = points(), Net()
     report = explain(net, x)
@@ -63,7 +63,7 @@ def test_explain_runs_a_module_once_and_leaves_its_gradients_alone() -> None:
     assert "aot" in forward.stages and "bucket_all_reduces" in backward.stages and "def call" in forward.stages["code"]
 
 
-@pytest.mark.ranks(3, timeout=300, processes=False)
+@pytest.mark.ranks(3, timeout=300)
 def test_bytes_are_those_of_the_cut() -> None:
     x = points()
     for _ in range(2):  # of sizes that are fixed in the graph, then of sizes that are not
@@ -75,7 +75,7 @@ def test_bytes_are_those_of_the_cut() -> None:
         assert gather.redistribution.startswith("S(0)[") and gather.redistribution.endswith("-> R")
 
 
-@pytest.mark.ranks(2, timeout=300, processes=False)
+@pytest.mark.ranks(2, timeout=300)
 def test_capture_sees_recompiles_and_graph_breaks() -> None:
     x = points()
 
@@ -96,7 +96,7 @@ def test_capture_sees_recompiles_and_graph_breaks() -> None:
     assert "1 graph break," in text and "compiled again: step" in text and "fullgraph=True" in text
 
 
-@pytest.mark.ranks(2, timeout=300, processes=False)
+@pytest.mark.ranks(2, timeout=300)
 def test_capture_after_the_fact_sees_nothing_and_costs_nothing() -> None:
     x = points()
     step = torch.compile(lambda x: (x * 2).sum(), backend="aot_eager", fullgraph=True)
@@ -107,7 +107,7 @@ def test_capture_after_the_fact_sees_nothing_and_costs_nothing() -> None:
     assert "nothing compiled" in str(report)
 
 
-@pytest.mark.ranks(2, timeout=300, processes=False)
+@pytest.mark.ranks(2, timeout=300)
 def test_what_is_compiled_later_still_is_reported() -> None:
     x = points()
     net = Net()
@@ -118,7 +118,7 @@ def test_what_is_compiled_later_still_is_reported() -> None:
     assert [g.side for g in report.compilations[0].graphs] == ["forward", "backward"]
 
 
-@pytest.mark.ranks(2, timeout=300, processes=False)
+@pytest.mark.ranks(2, timeout=300)
 def test_ops_that_gather_are_named_with_their_cost() -> None:
     x = points()
     report = explain(lambda x: torch.linalg.qr(x)[1].sum(), x, backend="aot_eager", backward=False)
@@ -127,7 +127,7 @@ def test_ops_that_gather_are_named_with_their_cost() -> None:
     assert "aten.linalg_qr.default has no rule: its inputs are gathered, 176 B" in str(report)
 
 
-@pytest.mark.ranks(2, timeout=300, processes=False)
+@pytest.mark.ranks(2, timeout=300)
 def test_an_error_ends_the_report_and_is_raised() -> None:
     def step(x: Tensor) -> Tensor:
         return (x * 2).nonexistent()
@@ -140,7 +140,7 @@ def test_an_error_ends_the_report_and_is_raised() -> None:
         pass
 
 
-@pytest.mark.ranks(2, timeout=300, processes=False)
+@pytest.mark.ranks(2, timeout=300)
 def test_save_and_sources(tmp_path: Path) -> None:
     x, net = points(), Net()
     torch._dynamo.reset()

@@ -108,7 +108,7 @@ def test_budgets_name_what_is_over() -> None:
     assert "there is no snapshot" in failure(report, snapshot="no-such-file")
 
 
-@pytest.mark.ranks(3, timeout=300, processes=False)
+@pytest.mark.ranks(3, timeout=300)
 def test_a_new_graph_is_named() -> None:
     x = block(init_device_mesh("cpu", (3,)), rank())
 
@@ -122,7 +122,7 @@ def test_a_new_graph_is_named() -> None:
     assert "graph_break" in str(caught.value)
 
 
-@pytest.mark.ranks(3, timeout=300, processes=False)
+@pytest.mark.ranks(3, timeout=300)
 def test_a_collective_on_one_rank_only_is_found_before_it_hangs() -> None:
     x = block(init_device_mesh("cpu", (3,)), rank())
     with pytest.raises(Exception, match="different collectives"):
@@ -140,11 +140,11 @@ from shardcompile.testing.snapshot import assert_graph
 def points():
     return sc.ShardTensor.from_local(torch.ones(5 - 2 * rank(), 4), init_device_mesh("cpu", (2,)), [Shard(0)])
 
-@pytest.mark.ranks(2, processes=False)
+@pytest.mark.ranks(2)
 def test_file():
     assert_graph(lambda x: x.softmax(0), points(), snapshot="softmax-2")
 
-@pytest.mark.ranks(2, processes=False)
+@pytest.mark.ranks(2)
 def test_inline():
     assert_graph(lambda x: x.softmax(0), points(), expected="""
     """)
