@@ -295,6 +295,22 @@ def test_gradient_of_terms():
         x.redistribute(placements=[R]).sum().backward()
 
 
+@pytest.mark.ranks(4, processes=False)
+def test_gradient_of_terms_on_two_mesh_dims():
+    """What a term of a sum of averages, an average of averages and the like counts in plain PyTorch."""
+    mesh, full = mesh_2d(), values()
+    reduce = {"sum": Tensor.sum, "avg": Tensor.mean}
+    for ops in itertools.product(reduce, repeat=2):
+        placements = [Partial(op) for op in ops]
+        term = term_of(full, mesh, Case(tuple(placements))).requires_grad_()
+        x = ShardTensor.from_local(term, mesh, placements)
+        assert torch.equal(x.full_tensor().detach(), full), ops
+        (x.redistribute(placements=[S0, S1]) * full).sum().backward()
+        terms = torch.ones(2, 2, *full.shape, dtype=full.dtype, requires_grad=True)
+        (reduce[ops[1]](reduce[ops[0]](terms, 0), 0) * full).sum().backward()
+        assert torch.equal(term.grad, terms.grad[0, 0]), ops
+
+
 # Arguments
 
 
