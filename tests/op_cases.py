@@ -102,6 +102,8 @@ def _binary() -> list[Case]:
         case("bools", lambda a, b: (a & b, a | ~b, a ^ b, a.logical_and(b)), B(5, 4), B(4)),
         case("ints", lambda a, b: (a + b, a * b, a // (b + 1), a / (b + 1), a % 3, a << 1, -a), I(9, 5, 4), I(5, 4)),
         case("int and float", lambda a, x: a * x + a, I(9, 5, 4), F(4)),
+        case("equal numbers of three types", lambda a: (a * 1, a * 1.0, a * True), I(9, 5, 4)),
+        case("bool and equal numbers", lambda a: (a + True, a + 1.0, a + 1), B(5, 4)),
     ]  # fmt: skip
 
 

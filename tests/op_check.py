@@ -19,9 +19,9 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 import shardcompile as sc
 from shardcompile import ShardTensor
-from shardcompile.testing.arrange import Way, lay_out, seed_of, sizes_in_style
-from shardcompile.testing.compare import Tolerances
 from shardcompile.testing import once
+from shardcompile.testing.arrange import CHUNK, Way, lay_out, seed_of, sizes_in_style
+from shardcompile.testing.compare import Tolerances
 from shardcompile.testing.trial import Outcome, Trial, differences
 from shardcompile.testing.watch import ServiceWatch
 
@@ -155,7 +155,7 @@ def _double(spec: Input) -> list[tuple[Placement, ...]]:
 
 
 def ways_of(case: Case, mesh_ndim: int, limit: int) -> list[tuple[Way | None, ...]]:
-    """Layouts of all inputs: alike in all of them, then a sample of the rest; None for a plain input."""
+    """Layouts of all inputs: alike in all of them, a sample of the rest, one in chunks; None for a plain input."""
     one = _single if mesh_ndim == 1 else _double
     options = [one(i) if i.sharded else [None] for i in case.inputs]
     longest = max(options, key=len)
@@ -172,7 +172,19 @@ def ways_of(case: Case, mesh_ndim: int, limit: int) -> list[tuple[Way | None, ..
     seen = {tuple(None if w is None else w.placements for w in ways) for ways in aligned}
     several = sum(i.sharded for i in case.inputs) > 1
     extra = [ways for ways in mixed if several or tuple(w and w.placements for w in ways) not in seen]
-    return [*aligned, *extra][: max(limit, len(aligned))] if several else [*aligned, *extra][:limit]
+    ways = [*aligned, *extra][: max(limit, len(aligned))] if several else [*aligned, *extra][:limit]
+    return [*ways, *_in_chunks(case, aligned)] if limit > 1 else ways
+
+
+def _in_chunks(case: Case, aligned: Sequence[tuple[Way | None, ...]]) -> Iterator[tuple[Way | None, ...]]:
+    """For every third case one of its layouts, in blocks of which no sizes are stated."""
+    seed, cut = seed_of(case.name), [ways for ways in aligned if any(w and _is_cut(w) for w in ways)]
+    if cut and seed % 3 == 0:
+        yield tuple(w and Way(w.placements, CHUNK) for w in cut[seed // 3 % len(cut)])
+
+
+def _is_cut(way: Way) -> bool:
+    return any(isinstance(p, Shard) for p in way.placements)
 
 
 # Running and comparing
@@ -229,7 +241,9 @@ def run_sharded(
 
 
 def _laid_out(x: Tensor, mesh: DeviceMesh, way: Way, seed: int) -> ShardTensor:
-    return lay_out(x, mesh, way.placements, sizes_in_style(x.shape, mesh, way.placements, way.style), seed)
+    in_chunks = way.style % 4 == CHUNK
+    sizes = "chunk" if in_chunks else sizes_in_style(x.shape, mesh, way.placements, way.style)
+    return lay_out(x, mesh, way.placements, sizes, seed)
 
 
 _TOLERANCES = {

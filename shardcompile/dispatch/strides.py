@@ -53,8 +53,8 @@ def in_order(local: Tensor, stride: Sequence[IntLike]) -> Tensor:
     stored = [compat.size_hint(local.stride(d)) for d in order]
     back = sorted(range(len(order)), key=order.__getitem__)
     if 0 in shape or all(n == 1 or a == b for n, a, b in zip(shape, stored, dense, strict=True)):
-        if 1 in shape and type(local) is Tensor and tuple(stored) != tuple(dense):
-            # Strides of extents of 1 mean nothing, but there are kernels that read them.
+        if type(local) is Tensor and tuple(stored) != tuple(dense):
+            # Strides of extents of 1 and of empty blocks mean nothing, but there are kernels that read them.
             return local.as_strided(local.shape, [dense[i] for i in back])
         return local
     # Not `contiguous`: inside a trace that asks for the size of the block, and specialises on the answer.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -90,7 +91,11 @@ def sizes_in_style(
 
 
 def lay_out(
-    full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], sizes: Mapping[int, Sequence[int]], seed: int
+    full: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    sizes: Mapping[int, Sequence[int]] | Literal["chunk"],
+    seed: int,
 ) -> ShardTensor:
     """A full value, known on every rank, as a sharded tensor. Does not communicate.
 
@@ -98,7 +103,8 @@ def lay_out(
         full: the value.
         mesh: the mesh.
         placements: one for each mesh dim, dims counted from the first.
-        sizes: of the blocks of every sharded dim, as ``sharding_shapes`` takes them.
+        sizes: of the blocks of every sharded dim, as ``sharding_shapes`` takes them; ``"chunk"`` states none, so that
+            the cuts follow from the extents as those of torch.chunk do.
         seed: of the terms, where there is a pending sum.
     """
     coordinate = mesh.get_coordinate()
@@ -108,8 +114,9 @@ def lay_out(
         if isinstance(placement, Partial):
             term = _term(term, coordinate[mesh_dim], mesh.shape[mesh_dim], seed + mesh_dim)
     whole = [Replicate() if isinstance(p, Partial) else p for p in placements]
-    block = distribute_tensor(term.detach(), mesh, whole, src_data_rank=None, sharding_shapes=sizes)
-    return ShardTensor.from_local(block.to_local().detach(), mesh, placements, sizes)
+    stated = None if isinstance(sizes, str) else sizes
+    block = distribute_tensor(term.detach(), mesh, whole, src_data_rank=None, sharding_shapes=stated)
+    return ShardTensor.from_local(block.to_local().detach(), mesh, placements, sizes, global_shape=full.shape)
 
 
 def _term(x: Tensor, index: int, count: int, seed: int) -> Tensor:

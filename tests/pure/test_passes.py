@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 import shardcompile.passes as passes
+from shardcompile.collectives.buckets import bucket_dtype
 from shardcompile.errors import PassError
 from shardcompile.passes import bucket
 from shardcompile.passes.collective import WAIT, collectives
@@ -48,11 +50,11 @@ def reductions(graph: Graph) -> int:
     return len(collectives(graph))
 
 
-def bucketed(graph: Graph, **options: Any) -> Graph:
+def bucketed(graph: Graph, kind: type[bucket.Bucketing] = passes.BucketAllReduces, **options: Any) -> Graph:
     """Put into all buckets that are legal, whether or not the graph gets faster by them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bucket, "_outlook", lambda graph, model: (False, 0.0))
-        passes.BucketAllReduces(**options)(graph)
+        kind(**options)(graph)
     graph.lint()
     return graph
 
@@ -141,6 +143,36 @@ def test_random_ops_keep_their_order() -> None:
     assert reductions(graph) == 1
     order = list(graph.nodes)
     assert order.index(first) < order.index(second)
+
+
+def _gathered_as_bytes(calls: list[Any]) -> list[Tensor]:
+    """What each rank gets of a bucket of gathers: the members one after the other, of whatever dtypes, as one dtype."""
+    inputs = [call[0] for call in calls]
+    dtype = bucket_dtype([x.dtype for x in inputs[0]])
+    return [torch.cat([torch.cat(blocks).view(-1).view(dtype) for blocks in zip(*inputs, strict=True)])] * len(calls)
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.permutations([torch.float32, torch.float64, torch.bool])), ids=str)
+def test_gathers_of_several_dtypes_each_get_their_own_part(
+    dtypes: tuple[torch.dtype, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whatever order they come: within the bucket they lie in order of the size of their elements."""
+    monkeypatch.setattr(lockstep, "_PLAYED", lockstep._PLAYED | {"all_gather_bucket": _gathered_as_bytes})
+    monkeypatch.setattr(lockstep, "signature", lambda node: f"{node.target} {node.args[-1]}")
+
+    def written() -> Graph:
+        b = Builder()
+        return b.output(*[b.done(lockstep.ALL_GATHER, b.input(3, dtype=dtype), 2, "g") for dtype in dtypes])
+
+    plain, changed = [written(), written()], [written(), written()]
+    inputs = [[torch.tensor([i, 1 - i, rank]).to(d) for i, d in enumerate(dtypes)] for rank in range(2)]
+    with lockstep.world_of(2) as world:
+        before = lockstep.play(world, plain, inputs)
+        for _ in world.each():
+            bucketed(changed[world.here], passes.BucketAllGathers)
+        assert [reductions(graph) for graph in changed] == [1, 1]
+        after = lockstep.play(world, changed, inputs)
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
 def test_dependencies_reach_through_other_nodes() -> None:

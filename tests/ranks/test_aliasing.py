@@ -47,6 +47,12 @@ def sharded(full: Tensor, dim: int = 0) -> sc.ShardTensor:
     return sc.distribute_tensor(full.clone(), mesh, [Shard(dim)], sharding_shapes=sizes)
 
 
+def copied(view: Tensor) -> Tensor:
+    """A view that is known to be a copy: of others, whose rows stay where they are, the storage is that of the base."""
+    assert isinstance(view, sc.ShardTensor) and view._copied is not None
+    return view
+
+
 def equal(ours: Any, theirs: Tensor, what: str) -> None:
     torch.testing.assert_close(ours.full_tensor(), theirs, rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
 
@@ -76,7 +82,7 @@ def test_a_write_is_seen_on_the_other_side(mode: str, dim: int) -> None:
 def test_a_view_that_is_turned_in_place_keeps_following() -> None:
     full = torch.arange(28.0).view(7, 4)
     x = sharded(full)
-    ours, theirs = x[2:5], full[2:5]
+    ours, theirs = copied(x.view(4, 7)), full.view(4, 7)
     ours.t_(), theirs.t_()
     x.add_(1), full.add_(1)
     equal(ours, theirs, "after a write to the base")
@@ -88,9 +94,34 @@ def test_a_view_that_is_turned_in_place_keeps_following() -> None:
 def test_the_data_of_a_tensor_is_watched_too() -> None:
     full = torch.arange(28.0).view(7, 4)
     x = sharded(full)
-    ours, theirs = x[2:5], full[2:5]
+    ours, theirs = copied(x[3]), full[3]
     x.data.add_(1), full.data.add_(1)
     equal(ours, theirs, "after a write to .data")
+
+
+FUNCTIONAL: dict[str, Callable[[Tensor], Tensor]] = {
+    "cumsum_": lambda x: x.cumsum_(0),
+    "index_fill_": lambda x: x.index_fill_(0, torch.tensor([0, 2]), -5.0),
+    "gt_": lambda x: x.gt_(7.0),
+    "triu_": lambda x: x.triu_(),
+    "out": lambda x: torch.sort(x.clone(), 0, descending=True, out=(x, torch.empty_like(x, dtype=torch.int64)))[0],
+}
+"""Writes that run as a function whose result is copied into the argument."""
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("way", ["inference", "data"])
+def test_a_write_that_is_computed_apart_is_seen_where_versions_do_not_tell(way: str) -> None:
+    with torch.inference_mode(way == "inference"):
+        for name, write in FUNCTIONAL.items():
+            full = torch.arange(28.0).view(7, 4)
+            x = sharded(full)
+            ours, theirs = copied(x.view(4, 7)), full.view(4, 7)
+            write(x.data if way == "data" else x), write(full)
+            equal(ours, theirs, f"{name}, written below")
+            write(ours.data if way == "data" else ours), write(theirs)
+            equal(x, full, f"{name}, written through the view")
+            equal(x[3], full[3], f"{name}, another view")
 
 
 def assigned(x: Tensor, y: Tensor) -> Tensor:

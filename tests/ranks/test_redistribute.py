@@ -230,6 +230,16 @@ def test_strides_are_those_of_the_global_tensor():
     check(x.redistribute(placements=[S0]), full.t(), mesh, Case((S0,)))
 
 
+@pytest.mark.ranks(3, processes=False)
+def test_an_empty_block_that_was_moved_has_strides_that_kernels_accept():
+    """Real and imaginary parts lie on two ranks: they are exchanged for blocks of rows, of which rank 2 gets none."""
+    mesh, full = mesh_1d(), values((4, 5, 2))
+    for sizes in ([1, 1, 0], [2, 0, 0]):
+        y = torch.view_as_complex(sharded(full, mesh, Case((Shard(2),), {0: sizes})))
+        assert 0 in y.sharding.sizes(0)
+        assert torch.equal(y.full_tensor(), torch.view_as_complex(full))
+
+
 # Gradients: those of the identity on the full tensor
 
 
@@ -293,6 +303,22 @@ def test_gradient_of_terms():
     x = ShardTensor.from_local(term, mesh, [Partial("max")])
     with pytest.raises(RedistributeError, match=r"P\(max\).*only sums and averages"):
         x.redistribute(placements=[R]).sum().backward()
+
+
+@pytest.mark.ranks(4, processes=False)
+def test_gradient_of_terms_on_two_mesh_dims():
+    """What a term of a sum of averages, an average of averages and the like counts in plain PyTorch."""
+    mesh, full = mesh_2d(), values()
+    reduce = {"sum": Tensor.sum, "avg": Tensor.mean}
+    for ops in itertools.product(reduce, repeat=2):
+        placements = [Partial(op) for op in ops]
+        term = term_of(full, mesh, Case(tuple(placements))).requires_grad_()
+        x = ShardTensor.from_local(term, mesh, placements)
+        assert torch.equal(x.full_tensor().detach(), full), ops
+        (x.redistribute(placements=[S0, S1]) * full).sum().backward()
+        terms = torch.ones(2, 2, *full.shape, dtype=full.dtype, requires_grad=True)
+        (reduce[ops[1]](reduce[ops[0]](terms, 0), 0) * full).sum().backward()
+        assert torch.equal(term.grad, terms.grad[0, 0]), ops
 
 
 # Arguments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -348,6 +349,20 @@ def test_random_values_are_independent_across_blocks_and_alike_in_copies(compile
         whole = sc.distribute_tensor(torch.zeros(5, 7), mesh, [Replicate()])
         copies = _everywhere(function(whole).to_local())
         assert all(torch.equal(v, copies[0]) for v in copies), name
+
+
+@pytest.mark.ranks(4, processes=False)
+@pytest.mark.parametrize("placements", [[Shard(0), Shard(0)], [Shard(0), Shard(1)], [Shard(1), Replicate()]], ids=str)
+def test_random_values_of_blocks_on_two_mesh_dims(placements: list[Any]) -> None:
+    """No two blocks are alike, also where ranks swap their positions on the mesh dims; copies are."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = sc.ShardTensor.from_local(torch.zeros(4, 16), mesh, placements)
+    for name, draw in _draws():
+        torch.manual_seed(5)
+        blocks = _everywhere(draw(x).to_local())
+        for a, b in itertools.combinations(range(4), 2):
+            copies = placements[1] == Replicate() and a // 2 == b // 2
+            assert torch.equal(blocks[a], blocks[b]) == copies, (name, a, b)
 
 
 @pytest.mark.ranks(3, processes=False)
