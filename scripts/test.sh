@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# Sets up an environment (see venv.sh) and runs every check. Arguments go to pytest.
+# Sets up an environment (see venv.sh) and runs every check. With arguments, pytest runs once, with them.
+#
+# The tests run in two parts: those that need no other process side by side, then those whose ranks are processes, which
+# take all cores by themselves.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/venv.sh
@@ -11,5 +14,12 @@ echo "== mypy"
 mypy
 echo "== import contracts"
 lint-imports
-echo "== pytest"
-python -m pytest -q "$@"
+if (($#)); then
+    echo "== pytest"
+    exec python -m pytest -q "$@"
+fi
+guards="not sweep and not nightly"
+echo "== pytest: tests in one process, on 2 workers"
+python -m pytest -q -n 2 --dist worksteal --durations 15 -m "$guards and not rank_processes"
+echo "== pytest: tests on ranks that are processes"
+python -m pytest -q --durations 15 -m "$guards and rank_processes"

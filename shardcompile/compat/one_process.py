@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch._dynamo.symbolic_convert as _symbolic_convert
 import torch._functorch.config as _functorch_config
-from torch._C._distributed_c10d import _set_thread_isolation_mode  # 2.11 - 2.15
+from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]  # 2.11 - 2.15
 from torch._dynamo.source import GlobalStateSource  # 2.11 - 2.15
 from torch._guards import Guard, TracingContext  # 2.11 - 2.15
 from torch.distributed import distributed_c10d as _c10d
@@ -87,7 +87,7 @@ class RankState:
         default = world.default_pg
         for group, name in list(world.pg_names.items()):
             if group is not default:
-                _c10d._unregister_process_group(name)  # type: ignore[attr-defined]  # 2.11 - 2.15
+                _c10d._unregister_process_group(name)  # type: ignore[arg-type,attr-defined]  # 2.11 - 2.15
                 tables: Sequence[dict[Any, Any]] = (
                     world.pg_map,
                     world.pg_names,
@@ -301,7 +301,9 @@ def _twin(mesh: DeviceMesh, state: RankState) -> DeviceMesh:
     if twin is None:
         twin = next((m for m in reversed(state.meshes) if m == mesh), None)
         if twin is None:
-            raise RuntimeError(f"rank {state.rank} uses {mesh}, which only other ranks have made; make it on every rank")
+            raise RuntimeError(
+                f"rank {state.rank} uses {mesh}, which only other ranks have made; make it on every rank"
+            )
         state.twins[id(mesh)] = mesh, twin
     return twin
 

@@ -208,15 +208,17 @@ def ring_sum_order(nbytes: int, itemsize: int, ranks: int) -> list[tuple[int, in
         First element, end, and ranks in the order in which their terms are added.
     """
     largest = itemsize * max(1, _SEGMENT_BYTES // itemsize)
-    count = max(-(-nbytes // largest), 2 * ranks)
-    per_rank = -(-count // ranks)
-    count = per_rank * ranks
-    segment = -(-(-(-nbytes // count)) // itemsize)  # elements
+    per_rank = _divided_up(max(_divided_up(nbytes, largest), 2 * ranks), ranks)
+    segment = _divided_up(_divided_up(nbytes, per_rank * ranks), itemsize)  # elements
     block, total = segment * per_rank, nbytes // itemsize
     return [
         (min(b * block, total), min((b + 1) * block, total), [(b - 1 - i) % ranks for i in range(ranks)])
         for b in range(ranks)
     ]
+
+
+def _divided_up(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def _combine(a: Tensor, b: Tensor, reduce_op: str) -> Tensor:

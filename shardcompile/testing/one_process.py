@@ -155,7 +155,7 @@ class RankThreads:
         self._world_size = world_size
         self._cleaner = Cleaner()
         self._threads = [_RankThread(rank, self._rooms) for rank in range(world_size)]
-        excepthook = sys.excepthook  # torch puts a rank in front of each line of an error, once for each rank that joins
+        excepthook = sys.excepthook  # torch writes the rank in front of each line of an error, for each rank that joins
         with rank_state.in_rank_threads():
             ends = self._on_all(lambda rank: self._join(rank), None)
         sys.excepthook = excepthook

@@ -16,8 +16,8 @@ process groups that the test created, and with them its multi-dimensional meshes
 
 With ``processes=False`` the ranks are threads of pytest's process that take turns: nothing starts and nothing is
 pickled, a breakpoint stops one rank while the others wait, what one rank has compiled the others use where it does not
-depend on the rank, and a deadlock is found at once. Which rank runs first follows from the test's name. Fixtures that hold values are copied for each rank; `monkeypatch`
-is shared, and undone when all ranks have ended.
+depend on the rank, and a deadlock is found at once. Which rank runs first follows from the test's name. Fixtures that
+hold values are copied for each rank; `monkeypatch` is shared, and undone when all ranks have ended.
 
 Tests whose ranks are processes have the mark ``rank_processes``: ``pytest -n 2 -m "not rank_processes"`` runs the
 others side by side.
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from shardcompile.testing.one_process import RankThreads
 
 _MARK = (
-    "ranks(*world_sizes, backend='gloo', timeout=120, mesh=None, processes=True): run the test on every rank of a pool, "
-    "or, with processes=False, on all ranks in this process."
+    "ranks(*world_sizes, backend='gloo', timeout=120, mesh=None, processes=True): run the test on every rank of a "
+    "pool, or, with processes=False, on all ranks in this process."
 )
 _PROCESSES = "rank_processes"
 _WORLD_SIZE = "_ranks_world_size"
@@ -201,7 +201,8 @@ def _judge_exceptions(errors: Sequence[BaseException | None]) -> None:
     quit_early = (pytest.skip.Exception, pytest.xfail.Exception)
     kinds = {type(e) for e in errors}
     if len(kinds) > 1 and all(e is None or isinstance(e, quit_early) for e in errors):
-        said = [f"  rank {rank}: {'passed' if e is None else f'{type(e).__name__}: {e}'}" for rank, e in enumerate(errors)]
+        ends = ["passed" if e is None else f"{type(e).__name__}: {e}" for e in errors]
+        said = [f"  rank {rank}: {end}" for rank, end in enumerate(ends)]
         pytest.fail("\n".join(["the ranks disagree about how the test ended", *said]), pytrace=False)
 
 

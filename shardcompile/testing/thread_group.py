@@ -61,7 +61,11 @@ class ThreadWork(Work):
         self.wait()
 
 
-class ThreadGroup(ProcessGroup):
+_Base: Any = ProcessGroup
+"""Its methods have other signatures in each version of torch, and overloads: for type checkers it is any class."""
+
+
+class ThreadGroup(_Base):  # type: ignore[misc]
     """A process group of threads, as its member `rank` sees it.
 
     Args:
@@ -94,7 +98,7 @@ class ThreadGroup(ProcessGroup):
         return len(self._room.ranks)
 
     @property
-    def group_name(self) -> str:  # type: ignore[override]
+    def group_name(self) -> str:
         """The same on all members, and on those of the other groups along the same mesh dim."""
         return self._room.name
 
@@ -158,9 +162,7 @@ class ThreadGroup(ProcessGroup):
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
-    ) -> Work:
+    def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Work:
         return _last([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -185,9 +187,7 @@ class ThreadGroup(ProcessGroup):
         return self._joined(part, meetings.scatter(opts.rootRank))
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
-        part = Part(
-            meetings.describe("gather", inputs[0], "to", opts.rootRank), inputs, outputs[0] if outputs else ()
-        )
+        part = Part(meetings.describe("gather", inputs[0], "to", opts.rootRank), inputs, outputs[0] if outputs else ())
         return self._joined(part, meetings.gather(opts.rootRank))
 
     def _joined(self, part: Part, run: Callable[[Sequence[Part]], None]) -> Work:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class RanksWaitError(RuntimeError):
@@ -56,8 +57,8 @@ class Turns:
     def __init__(
         self,
         count: int,
-        leave: Callable[[], object] = lambda: None,
-        enter: Callable[[object], None] = lambda _: None,
+        leave: Callable[[], Any] = lambda: None,
+        enter: Callable[[Any], None] = lambda _: None,
         check: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._seats = [_Seat() for _ in range(count)]

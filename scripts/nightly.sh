@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Sets up an environment (see venv.sh) and runs what takes too long for every push: the marks `nightly` and `sweep`.
+# Arguments go to pytest: `bash scripts/nightly.sh -k roll`. CONTRIBUTING.md says how long each part takes.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/venv.sh
+
+use_venv test
+status=0
+echo "== pytest: in one process, on 2 workers"
+python -m pytest -q -n 2 --dist worksteal --durations 15 -m "(nightly or sweep) and not rank_processes" "$@" || status=$?
+echo "== pytest: on ranks that are processes"
+python -m pytest -q --durations 15 -m "(nightly or sweep) and rank_processes" "$@" || status=$?
+exit "$status"
