@@ -189,8 +189,7 @@ class RankThreads:
         """
         global _SHARED
 
-        def seeded(rank: int) -> Any:
-            seed()
+        def one_test(rank: int) -> Any:
             try:
                 return function(rank)
             finally:
@@ -200,7 +199,8 @@ class RankThreads:
         set_mesh_shape(mesh_shape)
         try:
             with rank_state.in_rank_threads():
-                ends = self._on_all(seeded, timeout, first)
+                seed()  # every rank starts from what this thread has
+                ends = self._on_all(one_test, timeout, first)
                 self._forget()
         finally:
             set_mesh_shape(None)
