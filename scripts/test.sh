@@ -20,6 +20,6 @@ if (($#)); then
 fi
 guards="not sweep and not nightly"
 echo "== pytest: tests in one process, on 2 workers"
-python -m pytest -q -n 2 --dist worksteal --durations 15 -m "$guards and not rank_processes"
+python -m pytest -v -n 2 --dist worksteal --durations 15 -m "$guards and not rank_processes"
 echo "== pytest: tests on ranks that are processes"
-python -m pytest -q --durations 15 -m "$guards and rank_processes"
+python -m pytest -v --durations 15 -m "$guards and rank_processes"

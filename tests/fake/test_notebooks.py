@@ -10,6 +10,8 @@ from typing import Any
 import notebook_runner
 import pytest
 
+pytestmark = pytest.mark.rank_processes  # cells start ranks
+
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 KIB = 1024

@@ -20,6 +20,8 @@ from torch import nn
 from torch.distributed.tensor.placement_types import Shard
 import shardcompile as sc
 
+pytestmark = pytest.mark.rank_processes  # its ranks are processes
+
 class Half(nn.Module):
     def forward(self, x):
         return x / divisor

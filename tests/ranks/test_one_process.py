@@ -53,11 +53,13 @@ def same_records(one: LocalRanks, other: LocalRanks, run: Any, seeds: list[int])
             assert got == want, str(program(seed))
 
 
+@pytest.mark.rank_processes
 def test_programs_give_the_same_bit_for_bit(ranks: LocalRanks, processes: LocalRanks) -> None:
     same_records(ranks, processes, records, list(range(40)))
 
 
 @pytest.mark.nightly
+@pytest.mark.rank_processes
 @pytest.mark.parametrize(("run", "size"), [(records, 2), (records, 3), (records_on_square, 4)])
 def test_two_hundred_programs_give_the_same_bit_for_bit(run: Any, size: int) -> None:
     with LocalRanks(size) as processes:
@@ -294,6 +296,7 @@ def test_a_debugger_stops_one_rank_and_the_clock(ranks: LocalRanks) -> None:
 # What a rank has to itself, and what ranks share
 
 
+@pytest.mark.rank_processes
 def test_settings_and_random_numbers_are_a_ranks_own(ranks: LocalRanks, processes: LocalRanks) -> None:
     def draw(mesh: DeviceMesh) -> tuple[float, str, torch.dtype, float]:
         if rank() == 0:
