@@ -36,6 +36,7 @@ __all__ = [
     "in_rank_threads",
     "kept_by_rank",
     "note_rank_read",
+    "repeated_graphs",
     "restore_rank",
     "use_store",
     "without_autograd_cache",
@@ -211,6 +212,7 @@ def _guard_on_rank(rank: int) -> None:
         return _HERE.state is not None and _HERE.state.rank == rank
 
     def create(builder: Any, guard: Any) -> None:
+        _OF_ONE_RANK.setdefault(rank, {})[id(guard)] = guard
         text = [f"rank of this thread == {rank}"]
         root = builder.guard_manager.root
         try:
@@ -222,6 +224,16 @@ def _guard_on_rank(rank: int) -> None:
     guards = context.guards_context.dynamo_guards  # 2.11 - 2.15
     if not any(getattr(g.create_fn, "__qualname__", "") == create.__qualname__ for g in guards):
         guards.add(Guard(GlobalStateSource(), create), collect_debug_stack=False)
+
+
+_OF_ONE_RANK: dict[int, dict[int, Guard]] = {}
+"""By rank, the guards of graphs that serve this rank alone."""
+
+
+def repeated_graphs() -> int:
+    """How many graphs, so far, were compiled only because other ranks have theirs: a process each would not see them."""
+    counts = [len(guards) for guards in _OF_ONE_RANK.values()]
+    return sum(counts) - max(counts, default=0)
 
 
 def without_autograd_cache() -> contextlib.AbstractContextManager[None]:

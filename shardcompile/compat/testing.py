@@ -13,6 +13,8 @@ from torch.utils._pytree import (  # 2.13 - 2.15
     tree_unflatten,
 )
 
+from shardcompile.compat.one_process import repeated_graphs
+
 __all__ = [
     "default_tolerances",
     "graphs_compiled",
@@ -30,5 +32,8 @@ def default_tolerances(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def graphs_compiled() -> int:
-    """How many graphs Dynamo has handed to a backend in this process; those of backward passes are not counted."""
-    return int(_counters["stats"]["unique_graphs"])
+    """How many graphs Dynamo has handed to a backend; those of backward passes are not counted.
+
+    In this process, as one rank: if ranks share it, a graph that each of them has compiled for itself counts once.
+    """
+    return int(_counters["stats"]["unique_graphs"]) - repeated_graphs()

@@ -114,7 +114,7 @@ def test_half_precision() -> None:
     assert_matches_single_device(causal, [q, k, v], [ROWS] * 3, steps=2, backend="aot_eager", rtol=0.03, atol=0.03)
 
 
-@pytest.mark.ranks(3, timeout=300, processes=False)
+@pytest.mark.ranks(3, timeout=300)
 def test_rows_stay_where_they_are_and_scores_are_not_held() -> None:
     torch.manual_seed(0)
     q, k, v = (sc.distribute_tensor(random(2, 2, 7, 4), mesh(), [ROWS]).requires_grad_() for _ in range(3))
@@ -144,7 +144,7 @@ def test_the_gradient_of_an_added_mask() -> None:
     torch.testing.assert_close(found.full_tensor(), expected_grad)
 
 
-@pytest.mark.ranks(3, timeout=300, processes=False)
+@pytest.mark.ranks(3, timeout=300)
 def test_heads_are_exchanged_for_rows_where_that_moves_less() -> None:
     torch.manual_seed(0)
     full = [random(2, 6, 7, 4) for _ in range(3)]

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
 from shardcompile import config
+from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import LocalRanks, once, rank, world_size
 from shardcompile.testing.turns import RanksWaitError
 
@@ -174,10 +175,12 @@ def test_a_graph_that_depends_on_the_rank_serves_that_rank_alone(ask: str) -> No
         here = {"rank": dist.get_rank, "mesh": mesh.get_local_rank, "coordinate": lambda: mesh.get_coordinate()[0]}[ask]
         return x * 2 + here()
 
+    before = once(graphs_compiled)
     compiled = torch.compile(own_rows, fullgraph=True, backend="aot_eager")
     for _ in range(2):
         assert compiled(torch.ones(2)).tolist() == [2.0 + rank()] * 2
         dist.barrier()
+    assert graphs_compiled() - before == 1  # each rank has one, as it would in a process of its own
 
 
 @pytest.mark.ranks(4, mesh=(2, 2), processes=False)
