@@ -231,7 +231,7 @@ _OF_ONE_RANK: dict[int, dict[int, Guard]] = {}
 
 
 def repeated_graphs() -> int:
-    """How many graphs, so far, were compiled only because other ranks have theirs: a process each would not see them."""
+    """How many graphs, were compiled only because other ranks have theirs: ranks that are processes do not see them."""
     counts = [len(guards) for guards in _OF_ONE_RANK.values()]
     return sum(counts) - max(counts, default=0)
 

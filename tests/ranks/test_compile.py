@@ -383,7 +383,8 @@ def test_inputs_that_have_gradients_already() -> None:
         return sum(x.redistribute(placements=[Replicate()]).sin().sum() for x in xs)
 
     for sizes in ([6, 1], [0, 7]):
-        once(torch._dynamo.reset)  # compiled anew each time, with gradients of six inputs, whose symbols have other names
+        # Compiled anew each time, with gradients of six inputs, whose symbols have other names.
+        once(torch._dynamo.reset)
         inputs = [sharded(x, sizes, mesh).requires_grad_() for x in full]
         for x in inputs:
             x.grad = torch.zeros_like(x)

@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from shardcompile.testing import LocalRanks, pool
 
+pytestmark = pytest.mark.rank_processes  # its ranks are processes
+
 CELL = """
 import torch
 from torch import nn
 from torch.distributed.tensor.placement_types import Shard
 import shardcompile as sc
-
-pytestmark = pytest.mark.rank_processes  # its ranks are processes
 
 class Half(nn.Module):
     def forward(self, x):

@@ -20,6 +20,8 @@ from shardcompile.testing.messages import Kind, Outcome
 from shardcompile.testing.pool import RankPools
 from shardcompile.testing.report import describe, rank_to_blame
 
+pytestmark = pytest.mark.rank_processes  # each test reads what a pytest of its own did, with pools of its own
+
 HEADER = """
 import os, signal, subprocess, sys, time, warnings
 from pathlib import Path
@@ -43,8 +45,6 @@ def sum_over_ranks():
 # Waits that are long enough on a busy machine would make the tests below slow.
 CONFTEST = """
 from shardcompile.testing import pool
-
-pytestmark = pytest.mark.rank_processes  # each test reads what a pytest of its own did, with pools of its own
 pool.GRACE_SECONDS = 1.5
 pool.SYNCHRONISE_SECONDS = 3.0
 """
