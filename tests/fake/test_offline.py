@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tiers import often
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_module
@@ -127,7 +128,7 @@ def test_a_step_is_traced_for_any_world_size(net: type[nn.Module], device: str) 
 
 
 @needs_compiler
-@pytest.mark.parametrize("sizes", [[5, 0, 1, 7], [0, 0, 64, 0]], ids=str)
+@pytest.mark.parametrize("sizes", often([[5, 0, 1, 7], [0, 0, 64, 0]], 1), ids=str)
 @pytest.mark.parametrize(
     "net, passes",
     [

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as nnf
+from tiers import often
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,11 +22,15 @@ CUTS = ([5, 0, 2], [1, 6, 4], [3, 3, 3], [0, 1, 12])
 """An empty block, a block of one, even blocks, both extremes; extents differ."""
 
 
+BACKENDS = pytest.mark.parametrize("backend", often(["aot_eager", "inductor"], 1))
+
+
 def agrees_with_plain(
     function: Callable[..., Tensor],
     make: Callable[[int], Sequence[Tensor]],
     parameters: Sequence[Tensor] = (),
     cuts: Sequence[list[int]] = CUTS,
+    backend: str = "inductor",
 ) -> None:
     """Compile a function of tensors with n rows, and compare values and all gradients for every cut of the rows.
 
@@ -34,9 +39,10 @@ def agrees_with_plain(
         make: the full tensors for n rows.
         parameters: plain ones.
         cuts: block sizes, call by call.
+        backend: of `torch.compile`.
     """
     mesh = init_device_mesh("cpu", (world_size(),))
-    counter = once(lambda: CompileCounterWithBackend("inductor"))
+    counter = once(lambda: CompileCounterWithBackend(backend))
     compiled = torch.compile(function, fullgraph=True, backend=counter)
     for sizes in cuts:
         full = [x.requires_grad_(x.is_floating_point()) for x in make(sum(sizes))]
@@ -65,20 +71,24 @@ def random(*shape: int) -> Tensor:
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
-def test_cat_and_softmax_and_sum() -> None:
+@BACKENDS
+def test_cat_and_softmax_and_sum(backend: str) -> None:
     def mixed(x: Tensor, y: Tensor) -> Tensor:
         both = torch.cat([x, 2 * y, x * y], 1)
         return (both.softmax(0) * both).sum(0) + both.softmax(1)[:, :1].sum()
 
-    agrees_with_plain(mixed, lambda n: [random(n, 3), random(n, 3)])
+    agrees_with_plain(mixed, lambda n: [random(n, 3), random(n, 3)], backend=backend)
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
-def test_norm_and_linear_and_mean() -> None:
+@BACKENDS
+def test_norm_and_linear_and_mean(backend: str) -> None:
     def network(x: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return nnf.gelu(nnf.linear(nnf.layer_norm(x, (4,), scale, shift), weight, bias)).mean(0)
 
-    agrees_with_plain(network, lambda n: [random(n, 4)], [random(4), random(4), random(6, 4), random(6)])
+    agrees_with_plain(
+        network, lambda n: [random(n, 4)], [random(4), random(4), random(6, 4), random(6)], backend=backend
+    )
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
@@ -92,14 +102,15 @@ def test_masks_and_logsumexp_and_topk() -> None:
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
-def test_split_and_unbind_and_stack_and_products() -> None:
+@BACKENDS
+def test_split_and_unbind_and_stack_and_products(backend: str) -> None:
     def pieces(x: Tensor, weight: Tensor) -> Tensor:
         left, right = x.split([2, 2], 1)
         a, b = (left @ weight).unbind(1)
         rows = torch.stack([a, b, right[:, 0]], 1)
         return rows.t() @ (right * a.unsqueeze(1)) + rows.square().mean()
 
-    agrees_with_plain(pieces, lambda n: [random(n, 4)], [random(2, 2)])
+    agrees_with_plain(pieces, lambda n: [random(n, 4)], [random(2, 2)], backend=backend)
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
@@ -117,24 +128,29 @@ def test_embedding_and_attention_and_cross_entropy() -> None:
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
-def test_flattened_rows_are_cut_alike() -> None:
+@BACKENDS
+def test_flattened_rows_are_cut_alike(backend: str) -> None:
     def flattened(x: Tensor, y: Tensor) -> Tensor:
         flat = x.flatten() * y.flatten(0, 1).flatten()
         return flat.view(-1, 2, 3).sum(1).cumsum(1).sigmoid().sum(0) + flat.view(-1, 6).amax(1).sum()
 
-    agrees_with_plain(flattened, lambda n: [random(n, 2, 3), random(n, 2, 3)])
+    agrees_with_plain(flattened, lambda n: [random(n, 2, 3), random(n, 2, 3)], backend=backend)
 
 
 @pytest.mark.ranks(2, timeout=300, processes=False)
-def test_gradient_of_a_column_of_weights() -> None:
+@BACKENDS
+def test_gradient_of_a_column_of_weights(backend: str) -> None:
     def loss(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         return relative_l2((x @ weight).squeeze(-1), y)
 
     cuts = ([422, 362], [369, 193])
-    agrees_with_plain(loss, lambda n: [random(n, 5), random(n)], [random(5, 1)], cuts)
+    agrees_with_plain(loss, lambda n: [random(n, 5), random(n)], [random(5, 1)], cuts, backend=backend)
 
 
 @pytest.mark.ranks(3, timeout=100, processes=False)
-def test_strides_that_a_block_of_one_row_makes_equal() -> None:
+@BACKENDS
+def test_strides_that_a_block_of_one_row_makes_equal(backend: str) -> None:
     # Inductor sorts the strides of a matrix product's factors; a guard from that would hold on some ranks only.
-    agrees_with_plain(lambda x, weight: weight @ x.mT, lambda n: [random(n, 0)], [random(5, 0)], [[9, 1, 0], *CUTS])
+    agrees_with_plain(
+        lambda x, weight: weight @ x.mT, lambda n: [random(n, 0)], [random(5, 0)], [[9, 1, 0], *CUTS], backend=backend
+    )

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
+from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -111,7 +112,7 @@ def sharded(shape: Sequence[int], *placements: Any, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.ranks(3, timeout=300)
-@pytest.mark.parametrize(("dim", "shape"), [(0, (7, 4)), (0, (7,)), (1, (4, 7)), (1, (2, 4, 5))])
+@pytest.mark.parametrize(("dim", "shape"), often([(1, (4, 7)), (0, (7,)), (0, (7, 4)), (1, (2, 4, 5))], 2))
 def test_dtensors_of_uneven_blocks_are_gathered_as_they_are(dim: int, shape: tuple[int, ...]) -> None:
     def gathered(x: DTensor) -> Tensor:
         return x.redistribute(placements=[Replicate()]).to_local() ** 3
@@ -122,7 +123,7 @@ def test_dtensors_of_uneven_blocks_are_gathered_as_they_are(dim: int, shape: tup
 
 
 @pytest.mark.ranks(3, timeout=300)
-@pytest.mark.parametrize(("dim", "shape"), [(0, (7, 4)), (1, (4, 7)), (1, (2, 4, 5))])
+@pytest.mark.parametrize(("dim", "shape"), often([(1, (4, 7)), (0, (7, 4)), (1, (2, 4, 5))], 1))
 def test_dtensors_are_scattered_in_uneven_blocks(dim: int, shape: tuple[int, ...]) -> None:
     mesh = init_device_mesh("cpu", (world_size(),))
 
@@ -148,7 +149,7 @@ def test_an_mlp_of_dtensors() -> None:
 
 
 @pytest.mark.ranks(3, timeout=300)
-@pytest.mark.parametrize(("shape", "dims"), [((7, 5), (0, 1)), ((4, 2), (1, 0)), ((6, 2, 3), (0, 2))])
+@pytest.mark.parametrize(("shape", "dims"), often([((6, 2, 3), (0, 2)), ((7, 5), (0, 1)), ((4, 2), (1, 0))], 1))
 def test_dtensors_are_exchanged_as_they_are(shape: tuple[int, ...], dims: tuple[int, int]) -> None:
     def exchanged(x: DTensor) -> Tensor:
         return x.redistribute(placements=[Shard(dims[1])]).to_local() ** 3
@@ -191,7 +192,7 @@ def by_zeros(x: Tensor) -> Tensor:
 
 
 @pytest.mark.ranks(3, timeout=300)
-@pytest.mark.parametrize("fn", [by_chunks, by_view, along_columns, by_zeros])
+@pytest.mark.parametrize("fn", often([along_columns, by_zeros, by_chunks, by_view], 2))
 def test_gathers_by_hand(fn: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(rank())
     before, after = compare(fn, [torch.randn(SIZES[rank()], 4)])

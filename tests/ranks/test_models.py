@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import often
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Shard
@@ -152,7 +153,7 @@ def test_one_row_in_all(model: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("sizes", [[1, 0, 0], [0, 1, 0], [2, 0, 0]], ids=str)
+@pytest.mark.parametrize("sizes", often([[0, 1, 0], [1, 0, 0], [2, 0, 0]], 1), ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_one_row_gives_every_rank_the_same_collectives(model: Any, sizes: list[int]) -> None:
     assert same_collectives_on_every_rank(build_of(model, sizes), 3)

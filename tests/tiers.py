@@ -1,0 +1,19 @@
+"""Which cases of a test run on every push, and which at night."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+
+def often(cases: Sequence[Any], count: int) -> list[Any]:
+    """Cases for `pytest.mark.parametrize`: the first ones run always, the others have the mark ``nightly``.
+
+    Args:
+        cases: a tuple is a case of several arguments.
+        count: how many run always.
+    """
+    rest = [case if isinstance(case, tuple) else (case,) for case in cases[count:]]
+    return [*cases[:count], *(pytest.param(*case, marks=pytest.mark.nightly) for case in rest)]
