@@ -32,6 +32,7 @@ from shardcompile import compat, config
 __all__ = [
     "RankState",
     "enter_rank",
+    "forget_graphs",
     "here",
     "in_rank_threads",
     "kept_by_rank",
@@ -236,6 +237,11 @@ def repeated_graphs() -> int:
     return sum(counts) - max(counts, default=0)
 
 
+def forget_graphs() -> None:
+    """Forget whose graphs there were."""
+    _OF_ONE_RANK.clear()
+
+
 def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
     """While it lasts, in this thread: AOTAutograd's cache is not used. It does not say whose rank a trace asked for.
 
@@ -358,6 +364,7 @@ def in_rank_threads() -> Iterator[None]:
     for owner, name, value in patches:
         setattr(owner, name, value)
     _set_thread_isolation_mode(True)
+    torch.set_num_threads(1)  # as in ranks that are processes
     try:
         with without_autograd_cache():
             yield

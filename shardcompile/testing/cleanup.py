@@ -30,15 +30,10 @@ class Cleaner:
 
     def after_test(self) -> None:
         """Forget compiled code and process groups. Call it on all ranks, with no collective in flight."""
-        self.forget_compiled()
+        forget_compiled()
         _destroy_groups_of_test()
         compat.start_epoch()  # layouts of this test's meshes must not stand in for the next test's
         self._collect()
-
-    def forget_compiled(self) -> None:
-        """Forget compiled code."""
-        if "torch._dynamo" in sys.modules:
-            torch._dynamo.reset()
 
     def _collect(self) -> None:
         # A full collection walks every object of torch, 0.1 s. Frozen objects are not walked, so freeze again
@@ -47,6 +42,12 @@ class Cleaner:
         if len(sys.modules) != self._modules:
             gc.freeze()
             self._modules = len(sys.modules)
+
+
+def forget_compiled() -> None:
+    """Forget compiled code."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 def _destroy_groups_of_test() -> None:

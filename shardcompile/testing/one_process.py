@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import pdb
 import queue
 import sys
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from shardcompile import compat
 from shardcompile.compat import one_process as rank_state
-from shardcompile.testing.cleanup import Cleaner, seed
+from shardcompile.testing.cleanup import forget_compiled, seed
 from shardcompile.testing.here import set_mesh_shape
 from shardcompile.testing.meetings import MeetingError
 from shardcompile.testing.thread_group import BACKEND, Rooms
@@ -101,7 +102,7 @@ class _Shared:
     """What `once` has found, in its order.
 
     Attributes:
-        results: of each call, or what it has raised.
+        results: of each call where the action stands, and what it has given, or raised.
         asked: how many calls each rank has made.
     """
 
@@ -120,6 +121,9 @@ def once(action: Callable[[], _T]) -> _T:
 
     Args:
         action: must not communicate.
+
+    Raises:
+        MeetingError: this rank has come to another action than those before it.
     """
     shared = _SHARED
     if shared is None:
@@ -128,11 +132,18 @@ def once(action: Callable[[], _T]) -> _T:
     number = shared.asked.get(rank, 0)
     shared.asked[rank] = number + 1
     if number == len(shared.results):
-        shared.results.append(_attempt(action))
-    result, error = shared.results[number]
+        shared.results.append((_place_of(action), *_attempt(action)))
+    place, result, error = shared.results[number]
+    if place != _place_of(action):
+        raise MeetingError(f"call {number} of `once` is {place} on another rank, and {_place_of(action)} on rank {rank}")
     if error is not None:
         raise error
     return result  # type: ignore[no-any-return]
+
+
+def _place_of(action: Callable[[], Any]) -> str:
+    code = getattr(action, "__code__", None)
+    return repr(action) if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def _attempt(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
@@ -153,11 +164,10 @@ class RankThreads:
         self._rooms = Rooms(world_size)
         self._store = TurnStore(self._rooms)
         self._world_size = world_size
-        self._cleaner = Cleaner()
-        self._threads = [_RankThread(rank, self._rooms) for rank in range(world_size)]
         excepthook = sys.excepthook  # torch writes the rank in front of each line of an error, for each rank that joins
         with rank_state.in_rank_threads():
-            ends = self._on_all(lambda rank: self._join(rank), None)
+            self._threads = [_RankThread(rank, self._rooms) for rank in range(world_size)]
+            ends = self._on_all(self._join, None)
         sys.excepthook = excepthook
         for end in ends:
             if end.error is not None:
@@ -221,7 +231,8 @@ class RankThreads:
     def _forget(self) -> None:
         self._store.clear()
         self._rooms.forget()
-        self._cleaner.forget_compiled()
+        forget_compiled()
+        rank_state.forget_graphs()
         compat.start_epoch()
 
     def _on_all(self, function: Callable[[int], Any], timeout: float | None, first: int = 0) -> list[RankEnd]:
@@ -232,11 +243,14 @@ class RankThreads:
         ends = [RankEnd() for _ in self._threads]
         for rank, thread in enumerate(self._threads):
             thread.call(function, turns, ends[rank], kept)
-        with _debugging_stops_the_clock(turns, timeout) as over:
-            turns.start(first)
-            ended = over()
-        if not ended:
-            self._give_up(turns, ends)
+        ended = False
+        try:
+            with _debugging_stops_the_clock(turns, timeout) as over:
+                turns.start(first)
+                ended = over()
+        finally:  # after Ctrl-C, too
+            if not ended:
+                self._give_up(turns, ends)
         return ends
 
     def _give_up(self, turns: Turns, ends: Sequence[RankEnd]) -> None:
@@ -245,6 +259,7 @@ class RankThreads:
         for end in ends:
             end.running = end.running or "it waited for its turn"
         turns.abandon()
+        self._threads[turns.running].interrupt()  # the others wait, and have just been told to end
         self._threads = []
 
 
@@ -264,6 +279,10 @@ class _RankThread(threading.Thread):
     def leave(self) -> None:
         """Have this thread end after the calls that it has got."""
         self._calls.put(None)
+
+    def interrupt(self) -> None:
+        """Have this thread end at the next line of Python that it comes to."""
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident or 0), ctypes.py_object(RankEnded))
 
     def run(self) -> None:
         """Serve calls."""

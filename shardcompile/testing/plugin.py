@@ -79,6 +79,8 @@ class _Ranks:
     def __post_init__(self) -> None:
         if not self.world_sizes or not all(isinstance(n, int) and n > 0 for n in self.world_sizes):
             raise ValueError("needs one or more world sizes, such as ranks(2, 3)")
+        if not self.processes and self.backend != "gloo":
+            raise ValueError(f"ranks in one process stand for those of gloo, not {self.backend}")
         if self.timeout <= 0:
             raise ValueError(f"needs a timeout in seconds, got {self.timeout}")
         if self.mesh is not None and self.world_sizes != (math.prod(self.mesh),):

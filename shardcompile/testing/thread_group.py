@@ -191,6 +191,7 @@ class ThreadGroup(_Base):  # type: ignore[misc]
         return self._joined(part, meetings.gather(opts.rootRank))
 
     def _joined(self, part: Part, run: Callable[[Sequence[Part]], None]) -> Work:
+        _refuse_other_devices([*part.given, *part.taken])
         number, meeting = self._room.join(self._rank, part, run)
 
         def what() -> str:
@@ -203,10 +204,12 @@ class ThreadGroup(_Base):  # type: ignore[misc]
     # Messages
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int = 0) -> Work:
+        _refuse_other_devices(tensors)
         message = self._room.send(self._rank, target, tag, tensors[0])
         return ThreadWork(self, message, lambda: self._way("to send", tensors[0], target, tag))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
+        _refuse_other_devices(tensors)
         message = self._room.receive(source, self._rank, tag, tensors[0])
         return ThreadWork(self, message, lambda: self._way("to receive", tensors[0], source, tag))
 
@@ -219,6 +222,16 @@ def _last(works: Sequence[Work]) -> Work:
     for work in works[:-1]:
         work.wait()
     return works[-1]
+
+
+def _refuse_other_devices(tensors: Sequence[Tensor]) -> None:
+    """Backward passes on other devices run in threads of torch's own, which are no rank's."""
+    other = next((t.device for t in tensors if t.device.type != "cpu"), None)
+    if other is not None:
+        raise MeetingError(
+            f"ranks in one process exchange tensors on the CPU, got one on {other}; take processes: "
+            "@pytest.mark.ranks(...) without processes=False, LocalRanks(n)"
+        )
 
 
 def _refuse_reduction(tensors: Sequence[Tensor]) -> None:
