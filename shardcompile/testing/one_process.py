@@ -135,7 +135,8 @@ def once(action: Callable[[], _T]) -> _T:
         shared.results.append((_place_of(action), *_attempt(action)))
     place, result, error = shared.results[number]
     if place != _place_of(action):
-        raise MeetingError(f"call {number} of `once` is {place} on another rank, and {_place_of(action)} on rank {rank}")
+        here = _place_of(action)
+        raise MeetingError(f"call {number} of `once` is {place} on another rank, and {here} on rank {rank}")
     if error is not None:
         raise error
     return result  # type: ignore[no-any-return]
