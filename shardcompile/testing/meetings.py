@@ -91,6 +91,10 @@ class Room:
 
     def __init__(self, name: str, ranks: Sequence[int]) -> None:
         self.name, self.ranks = name, tuple(ranks)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all collectives and messages, also those that have not ended."""
         self._begun: list[Meeting] = []
         self._next = [0] * len(self.ranks)
         self._unmatched: defaultdict[tuple[int, int, int], deque[Message]] = defaultdict(deque)

@@ -269,9 +269,9 @@ class Rooms:
         return ThreadGroup(room, rank, self)
 
     def forget(self) -> None:
-        """Forget what was begun and not ended, and groups that are gone."""
+        """Forget what was begun and not ended."""
         for room in self._rooms.values():
-            room.__init__(room.name, room.ranks)  # type: ignore[misc]
+            room.clear()
 
 
 def create_group(options: Any, _: Any) -> ThreadGroup:
