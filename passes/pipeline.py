@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 
 from shardcompile import compat, config
 from shardcompile.compat.compiled import leave_note, look_at_notes, runs_behind
+from shardcompile.compat.threads import rank_of_thread
 from shardcompile.errors import PassError
 from shardcompile.passes.bucket import BucketAllGathers, BucketAllReduces, BucketAllToAlls, BucketReduceScatters
 from shardcompile.passes.cleanup import (
@@ -139,7 +140,7 @@ class Pipeline(compat.CustomGraphPass):
         """
         if self.record:
             self.history.append([])
-        watchers = list(_WATCHERS) if self.final else []
+        watchers = _watchers() if self.final else []
         for watcher in watchers:
             watcher.begun(graph)
         for graph_pass in self.passes:
@@ -164,7 +165,7 @@ class Pipeline(compat.CustomGraphPass):
         None, so that nothing is cached, where something is to be seen each time that a graph is compiled. What was
         compiled without a record of its collectives is not used where they are compared.
         """
-        if self.record or self.in_step or _WATCHERS:
+        if self.record or self.in_step or _watchers():
             return None
         if not self.is_verified:
             return repr(self.passes)
@@ -208,7 +209,7 @@ def before_division(pipeline: Pipeline, foreign: bool = False) -> Pipeline:
 
 
 class Watcher(Protocol):
-    """Sees every pipeline at work, see `watching`. It changes nothing."""
+    """Sees every pipeline of its rank at work, see `watching`. It changes nothing."""
 
     def begun(self, graph: Graph) -> None:
         """A graph as it comes to the first pass."""
@@ -220,17 +221,23 @@ class Watcher(Protocol):
         """The graph after the last pass."""
 
 
-_WATCHERS: list[Watcher] = []
+_WATCHERS: list[tuple[int | None, Watcher]] = []
+"""Each with the rank that it watches, where ranks are threads."""
 
 
 @contextlib.contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
-    """Have every pipeline tell what it does inside of this."""
-    _WATCHERS.append(watcher)
+    """Have every pipeline of this rank tell what it does inside of this."""
+    entry = (rank_of_thread(), watcher)
+    _WATCHERS.append(entry)
     try:
         yield
     finally:
-        _WATCHERS.remove(watcher)
+        _WATCHERS.remove(entry)
+
+
+def _watchers() -> list[Watcher]:
+    return [watcher for rank, watcher in _WATCHERS if rank == rank_of_thread()]
 
 
 def _run(graph_pass: Pass, graph: Graph) -> None:

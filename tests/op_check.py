@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +23,6 @@ from shardcompile.testing.arrange import CHUNK, Way, lay_out, seed_of, sizes_in_
 from shardcompile.testing.compare import Tolerances
 from shardcompile.testing.trial import Outcome, Trial, differences
 from shardcompile.testing.watch import ServiceWatch
-
-SHOW_AFTER_SECONDS = 25.0
 
 
 @dataclass(frozen=True)
@@ -190,18 +187,6 @@ def _is_cut(way: Way) -> bool:
 # Running and comparing
 
 
-@contextmanager
-def shown_if_slow(text: str) -> Iterator[None]:
-    """Print `text` if the block takes long: a hung rank is killed without saying where it was."""
-    timer = threading.Timer(SHOW_AFTER_SECONDS, print, [f"still running: {text}"], {"flush": True})
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 SERVED: list[tuple[str, str, str, int]] = []
 """For every run on sharded inputs: case, layouts, how it was served, bytes that this rank put in."""
 
@@ -298,9 +283,8 @@ def check_values(
     failures = []
     for ways in ways_of(case, mesh.ndim, limit):
         label = f"{case.name} {' '.join('plain' if w is None else str(w) for w in ways)}"
-        with shown_if_slow(label):
-            function = case.run if wrap is None else wrap(case.run)
-            found = _check_one(case, full, mesh, ways, function, want, wrap)
+        function = case.run if wrap is None else wrap(case.run)
+        found = _check_one(case, full, mesh, ways, function, want, wrap)
         failures += [f"{label}: {text}" for text in found]
     return failures
 

@@ -7,7 +7,7 @@ import functools
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 from unittest import mock
 
 import torch
@@ -22,9 +22,11 @@ from torch._inductor import config as _inductor_config  # 2.11 - 2.15
 from torch._inductor.graph import GraphLowering  # 2.11 - 2.15
 from torch.fx import GraphModule
 
+from shardcompile.compat.threads import rank_of_thread
+
 
 class Observer(Protocol):
-    """What is told of compilations."""
+    """What is told of the compilations of its rank."""
 
     def captured(self, function: str, place: str, graph: GraphModule) -> contextlib.AbstractContextManager[Any]:
         """Dynamo has captured a graph of a function at ``file:line``, which is compiled inside."""
@@ -48,30 +50,90 @@ class Observer(Protocol):
         """Dynamo has put other bytecode in the place of a function's, which calls what was compiled."""
 
 
+_T = TypeVar("_T")
+
+
+class _Listeners(Generic[_T]):
+    """Who is to be told of something, each by its rank alone, and patches of torch that are in place meanwhile.
+
+    Ranks that are threads come and go in any order, so that patches which each of them put in place for itself would
+    not be taken back in the opposite order.
+
+    Args:
+        install: puts the patches in place, for as long as the stack that it is given is open.
+    """
+
+    def __init__(self, install: Callable[[contextlib.ExitStack], None]) -> None:
+        self._install = install
+        self._entries: list[tuple[int | None, _T]] = []
+        self._patches = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def with_one_more(self, listener: _T) -> Iterator[None]:
+        if not self._entries:
+            self._install(self._patches)
+        entry = (rank_of_thread(), listener)
+        self._entries.append(entry)
+        try:
+            yield
+        finally:
+            self._entries.remove(entry)
+            if not self._entries:
+                self._patches.close()
+
+    def here(self) -> list[_T]:
+        """Those of this rank, the outermost first."""
+        return [listener for rank, listener in self._entries if rank == rank_of_thread()]
+
+
+def _watch_compilations(patches: contextlib.ExitStack) -> None:
+    call, aot = OutputGraph.call_user_compiler, common.aot_module_simplified
+
+    @functools.wraps(call)
+    def call_user_compiler(self: Any, gm: GraphModule, example_inputs: Any) -> Any:
+        with contextlib.ExitStack() as told:
+            for observer in _OBSERVERS.here():
+                told.enter_context(observer.captured(*_named(self.root_tx.f_code), gm))
+            return call(self, gm, example_inputs)
+
+    @functools.wraps(aot)
+    def aot_module_simplified(mod: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        for observer in _OBSERVERS.here():
+            kwargs = _observed(observer, kwargs)
+        return aot(mod, args, *rest, **kwargs)
+
+    def rewritten(code: types.CodeType, new_code: types.CodeType) -> types.CodeType | None:
+        for observer in _OBSERVERS.here():
+            observer.rewritten(code.co_qualname, new_code)
+        return None
+
+    patches.enter_context(mock.patch.object(OutputGraph, "call_user_compiler", call_user_compiler))
+    patches.enter_context(mock.patch.object(common, "aot_module_simplified", aot_module_simplified))
+    patches.callback(register_bytecode_hook(rewritten).remove)
+
+
+def _watch_code(patches: contextlib.ExitStack) -> None:
+    def save_output_code(code: str) -> None:
+        for generated in _READERS.here():
+            generated(code)
+
+    patches.enter_context(mock.patch.object(GraphLowering, "save_output_code", staticmethod(save_output_code)))
+
+
+_OBSERVERS: _Listeners[Observer] = _Listeners(_watch_compilations)
+_READERS: _Listeners[Callable[[str], None]] = _Listeners(_watch_code)
+
+
 @contextlib.contextmanager
 def observing(observer: Observer, caches: bool) -> Iterator[None]:
-    """Have an observer told of all compilations.
+    """Have an observer told of all compilations; where ranks are threads, of those of this rank.
 
     Args:
         observer: is told.
         caches: whether compiled code may come out of a cache; of such a compilation only `captured` is told.
     """
-    call, aot = OutputGraph.call_user_compiler, common.aot_module_simplified
-
-    @functools.wraps(call)
-    def call_user_compiler(self: Any, gm: GraphModule, example_inputs: Any) -> Any:
-        with observer.captured(*_named(self.root_tx.f_code), gm):
-            return call(self, gm, example_inputs)
-
-    @functools.wraps(aot)
-    def aot_module_simplified(mod: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        return aot(mod, args, *rest, **_observed(observer, kwargs))
-
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(OutputGraph, "call_user_compiler", call_user_compiler))
-        stack.enter_context(mock.patch.object(common, "aot_module_simplified", aot_module_simplified))
-        hook = register_bytecode_hook(lambda old, new: observer.rewritten(old.co_qualname, new))
-        stack.callback(hook.remove)
+        stack.enter_context(_OBSERVERS.with_one_more(observer))
         if not caches:
             stack.enter_context(_inductor_config.patch(fx_graph_cache=False))
             stack.enter_context(_functorch_config.patch(enable_autograd_cache=False))
@@ -107,8 +169,7 @@ def _default_partition() -> Callable[..., Any]:
 
 def _compiling(observer: Observer, of: Any, compiler: Callable[..., Any], side: str) -> Callable[..., Any]:
     def compile_observed(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
-        save = mock.patch.object(GraphLowering, "save_output_code", staticmethod(observer.generated))
-        with save, observer.compiling(of, graph, side):
+        with _READERS.with_one_more(observer.generated), observer.compiling(of, graph, side):
             return compiler(graph, *args, **kwargs)
 
     return compile_observed

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
 
 from shardcompile import compat, config
+from shardcompile.compat.threads import be_rank
 
 __all__ = [
     "RankState",
@@ -124,6 +125,7 @@ def here() -> RankState:
 def enter_rank(state: RankState) -> None:
     """Have this thread be a rank, for good."""
     _HERE.state = state
+    be_rank(state.rank)
     torch.set_num_threads(1)
 
 

@@ -55,7 +55,7 @@ def capture(
             these files, so that a debugger can step through it.
 
     Raises:
-        ValueError: there is no such stage.
+        ValueError: there is no such stage; `sources` is given and ranks are threads.
     """
     if unknown := sorted(set(stages) - set(STAGES)):
         raise ValueError(f"no stage is called {', '.join(unknown)}; there are {', '.join(STAGES)}")

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from shardcompile.compat.threads import rank_of_thread
 from shardcompile.reports.report import Report
 
 
@@ -36,10 +37,15 @@ def written_sources(folder: str | Path | None, report: Report) -> Iterator[None]
     Args:
         folder: None to do nothing.
         report: is told what could not be written.
+
+    Raises:
+        ValueError: ranks are threads, which share the files that depyf has code run from.
     """
     if folder is None:
         yield
         return
+    if rank_of_thread() is not None:
+        raise ValueError("capture(sources=...) is for ranks that are processes; leave out processes=False")
     import depyf
 
     here = Path(folder) / f"rank{dist.get_rank() if dist.is_initialized() else 0}"

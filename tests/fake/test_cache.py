@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 PROGRAM = """
 import json, sys, torch, torch.distributed as dist
 from torch._dynamo.utils import counters
@@ -24,8 +26,8 @@ torch.manual_seed(0)
 weight = torch.randn(3, 4, requires_grad=True)
 sizes = json.loads(sys.argv[2])
 x = sc.ShardTensor.from_local(torch.ones(sizes[rank], 3), mesh, [Shard(0)], {0: sizes})
-loss = torch.compile(lambda x: torch.tanh(x @ weight).sum(), fullgraph=True)(x)
-loss.backward()
+out = torch.compile(lambda x: x @ weight, fullgraph=True)(x)  # no kernel, so that no C++ is compiled
+out.backward(torch.ones_like(out))
 print("RESULT", json.dumps({k: v for k, v in counters["aot_autograd"].items() if "cache" in k}))
 sys.stdout.flush()
 import os; os._exit(0)
@@ -46,6 +48,7 @@ def counted(rank: int, sizes: list[int], folder: Path) -> Any:
     return json.loads(lines[0].removeprefix("RESULT"))
 
 
+@pytest.mark.nightly
 def test_a_second_process_hits_the_cache_and_another_rank_does_not_share_it(tmp_path: Path) -> None:
     cold = counted(0, [5, 0, 2], tmp_path)
     assert cold.get("autograd_cache_miss") == 1 and "autograd_cache_bypass" not in cold, cold

@@ -9,6 +9,7 @@ from typing import Any
 
 import notebook_runner
 import pytest
+from tiers import often
 
 pytestmark = pytest.mark.rank_processes  # cells start ranks
 
@@ -43,7 +44,7 @@ def test_there_are_five_in_order() -> None:
     assert [path.name[0] for path in NOTEBOOKS] == list("12345")
 
 
-@each_notebook
+@pytest.mark.parametrize("path", often(NOTEBOOKS, 1), ids=lambda p: p.stem)
 def test_notebook_runs_and_shows_what_is_committed(path: Path) -> None:
     found = notebook_runner.in_own_process(path)
     for cell, outputs in zip(code_cells(path), found, strict=True):

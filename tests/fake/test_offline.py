@@ -107,8 +107,14 @@ def nothing_is_left() -> Iterator[None]:
             assert not torch.autocast("cuda", torch.bfloat16)._enabled
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("net", [MLP, Attention, TwoHeads])
+@pytest.mark.parametrize(
+    ("net", "device"),
+    [
+        (MLP, "cpu"),
+        *(pytest.param(net, "cuda", marks=needs_compiler) for net in (MLP, Attention, TwoHeads)),
+        *(pytest.param(net, "cpu", marks=pytest.mark.nightly) for net in (Attention, TwoHeads)),
+    ],
+)
 def test_a_step_is_traced_for_any_world_size(net: type[nn.Module], device: str) -> None:
     nodes = []
     # What the passes do depends on prices, and how attention is cut on which extents the ranks divide evenly.
@@ -131,14 +137,7 @@ def test_a_step_is_traced_for_any_world_size(net: type[nn.Module], device: str) 
 @pytest.mark.parametrize("sizes", often([[5, 0, 1, 7], [0, 0, 64, 0]], 1), ids=str)
 @pytest.mark.parametrize(
     "net, passes",
-    [
-        (MLP, []),
-        (MLP, None),
-        (Attention, []),
-        (Attention, None),
-        (TwoHeads, []),
-        (TwoHeads, None),
-    ],
+    often([(MLP, None), (Attention, None), (TwoHeads, None), (MLP, []), (Attention, []), (TwoHeads, [])], 3),
 )
 def test_all_ranks_issue_the_same_collectives(net: type[nn.Module], passes: list[Any] | None, sizes: list[int]) -> None:
     build = on_rows(net, lambda _: sizes)

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as nnf
+from tiers import often
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -16,6 +18,15 @@ from shardcompile.testing import assert_matches_single_device, mesh
 
 BATCH, HEADS, ROWS, FEATURES = Shard(0), Shard(1), Shard(2), Shard(3)
 WHOLE = Replicate()
+
+ON_TWO_DIMS = [
+    ([ROWS, HEADS], [ROWS, HEADS]),
+    ([ROWS, ROWS], [ROWS, ROWS]),
+    ([BATCH, ROWS], [BATCH, ROWS]),
+    ([ROWS, WHOLE], [WHOLE, ROWS]),
+    ([WHOLE, WHOLE], [ROWS, ROWS]),
+]
+"""How queries, and keys, are laid out."""
 
 
 def random(*shape: int) -> Tensor:
@@ -41,20 +52,26 @@ def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
 @pytest.mark.parametrize("cut", [BATCH, HEADS, ROWS, FEATURES], ids=["batch", "heads", "rows", "features"])
-@pytest.mark.parametrize("function", [attention, causal], ids=["all", "causal"])
-def test_tensors_that_are_cut_alike(function: Any, cut: Shard) -> None:
+def test_tensors_that_are_cut_alike(cut: Shard) -> None:
     torch.manual_seed(0)
     q, k, v = (random(7, 7, 7, 4) for _ in range(3))
-    backend = "inductor" if function is causal else "aot_eager"
-    assert_matches_single_device(function, [q, k, v], [cut] * 3, steps=3, backend=backend)
+    assert_matches_single_device(attention, [q, k, v], [cut] * 3, steps=3, backend="aot_eager")
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
-@pytest.mark.parametrize("function", [attention, causal], ids=["all", "causal"])
+@pytest.mark.parametrize("cut", often([ROWS, BATCH, HEADS, FEATURES], 1), ids=str)
+def test_causal_attention_through_inductor(cut: Shard) -> None:
+    torch.manual_seed(0)
+    q, k, v = (random(7, 7, 7, 4) for _ in range(3))
+    assert_matches_single_device(causal, [q, k, v], [cut] * 3, steps=3)
+
+
+@pytest.mark.ranks(3, timeout=300, processes=False)
+@pytest.mark.parametrize("function", often([causal, attention], 1))
 def test_queries_that_are_whole_and_keys_in_blocks(function: Any) -> None:
     torch.manual_seed(0)
     q, k, v = random(2, 2, 5, 4), random(2, 2, 7, 4), random(2, 2, 7, 4)
-    assert_matches_single_device(function, [q, k, v], [None, ROWS, ROWS], steps=3)
+    assert_matches_single_device(function, [q, k, v], [None, ROWS, ROWS], steps=3, backend="aot_eager")
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
@@ -89,21 +106,21 @@ def test_masks(of_query: Any, of_keys: Any, shape: tuple[int, ...], of_mask: Any
 
 
 @pytest.mark.ranks(4, mesh=(2, 2), timeout=300, processes=False)
-@pytest.mark.parametrize(
-    ("of_query", "of_keys"),
-    [
-        ([BATCH, ROWS], [BATCH, ROWS]),
-        ([ROWS, HEADS], [ROWS, HEADS]),
-        ([ROWS, WHOLE], [WHOLE, ROWS]),
-        ([ROWS, ROWS], [ROWS, ROWS]),
-        ([WHOLE, WHOLE], [ROWS, ROWS]),
-    ],
-)
+@pytest.mark.parametrize(("of_query", "of_keys"), ON_TWO_DIMS)
 def test_two_mesh_dims(of_query: Any, of_keys: Any) -> None:
     torch.manual_seed(0)
     q, k, v = (random(3, 4, 7, 4) for _ in range(3))
     placements = [of_query, of_keys, of_keys]
-    backend = "inductor" if of_query == [ROWS, ROWS] else "aot_eager"
+    assert_matches_single_device(causal, [q, k, v], placements, mesh=mesh(), compiled=False)
+
+
+@pytest.mark.ranks(4, mesh=(2, 2), timeout=300, processes=False)
+@pytest.mark.parametrize(("of_query", "of_keys"), often(ON_TWO_DIMS, 2))
+def test_two_mesh_dims_compiled(of_query: Any, of_keys: Any) -> None:
+    torch.manual_seed(0)
+    q, k, v = (random(3, 4, 7, 4) for _ in range(3))
+    placements = [of_query, of_keys, of_keys]
+    backend = "inductor" if of_query == [WHOLE, WHOLE] else "aot_eager"
     assert_matches_single_device(causal, [q, k, v], placements, mesh=mesh(), steps=2, backend=backend)
 
 
@@ -114,16 +131,18 @@ def test_half_precision() -> None:
     assert_matches_single_device(causal, [q, k, v], [ROWS] * 3, steps=2, backend="aot_eager", rtol=0.03, atol=0.03)
 
 
-@pytest.mark.ranks(3, timeout=300)
+def rows_in_blocks(mesh: DeviceMesh) -> tuple[Any, tuple[Tensor, ...]]:
+    sizes = [3, 0, 4]
+    blocks = [random(2, 2, sizes[mesh.get_rank()], 4) for _ in range(3)]
+    return causal, tuple(sc.ShardTensor.from_local(b, mesh, [ROWS], {0: sizes}).requires_grad_() for b in blocks)
+
+
 def test_rows_stay_where_they_are_and_scores_are_not_held() -> None:
-    torch.manual_seed(0)
-    q, k, v = (sc.distribute_tensor(random(2, 2, 7, 4), mesh(), [ROWS]).requires_grad_() for _ in range(3))
-    report = sc.explain(causal, q, k, v)
+    report = sc.explain(rows_in_blocks, world_size=3, device="cpu", stages=[])
     assert not report.graph_breaks
     forward, backward = report.graphs
     assert [c.kind for c in forward.traced] == ["all_gather_v"] * 2
     assert [c.kind for c in backward.traced] == ["reduce_scatter_v"] * 2  # what was gathered is saved
-    assert causal(q, k, v).placements == (ROWS,)
 
 
 @pytest.mark.ranks(2, processes=False)

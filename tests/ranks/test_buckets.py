@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func
+from tiers import often
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
@@ -169,10 +170,27 @@ def graph_after_passes(off: Sequence[str]) -> Any:
     return aot_autograd(fw_compiler=compiler)
 
 
-@pytest.mark.ranks(2, 3, timeout=300)
+@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "dynamic"])
+def test_a_model_with_sharded_weights_is_the_same_with_and_without_buckets(dynamic: bool) -> None:
+    same_with_and_without_buckets("graph", dynamic)
+
+
+@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.parametrize("dynamic", often([True, False], 1), ids=["dynamic", "fixed"])
+def test_a_model_with_sharded_weights_through_inductor(dynamic: bool) -> None:
+    same_with_and_without_buckets("inductor", dynamic)
+
+
+@pytest.mark.nightly
+@pytest.mark.ranks(2, timeout=300)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "dynamic"])
 @pytest.mark.parametrize("backend", ["graph", "inductor"])
-def test_a_model_with_sharded_weights_is_the_same_with_and_without_buckets(backend: str, dynamic: bool) -> None:
+def test_a_model_with_sharded_weights_on_two_ranks(backend: str, dynamic: bool) -> None:
+    same_with_and_without_buckets(backend, dynamic)
+
+
+def same_with_and_without_buckets(backend: str, dynamic: bool) -> None:
     mesh = init_device_mesh("cpu", (world_size(),))
     sizes, rows = ([4, 1], [5, 2]) if world_size() == 2 else ([4, 0, 1], [5, 2, 0])
     torch.manual_seed(0)

@@ -114,7 +114,8 @@ def test_split_and_unbind_and_stack_and_products(backend: str) -> None:
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
-def test_embedding_and_attention_and_cross_entropy() -> None:
+@BACKENDS
+def test_embedding_and_attention_and_cross_entropy(backend: str) -> None:
     def classify(tokens: Tensor, classes: Tensor, table: Tensor, qkv: Tensor, out: Tensor) -> Tensor:
         x = nnf.embedding(tokens, table)  # [n, 5, 4], the batch is cut
         heads = [h.unflatten(-1, (2, 2)).transpose(1, 2) for h in nnf.linear(x, qkv).chunk(3, -1)]
@@ -124,7 +125,7 @@ def test_embedding_and_attention_and_cross_entropy() -> None:
     def make(n: int) -> list[Tensor]:
         return [torch.randint(0, 6, (n, 5)), torch.randint(0, 3, (n,))]
 
-    agrees_with_plain(classify, make, [random(6, 4), random(12, 4), random(3, 4)])
+    agrees_with_plain(classify, make, [random(6, 4), random(12, 4), random(3, 4)], backend=backend)
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)

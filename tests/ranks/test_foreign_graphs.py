@@ -71,33 +71,38 @@ def local(x: Any) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def step(fn: Callable[..., Any], inputs: Sequence[Tensor], joint: list[Any] | None) -> tuple[list[Tensor], Seen]:
-    """The result and the gradients of a compiled function, and what its graphs held in the end.
+def trained(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The result and the gradients of a function."""
+    inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    out = fn(*inputs)
+    if out.requires_grad:
+        (local(out) ** 2).sum().backward()
+    return [local(out).detach(), *(local(x.grad) for x in inputs if x.grad is not None)]
+
+
+def step(fn: Callable[..., Any], inputs: Sequence[Tensor], joint: list[Any]) -> tuple[list[Tensor], Seen, Seen]:
+    """The result and the gradients of a compiled function, and what its graphs held before and after the passes.
 
     Args:
         fn: compiled.
         inputs: of it.
-        joint: the passes for forward and backward together; None for no passes at all.
+        joint: the passes for forward and backward together.
     """
-    seen = Seen()
-    inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    before, after = Seen(), Seen()
     torch._dynamo.reset()
     options = {  # recorded, so that nothing comes from a cache
-        "joint_custom_pre_pass": Pipeline(joint or [], record=True),
-        "post_grad_custom_post_pass": Pipeline([*(passes() if joint else []), seen], record=True),
+        "joint_custom_pre_pass": Pipeline([before, *joint], record=True),
+        "post_grad_custom_post_pass": Pipeline([*passes(), after], record=True),
     }
-    out = torch.compile(fn, fullgraph=True, options=options)(*inputs)
-    if out.requires_grad:
-        (local(out) ** 2).sum().backward()
-    return [local(out).detach(), *(local(x.grad) for x in inputs if x.grad is not None)], seen
+    return trained(torch.compile(fn, fullgraph=True, options=options), inputs), before, after
 
 
 def compare(
     fn: Callable[..., Any], inputs: Sequence[Tensor], tolerance: float = 0.0, agree: Any = None
 ) -> tuple[Seen, Seen]:
-    """The same values with passes and without, the same collectives on every rank."""
-    expected, before = step(fn, inputs, None)
-    found, after = step(fn, inputs, joint_passes(agree))
+    """The values of the eager function, the same collectives on every rank."""
+    expected = trained(fn, inputs)
+    found, before, after = step(fn, inputs, joint_passes(agree))
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     everywhere: list[Any] = [None] * world_size()
     dist.all_gather_object(everywhere, after.collectives)
@@ -231,11 +236,10 @@ def test_ranks_that_read_different_parts_are_found_out() -> None:
     x = torch.randn(4, 2)
     with pytest.raises(Exception, match="have compiled different collectives"):
         step(halo, [x], joint_passes())
-    (expected,), _ = step(halo, [x], None)
-    (found,), seen = step(halo, [x], joint_passes(agreed))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    (found,), _, seen = step(halo, [x], joint_passes(agreed))
+    torch.testing.assert_close(found, halo(x), rtol=0, atol=0)
     assert seen.kinds == ["all_gather"]
-    _, seen = step(by_chunks, [torch.randn(SIZES[rank()], 4)], joint_passes(agreed))
+    _, _, seen = step(by_chunks, [torch.randn(SIZES[rank()], 4)], joint_passes(agreed))
     assert seen.kinds == ["all_gather_v"]
 
 
@@ -259,16 +263,13 @@ def test_uneven_gathers_of_dtensors_and_by_hand_come_out_in_one_bucket() -> None
     torch.manual_seed(rank())
     by_hand = torch.randn(SIZES[rank()], 4)
     inputs = [sharded((7, 4), Shard(0)), sharded((4, 7), Shard(1), seed=1), by_hand]
-    (expected, *gradients), before = step(several, inputs, None)
+    expected, *gradients = trained(several, inputs)
     seen, options = Seen(), inductor_options(foreign=True)
     pipeline = options["post_grad_custom_post_pass"]
     pipeline.passes.append(seen)
     torch._dynamo.reset()
-    again = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
-    out = torch.compile(several, fullgraph=True, options=options)(*again)
-    (out**2).sum().backward()
-    assert before.kinds.count("all_gather") == 3
+    out, *found = trained(torch.compile(several, fullgraph=True, options=options), inputs)
     assert seen.kinds.count("all_gather_bucket") == 1 and seen.kinds.count("all_gather") == 0, seen.kinds
     # Inductor fuses the sums with other neighbours now, and adds up in another order.
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close([local(x.grad) for x in again if x.grad is not None], gradients, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, gradients, rtol=1e-12, atol=1e-12)

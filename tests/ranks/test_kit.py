@@ -61,7 +61,7 @@ def test_a_model_matches() -> None:
     )
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_parameters_in_blocks_match() -> None:
     def parallelize(module: nn.Module, mesh: DeviceMesh) -> None:
         def shard(name: str, part: nn.Module, mesh: DeviceMesh) -> None:
@@ -76,7 +76,7 @@ def test_parameters_in_blocks_match() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, processes=False)
 def test_a_function_matches_on_a_mesh_of_two_dims_with_named_inputs_and_stated_sizes() -> None:
     def function(x: Tensor, *, scale: Tensor, power: int) -> tuple[Tensor, int]:
         return (x * scale) ** power, power
@@ -138,7 +138,7 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 @pytest.mark.parametrize("name", list(WRONG))
 def test_what_is_wrong_is_told(name: str) -> None:
     function, told = WRONG[name]
@@ -146,7 +146,7 @@ def test_what_is_wrong_is_told(name: str) -> None:
     assert all(part in text for part in told), text
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_what_is_wrong_only_in_compiled_code_is_told() -> None:
     def function(x: Tensor) -> Tensor:
         return x.sin() if torch.compiler.is_compiling() else x.cos()
@@ -166,7 +166,7 @@ class Counting(Net):
         return super().forward(x, y)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_buffers_and_parameters_after_a_step_are_compared() -> None:
     rates = iter([0.1, 0.2])
 
@@ -189,7 +189,7 @@ class WrongWeightGradient(Net):
         return super().forward(x, y)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_a_wrong_gradient_of_a_parameter_is_located() -> None:
     net = WrongWeightGradient()
     text = failing(assert_matches_single_device, net, inputs(), [Shard(0), Shard(0)], compiled=False)
@@ -205,7 +205,7 @@ class Recompiling(nn.Module):
         return x * self.calls
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_more_than_one_graph_is_an_error() -> None:
     args: Any = (Recompiling(), [values(7)], [Shard(0)])
     text = failing(assert_matches_single_device, *args, backend="aot_eager", steps=3)
@@ -222,7 +222,7 @@ def test_more_than_one_graph_is_an_error() -> None:
     assert "compiled with aot_eager: " in text and "graph_break" in text, text
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_what_differs_between_ranks_is_named_before_anything_runs() -> None:
     x = values(7, 5, seed=int(rank() == 2))
     text = failing(assert_matches_single_device, Net(), [x, values(7, 2)], [Shard(0), None], error=ValueError)
@@ -246,7 +246,7 @@ MISUSES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 @pytest.mark.parametrize("name", list(MISUSES))
 def test_arguments_that_do_not_fit_are_refused(name: str) -> None:
     changed, told = MISUSES[name]
@@ -255,7 +255,7 @@ def test_arguments_that_do_not_fit_are_refused(name: str) -> None:
     assert told in text, text
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_sharded_arguments_and_parameters_are_refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
     x = sc.distribute_tensor(values(7, 5), mesh, [Shard(0)])
@@ -346,7 +346,7 @@ def samples() -> list[Any]:
     return [((values(7, 3),), {})]
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_a_right_rule_passes_and_the_report_says_how_it_served(samples: list[Any]) -> None:
     @sc.register_sharding(CENTRED)
     def rule(x: Any) -> list[Any]:
@@ -364,7 +364,7 @@ def test_a_right_rule_passes_and_the_report_says_how_it_served(samples: list[Any
     ]
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_a_wrong_rule_is_named_with_its_layouts(samples: list[Any]) -> None:
     @sc.register_sharding(CENTRED)
     def rule(x: Any) -> list[Any]:
@@ -376,7 +376,7 @@ def test_a_wrong_rule_is_named_with_its_layouts(samples: list[Any]) -> None:
     assert "largest absolute difference" in text and "inputs S(0)[3,3,1]: result 0" in text, text
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, processes=False)
 def test_a_rule_that_is_wrong_about_blocks_does_not_hang(samples: list[Any]) -> None:
     @sc.register_sharding(CENTRED)
     def rule(x: Any) -> list[Any]:
@@ -386,7 +386,7 @@ def test_a_rule_that_is_wrong_about_blocks_does_not_hang(samples: list[Any]) -> 
     assert "result is malformed" in text and "the block is torch.float64" in text, text
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, processes=False)
 def test_an_op_of_two_tensors_and_a_list_in_every_layout() -> None:
     report = check_rule(torch.mm, [((values(5, 4), values(4, 3)), {})])
     assert len(report.runs) == 44 and report.left_out == 0 and not report.wrong
@@ -394,7 +394,7 @@ def test_an_op_of_two_tensors_and_a_list_in_every_layout() -> None:
     assert len(report.runs) == 10 and report.left_out == 34 and "34 left out" in str(report)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_a_wrong_gradient_a_refusal_and_misuses_of_check_rule() -> None:
     def twice(x: Tensor) -> Tensor:
         return GradTwice.apply(x) if is_sharded(x) else x * 1

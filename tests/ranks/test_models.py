@@ -28,9 +28,9 @@ class Points(nn.Module):
 
     placements = (Shard(0), Shard(0))
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 1) -> None:
         super().__init__()
-        self.net = PointTransformer(channels=16, heads=2, slices=4, layers=2)
+        self.net = PointTransformer(channels=16, heads=2, slices=4, layers=layers)
 
     def forward(self, points: Tensor, target: Tensor) -> Tensor:
         return mean_squared_error(self.net(points), target)
@@ -41,14 +41,14 @@ class Points(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Two layers over a sequence in blocks: queries stay where they are, keys and values are gathered."""
+    """Layers over a sequence in blocks: queries stay where they are, keys and values are gathered."""
 
     placements = (Shard(1), Shard(1))
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 1) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2)
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, norm_first=True) for _ in range(layers)
         )
         self.head = nn.Linear(16, 3)
 
@@ -67,16 +67,18 @@ class Images(nn.Module):
 
     placements = (Shard(0), Shard(0))
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 1) -> None:
         super().__init__()
         self.net = nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1),
             nn.BatchNorm2d(8),
             nn.ReLU(),
             nn.MaxPool2d(2),
-            nn.Conv2d(8, 8, 3, padding=1),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
+            *[
+                part
+                for _ in range(layers - 1)
+                for part in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+            ],
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
             nn.Linear(8, 4),
@@ -91,12 +93,13 @@ class Images(nn.Module):
 
 
 class Graphs(nn.Module):
-    """Two rounds of messages along edges: edges and nodes are in blocks of their own."""
+    """Rounds of messages along edges: edges and nodes are in blocks of their own."""
 
     placements = (Shard(0), Shard(0), Shard(0))
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 1) -> None:
         super().__init__()
+        self.rounds = layers
         self.encode, self.message, self.update = nn.Linear(4, 8), nn.Linear(16, 8), nn.Linear(16, 8)
         self.decode = nn.Linear(8, 1)
 
@@ -104,7 +107,7 @@ class Graphs(nn.Module):
         h = torch.tanh(self.encode(nodes))
         n = nodes.shape[0]
         start, end = (edges[:, i].remainder(n) for i in (0, 1))
-        for _ in range(2):
+        for _ in range(self.rounds):
             messages = torch.tanh(self.message(torch.cat([h[start], h[end]], 1)))
             received = torch.zeros_like(h).index_add(0, end, messages)
             h = h + torch.tanh(self.update(torch.cat([h, received], 1)))
@@ -127,14 +130,15 @@ def data(model: Any, n: int, dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.ranks(3, timeout=600, processes=False)
 @pytest.mark.parametrize("model", MODELS)
-def test_training_equals_one_device(model: Any) -> None:
+@pytest.mark.parametrize(("backend", "layers"), often([("aot_eager", 1), ("shardcompile", 2)], 1))
+def test_training_equals_one_device(model: Any, backend: str, layers: int) -> None:
     torch.manual_seed(0)
-    net = model().double()
+    net = model(layers).double()
     assert_matches_single_device(
         net,
         data(model, 7, torch.float64),
         list(model.placements),
-        backend="shardcompile",
+        backend=backend,
         steps=2,
         max_graphs=2,
         input_grads=False,
@@ -142,7 +146,7 @@ def test_training_equals_one_device(model: Any) -> None:
 
 
 @pytest.mark.ranks(3, timeout=600, processes=False)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", often(MODELS, 2))
 def test_one_row_in_all(model: Any) -> None:
     torch.manual_seed(0)
     net = model().double()
@@ -154,12 +158,12 @@ def test_one_row_in_all(model: Any) -> None:
 
 
 @pytest.mark.parametrize("sizes", often([[0, 1, 0], [1, 0, 0], [2, 0, 0]], 1), ids=str)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", often(MODELS, 2))
 def test_one_row_gives_every_rank_the_same_collectives(model: Any, sizes: list[int]) -> None:
     assert same_collectives_on_every_rank(build_of(model, sizes), 3)
 
 
-def build_of(model: Any, rows: list[int] = SIZES) -> Callable[[DeviceMesh], tuple[Any, tuple[Any, ...]]]:
+def build_of(model: Any, rows: list[int], layers: int = 1) -> Callable[[DeviceMesh], tuple[Any, tuple[Any, ...]]]:
     def build(mesh: DeviceMesh) -> tuple[Any, tuple[Any, ...]]:
         here = mesh.get_rank()
 
@@ -172,14 +176,14 @@ def build_of(model: Any, rows: list[int] = SIZES) -> Callable[[DeviceMesh], tupl
             return sc.ShardTensor.from_local(torch.zeros(local, dtype=dtype), mesh, [placement], {0: sizes})
 
         blocks = [block(s, p) for s, p in zip(model.shapes(sum(rows)), model.placements, strict=True)]
-        return model(), tuple(blocks)
+        return model(layers), tuple(blocks)
 
     return build
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", often(MODELS, 2))
 def test_communication_of_eight_gpus(model: Any) -> None:
-    report = explain(build_of(model), world_size=8, device="cuda", stages=[])
+    report = explain(build_of(model, SIZES, layers=2), world_size=8, device="cuda", stages=[])
     assert not [c for c in report.traced if c.gathered_for]
     if model is Graphs:  # many orders of its collectives cost the same, and versions of torch come to different ones
         assert_graph(report, max_graphs=2, max_collectives=9, max_bytes=53572)

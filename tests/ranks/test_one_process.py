@@ -13,8 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import often
 from torch import Tensor, nn
+from torch._dynamo.backends import common
+from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.graph import GraphLowering
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
 
@@ -148,7 +152,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.ranks(3, processes=False, timeout=300)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", often(["aot_eager", "inductor"], 1))
 def test_one_graph_serves_all_ranks_and_cuts(backend: str) -> None:
     mesh = init_device_mesh("cpu", (3,))
     counter = once(lambda: CompileCounterWithBackend(backend))
@@ -181,6 +185,34 @@ def test_a_graph_that_depends_on_the_rank_serves_that_rank_alone(ask: str) -> No
         assert compiled(torch.ones(2)).tolist() == [2.0 + rank()] * 2
         dist.barrier()
     assert graphs_compiled() - before == 1  # each rank has one, as it would in a process of its own
+
+
+def patched() -> list[Any]:
+    """What `capture` exchanges while it watches."""
+    return [OutputGraph.call_user_compiler, common.aot_module_simplified, GraphLowering.save_output_code]
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("backend", often(["aot_eager", "shardcompile"], 1))
+def test_a_report_is_of_what_its_rank_compiles(backend: str, tmp_path: Path) -> None:
+    """Captures of several ranks are open at once, and end in any order."""
+    before = once(patched)
+    mesh, sizes = init_device_mesh("cpu", (3,)), [3, 0, 4]
+    x = sc.ShardTensor.from_local(torch.ones(sizes[rank()], 2), mesh, [Shard(0)], {0: sizes})
+    if rank() == 2:
+        report = sc.explain(lambda x: x.sum(0) * 2, x, backend=backend)
+    with sc.capture() as outer, sc.capture(stages=[]) as inner:
+        torch.compile(lambda x: x.softmax(0) * rank(), fullgraph=True, backend=backend)(x)  # each rank for itself
+        dist.barrier()
+        if rank() != 2:
+            report = sc.explain(lambda x: x.sum(0) * 2, x, backend=backend)
+    counts = [len(outer.graphs), len(inner.graphs), len(report.graphs)]
+    everyone: list[Any] = [None] * 3
+    dist.all_gather_object(everyone, counts)
+    assert everyone == [[2, 2, 1], [2, 2, 1], [1, 1, 1]]
+    assert patched() == before
+    with pytest.raises(ValueError, match="ranks that are processes"), sc.capture(sources=tmp_path):
+        pass
 
 
 @pytest.mark.ranks(4, mesh=(2, 2), processes=False)

@@ -24,7 +24,7 @@ import op_db
 
 from shardcompile.testing import once, rank
 
-SAMPLE = sorted(op_db.OPS)[::20]
+SAMPLE = sorted(op_db.OPS)[1::20]
 
 
 def sweep(name: str, mesh_shape: tuple[int, ...], count: int, limit: int, backend: str | None = None) -> None:

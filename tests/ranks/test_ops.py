@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import op_check
 from op_cases import FAMILIES
+from tiers import often
 
 from shardcompile.testing import once
 
@@ -39,7 +40,7 @@ COMPILED = {
     "without rules": 6,
     "out": 4,
 }
-"""Of each family every so many cases are compiled: a compilation takes a second, and there are many."""
+"""Of each family every so many cases are compiled, most of them at night: a compilation takes a second."""
 
 
 @pytest.mark.ranks(3, timeout=400, processes=False)
@@ -51,23 +52,25 @@ def test_on_three_ranks(family: str) -> None:
 
 
 @pytest.mark.ranks(4, timeout=400, processes=False)
+@pytest.mark.parametrize("part", often([0, 1], 1))
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_on_two_by_two_ranks(family: str) -> None:
+def test_on_two_by_two_ranks(family: str, part: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    failures = [text for case in FAMILIES[family][::3] for text in op_check.check(case, mesh, limit=2)]
+    failures = [text for case in FAMILIES[family][::3][part::2] for text in op_check.check(case, mesh, limit=2)]
     assert not (everyone := op_check.agree(failures)), "\n".join(everyone)
 
 
 @pytest.mark.ranks(3, timeout=600, processes=False)
+@pytest.mark.parametrize("part", often([0, 1, 2], 1))
 @pytest.mark.parametrize("family", list(COMPILED))
-def test_compiled_with_aot_eager(family: str) -> None:
+def test_compiled_with_aot_eager(family: str, part: int) -> None:
     mesh = init_device_mesh("cpu", (3,))
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         once(torch._dynamo.reset)
         return torch.compile(function, fullgraph=True, backend="aot_eager")
 
-    cases = [case for case in FAMILIES[family] if "error" not in case.name][:: COMPILED[family]]
+    cases = [case for case in FAMILIES[family] if "error" not in case.name][:: COMPILED[family]][part::3]
     failures = [text for case in cases for text in op_check.check(case, mesh, limit=1, wrap=compiled)]
     assert not (everyone := op_check.agree(failures)), "\n".join(everyone)
 

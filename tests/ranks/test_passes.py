@@ -37,7 +37,7 @@ def gradients(net: nn.Module, options: dict[str, Any]) -> tuple[list[Tensor], in
     return [p.grad for p in net.parameters()], traffic.collectives
 
 
-@pytest.mark.ranks(2, 3, timeout=300)
+@pytest.mark.ranks(3, timeout=300)
 def test_bucketed_reductions_give_the_same_gradients() -> None:
     torch.manual_seed(1)
     net = PointTransformer(channels=16, heads=2, slices=4, layers=1).double()
