@@ -44,6 +44,7 @@ from torch.fx.experimental.proxy_tensor import (  # 2.11 - 2.15
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,  # 2.11 - 2.15
     free_unbacked_symbols,  # 2.11 - 2.15
+    guard_or_false,  # 2.11 - 2.15
     statically_known_true,  # 2.11 - 2.15
 )
 from torch.utils._python_dispatch import return_and_correct_aliasing  # 2.11 - 2.15
@@ -70,6 +71,7 @@ __all__ = [
     "functional_variant",
     "give_storage",
     "group_name_of",
+    "guarded",
     "is_compiling",
     "is_fake",
     "is_specialised",
@@ -194,6 +196,11 @@ def same_symbol(a: Any, b: Any) -> bool:
 def surely(condition: bool | torch.SymBool) -> bool:
     """Whether a condition on sizes holds whatever the symbols in it are; installs no guard."""
     return statically_known_true(condition)
+
+
+def guarded(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds, with a guard; False if it depends on numbers that only a run gives."""
+    return guard_or_false(condition)
 
 
 def size_hint(value: Any, default: int = 64) -> int:

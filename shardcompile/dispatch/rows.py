@@ -109,10 +109,17 @@ def write_rows(x: Tensor, rows: Tensor, dim: int, first: IntLike, step: int, cou
 
 
 def begin_of(start: IntLike | None, extent: IntLike) -> IntLike:
-    """The row that `start` of a slice names."""
+    """The row at which a slice begins: where `start` is in front of the first row, that."""
     if start is None:
         return 0
-    return start + extent if isinstance(start, int) and start < 0 else start
+    begin = row_of(start, extent)
+    # torch's own trace of the slice has asked the same, of the global extent: the guard is there already.
+    return 0 if compat.guarded(begin < 0) else begin
+
+
+def row_of(index: IntLike, extent: IntLike) -> IntLike:
+    """The row that a number names, which counts from the end if it is negative."""
+    return index + extent if isinstance(index, int) and index < 0 else index
 
 
 def slice_rows(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
@@ -124,8 +131,6 @@ def slice_rows(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: i
     meta = global_meta(type(x), aten.slice.Tensor, args, {})
     shape, stride = compat.retraced(meta.shape), compat.retraced(meta.stride())
     begin = begin_of(start, x.shape[dim])
-    if isinstance(begin, int) and begin < 0:
-        begin = 0
     return _view(x, aten.slice.Tensor, args, dim, begin, step, shape[dim], stride)
 
 
@@ -176,7 +181,7 @@ def select(x: Any, dim: int, index: Any) -> Any:
     if cut is None:
         return NotImplemented
     meta = global_meta(type(x), aten.select.int, (x, dim, index), {})
-    at = begin_of(index, x.shape[dim])
+    at = row_of(index, x.shape[dim])
     one, row = sliced_cut(cut, at, 1, 1, layout.mesh)
     sliced = with_cut(layout, dim, one)
     whole = sliced.gathered(dim)
@@ -228,7 +233,7 @@ def select_scatter(x: Any, src: Any, dim: int, index: Any) -> Any:
     if not hasattr(x, "_spec") or x._spec.layout.cuts[dim] is None:
         return NotImplemented
     global_meta(type(x), aten.select_scatter.default, (x, src, dim, index), {})
-    at = begin_of(index, x.shape[dim])
+    at = row_of(index, x.shape[dim])
     return slice_scatter(x, src.unsqueeze(dim), dim, at, at + 1)
 
 

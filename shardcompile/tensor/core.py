@@ -19,7 +19,7 @@ from shardcompile.dispatch.copied_views import CopiedView
 from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpError
 from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, normalize_placements
 from shardcompile.plan import target_layout
-from shardcompile.tensor import construct
+from shardcompile.tensor import checkpoint, construct
 from shardcompile.tensor.autograd import FromLocal, Promote, ToLocal, gradient_layout, redistributed
 from shardcompile.tensor.bags import embedding_bag
 from shardcompile.tensor.borders import pad
@@ -462,7 +462,17 @@ class ShardTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         is_param = getattr(self, "_is_param", False)
-        return rebuild, (self._local_tensor.detach(), construct.plain_parts(self._spec), self.requires_grad, is_param)
+        parts = construct.plain_parts(self._spec)
+        return rebuild, (self._local_tensor.detach(), parts, self.requires_grad, is_param, checkpoint.saver())
+
+    def __create_write_items__(self, name: str, _: Any) -> list[Any]:
+        return list(checkpoint.write_items(name, self))
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return list(checkpoint.chunks(self))
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return checkpoint.block(self, index)
 
     # Extension points
 
@@ -490,9 +500,15 @@ def _from_local(local: Tensor, *asked: Any) -> ShardTensor:
     return FromLocal.apply(local, ShardTensor, Spec.of(layout, contiguous_stride(layout.shape)))
 
 
-def rebuild(local: Tensor, parts: tuple[Any, ...], requires_grad: bool, is_param: bool) -> Tensor:
-    """Inverse of pickling."""
-    tensor = ShardTensor(local, construct.spec_of_plain_parts(local.dtype, *parts))
+def rebuild(local: Tensor, parts: tuple[Any, ...], requires_grad: bool, is_param: bool, saver: int) -> Tensor:
+    """Inverse of pickling, on the rank that has pickled.
+
+    Raises:
+        ShardError: on another one.
+    """
+    spec = construct.spec_of_plain_parts(local.dtype, *parts)
+    checkpoint.check_saver(saver, spec.layout)
+    tensor = ShardTensor(local, spec)
     return torch.nn.Parameter(tensor, requires_grad) if is_param else tensor.requires_grad_(requires_grad)
 
 
@@ -653,6 +669,23 @@ def _tolist(func: Callable[..., Any], x: Any) -> Any:
     return x.full_tensor().tolist()
 
 
+def _formatted(func: Callable[..., Any], x: Any, spec: str) -> str:
+    """A number as torch formats the plain one."""
+    return func(x.detach().full_tensor() if x.ndim == 0 and x._holds_values else x, spec)
+
+
+def _numpy(func: Callable[..., Any], x: Any, **kwargs: Any) -> Any:
+    """A number as a numpy array; larger tensors are not gathered behind the caller's back."""
+    if x.ndim > 0:
+        raise UnsupportedOpError(
+            f"numpy() of {x._spec.layout.describe()}: numpy knows no blocks. Take x.to_local().numpy() for this rank's "
+            "block, or x.full_tensor().numpy() for all of it"
+        )
+    if x.requires_grad and not kwargs.get("force"):
+        return func(torch.zeros((), requires_grad=True))  # torch's own refusal
+    return func(x.detach().full_tensor(), **kwargs)
+
+
 def _sgn(func: Callable[..., Any], x: Any, **kwargs: Any) -> Any:
     """`sgn`, which of real numbers is `sign`; its gradient is a kind of tensor that has no symbolic size."""
     return func(x, **kwargs) if not isinstance(x, Tensor) or x.is_complex() else torch.sign(x, **kwargs)
@@ -697,6 +730,8 @@ _TAKES_LEAVES = {torch.autograd.grad, torch.autograd.backward}
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     torch.Tensor.tolist: _tolist,
+    torch.Tensor.__format__: _formatted,
+    torch.Tensor.numpy: _numpy,
     torch.Tensor.tensor_split: _tensor_split,
     torch.tensor_split: _tensor_split,
     torch.Tensor.__deepcopy__: _deep_copied,
@@ -716,6 +751,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__matmul__: _product,
 }
 
+checkpoint.teach(ShardTensor)
 compat.let_comm_debug_mode_see_through(ShardTensor)
 compat.keep_from_dynamo(ShardTensor.__torch_function__.__func__)  # type: ignore[attr-defined]
 compat.keep_from_dynamo(dispatch)

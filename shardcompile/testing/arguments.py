@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from shardcompile.layout import normalize_placements
@@ -126,12 +125,6 @@ def _input(key: Any, value: Any, placements: Placements, sizes: Sizes, mesh: Dev
 def _split(values: dict[Any, Any]) -> tuple[list[Any], dict[str, Any]]:
     by_place = [v for k, v in values.items() if isinstance(k, int)]
     return by_place, {k: v for k, v in values.items() if isinstance(k, str)}
-
-
-def default_mesh() -> DeviceMesh:
-    """A mesh of one dim over all ranks, of GPUs if the process group has NCCL."""
-    device = "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
-    return init_device_mesh(device, (dist.get_world_size(),))
 
 
 def digest(name: str, value: Any) -> str:

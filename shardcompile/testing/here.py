@@ -34,6 +34,12 @@ def mesh(names: Sequence[str] | None = None) -> DeviceMesh:
     return init_device_mesh(device, shape, mesh_dim_names=None if names is None else tuple(names))
 
 
+def default_mesh() -> DeviceMesh:
+    """A mesh of one dim over all ranks, of GPUs if the process group has NCCL."""
+    device = "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
+    return init_device_mesh(device, (dist.get_world_size(),))
+
+
 def set_mesh_shape(shape: tuple[int, ...] | None) -> None:
     """Tell `mesh` what the mark of the test that is about to run says."""
     global _mesh_shape

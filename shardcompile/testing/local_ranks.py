@@ -14,7 +14,7 @@ from typing import Any
 
 import cloudpickle
 
-from shardcompile.testing.arguments import default_mesh
+from shardcompile.testing.here import default_mesh
 from shardcompile.testing.messages import Kind, Outcome, RunFunction
 from shardcompile.testing.one_process import RankThreads, raise_worst
 from shardcompile.testing.pool import RankPool

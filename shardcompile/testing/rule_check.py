@@ -18,9 +18,10 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from shardcompile import compat
 from shardcompile.compat.testing import tree_flatten, tree_unflatten
 from shardcompile.testing.agreement import CheckFailed, Failure, RanksFailedError, agree_on_use, together, usage_error
-from shardcompile.testing.arguments import default_mesh, digest
+from shardcompile.testing.arguments import digest
 from shardcompile.testing.arrange import CHUNK, Way, describe, lay_out, seed_of, sizes_in_style, with_bits_to_spare
 from shardcompile.testing.compare import Tolerances, tolerances
+from shardcompile.testing.here import default_mesh
 from shardcompile.testing.trial import Outcome, Trial, differences
 from shardcompile.testing.watch import SERVICES, ServiceWatch
 

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing.agreement import CheckFailed, Failure, agree_on_use, together, usage_error
-from shardcompile.testing.arguments import Arguments, Placements, Sizes, default_mesh, digest
+from shardcompile.testing.arguments import Arguments, Placements, Sizes, digest
 from shardcompile.testing.compare import Tolerances, difference, tolerances
+from shardcompile.testing.here import default_mesh
 from shardcompile.testing.one_process import once
 from shardcompile.testing.subject import Plan, Subject, same_on_every_rank
 

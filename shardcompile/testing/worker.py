@@ -31,9 +31,8 @@ from _pytest.config import apply_warning_filters, parse_warning_filter
 from _pytest.pathlib import import_path
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not declare that it exports it
 
-from shardcompile.testing.arguments import default_mesh
 from shardcompile.testing.cleanup import Cleaner, seed
-from shardcompile.testing.here import set_mesh_shape
+from shardcompile.testing.here import default_mesh, set_mesh_shape
 from shardcompile.testing.messages import Kind, Outcome, Reply, Request, RunFunction, RunTest, Setup
 
 # pytest enforces each test's own timeout and kills the rank; this one only has to be longer.

@@ -115,7 +115,7 @@ def test_two_mesh_dims(of_query: Any, of_keys: Any) -> None:
 
 
 @pytest.mark.ranks(4, mesh=(2, 2), timeout=300, processes=False)
-@pytest.mark.parametrize(("of_query", "of_keys"), often(ON_TWO_DIMS, 2))
+@pytest.mark.parametrize(("of_query", "of_keys"), often(ON_TWO_DIMS, 1))
 def test_two_mesh_dims_compiled(of_query: Any, of_keys: Any) -> None:
     torch.manual_seed(0)
     q, k, v = (random(3, 4, 7, 4) for _ in range(3))
@@ -163,13 +163,19 @@ def test_the_gradient_of_an_added_mask() -> None:
     torch.testing.assert_close(found.full_tensor(), expected_grad)
 
 
+@pytest.mark.ranks(3, timeout=300, processes=False)
+def test_heads_that_are_exchanged_for_rows() -> None:
+    torch.manual_seed(0)
+    full = [random(2, 6, 7, 4) for _ in range(3)]
+    assert_matches_single_device(causal, full, [ROWS] * 3, steps=2, backend="aot_eager")
+
+
 @pytest.mark.ranks(3, timeout=300)
 def test_heads_are_exchanged_for_rows_where_that_moves_less() -> None:
     torch.manual_seed(0)
     full = [random(2, 6, 7, 4) for _ in range(3)]
-    assert_matches_single_device(causal, full, [ROWS] * 3, steps=2)
     q, k, v = (sc.distribute_tensor(x, mesh(), [ROWS]).requires_grad_() for x in full)
-    forward, backward = sc.explain(causal, q, k, v).graphs
+    forward, backward = sc.explain(causal, q, k, v, stages=[]).graphs
     assert [c.kind for c in forward.issued] == ["all_to_all_bucket", "all_to_all_v"]
     assert sum(len(c.members) for c in forward.issued) == 4
 

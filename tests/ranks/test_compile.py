@@ -195,7 +195,7 @@ def test_a_gradient_of_a_view_that_is_returned_is_brought_to_its_layout() -> Non
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", often(["aot_eager", "inductor"], 1))
 def test_crossings_inside_a_compiled_function(backend: str) -> None:
     mesh = mesh_1d()
 
@@ -289,7 +289,7 @@ def test_a_pending_sum_is_reduced_before_it_is_spread_out() -> None:
 @pytest.mark.ranks(3, timeout=300)
 @pytest.mark.parametrize(
     ("backend", "stated"),
-    often([("aot_eager", False), ("inductor", True), ("aot_eager", True), ("inductor", False)], 2),
+    often([("aot_eager", False), ("inductor", True), ("aot_eager", True), ("inductor", False)], 1),
 )
 def test_from_local_inside_a_compiled_function(backend: str, stated: bool) -> None:
     once(torch._dynamo.reset)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from after_passes import graph_after_passes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
@@ -20,8 +22,13 @@ from shardcompile.testing import rank, world_size
 SIZES = {2: [9, 2], 3: [6, 0, 5]}
 
 
-def gradients(net: nn.Module, options: dict[str, Any]) -> tuple[list[Tensor], int]:
-    """The gradients of a compiled step, and how many collectives it took."""
+def gradients(net: nn.Module, how: dict[str, Any]) -> tuple[list[Tensor], int]:
+    """The gradients of a compiled step, and how many collectives it took.
+
+    Args:
+        net: the model.
+        how: arguments of `torch.compile`.
+    """
     mesh, sizes = init_device_mesh("cpu", (world_size(),)), SIZES[world_size()]
     torch.manual_seed(0)
     points, values = torch.randn(11, 5, dtype=torch.float64), torch.randn(11, dtype=torch.float64)
@@ -30,7 +37,7 @@ def gradients(net: nn.Module, options: dict[str, Any]) -> tuple[list[Tensor], in
         for full in (points, values)
     )
     torch._dynamo.reset()
-    loss = torch.compile(lambda x, y: relative_l2(net(x), y), fullgraph=True, options=options)
+    loss = torch.compile(lambda x, y: relative_l2(net(x), y), fullgraph=True, **how)
     loss(x, y).backward()  # compiles
     net.zero_grad()
     traffic = traffic_of(lambda: loss(x, y).backward(), world_size())
@@ -39,10 +46,20 @@ def gradients(net: nn.Module, options: dict[str, Any]) -> tuple[list[Tensor], in
 
 @pytest.mark.ranks(3, timeout=300)
 def test_bucketed_reductions_give_the_same_gradients() -> None:
+    same_gradients(lambda off: {"backend": graph_after_passes(off)})
+
+
+@pytest.mark.nightly
+@pytest.mark.ranks(2, 3, timeout=300)
+def test_bucketed_reductions_through_inductor() -> None:
+    same_gradients(lambda off: {"options": inductor_options(off=off)})
+
+
+def same_gradients(how: Callable[[list[str]], dict[str, Any]]) -> None:
     torch.manual_seed(1)
     net = PointTransformer(channels=16, heads=2, slices=4, layers=1).double()
-    one_by_one, many = gradients(copy.deepcopy(net), inductor_options(off=["bucket_all_reduces"]))
-    bucketed, few = gradients(net, inductor_options())
+    one_by_one, many = gradients(copy.deepcopy(net), how(["bucket_all_reduces"]))
+    bucketed, few = gradients(net, how([]))
     assert many > 20
     assert few == 4  # the slices, forward and backward; the loss; the gradients that are left
     tolerance = 0 if world_size() == 2 else 1e-12  # two terms have one sum, three may be added up in another order

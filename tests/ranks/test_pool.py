@@ -441,6 +441,7 @@ def test_three():
 """
 
 
+@pytest.mark.nightly
 def test_with_xdist_last_failed_and_keywords(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     path = tmp_path / "test_few.py"

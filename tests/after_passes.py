@@ -1,0 +1,27 @@
+"""Graphs that run as the passes leave them, without Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
+
+from shardcompile.passes import Pipeline
+
+
+def graph_after_passes(off: Sequence[str]) -> Any:
+    """A backend that runs the passes and then the graph, node by node: no fusion changes the last bit of anything.
+
+    Args:
+        off: names of passes to leave out.
+    """
+
+    def compiler(module: GraphModule, _: Any) -> Any:
+        Pipeline(off=off)(module.graph)
+        module.recompile()
+        return make_boxed_func(module.forward)
+
+    return aot_autograd(fw_compiler=compiler)
