@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
@@ -38,6 +40,7 @@ def layout_of_block(
     Raises:
         LayoutError: anything does not fit together.
     """
+    _check_block(local, mesh)
     if placements is None:
         placements = [Replicate()] * mesh.ndim
     infer = isinstance(sharding_shapes, str) and sharding_shapes == "infer"
@@ -58,6 +61,23 @@ def layout_of_block(
     if problem:
         raise LayoutError(problem)
     return layout
+
+
+def _check_block(local: Tensor, mesh: DeviceMesh) -> None:
+    """Refuse what is no block, before anything is sent."""
+    if hasattr(local, "device_mesh"):
+        raise LayoutError(
+            f"from_local takes this rank's block as a plain tensor, got a {type(local).__name__} of shape "
+            f"{tuple(local.shape)}. A DTensor becomes a ShardTensor by ShardTensor.from_dtensor, a ShardTensor another "
+            "layout by redistribute"
+        )
+    if local.layout is not torch.strided or local.is_quantized or local.is_nested:
+        kind = "nested" if local.is_nested else "quantized" if local.is_quantized else str(local.layout)
+        raise LayoutError(f"blocks are dense tensors, got a {kind} one; first to_dense(), dequantize() or values()")
+    if local.is_meta and not compat.is_fake(local):
+        raise LayoutError("a block on the device meta has no values; make it on the mesh's device, or trace offline")
+    if compat.coordinate(mesh) is None:
+        raise LayoutError(f"rank {dist.get_rank()} is not among the ranks of {mesh}: only these can hold blocks")
 
 
 def _layout_of_symbols(
@@ -163,8 +183,23 @@ def _require_shard(placements: Sequence[Placement], mesh_dim: int) -> int:
 
 def _stated_cut(mesh: DeviceMesh, placements: Sequence[Placement], dim: int, values: Sequence[Any], fixed: bool) -> Cut:
     mesh_dims = [m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
-    sizes = [v if isinstance(v, int) else v[dim] for v in values]
+    sizes = [_size(v, dim, values) for v in values]
     return Cut.of_sizes(mesh_dims, [mesh.shape[m] for m in mesh_dims], sizes, "fixed" if fixed else "dynamic")
+
+
+def _size(value: Any, dim: int, among: Sequence[Any]) -> int:
+    """A block size as it may be stated: a whole number, or the shape of the block."""
+    if isinstance(value, (tuple, list)) and dim < len(value):
+        value = value[dim]
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise LayoutError(
+            f"a block size is a whole number, or the shape of the block; got {value!r} for tensor dim {dim} in "
+            f"sharding_shapes {among!r}"
+        ) from None
 
 
 def _stated(

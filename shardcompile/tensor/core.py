@@ -674,6 +674,13 @@ def _formatted(func: Callable[..., Any], x: Any, spec: str) -> str:
     return func(x.detach().full_tensor() if x.ndim == 0 and x._holds_values else x, spec)
 
 
+def _no_memory(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    raise UnsupportedOpError(
+        f"{func.__name__} of {x._spec.layout.describe()}: a sharded tensor has no memory of its own that others could "
+        f"read; take x.to_local() for this rank's block, or x.full_tensor()"
+    )
+
+
 def _numpy(func: Callable[..., Any], x: Any, **kwargs: Any) -> Any:
     """A number as a numpy array; larger tensors are not gathered behind the caller's back."""
     if x.ndim > 0:
@@ -732,6 +739,8 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.tolist: _tolist,
     torch.Tensor.__format__: _formatted,
     torch.Tensor.numpy: _numpy,
+    torch.Tensor.share_memory_: _no_memory,
+    torch.Tensor.__dlpack__: _no_memory,
     torch.Tensor.tensor_split: _tensor_split,
     torch.tensor_split: _tensor_split,
     torch.Tensor.__deepcopy__: _deep_copied,

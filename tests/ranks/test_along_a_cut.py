@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -40,6 +41,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "slice": lambda x: x[1:4] * 2,
     "steps": lambda x: x[::2].sin(),
     "difference": lambda x: x[1:] - x[:-1],
+    "from in front of the first row": lambda x: x[-50:].sin() * x,
     "row": lambda x: x[2] * x,
     "last row": lambda x: x[-1].sum() * x[:-1],
     "split": lambda x: x.split([2, x.shape[0] - 2])[1].sin(),
@@ -244,3 +246,22 @@ def test_a_dim_that_two_mesh_dims_cut() -> None:
         (out.full_tensor() ** 2).sum().backward()
         (expected**2).sum().backward()
         torch.testing.assert_close(x.grad.full_tensor(), y.grad, msg=lambda m, name=name: f"gradient of {name}: {m}")
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_slices_are_clamped_as_plain_ones_are() -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    for sizes in ([2, 1, 0], [0, 1, 0], [3, 0, 4]):
+        for start, end, step in itertools.product((-9, -3, -1, None, 2, 9), (-9, -1, None, 2, 9), (1, 2)):
+            full = torch.arange(2.0 * sum(sizes)).reshape(-1, 2).requires_grad_()
+            block = full.detach().split(sizes)[rank()].clone()
+            x = sc.ShardTensor.from_local(block, mesh, [Shard(0)], {0: sizes}).requires_grad_()
+            out, expected = x[start:end:step], full[start:end:step]
+            told = f"x[{start}:{end}:{step}] of {sizes}"
+            assert torch.equal(out.full_tensor(), expected), told
+            (out**2).sum().backward(), (expected**2).sum().backward()
+            assert torch.equal(x.grad.full_tensor(), full.grad), told
+            written, plain = x.detach().clone(), full.detach().clone()
+            written[start:end:step] = 7.0
+            plain[start:end:step] = 7.0
+            assert torch.equal(written.full_tensor(), plain), told

@@ -128,7 +128,7 @@ def test_an_empty_block_does_not_hide_the_one_behind_it(tmp_path: Path) -> None:
         dcp.load(parts, checkpoint_id=folder)
         return list(parts.values())
 
-    with LocalRanks(3) as ranks:
+    with LocalRanks(3, processes=False) as ranks:
         ranks(save, str(tmp_path))
         for first, middle, none in ranks(load, str(tmp_path)):
             assert torch.equal(first, torch.arange(6.0).reshape(3, 2)) and torch.equal(middle, first)
@@ -209,7 +209,7 @@ def test_training_resumes_on_other_ranks_as_if_it_had_not_stopped(tmp_path: Path
         trained(net, optimizer, range(6))
         return full_values(net, optimizer)
 
-    with LocalRanks(3) as three, LocalRanks(2) as two:
+    with LocalRanks(3, processes=False) as three, LocalRanks(2, processes=False) as two:
         three(begin, str(tmp_path))
         for found, expected in zip(two(resume, str(tmp_path)), two(without_a_stop), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -810,3 +811,75 @@ def test_process_groups_are_freed_when_they_are_destroyed() -> None:
     compat.start_epoch()
     gc.collect()
     assert [g() for g in groups] == [None, None]
+
+
+NONSENSE: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
+    "half a row": (lambda mesh: from_ones(mesh, [1.5, 0.5]), "a whole number, or the shape of the block; got 1.5"),
+    "NaN": (lambda mesh: from_ones(mesh, [float("nan"), 1]), "got nan"),
+    "text": (lambda mesh: from_ones(mesh, "11"), "got '1' for tensor dim 0"),
+    "a truth": (lambda mesh: from_ones(mesh, [True, 1]), "got True"),
+    "None": (lambda mesh: from_ones(mesh, [None, 1]), "got None"),
+    "a shape without the dim": (lambda mesh: from_ones(mesh, [(), ()]), r"got \(\)"),
+    "a DTensor": (
+        lambda mesh: sc.ShardTensor.from_local(distribute_dtensor(torch.ones(2), mesh, [Shard(0)]), mesh, [Shard(0)]),
+        "got a DTensor .*from_dtensor",
+    ),
+    "a ShardTensor": (
+        lambda mesh: sc.ShardTensor.from_local(from_ones(mesh, [1, 1]), mesh, [Shard(0)]),
+        "got a ShardTensor .*redistribute",
+    ),
+    "sparse": (lambda mesh: from_block(torch.eye(2).to_sparse(), mesh), "dense tensors, got a torch.sparse_coo one"),
+    "quantized": (
+        lambda mesh: from_block(torch.quantize_per_tensor(torch.ones(1), 1.0, 0, torch.qint8), mesh),
+        "got a quantized one",
+    ),
+    "meta": (lambda mesh: from_block(torch.ones(1, device="meta"), mesh), "has no values"),
+    "shared memory": (lambda mesh: from_ones(mesh, [1, 1]).share_memory_(), "has no memory of its own"),
+    "dlpack": (lambda mesh: torch.from_dlpack(from_ones(mesh, [1, 1])), "has no memory of its own"),
+    "numpy": (lambda mesh: from_ones(mesh, [1, 1]).numpy(), "numpy knows no blocks"),
+}
+
+
+def from_ones(mesh: DeviceMesh, sizes: Any) -> sc.ShardTensor:
+    return sc.ShardTensor.from_local(torch.ones(1), mesh, [Shard(0)], {0: sizes})
+
+
+def from_block(block: Tensor, mesh: DeviceMesh) -> sc.ShardTensor:
+    return sc.ShardTensor.from_local(block, mesh, [Replicate()])
+
+
+@pytest.mark.ranks(2, processes=False)
+@pytest.mark.parametrize("name", NONSENSE)
+def test_nonsense_is_refused_in_words(name: str) -> None:
+    make, words = NONSENSE[name]
+    with pytest.raises(sc.ShardError, match=words):
+        make(init_device_mesh("cpu", (2,)))
+
+
+@pytest.mark.ranks(2, processes=False)
+def test_sizes_may_be_any_whole_numbers() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for sizes in (np.array([1, 1]), torch.tensor([1, 1]), (torch.Size([1]), torch.Size([1])), [[1], [1]]):
+        assert from_ones(mesh, sizes).sharding.sizes(0) == (1, 1)
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_a_rank_outside_of_the_mesh_is_told_so() -> None:
+    mesh = DeviceMesh("cpu", [0, 2])
+    if rank() == 1:
+        with pytest.raises(sc.ShardError, match="rank 1 is not among the ranks of"):
+            from_ones(mesh, [1, 1])
+    else:
+        assert from_ones(mesh, [1, 1]).sum().item() == 2
+
+
+@pytest.mark.ranks(2, processes=False)
+def test_numbers_are_formatted_and_become_arrays() -> None:
+    x = from_ones(init_device_mesh("cpu", (2,)), [1, 1])
+    loss = (x * 1.25).requires_grad_().sum()  # a pending sum
+    assert f"{loss:.3f}" == "2.500" and f"{float(loss)}" == "2.5"
+    assert loss.detach().numpy() == 2.5 and loss.detach().numpy().shape == ()
+    with pytest.raises(RuntimeError, match="requires grad"):
+        loss.numpy()
+    with pytest.raises(TypeError):
+        f"{x:.3f}"

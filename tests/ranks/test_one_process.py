@@ -128,6 +128,7 @@ def collectives(mesh: DeviceMesh) -> list[Any]:
     return [gathered, one, part, first, kept, scattered, collected, exchanged, received, objects, mine]
 
 
+@pytest.mark.rank_processes
 @pytest.mark.parametrize("function", [reductions, collectives])
 def test_collectives_of_torch_give_the_same(ranks: LocalRanks, processes: LocalRanks, function: Any) -> None:
     for here, there in zip(ranks(function), processes(function), strict=True):

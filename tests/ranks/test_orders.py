@@ -99,6 +99,7 @@ def test_ops_on_blocks_of_several_orders(group: str) -> None:
     assert_matches_single_device(model, [x, w], [Shard(1), Shard(1)], backend="aot_eager", input_grads=False)
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(3, timeout=300, processes=False)
 def test_ops_on_blocks_of_several_orders_through_inductor() -> None:
     torch.manual_seed(0)
