@@ -27,6 +27,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "flat": lambda x: x.view(-1),
     "flat part": lambda x: x.view(-1)[3:19],
     "square": lambda x: x.view(4, 7),
+    "cube, turned": lambda x: x.view(2, 2, 7).permute(2, 0, 1),
     "diagonal": lambda x: x.diagonal(),
     "unbound": lambda x: x.unbind(0)[3],
     "split": lambda x: x.split(3)[1],
