@@ -200,6 +200,8 @@ def surely(condition: bool | torch.SymBool) -> bool:
 
 def guarded(condition: bool | torch.SymBool) -> bool:
     """Whether a condition on sizes holds, with a guard; False if it depends on numbers that only a run gives."""
+    if isinstance(condition, torch.SymBool) and condition.node.has_hint():
+        return bool(condition)  # `guard_or_false` does not look at hints while sizes are traced obliviously
     return guard_or_false(condition)
 
 

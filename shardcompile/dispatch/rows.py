@@ -113,7 +113,7 @@ def begin_of(start: IntLike | None, extent: IntLike) -> IntLike:
     if start is None:
         return 0
     begin = row_of(start, extent)
-    # torch's own trace of the slice has asked the same, of the global extent: the guard is there already.
+    # Asked of the global extent, so that the guard holds on all ranks or on none.
     return 0 if compat.guarded(begin < 0) else begin
 
 

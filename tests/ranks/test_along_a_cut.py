@@ -265,3 +265,19 @@ def test_slices_are_clamped_as_plain_ones_are() -> None:
             written[start:end:step] = 7.0
             plain[start:end:step] = 7.0
             assert torch.equal(written.full_tensor(), plain), told
+
+
+@pytest.mark.ranks(3, timeout=120, processes=False)
+def test_a_compiled_slice_is_clamped_where_it_has_to_be() -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    before = once(graphs_compiled)
+    compiled = torch.compile(lambda x: x[-5:].sin() * 2, fullgraph=True, backend="aot_eager")
+    for sizes in ([3, 5, 1], [2, 0, 1], [0, 4, 2], [1, 1, 1], [0, 2, 3]):
+        full = torch.randn(sum(sizes), 2, dtype=torch.float64).requires_grad_()
+        block = full.detach().split(sizes)[rank()].clone()
+        x = sc.ShardTensor.from_local(block, mesh, [Shard(0)], {0: sizes}).requires_grad_()
+        out, expected = compiled(x), full[-5:].sin() * 2
+        torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-12, atol=1e-12)
+        out.full_tensor().square().sum().backward(), expected.square().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), full.grad, rtol=1e-12, atol=1e-12)
+    assert graphs_compiled() - before == 2
