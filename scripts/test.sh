@@ -20,6 +20,8 @@ if (($#)); then
 fi
 guards="not sweep and not nightly"
 echo "== pytest: tests in one process, on 2 workers"
-python -m pytest -v -n 2 --dist worksteal --durations 15 -m "$guards and not rank_processes"
+status=0
+python -m pytest -v -n 2 --dist worksteal --durations 15 -m "$guards and not rank_processes" || status=$?
 echo "== pytest: tests on ranks that are processes"
-python -m pytest -v --durations 15 -m "$guards and rank_processes"
+python -m pytest -v --durations 15 -m "$guards and rank_processes" || status=$?
+exit "$status"
