@@ -250,13 +250,13 @@ def test_warm_and_cold_ranks_agree_in_whatever_order_they_compile(
             return [w.grad for w in weights if w.grad is not None], cache_counts()["inductor misses"] - forward
 
         use_cache(monkeypatch, tmp_path / "warm")
-        cold, compiled_late = both()
-        assert compiled_late == 1
+        cold, late = both()
+        assert late in (0, 1)  # torch 2.15 compiles this backward graph with the forward one, 2.13 when it is needed
         before, compared = counts(), list(noted)
         noted.clear()
         use_cache(monkeypatch, tmp_path / ("warm" if rank() == 1 else "cold"))
         again, compiled_late = both()
-        assert compiled_late == (rank() != 1)
+        assert compiled_late == (late if rank() != 1 else 0)
         for a, b in zip(again, cold, strict=True):
             torch.testing.assert_close(a, b)
         after = counts()
