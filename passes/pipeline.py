@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from shardcompile import compat, config
 from shardcompile.compat.compiled import leave_note, look_at_notes, runs_behind
-from shardcompile.compat.threads import rank_of_thread
+from shardcompile.compat.threads import Listeners
 from shardcompile.errors import PassError
 from shardcompile.passes.bucket import BucketAllGathers, BucketAllReduces, BucketAllToAlls, BucketReduceScatters
 from shardcompile.passes.cleanup import (
@@ -140,7 +140,7 @@ class Pipeline(compat.CustomGraphPass):
         """
         if self.record:
             self.history.append([])
-        watchers = _watchers() if self.final else []
+        watchers = _WATCHERS.here() if self.final else []
         for watcher in watchers:
             watcher.begun(graph)
         for graph_pass in self.passes:
@@ -165,7 +165,7 @@ class Pipeline(compat.CustomGraphPass):
         None, so that nothing is cached, where something is to be seen each time that a graph is compiled. What was
         compiled without a record of its collectives is not used where they are compared.
         """
-        if self.record or self.in_step or _watchers():
+        if self.record or self.in_step or _WATCHERS.here():
             return None
         if not self.is_verified:
             return repr(self.passes)
@@ -221,23 +221,12 @@ class Watcher(Protocol):
         """The graph after the last pass."""
 
 
-_WATCHERS: list[tuple[int | None, Watcher]] = []
-"""Each with the rank that it watches, where ranks are threads."""
+_WATCHERS: Listeners[Watcher] = Listeners()
 
 
-@contextlib.contextmanager
-def watching(watcher: Watcher) -> Iterator[None]:
+def watching(watcher: Watcher) -> contextlib.AbstractContextManager[None]:
     """Have every pipeline of this rank tell what it does inside of this."""
-    entry = (rank_of_thread(), watcher)
-    _WATCHERS.append(entry)
-    try:
-        yield
-    finally:
-        _WATCHERS.remove(entry)
-
-
-def _watchers() -> list[Watcher]:
-    return [watcher for rank, watcher in _WATCHERS if rank == rank_of_thread()]
+    return _WATCHERS.with_one_more(watcher)
 
 
 def _run(graph_pass: Pass, graph: Graph) -> None:

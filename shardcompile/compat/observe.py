@@ -7,7 +7,7 @@ import functools
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -22,7 +22,7 @@ from torch._inductor import config as _inductor_config  # 2.11 - 2.15
 from torch._inductor.graph import GraphLowering  # 2.11 - 2.15
 from torch.fx import GraphModule
 
-from shardcompile.compat.threads import rank_of_thread
+from shardcompile.compat.threads import Listeners
 
 
 class Observer(Protocol):
@@ -48,42 +48,6 @@ class Observer(Protocol):
 
     def rewritten(self, function: str, bytecode: types.CodeType) -> None:
         """Dynamo has put other bytecode in the place of a function's, which calls what was compiled."""
-
-
-_T = TypeVar("_T")
-
-
-class _Listeners(Generic[_T]):
-    """Who is to be told of something, each by its rank alone, and patches of torch that are in place meanwhile.
-
-    Ranks that are threads come and go in any order, so that patches which each of them put in place for itself would
-    not be taken back in the opposite order.
-
-    Args:
-        install: puts the patches in place, for as long as the stack that it is given is open.
-    """
-
-    def __init__(self, install: Callable[[contextlib.ExitStack], None]) -> None:
-        self._install = install
-        self._entries: list[tuple[int | None, _T]] = []
-        self._patches = contextlib.ExitStack()
-
-    @contextlib.contextmanager
-    def with_one_more(self, listener: _T) -> Iterator[None]:
-        if not self._entries:
-            self._install(self._patches)
-        entry = (rank_of_thread(), listener)
-        self._entries.append(entry)
-        try:
-            yield
-        finally:
-            self._entries.remove(entry)
-            if not self._entries:
-                self._patches.close()
-
-    def here(self) -> list[_T]:
-        """Those of this rank, the outermost first."""
-        return [listener for rank, listener in self._entries if rank == rank_of_thread()]
 
 
 def _watch_compilations(patches: contextlib.ExitStack) -> None:
@@ -120,8 +84,8 @@ def _watch_code(patches: contextlib.ExitStack) -> None:
     patches.enter_context(mock.patch.object(GraphLowering, "save_output_code", staticmethod(save_output_code)))
 
 
-_OBSERVERS: _Listeners[Observer] = _Listeners(_watch_compilations)
-_READERS: _Listeners[Callable[[str], None]] = _Listeners(_watch_code)
+_OBSERVERS: Listeners[Observer] = Listeners(_watch_compilations)
+_READERS: Listeners[Callable[[str], None]] = Listeners(_watch_code)
 
 
 @contextlib.contextmanager

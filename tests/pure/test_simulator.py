@@ -258,7 +258,7 @@ def layers(nodes: int) -> Graph:
 def test_work_grows_no_faster_than_n_log_n(capsys: pytest.CaptureFixture[str]) -> None:
     steps: dict[str, list[tuple[int, int]]] = {"price": [], "simulate": [], "bound": []}
     lines = ["nodes   price s  simulate s  bound s"]
-    for size in (1000, 2000, 5000):
+    for size in (1000, 2000, 5000, 10000):
         graph = layers(size)
         order, prices = list(graph.nodes), Prices.of(graph, MODEL)
         runs: Sequence[tuple[str, Callable[[], Any]]] = (
