@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import Decoded, Pending, derive
+from shardcompile.collectives import Decoded, Pending, block_size
 from shardcompile.collectives import ops as collective_ops
 from shardcompile.layout import Cut, Layout
 from shardcompile.plan import Plan, Step
@@ -58,25 +58,14 @@ def _shard_dim(layout: Layout, mesh_dim: int) -> tuple[int, Cut]:
 
 def _size(cut: Cut, layout: Layout) -> int | torch.SymInt:
     """Size of this rank's block; also of a cut that a trace knows only as the outer part of a nested one."""
-    if cut.kind == "dynamic" and cut.is_traced and cut.block is None:
-        block = derive("located", [cut], [], cut.extent, layout.mesh)[0].block
-        assert block is not None, "a derived cut has a block"
-        return block
     if cut.blocks is not None and compat.is_traced() and cut.is_even:
         return cut.blocks[0]  # the graph does not depend on the rank
-    return cut.local_size(_coordinate(layout))
+    return block_size(cut, layout.mesh)
 
 
 def _extent_after_gather(layout: Layout, dim: int) -> int | torch.SymInt:
     cut = layout.cuts[dim]
     return layout.shape[dim] if cut is None else _size(cut, layout)
-
-
-def _block(cut: Cut, layout: Layout, group_name: str) -> int | torch.SymInt:
-    """Size of this rank's block in a layout that a step arrives at."""
-    if not isinstance(cut.extent, int) and cut.kind == "chunk" and cut.block is None and len(cut.mesh_dims) == 1:
-        return collective_ops.symbolic_chunk_block(cut.extent, group_name)
-    return _size(cut, layout)
 
 
 def _cut_arguments(cut: Cut, layout: Layout) -> tuple[list[int], int | torch.SymInt, list[int]]:
@@ -105,7 +94,7 @@ def _reduce_scatter(step: Step, x: Tensor) -> Pending:
     placement = step.src.placements[step.mesh_dim]
     assert isinstance(placement, Partial)
     dim, cut = _shard_dim(step.dst, step.mesh_dim)
-    block = _block(cut, step.dst, _group(step))
+    block = _size(cut, step.dst)
     arguments = _cut_arguments(cut, step.dst)
     out = _ops.reduce_scatter_v(x, dim, block, placement.reduce_op, *arguments, _group(step))
     return Pending.of(out, x.shape, dim, block)
@@ -115,7 +104,7 @@ def _all_to_all(step: Step, x: Tensor) -> Pending:
     src_dim, src_cut = _shard_dim(step.src, step.mesh_dim)
     dst_dim, dst_cut = _shard_dim(step.dst, step.mesh_dim)
     total = _extent_after_gather(step.dst, src_dim)
-    block = _block(dst_cut, step.dst, _group(step))
+    block = _size(dst_cut, step.dst)
     cuts = (*_cut_arguments(src_cut, step.src), *_cut_arguments(dst_cut, step.dst))
     out = _ops.all_to_all_v(x, src_dim, dst_dim, total, block, *cuts, _group(step))
     shape = [block if d == dst_dim else s for d, s in enumerate(x.shape)]
@@ -127,7 +116,7 @@ def _fetch_ranges(step: Step, x: Tensor) -> Pending:
     _, dst_cut = _shard_dim(step.dst, step.mesh_dim)
     outer = dst_cut.coarsen()
     total = step.dst.shape[dim] if outer is None else _size(outer, step.dst)
-    block = _block(dst_cut, step.dst, _group(step))
+    block = _size(dst_cut, step.dst)
     cuts = (*_cut_arguments(src_cut, step.src), *_cut_arguments(dst_cut, step.dst))
     out = _ops.fetch_ranges(x, dim, total, block, *cuts, [], None, _group(step))
     return Pending.of(out, x.shape, dim, block)
@@ -135,7 +124,7 @@ def _fetch_ranges(step: Step, x: Tensor) -> Pending:
 
 def _take_block(step: Step, x: Tensor) -> Tensor:
     dim, cut = _shard_dim(step.dst, step.mesh_dim)
-    block = _block(cut, step.dst, _group(step))
+    block = _size(cut, step.dst)
     if isinstance(x.stride(dim), int) and x.stride(dim) == 0:
         # Expanded: all rows are one row. Unlike an op of ours, this is fused with what reads it.
         return x.narrow(dim, 0, block).clone(memory_format=torch.contiguous_format)

@@ -213,11 +213,10 @@ def run_sharded(
     function: Callable[..., Any] | None = None,
 ) -> Outcome:
     """The same on sharded inputs."""
-    # Not all of these compile on cuts of kind `chunk` ("Node permute was invalid, but is output"): sizes are stated then.
     eager = function in (None, case.run)
     inputs: list[Tensor] = []
     for n, (spec, x, way) in enumerate(zip(case.inputs, full, ways, strict=True)):
-        given = x.detach().clone() if way is None else _laid_out(x, mesh, way, seed_of(case.name, n), eager)
+        given = x.detach().clone() if way is None else _laid_out(x, mesh, way, seed_of(case.name, n))
         inputs.append(given.requires_grad_(spec.grad))
     cut = [x.numel() for x, w in zip(full, ways, strict=True) if w and any(isinstance(p, Shard) for p in w.placements)]
     watch = ServiceWatch(min(cut, default=0))
@@ -227,10 +226,8 @@ def run_sharded(
     return trial.backward(case.name).outcome()
 
 
-def _laid_out(x: Tensor, mesh: DeviceMesh, way: Way, seed: int, in_chunks: bool) -> ShardTensor:
-    sizes = (
-        "chunk" if in_chunks and way.style % 4 == CHUNK else sizes_in_style(x.shape, mesh, way.placements, way.style)
-    )
+def _laid_out(x: Tensor, mesh: DeviceMesh, way: Way, seed: int) -> ShardTensor:
+    sizes = "chunk" if way.style % 4 == CHUNK else sizes_in_style(x.shape, mesh, way.placements, way.style)
     return lay_out(x, mesh, way.placements, sizes, seed)
 
 

@@ -7,7 +7,10 @@ those of ``_c10d_functional``, has a fake and an autograd implementation, and st
 from shardcompile.collectives.buckets import BUCKETS as BUCKETS
 from shardcompile.collectives.buckets import bucket_dtype as bucket_dtype
 from shardcompile.collectives.buckets import flat_cuts as flat_cuts
+from shardcompile.collectives.derived_cuts import block_shape as block_shape
+from shardcompile.collectives.derived_cuts import block_size as block_size
 from shardcompile.collectives.derived_cuts import derive as derive
+from shardcompile.collectives.derived_cuts import note_block as note_block
 from shardcompile.collectives.functional import all_gather_even as all_gather_even
 from shardcompile.collectives.functional import all_gather_v as all_gather_v
 from shardcompile.collectives.functional import all_reduce as all_reduce

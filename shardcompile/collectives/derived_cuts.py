@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
-from shardcompile.layout import DERIVATIONS, Cut, IntLike, sizes_of_key
+from shardcompile.layout import DERIVATIONS, Cut, IntLike, Layout, sizes_of_key
 
 _SIZES, _KEY, _CHUNK, _WHOLE = range(4)
 """How a cut is written as numbers: with the sizes of all blocks, the key of a dynamic cut, an extent that torch.chunk
@@ -42,8 +42,47 @@ def derive(
         return cut, rows[cut.block_index(compat.coordinate(mesh) or ())]
     groups = ",".join(compat.group_name_of(mesh, m) for m in like.mesh_dims)
     code = [n for c in cuts for n in _code(c)]
-    key, block, row = _symbols(how, list(numbers), code, list(like.parts), groups, extent)
+    # What makes this part of a trace. Of a chunk cut that may be the block alone, where the extent is known.
+    symbols = [
+        n for n in (*code, *numbers, *(c.block for c in cuts if isinstance(c, Cut))) if isinstance(n, torch.SymInt)
+    ]
+    key, block, row = _symbols(how, list(numbers), code, list(like.parts), groups, extent, symbols[0])
     return Cut.traced(like.mesh_dims, like.parts, extent, key, block), row
+
+
+def block_size(cut: Cut, mesh: DeviceMesh) -> IntLike:
+    """Size of this rank's block of a cut; inside a trace a symbol, the same one wherever it is asked for.
+
+    That of an input, if one is cut alike, since the compiler does not know that another one is equal to it.
+    """
+    if cut.block is not None or cut.blocks is not None:
+        return cut.local_size(compat.coordinate(mesh) or ())
+    if cut.kind == "chunk":
+        known = compat.first_input_size(_name_of_block(cut, mesh), cut.extent)
+        if known is not None:
+            return known
+    block = derive("located", [cut], [], cut.extent, mesh)[0].block
+    assert block is not None, "a derived cut has a block"
+    return block
+
+
+def block_shape(layout: Layout) -> tuple[IntLike, ...]:
+    """Shape of this rank's block; inside a trace with the symbols of `block_size`."""
+    return tuple(n if c is None else block_size(c, layout.mesh) for n, c in zip(layout.shape, layout.cuts, strict=True))
+
+
+def note_block(cut: Cut, mesh: DeviceMesh) -> None:
+    """Inside a trace: have `block_size` use the block of this chunk cut, which is that of an input.
+
+    Not of a gradient that has the size of a block which the trace itself has made: the forward graph comes before it.
+    """
+    if isinstance(cut.block, torch.SymInt) and not compat.is_unbacked(cut.block):
+        compat.note_input_size(_name_of_block(cut, mesh), cut.block)
+
+
+def _name_of_block(cut: Cut, mesh: DeviceMesh) -> tuple[Any, ...]:
+    groups = tuple(compat.group_name_of(mesh, m) for m in cut.mesh_dims)
+    return "chunk", groups, compat.expression_of(cut.extent)
 
 
 def _code(cut: Cut | IntLike) -> list[IntLike]:
@@ -72,14 +111,13 @@ def _decoded(code: list[int], parts: list[int]) -> list[tuple[int, ...]]:
 
 
 def _symbols(
-    how: str, numbers: list[Any], code: list[Any], parts: list[int], groups: str, extent: IntLike
+    how: str, numbers: list[Any], code: list[Any], parts: list[int], groups: str, extent: IntLike, like: torch.SymInt
 ) -> tuple[IntLike, IntLike, IntLike]:
     def make() -> list[Any]:
         with compat.unrecorded_symbols(like):
             found = torch.ops.shardcompile.derive_cut(how, numbers, code, parts, groups)
             return [n.item() for n in found.unbind()]
 
-    like = next(n for n in (*code, *numbers) if isinstance(n, torch.SymInt))
     asked = (how, groups, *(compat.expression_of(n) for n in (*numbers, -1, *code)))
     key, block, row = compat.once_in_trace(asked, like, make)
     for size in (block, row):

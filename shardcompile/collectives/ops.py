@@ -24,7 +24,7 @@ from shardcompile import compat
 from shardcompile.collectives import extrema, scratch, transport
 from shardcompile.collectives.transport import Range
 from shardcompile.errors import CollectiveError
-from shardcompile.layout import Cut, GroupCut, IntLike, chunk_sizes, digest_of
+from shardcompile.layout import Cut, GroupCut, IntLike, digest_of
 
 _LIBRARY = torch.library.Library("shardcompile", "DEF")
 _CUT = "SymInt[] sizes, SymInt key, int[] nest"
@@ -42,7 +42,6 @@ _SCHEMAS = (
     "mirror_blocks(Tensor input, int dim, SymInt block, str group_name) -> Tensor",
     f"take_block(Tensor input, int dim, SymInt block, {_CUT}, str group_name) -> Tensor",
     f"place_block(Tensor input, int dim, SymInt total, {_CUT}, str group_name) -> Tensor",
-    "chunk_block(SymInt total, str group_name) -> Tensor",
     "gather_cut(Tensor input, int dim, str group_name) -> Tensor",
     "state_cut(Tensor input, int dim, SymInt[] sizes, str group_name) -> Tensor",
 )
@@ -62,7 +61,7 @@ COLLECTIVES = (
 )
 """Ops that communicate."""
 
-OPS = (*COLLECTIVES, _ops.take_block, _ops.place_block, _ops.chunk_block, _ops.state_cut)
+OPS = (*COLLECTIVES, _ops.take_block, _ops.place_block, _ops.state_cut)
 """All ops of the namespace."""
 
 
@@ -403,11 +402,6 @@ def _with_extent(x: Tensor, dim: int, extent: Any) -> list[Any]:
     return [extent if d == dim else s for d, s in enumerate(x.shape)]
 
 
-def _chunk_block(total: int, group_name: str) -> Tensor:
-    group = compat.process_group(group_name)
-    return torch.tensor(chunk_sizes(total, group.size())[group.rank()])
-
-
 def _gather_cut(x: Tensor, dim: int, group_name: str) -> Tensor:
     """Global extent and key of the cut of which every rank holds a block: [2], int64."""
     group = compat.process_group(group_name)
@@ -454,7 +448,6 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]]
 }
 _IMPLEMENTATIONS["gather_cut"] = (_gather_cut, lambda x, *_: x.new_empty([2], dtype=torch.int64))
 _IMPLEMENTATIONS["state_cut"] = (_state_cut, lambda x, *_: x.new_empty([2], dtype=torch.int64))
-_IMPLEMENTATIONS["chunk_block"] = (_chunk_block, lambda total, group: torch.empty([], dtype=torch.int64))
 for _name, (_real, _fake) in _IMPLEMENTATIONS.items():
     _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardcompile::{_name}", _fake, lib=_LIBRARY)
@@ -475,24 +468,6 @@ def symbolic_cut(x: Tensor, dim: int, sizes: Sequence[IntLike] | None, group_nam
     total = compat.keep_symbol(extent.item())
     torch._check(total >= x.shape[dim])
     return total, compat.keep_symbol(key.item())
-
-
-def symbolic_chunk_block(total: torch.SymInt, group_name: str) -> IntLike:
-    """This rank's share of a symbolic extent, as a symbol of its own.
-
-    Written as a formula it would name the rank in the graph, and comparisons with it would be guards that hold on some
-    ranks only.
-    """
-
-    def make() -> list[Any]:
-        with compat.unrecorded_symbols(total):
-            return [_ops.chunk_block(total, group_name).item()]
-
-    asked = ("chunk_block", group_name, compat.expression_of(total))
-    (block,) = compat.once_in_trace(asked, total, make)
-    torch._check(block >= 0)
-    torch._check(block <= total)
-    return block  # type: ignore[no-any-return]
 
 
 # Gradients. Every op is linear (reduce_scatter_v for sum and avg); its gradient is its adjoint.

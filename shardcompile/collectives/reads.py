@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
-from shardcompile.collectives.derived_cuts import derive
+from shardcompile.collectives.derived_cuts import block_size, derive
 from shardcompile.collectives.ops import Pending
 from shardcompile.layout import Cut, IntLike
 
@@ -74,7 +74,7 @@ class Reads:
         w = window
         same = w.is_aligned and compat.same_symbol(count, held.extent)
         if same and w.before == 0:
-            return Reads(dim, held, held, window, held.local_size(compat.coordinate(mesh) or ()), mesh)
+            return Reads(dim, held, held, window, block_size(held, mesh), mesh)
         cut, rows = derive("reading", [held], [count, w.num, w.den, w.before, w.after, w.shift], count, mesh)
         return Reads(dim, held, held if same else cut, window, rows, mesh)
 
@@ -86,7 +86,7 @@ class Reads:
     @property
     def count(self) -> IntLike:
         """How many rows of the result this rank has."""
-        return self.cut.local_size(compat.coordinate(self.mesh) or ())
+        return block_size(self.cut, self.mesh)
 
     def fetch(self, x: Tensor, fill: float) -> Tensor:
         """A block with all rows that are read, those outside of the dim filled with a number."""
@@ -99,7 +99,7 @@ class Reads:
         """The way back for gradients: sums of what the ranks have for the rows of a block."""
         if not self._reaches_out:
             return x
-        block = self.held.local_size(compat.coordinate(self.mesh) or ())
+        block = block_size(self.held, self.mesh)
         flat = _ops.return_ranges(x, self.dim, self.held.extent, block, *self._arguments(0.0))
         return Pending.of(flat, x.shape, self.dim, block).wait()
 

@@ -19,7 +19,6 @@ import torch.fx.traceback as fx_traceback
 from torch._C._distributed_c10d import _register_work  # 2.11 - 2.15
 from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.11 - 2.15
 from torch._dynamo.eval_frame import set_code_exec_strategy  # 2.11 - 2.15
-from torch._dynamo.source import TensorProperty  # 2.11 - 2.15
 from torch._dynamo.types import FrameAction, FrameExecStrategy  # 2.11 - 2.15
 from torch._functorch import config as _functorch_config  # 2.11 - 2.15
 from torch._guards import CompileContext, TracingContext, detect_fake_mode  # 2.11 - 2.15
@@ -42,7 +41,6 @@ from torch.fx.experimental.proxy_tensor import (  # 2.11 - 2.15
     get_proxy_mode,
 )
 from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,  # 2.11 - 2.15
     free_unbacked_symbols,  # 2.11 - 2.15
     guard_or_false,  # 2.11 - 2.15
     statically_known_true,  # 2.11 - 2.15
@@ -51,6 +49,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing  # 2.11 - 2
 from torch.utils._sympy.interp import sympy_interp  # 2.11 - 2.15
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # 2.11 - 2.15
 from torch.utils._sympy.symbol import SymT, symbol_is_type  # 2.11 - 2.15
+
+from shardcompile.compat.block_symbols import name_symbols_of_blocks
 
 __all__ = [
     "UNKNOWN_OUTPUT_SHAPE",
@@ -65,6 +65,7 @@ __all__ = [
     "detect_fake_mode",
     "expression_of",
     "faking_like",
+    "first_input_size",
     "follow_view",
     "forget_with_world",
     "from_first_symbols",
@@ -84,6 +85,7 @@ __all__ = [
     "let_comm_debug_mode_see_through",
     "lower_as_collective",
     "mark_weakly_dynamic",
+    "note_input_size",
     "noted",
     "once_in_trace",
     "process_group",
@@ -450,51 +452,7 @@ def _decide_by_hint_where_guards_are_suppressed(shape_env: Any) -> None:
             _symbolic_shapes_config.backed_size_oblivious = before
 
     shape_env.suppress_guards = suppress_and_decide
-    shape_env._compute_symbolic_stride = _strides_of_empty(shape_env._compute_symbolic_stride)  # 2.11 - 2.15
-    shape_env.create_symbol = _at_any_offset(shape_env.create_symbol)
-
-
-def _at_any_offset(create_symbol: Callable[..., Any]) -> Callable[..., Any]:
-    """Where a block starts in its storage is a number like any other.
-
-    Blocks that are views of a tensor that every rank holds (``whole.split(sizes)[rank]``) start anywhere. Torch takes
-    an offset of 0 or 1 for a constant, and one that equals an extent for that extent: each time on some ranks only.
-    """
-
-    def create(value: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-        is_offset = getattr(source, "prop", None) is TensorProperty.STORAGE_OFFSET
-        varies = kwargs.get("dynamic_dim") is not DimDynamic.STATIC  # that of a DTensor is static
-        if is_offset and varies and getattr(source.base, "member", None) == "_local_tensor":
-            kwargs |= {"do_not_specialize_zero_one": True, "dynamic_dim": DimDynamic.DYNAMIC}
-            args = args[1:]
-        return create_symbol(value, source, *args, **kwargs)
-
-    return create
-
-
-def _strides_of_empty(strides_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Strides that are products of extents stay products where an extent is 0.
-
-    Torch goes through strides in ascending order, and takes a stride of 0 that it meets before the extent it is a
-    multiple of for a constant: a rank that compiles for a block with no columns would have to compile again for one
-    that has some, alone.
-    """
-
-    def strides(source: Any, size: Any, known_size: Any, known_stride: Any, *rest: Any) -> Any:
-        products, step = [], 1
-        for extent in reversed(known_size):
-            products.append(step)
-            step *= extent
-        if 0 not in known_size or list(known_stride) != products[::-1]:
-            return strides_of(source, size, known_size, known_stride, *rest)
-        symbolic: list[Any] = []
-        expression: Any = sympy.Integer(1)
-        for extent in reversed(size):
-            symbolic.append(expression)
-            expression = expression * extent
-        return symbolic[::-1]
-
-    return strides
+    name_symbols_of_blocks(shape_env)
 
 
 def decomposition_of(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
@@ -681,6 +639,20 @@ def once_in_trace(what: Any, like: torch.SymInt, make: Callable[[], Sequence[tor
         memo[what] = symbols
     first = _MEMOS.setdefault(shape_env, {}).get(what, memo[what])
     return [k if isinstance(k := _known_value(f), int) else s for s, f in zip(memo[what], first, strict=True)]
+
+
+_INPUT_SIZES: weakref.WeakKeyDictionary[Any, dict[Any, torch.SymInt]] = weakref.WeakKeyDictionary()
+
+
+def note_input_size(what: Any, size: torch.SymInt) -> None:
+    """Have `first_input_size` find a size of an input by a name; the first size that has the name keeps it."""
+    _INPUT_SIZES.setdefault(size.node.shape_env, {}).setdefault(what, size)
+
+
+def first_input_size(what: Any, like: Any) -> Any:
+    """The size that `note_input_size` was given in the trace of the size `like`, or None."""
+    found = _INPUT_SIZES.get(like.node.shape_env, {}).get(what) if isinstance(like, torch.SymInt) else None
+    return None if found is None else retraced([found])[0]
 
 
 def stands_for_itself(size: Any) -> None:

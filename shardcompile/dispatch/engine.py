@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat, config
+from shardcompile.collectives import block_shape
 from shardcompile.compat import OpOverload
 from shardcompile.dispatch.attention import ATTENTION_OPS
 from shardcompile.dispatch.choice import Choice, OutputPlan, choose, whole_plan
@@ -419,11 +420,11 @@ def _local_entry(
     arguments = None
     if rule.local_args is not None:
         layouts = [s.layout for s in (specs[0] if isinstance(specs[0], list) else specs) if s is not None]
-        mesh, local_args = layouts[0].mesh, rule.local_args
+        local_args = rule.local_args
 
         def arguments(local: tuple[Any, ...]) -> tuple[Any, ...]:
-            coordinate = compat.coordinate(mesh)  # asked for in each call: ranks that are threads share what is cached
-            return local_args(call, local, layouts, lambda layout: layout.local_shape(coordinate))
+            # The shape is asked for in each call: ranks that are threads share what is cached.
+            return local_args(call, local, layouts, block_shape)
 
     simple = arguments is None and not any(p.steps for p in choice.plans) and _is_simple(call, specs)
     mistold = None

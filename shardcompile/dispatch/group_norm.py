@@ -14,8 +14,9 @@ import torch
 from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile import compat
+from shardcompile.collectives import block_size
 from shardcompile.dispatch.precision import widened
-from shardcompile.dispatch.rows import block_size, first_row, has_known_blocks, positions, reduced, wrap
+from shardcompile.dispatch.rows import first_row, has_known_blocks, positions, reduced, wrap
 from shardcompile.layout import Layout, contiguous_stride
 
 aten = torch.ops.aten
@@ -35,7 +36,7 @@ def _group_sums(x: Any, groups: int) -> Any:
     if cut is None:
         return reduced(aten.sum.dim_IntList(x.reshape(samples, groups, channels // groups), [2]))
     layout, block = x._spec.layout, x._local_tensor
-    own = positions(block, first_row(cut, layout), 1, block_size(cut, layout)) // (channels // groups)
+    own = positions(block, first_row(cut, layout), 1, block_size(cut, layout.mesh)) // (channels // groups)
     sums = aten.index_add.default(block.new_zeros([block.shape[0], groups]), 1, own, block)
     placements = [Partial("sum") if p == Shard(1) else p for p in layout.placements]
     shape = [samples, groups]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from shardcompile import compat
+from shardcompile.collectives import block_size
 from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.dispatch.local_ops import padded
 from shardcompile.dispatch.rows import first_row, moved, reduced, wrap
@@ -39,7 +40,7 @@ def _own(index: Tensor, cut: Cut, layout: Layout, dim: int) -> tuple[Tensor, Ten
     extent: Any = layout.shape[dim]
     first: Any = first_row(cut, layout)
     whole = torch.where(index < 0, index + extent, index)
-    mine = (whole >= first) & (whole < first + cut.local_size(compat.coordinate(layout.mesh)))
+    mine = (whole >= first) & (whole < first + block_size(cut, layout.mesh))
     known = (whole >= 0) & (whole < extent)
     return mine, torch.where(mine, whole - first, torch.where(known, 0, _NOWHERE))
 

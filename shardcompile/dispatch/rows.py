@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate
 
 from shardcompile import compat
-from shardcompile.collectives import derive
+from shardcompile.collectives import block_size, derive
 from shardcompile.dispatch.copied_views import follow
 from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
@@ -50,11 +50,6 @@ def moved(x: Any, layout: Layout) -> Tensor:
 def first_row(cut: Cut, layout: Layout) -> IntLike:
     """Where this rank's block of a cut starts in the whole dim."""
     return derive("located", [cut], [], cut.extent, layout.mesh)[1]
-
-
-def block_size(cut: Cut, layout: Layout) -> IntLike:
-    """Size of this rank's block of a cut."""
-    return cut.local_size(compat.coordinate(layout.mesh))
 
 
 def has_known_blocks(x: Any) -> bool:
@@ -139,7 +134,7 @@ def _view(
 ) -> Any:
     layout = x._spec.layout
     cut, row = sliced_cut(layout.cuts[dim], begin, step, count, layout.mesh)
-    size = block_size(cut, layout)
+    size = block_size(cut, layout.mesh)
     wrapped = wrap(x, take_rows(x._local_tensor, dim, row, step, size), with_cut(layout, dim, cut), stride)
     if x._copied is not None or not _numbers(row, size):
         follow(wrapped, op, args, None, lambda: take_rows(x._local_tensor, dim, row, step, size))
@@ -186,7 +181,7 @@ def select(x: Any, dim: int, index: Any) -> Any:
     sliced = with_cut(layout, dim, one)
     whole = sliced.gathered(dim)
     plan = find_plan(sliced, whole)
-    size = block_size(one, layout)
+    size = block_size(one, layout.mesh)
 
     def block() -> Tensor:
         row_of_x = run_plan(plan, take_rows(x._local_tensor, dim, row, 1, size))
@@ -222,7 +217,7 @@ def slice_scatter(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = 
     layout = x._spec.layout
     cut, row = sliced_cut(layout.cuts[dim], begin_of(start, x.shape[dim]), step, src.shape[dim], layout.mesh)
     rows = moved(src, with_cut(layout, dim, cut)).to(x.dtype)
-    local = write_rows(x._local_tensor, rows, dim, row, step, block_size(cut, layout))
+    local = write_rows(x._local_tensor, rows, dim, row, step, block_size(cut, layout.mesh))
     return wrap(x, local, layout, compat.retraced(meta.stride()))
 
 
@@ -275,7 +270,7 @@ def grown(x: Any, dim: int, begin: IntLike, step: int, extent: IntLike, value: A
 
 def _placed(x: Any, dim: int, cut: Cut, row: IntLike, step: int, value: Any) -> Any:
     layout, local = x._spec.layout, x._local_tensor
-    size, count = block_size(cut, layout), local.shape[dim]
+    size, count = block_size(cut, layout.mesh), local.shape[dim]
     target = with_cut(layout, dim, cut)
     if step == 1:
         front, behind = _rows_like(local, dim, row, value), _rows_like(local, dim, size - row - count, value)
@@ -361,7 +356,7 @@ def _as_block(x: Tensor, dim: int, cut: Cut, mesh: Any) -> Tensor:
     """
     if not cut.is_traced:
         return x
-    shape = [cut.local_size(compat.coordinate(mesh)) if d == dim else n for d, n in enumerate(x.shape)]
+    shape = [block_size(cut, mesh) if d == dim else n for d, n in enumerate(x.shape)]
     dense = x.contiguous()
     return aten.as_strided.default(dense, shape, contiguous_stride(shape))
 

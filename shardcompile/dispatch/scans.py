@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.collectives import Pending, derive
+from shardcompile.collectives import Pending, block_size, derive
 from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.dispatch.local_ops import highest, lowest
 from shardcompile.dispatch.precision import wide_dtype
-from shardcompile.dispatch.rows import block_size, cat, first_row, reduced, slice_rows, with_cut, wrap
+from shardcompile.dispatch.rows import cat, first_row, reduced, slice_rows, with_cut, wrap
 from shardcompile.dispatch.strides import in_order
 from shardcompile.layout import Cut, Layout
 from shardcompile.plan import find_plan
@@ -161,7 +161,7 @@ def flip(x: Any, dims: Sequence[int]) -> Any:
             cut, _ = derive("mirrored", [layout.cut_of(dim)], [inner, count], layout.shape[dim], layout.mesh)
             layout = with_cut(layout, dim, cut)
             inner *= count
-            size = block_size(cut, layout)
+            size = block_size(cut, layout.mesh)
             group = compat.group_name_of(layout.mesh, mesh_dim)
             flat = torch.ops.shardcompile.mirror_blocks(local, dim, size, group)
             local = Pending.of(flat, local.shape, dim, size).wait()

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import Reads, Window
+from shardcompile.collectives import Reads, Window, block_shape
 from shardcompile.dispatch import window_blocks
 from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.dispatch.precision import widened
-from shardcompile.dispatch.rows import block_size, has_known_blocks, moved, with_cut, wrap
+from shardcompile.dispatch.rows import has_known_blocks, moved, with_cut, wrap
 from shardcompile.dispatch.strides import in_order
 from shardcompile.layout import IntLike, Layout, contiguous_stride
 
@@ -86,8 +86,7 @@ class Windows:
     @property
     def size(self) -> list[IntLike]:
         """Shape of a block of the result."""
-        cuts = zip(self.out.shape, self.out.cuts, strict=True)
-        return [n if c is None else block_size(c, self.out) for n, c in cuts]
+        return list(block_shape(self.out))
 
     def without_padding(self, padding: Sequence[int]) -> list[int]:
         """Padding that is left to a kernel: none where what is read has it already."""
@@ -310,7 +309,7 @@ def _max_pool_backward(spatial: int, op: Any) -> Callable[..., Any]:
 def _read_shape(windows: Windows) -> list[IntLike]:
     """Shape of a block of the input with all rows that are read."""
     layout = windows.layout
-    shape = [n if c is None else block_size(c, layout) for n, c in zip(layout.shape, layout.cuts, strict=True)]
+    shape = list(block_shape(layout))
     for r in windows.reads:
         shape[r.dim] = r.rows
     return shape

@@ -51,12 +51,6 @@ def chunk_sizes(extent: int, parts: int) -> tuple[int, ...]:
     return tuple(max(min(extent - i * full, full), 0) for i in range(parts))
 
 
-def chunk_block(extent: IntLike, parts: int, index: int) -> IntLike:
-    """Size of block `index` of `chunk_sizes(extent, parts)`, for extents that may be symbolic."""
-    full = (extent + parts - 1) // parts
-    return torch.sym_max(torch.sym_min(extent - index * full, full), 0)
-
-
 class _SizeTable:
     """Sizes by key, so that an op inside a compiled graph can look up the cut it is called with.
 
@@ -219,11 +213,8 @@ class Cut:
             return self.block
         if self.blocks is not None:
             return self.blocks[self.block_index(coordinate)]
-        if self.kind == "chunk":
-            size = self.extent
-            for mesh_dim, count in zip(self.mesh_dims, self.parts, strict=True):
-                size = chunk_block(size, count, coordinate[mesh_dim])
-            return size
+        # Not even of a chunk cut: as a formula of the extent it would name the rank in the graph, and comparisons with
+        # it would be guards that hold on some ranks only.
         raise LayoutError(f"the size of this rank's block of mesh dims {self.mesh_dims} has no symbol in the trace")
 
     def offset(self, coordinate: Sequence[int]) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from shardcompile import compat
+from shardcompile.collectives import note_block
 from shardcompile.layout import Cut, IntLike, Layout, Spec, sizes_of_key
 
 CutKind = tuple[int, str, tuple[int, ...], int, int, tuple[int, ...]]
@@ -112,7 +113,8 @@ def spec_from_parts(
     """The spec that unflattening gives: with sizes looked up by key at run time, with symbols inside a trace."""
     shape, stride = tuple(shape), tuple(stride)
     keys = () if carrier is None else tuple(carrier.shape[1 : 1 + len(metadata.dynamic_dims)])
-    plain = all(type(s) is int for s in (*keys, *shape, *stride))
+    # An extent may have become a number, and the block's size along it still be a symbol of this trace.
+    plain = all(type(s) is int for s in (*keys, *shape, *stride, *local.shape))
     if plain:
         cache_key = (metadata, keys, shape, stride)
         found = _RUNTIME_SPECS.get(cache_key)
@@ -139,7 +141,12 @@ def _cut(metadata: Metadata, parts_of: CutKind, key: IntLike, extent: IntLike, l
     if kind == "chunk":
         cut = Cut.chunk(mesh_dims, parts, extent)
         block = local.shape[dim]
-        return cut if cut.blocks is not None and type(block) is int else replace(cut, block=block)
+        if cut.blocks is not None and type(block) is int:
+            return cut
+        # Also of a known extent: with known sizes every rank would have a graph of its own.
+        cut = replace(cut, block=block, blocks=None)
+        note_block(cut, metadata.mesh)
+        return cut
     if type(key) is not int or type(extent) is not int:
         return replace(Cut.traced(mesh_dims, parts, extent, key, local.shape[dim]), inner=inner, scale=scale)
     blocks = sizes_of_key(key, inner, scale)

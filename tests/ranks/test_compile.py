@@ -467,3 +467,28 @@ def test_around_a_graph_break_ops_run_as_they_are() -> None:
     expected.square().sum().backward()
     torch.testing.assert_close(out.full_tensor(), expected)
     torch.testing.assert_close(cut.grad.full_tensor(), x.grad)
+
+
+@pytest.mark.ranks(3, timeout=300)
+def test_one_function_for_many_placements_compiles_alike_on_every_rank() -> None:
+    """What was a block's size in one call is an extent in the next, and Dynamo remembers which numbers have changed."""
+    torch.manual_seed(0)
+    mesh, full = mesh_1d(), [torch.randn(2, 3, 5, 4, dtype=torch.float64) for _ in range(3)]
+
+    def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        one_row = q[:, :, :1].expand(2, 3, 5, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v) + one_row
+
+    reference = [x.clone().requires_grad_() for x in full]
+    expected = attended(*reference)
+    expected.square().sum().backward()
+    run, counter = counted(attended, "aot_eager")
+    for dim in (0, 2, 3, 1, 2):
+        inputs = [sc.distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_() for x in full]
+        out = run(*inputs)
+        out.square().sum().backward()
+        torch.testing.assert_close(out.full_tensor(), expected, **TIGHT)
+        for x, y in zip(inputs, reference, strict=True):
+            torch.testing.assert_close(x.grad.full_tensor(), y.grad, **TIGHT)  # type: ignore[attr-defined]
+    same_everywhere(counter.frame_count)
+    assert counter.frame_count == 4, "one for each dim"

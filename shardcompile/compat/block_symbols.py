@@ -1,0 +1,109 @@
+"""The symbols that a trace has for extents, strides and offsets of a block.
+
+Torch makes them from the numbers of this rank's block, and takes numbers that are equal for the same size. Ranks have
+other numbers, so that each would trace, and guard, something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+from torch._dynamo.source import TensorProperty, TensorPropertySource  # 2.11 - 2.15
+from torch.fx.experimental.symbolic_shapes import DimDynamic  # 2.11 - 2.15
+
+
+def name_symbols_of_blocks(shape_env: Any) -> None:
+    """Have a trace make the symbols of blocks from what all ranks share."""
+    shape_env._compute_symbolic_stride = _strides_of_empty(shape_env._compute_symbolic_stride)  # 2.11 - 2.15
+    symbols = _Symbols(shape_env)
+    shape_env.create_symbol = symbols.create  # 2.11 - 2.15
+    shape_env._produce_dyn_sizes_from_int_tuple = symbols.sizes  # 2.11 - 2.15
+
+
+class _Symbols:
+    """Makes the symbols of a trace."""
+
+    def __init__(self, shape_env: Any) -> None:
+        self._env = shape_env
+        self._make: Callable[..., Any] = shape_env.create_symbol
+        self._make_sizes: Callable[..., Any] = shape_env._produce_dyn_sizes_from_int_tuple
+        self._extents: dict[Any, Any] = {}
+        self._hints: dict[int, int] = {}
+
+    def sizes(self, size: Any, source: Any, symbolic_context: Any, hint_overrides: dict[int, int] | None = None) -> Any:
+        """What torch calls to make the symbols of a shape; the dims of a block that have hints of ours are cut."""
+        outer, self._hints = self._hints, hint_overrides or {}
+        try:
+            return self._make_sizes(size, source, symbolic_context, hint_overrides)
+        finally:
+            self._hints = outer
+
+    def create(self, value: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+        """The symbol, or the number, for an input's size, stride or offset; in place of torch's `create_symbol`."""
+        what = getattr(source, "prop", None)
+        of_block = what is not None and getattr(source.base, "member", None) == "_local_tensor"
+        if what is TensorProperty.SIZE:
+            found = (
+                self._of_block(value, source, args, kwargs) if of_block else self._make(value, source, *args, **kwargs)
+            )
+            return self._extents.setdefault(source, found)
+        if what is TensorProperty.STORAGE_OFFSET and of_block:
+            return self._offset(value, source, args, kwargs)
+        return self._make(value, source, *args, **kwargs)
+
+    def _of_block(self, value: Any, source: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Along a cut dim a symbol of its own: blocks that are alike on this rank need not be so on others.
+
+        Along another dim what the whole tensor has. Dynamo would give it a symbol of its own where it was of another
+        size in an earlier call, in another layout, and would not know that both are equal.
+        """
+        whole = self._extents.get(TensorPropertySource(source.base.base, TensorProperty.SIZE, source.idx))
+        if whole is not None and source.idx not in self._hints and value == self._value(whole):
+            if isinstance(whole, sympy.Symbol):
+                self._env.var_to_sources[whole].append(source)  # 2.11 - 2.15
+            return whole
+        if args and args[0] is DimDynamic.DUCK:
+            args = (DimDynamic.DYNAMIC, *args[1:])
+        return self._make(value, source, *args, **kwargs)
+
+    def _value(self, size: Any) -> int:
+        return int(self._env.backed_var_to_val.get(size, size))  # 2.12 - 2.15; `var_to_val` before
+
+    def _offset(self, value: Any, source: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Where a block starts in its storage is a number like any other.
+
+        Blocks that are views of a tensor that every rank holds (``whole.split(sizes)[rank]``) start anywhere. Torch
+        takes an offset of 0 or 1 for a constant, and one that equals an extent for that extent: each time on some ranks
+        only.
+        """
+        if kwargs.get("dynamic_dim") is not DimDynamic.STATIC:  # that of a DTensor is static
+            kwargs |= {"do_not_specialize_zero_one": True, "dynamic_dim": DimDynamic.DYNAMIC}
+            args = args[1:]
+        return self._make(value, source, *args, **kwargs)
+
+
+def _strides_of_empty(strides_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Strides that are products of extents stay products where an extent is 0.
+
+    Torch goes through strides in ascending order, and takes a stride of 0 that it meets before the extent it is a
+    multiple of for a constant: a rank that compiles for a block with no columns would have to compile again for one
+    that has some, alone.
+    """
+
+    def strides(source: Any, size: Any, known_size: Any, known_stride: Any, *rest: Any) -> Any:
+        products, step = [], 1
+        for extent in reversed(known_size):
+            products.append(step)
+            step *= extent
+        if 0 not in known_size or list(known_stride) != products[::-1]:
+            return strides_of(source, size, known_size, known_stride, *rest)
+        symbolic: list[Any] = []
+        expression: Any = sympy.Integer(1)
+        for extent in reversed(size):
+            symbolic.append(expression)
+            expression = expression * extent
+        return symbolic[::-1]
+
+    return strides
