@@ -16,3 +16,8 @@ compared, too; code that was cached while this was off is not used when it is on
 verify_timeout: float = 300.0
 """Seconds that a rank waits for the others to come to the same graph. One that finds it in a cache waits for those that
 compile it."""
+
+watch: bool = os.environ.get("SHARDCOMPILE_WATCH", "1") not in ("", "0")
+"""Whether a thread of each rank finds out why its rank waits for long, and ends waits that have no end, see
+`shardcompile.watch`. On unless the environment variable SHARDCOMPILE_WATCH is 0. Read when a process group is used for
+the first time."""

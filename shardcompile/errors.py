@@ -31,3 +31,7 @@ class CollectiveError(ShardError):
 
 class PassError(ShardError):
     """A graph pass is unknown, or cannot be applied to a graph."""
+
+
+class DivergenceError(ShardError):
+    """Ranks do not do the same, or one of them has died, so that others would wait without end."""

@@ -29,8 +29,9 @@ def run_plan(plan: Plan, local: Tensor, *, async_op: bool = False) -> Tensor:
         if step.kind == "take_block":
             local = _take_block(step, local)
             continue
-        pending = _run_noted(step, local) if compat.is_traced() else _RUNNERS[step.kind](step, local)
-        local = pending.result() if async_op and step is plan.steps[-1] else pending.wait()
+        unfinished = async_op and step is plan.steps[-1]
+        pending = _run_noted(step, local) if compat.is_traced() else _start(step, local, unfinished)
+        local = pending.result() if unfinished else pending.wait()
     return local
 
 
@@ -40,7 +41,13 @@ def _run_noted(step: Step, x: Tensor) -> Pending | Decoded:
     move = f"{step.src.describe_placements()} -> {step.dst.describe_placements()}"
     name = mesh.mesh_dim_names[m] if mesh.mesh_dim_names else str(m)
     with compat.noted(redistribution=move, mesh_dim=name):
-        return _RUNNERS[step.kind](step, x)
+        return _start(step, x, False)
+
+
+def _start(step: Step, x: Tensor, unfinished: bool) -> Pending | Decoded:
+    if step.kind == "all_reduce":
+        return _all_reduce(step, x, unfinished)
+    return _RUNNERS[step.kind](step, x)
 
 
 def _coordinate(layout: Layout) -> Sequence[int]:
@@ -84,10 +91,10 @@ def _all_gather(step: Step, x: Tensor) -> Pending:
     return Pending.of(out, x.shape, dim, total)
 
 
-def _all_reduce(step: Step, x: Tensor) -> Pending | Decoded:
+def _all_reduce(step: Step, x: Tensor, unfinished: bool) -> Pending | Decoded:
     placement = step.src.placements[step.mesh_dim]
     assert isinstance(placement, Partial)
-    return collective_ops.all_reduce(x, placement.reduce_op, _group(step))
+    return collective_ops.all_reduce(x, placement.reduce_op, _group(step), async_op=unfinished)
 
 
 def _reduce_scatter(step: Step, x: Tensor) -> Pending:
@@ -133,7 +140,6 @@ def _take_block(step: Step, x: Tensor) -> Tensor:
 
 _RUNNERS = {
     "all_gather_v": _all_gather,
-    "all_reduce": _all_reduce,
     "reduce_scatter_v": _reduce_scatter,
     "all_to_all_v": _all_to_all,
     "fetch_ranges": _fetch_ranges,

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup, Work
 from shardcompile import compat
 from shardcompile.collectives import scratch, transport
 from shardcompile.collectives.ops import blocks_of, check_block
+from shardcompile.watch import Call, enter
 
 _FEW_BYTES = 2**18
 """What a rank sends in so few bytes takes less time than to look at its members one by one from Python."""
@@ -193,11 +194,12 @@ def _all_gather_bucket(
         borrowed = [packed]
     gathered = scratch.borrow(sum(plan.shares), packed)
     borrowed.append(gathered)
+    call = _call(group, "all_gather_bucket", packed, plan.shares)
     if plan.order is not None and packed.device.type == "cpu":
-        works = transport.gather_rows(group, packed, plan.shares, gathered)
-        return _ordered_later(works, gathered, plan.order, plan.unit, borrowed)
-    works = transport.gather_rows(group, packed, plan.shares, gathered, keep_own=False)
-    return _unpacked_later(group, works, packed, gathered, plan.shares, plan.by_rank, borrowed)
+        works = transport.gather_rows(call, packed, plan.shares, gathered)
+        return _ordered_later(call, works, gathered, plan.order, plan.unit, borrowed)
+    works = transport.gather_rows(call, packed, plan.shares, gathered, keep_own=False)
+    return _unpacked_later(call, works, packed, gathered, plan.shares, plan.by_rank, borrowed)
 
 
 def _packed(pieces: list[Tensor], numel: int) -> Tensor:
@@ -210,8 +212,12 @@ def _packed(pieces: list[Tensor], numel: int) -> Tensor:
     return torch.cat(pieces, out=scratch.borrow(numel, pieces[0]))
 
 
+def _call(group: ProcessGroup, kind: str, packed: Tensor, shares: Sequence[int]) -> Call:
+    return enter(group, kind, packed.dtype, ("shares",), tuple(shares))
+
+
 def _unpacked_later(
-    group: ProcessGroup,
+    call: Call,
     works: Sequence[Work],
     own: Tensor,
     received: Tensor,
@@ -222,7 +228,7 @@ def _unpacked_later(
     """The result of a bucket, which is complete after its wait: what came, member after member.
 
     Args:
-        group: the process group.
+        call: what the messages belong to.
         works: that write into `received`.
         own: what this rank keeps.
         received: what each rank sends, one after the other; the place of this rank is not read.
@@ -232,14 +238,14 @@ def _unpacked_later(
     """
     out = torch.empty_like(received)
     blocks = list(received.split(shares))
-    blocks[group.rank()] = own
+    blocks[call.group.rank()] = own
     pieces = _turned([block.split(counts) for block, counts in zip(blocks, by_rank, strict=True)])
 
-    return _filled_later(out, works, lambda: torch.cat(pieces, out=out), borrowed)
+    return _filled_later(out, call, works, lambda: torch.cat(pieces, out=out), borrowed)
 
 
 def _ordered_later(
-    works: Sequence[Work], received: Tensor, order: Tensor, unit: int, borrowed: Sequence[Tensor]
+    call: Call, works: Sequence[Work], received: Tensor, order: Tensor, unit: int, borrowed: Sequence[Tensor]
 ) -> Tensor:
     """As `_unpacked_later`, by the units' numbers: one call, whatever the number of pieces."""
     out = torch.empty_like(received)
@@ -247,17 +253,19 @@ def _ordered_later(
     def unpack() -> None:
         torch.index_select(received.view(-1, unit), 0, order, out=out.view(-1, unit))
 
-    return _filled_later(out, works, unpack, borrowed)
+    return _filled_later(out, call, works, unpack, borrowed)
 
 
-def _filled_later(out: Tensor, works: Sequence[Work], fill: Callable[[], object], borrowed: Sequence[Tensor]) -> Tensor:
+def _filled_later(
+    out: Tensor, call: Call, works: Sequence[Work], fill: Callable[[], object], borrowed: Sequence[Tensor]
+) -> Tensor:
     """A tensor that is complete after its wait: works done, it is filled, and what was borrowed goes back."""
 
     def finish() -> None:
         fill()
         scratch.give_back(*borrowed)
 
-    compat.register_work(out, transport.ThenWork(works, finish))
+    transport.complete(out, call, works, finish)
     return out
 
 
@@ -291,12 +299,13 @@ def _reduce_scatter_bucket(
     out = packed.new_empty([own])
     parts = scratch.borrow(group.size() * own, out)
     from_peers = [(r * own, (r + 1) * own) for r in range(group.size())]
-    works = transport.send_ranges(group, packed, transport.running_ends(plan.shares), parts, from_peers)
+    call = _call(group, f"reduce_scatter_bucket ({reduce_op})", packed, plan.shares)
+    works = transport.send_ranges(call, packed, transport.running_ends(plan.shares), parts, from_peers)
 
     def reduce() -> None:
         transport.reduce_rows(parts.view(group.size(), own), reduce_op, out)
 
-    return _filled_later(out, works, reduce, [packed, parts])
+    return _filled_later(out, call, works, reduce, [packed, parts])
 
 
 def _all_to_all_bucket(
@@ -312,6 +321,7 @@ def _all_to_all_bucket(
     group = compat.process_group(group_name)
     me, ranks = group.rank(), range(group.size())
     cuts = _cuts(sizes, keys, nests, lengths)
+    stated: list[int] = []
     sent: list[list[Tensor]] = [[] for _ in ranks]
     received: list[list[int]] = [[] for _ in ranks]
     for n, x in enumerate(inputs):
@@ -320,6 +330,7 @@ def _all_to_all_bucket(
         src = blocks_of(total, src_dim, cuts[2 * n], group.size(), "all_to_all_bucket")
         dst = blocks_of(x.shape[dst_dim], dst_dim, cuts[2 * n + 1], group.size(), "all_to_all_bucket")
         check_block(x.shape, src_dim, src[me], me, "all_to_all_bucket")
+        stated += [src_dim, dst_dim, *(n for blocks in (src, dst) for r in blocks for n in r)]
         width = _width(x.shape, x.dtype.itemsize, x.dtype, src_dim, dst_dim) * block
         for r in ranks:
             part = x.narrow(dst_dim, dst[r][0], dst[r][1] - dst[r][0])
@@ -329,9 +340,10 @@ def _all_to_all_bucket(
     shares = [sum(row) for row in received]
     parts = scratch.borrow(sum(shares), inputs[0])
     packed = _packed([p for row in sent for p in row], to_peers[-1][1])
-    works = transport.send_ranges(group, packed, to_peers, parts, transport.running_ends(shares), keep_own=False)
+    call = _call(group, "all_to_all_bucket", packed, stated)
+    works = transport.send_ranges(call, packed, to_peers, parts, transport.running_ends(shares), keep_own=False)
     own = packed[slice(*to_peers[me])]
-    return _unpacked_later(group, works, own, parts, shares, received, [packed, parts])
+    return _unpacked_later(call, works, own, parts, shares, received, [packed, parts])
 
 
 def _fake_all_gather(inputs: list[Tensor], dims: list[int], totals: list[Any], *_: Any) -> Tensor:

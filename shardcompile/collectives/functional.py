@@ -6,6 +6,7 @@ trace into one node and its wait.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from shardcompile.collectives import ops, transport
 from shardcompile.collectives.ops import Decoded, Pending, wait
 from shardcompile.errors import CollectiveError
 from shardcompile.layout import CHUNK_KEY
+from shardcompile.watch import Call, enter
 
 _ops = torch.ops.shardcompile
 _P = TypeVar("_P", bound=Pending | Decoded)
@@ -207,12 +209,15 @@ def all_reduce(
     transport.check_reduction(reduce_op, x.dtype)
     if reduce_op == "avg":  # torch knows the gradient of sum only
         x, reduce_op = x / group.size(), "sum"
-    return _finish(ops.all_reduce(x, reduce_op, group.group_name), async_op)
+    return _finish(ops.all_reduce(x, reduce_op, group.group_name, async_op=async_op), async_op)
 
 
 def all_gather_even(x: Tensor, group: ProcessGroup) -> Tensor:
     """Concatenate tensors of one shape along their first dim."""
-    return wait(torch.ops._c10d_functional.all_gather_into_tensor(x, group.size(), group.group_name))
+    call = enter(group, "all_gather", x.dtype, ("shape",), tuple(x.shape))
+    call.agree()
+    start = torch.ops._c10d_functional.all_gather_into_tensor(x, group.size(), group.group_name)
+    return call.wait([functools.partial(wait, start)])[0]
 
 
 def broadcast(x: Tensor, src: int, group: ProcessGroup) -> Tensor:
@@ -226,7 +231,9 @@ def broadcast(x: Tensor, src: int, group: ProcessGroup) -> Tensor:
     out = x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     if out.numel():
         flat = out.view(torch.uint8) if out.ndim else out.view(1).view(torch.uint8)
-        dist.broadcast(flat, group=group, group_src=src)
+        call = enter(group, "broadcast", x.dtype, ("shape", "from rank"), tuple(x.shape), src)
+        call.agree()
+        call.wait([functools.partial(dist.broadcast, flat, group=group, group_src=src)])
     return out
 
 
@@ -242,8 +249,7 @@ def send_blocks(blocks: dict[int, Tensor]) -> None:
         blocks: by global rank.
     """
     rows = [(rank, block.contiguous().resolve_conj().resolve_neg()) for rank, block in blocks.items()]
-    for work in transport.exchange(_world(), rows, []):
-        work.wait()
+    _finish_messages(rows, [])
 
 
 def receive_block(out: Tensor, src: int) -> None:
@@ -253,5 +259,9 @@ def receive_block(out: Tensor, src: int) -> None:
         out: contiguous, written.
         src: global rank.
     """
-    for work in transport.exchange(_world(), [], [(src, out)]):
-        work.wait()
+    _finish_messages([], [(src, out)])
+
+
+def _finish_messages(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+    call = Call.between_two(_world())
+    transport.CallWork(call, transport.exchange(call, sends, receives)).wait()

@@ -12,6 +12,7 @@ at the wait, and would specialise on the size of this rank's block.)
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from shardcompile import compat
 from shardcompile.collectives import extrema, scratch, transport
 from shardcompile.collectives.transport import Range
 from shardcompile.errors import CollectiveError
 from shardcompile.layout import Cut, GroupCut, IntLike, digest_of
+from shardcompile.watch import Call, enter
 
 _LIBRARY = torch.library.Library("shardcompile", "DEF")
 _CUT = "SymInt[] sizes, SymInt key, int[] nest"
@@ -73,11 +76,13 @@ class Pending:
         flat: what it writes.
         rows: shape of the result with `dim` first.
         dim: where the rows go.
+        call: where the messages are torch's own, and nothing is traced: what is waited for.
     """
 
     flat: Tensor
     rows: tuple[Any, ...]
     dim: int
+    call: Call | None = None
 
     @staticmethod
     def of(flat: Tensor, shape: Sequence[Any], dim: int, extent: Any) -> Pending:
@@ -90,6 +95,8 @@ class Pending:
 
     def wait(self) -> Tensor:
         """Complete the collective; keeps it alive in a graph even if its result is empty on this rank."""
+        if self.call is not None:
+            return self._shaped(self.call.wait([functools.partial(wait, self.flat)])[0])
         return self._shaped(wait(self.flat))
 
     def _shaped(self, flat: Tensor) -> Tensor:
@@ -124,8 +131,14 @@ def wait(x: Tensor | Pending | Decoded) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(x) if isinstance(x, Tensor) else x.wait()
 
 
-def all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Pending | Decoded:
+def all_reduce(x: Tensor, reduce_op: str, group_name: str, *, async_op: bool = False) -> Pending | Decoded:
     """Start torch's own all-reduce, flat for the same reason as the collectives here; NaN wins a maximum or minimum.
+
+    Args:
+        x: a term.
+        reduce_op: the reduction.
+        group_name: the ranks.
+        async_op: do not wait for the others before it starts, as is done for a while to see that they do the same.
 
     Raises:
         CollectiveError: there is no such reduction of this dtype.
@@ -133,15 +146,22 @@ def all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Pending | Decoded:
     transport.check_reduction(reduce_op, x.dtype)
     if reduce_op in ("max", "min") and x.is_floating_point():
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-        return Decoded(_all_reduce(extrema.encode(wide, reduce_op), reduce_op, group_name), wide.dtype, x.dtype)
-    return _all_reduce(x, reduce_op, group_name)
+        pending = _all_reduce(extrema.encode(wide, reduce_op), reduce_op, group_name, async_op)
+        return Decoded(pending, wide.dtype, x.dtype)
+    return _all_reduce(x, reduce_op, group_name, async_op)
 
 
-def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Pending:
+def _all_reduce(x: Tensor, reduce_op: str, group_name: str, async_op: bool) -> Pending:
     # Inside a trace `reshape` asks how the block is stored, and would specialise on its size.
     with contextlib.nullcontext() if type(x) is Tensor else compat.without_guards(x):
         flat = x.reshape([-1]) if x.ndim > 1 else x
-    return Pending(torch.ops._c10d_functional.all_reduce(flat, reduce_op, group_name), tuple(x.shape), 0)
+    call = None
+    if type(x) is Tensor and not torch.compiler.is_dynamo_compiling():
+        group = compat.process_group(group_name)
+        call = enter(group, f"all_reduce ({reduce_op})", x.dtype, ("shape",), tuple(x.shape))
+        if not async_op:
+            call.agree()
+    return Pending(torch.ops._c10d_functional.all_reduce(flat, reduce_op, group_name), tuple(x.shape), 0, call)
 
 
 def _new_rows(x: Tensor, dim: int, extent: Any) -> Tensor:
@@ -187,6 +207,24 @@ def check_block(shape: Sequence[int], dim: int, block: Range, rank: int, what: s
         )
 
 
+_DETAILS = ("dim", "in blocks of", "to dim", "in", "other extents")
+
+
+def _call(group: ProcessGroup, kind: str, x: Tensor, moved: Sequence[int], *details: Any) -> Call:
+    """State a collective on blocks: its dims with the sizes of all blocks, and the extents that do not change."""
+    rest = tuple([n for d, n in enumerate(x.shape) if d not in moved])
+    stated = [tuple(d) if isinstance(d, list) else d for d in details]
+    return enter(group, kind, x.dtype, (*_DETAILS[: len(stated)], _DETAILS[-1]), *stated, rest)
+
+
+def _sizes(blocks: Sequence[Range]) -> tuple[int, ...]:
+    return tuple([b - a for a, b in blocks])
+
+
+def _flat(ranges: Sequence[Range]) -> tuple[int, ...]:
+    return tuple([n for r in ranges for n in r])
+
+
 def _all_gather_v(
     x: Tensor, dim: int, total: int, sizes: list[int], key: int, nest: list[int], group_name: str
 ) -> Tensor:
@@ -195,8 +233,10 @@ def _all_gather_v(
     check_block(x.shape, dim, blocks[group.rank()], group.rank(), "all_gather_v")
     out = _new_rows(x, dim, total)
     rows = transport.rows_first(x, dim)
-    works = transport.gather_rows(group, rows, [b - a for a, b in blocks], _as_rows(out, x, dim, total))
-    transport.register_all(out, works)
+    sizes = [b - a for a, b in blocks]
+    call = _call(group, "all_gather_v", x, (dim,), dim, sizes)
+    works = transport.gather_rows(call, rows, sizes, _as_rows(out, x, dim, total))
+    transport.complete(out, call, works)
     return out
 
 
@@ -210,7 +250,8 @@ def _reduce_scatter_v(
     memory = scratch.borrow(group.size() * block * rows.shape[1:].numel(), rows)
     parts = memory.view(group.size() * block, *rows.shape[1:])
     from_peers = [(r * block, (r + 1) * block) for r in range(group.size())]
-    works = transport.send_ranges(group, rows, blocks, parts, from_peers)
+    call = _call(group, f"reduce_scatter_v ({reduce_op})", x, (dim,), dim, _sizes(blocks))
+    works = transport.send_ranges(call, rows, blocks, parts, from_peers)
     out = _new_rows(x, dim, block)
     target = _as_rows(out, x, dim, block)
 
@@ -218,7 +259,7 @@ def _reduce_scatter_v(
         transport.reduce_rows(parts.view(group.size(), *target.shape), reduce_op, target)
         scratch.give_back(memory)
 
-    compat.register_work(out, transport.ThenWork(works, reduce))
+    transport.complete(out, call, works, reduce)
     return out
 
 
@@ -248,7 +289,8 @@ def _all_to_all_v(
     peers = [p for p in range(group.size()) if p != me]
     sends = [(p, transport.rows_first(x.narrow(dst_dim, dst[p][0], dst[p][1] - dst[p][0]), src_dim)) for p in peers]
     receives = [(p, target[src[p][0] : src[p][1]]) for p in peers]
-    transport.register_all(out, transport.exchange(group, sends, receives))
+    call = _call(group, "all_to_all_v", x, (src_dim, dst_dim), src_dim, _sizes(src), dst_dim, _sizes(dst))
+    transport.complete(out, call, transport.exchange(call, sends, receives))
     return out
 
 
@@ -320,7 +362,8 @@ def _fetch_ranges(
     peers = [p for p in range(group.size()) if p != me]
     sends = _pieces(x, dim, to_peers, me)
     receives = [(p, target[slice(*from_peers[p])]) for p in peers]
-    transport.register_all(out, transport.exchange(group, sends, receives))
+    call = _call(group, "fetch_ranges", x, (dim,), dim, _sizes(held), dim, _flat(wanted))
+    transport.complete(out, call, transport.exchange(call, sends, receives))
     return out
 
 
@@ -356,14 +399,15 @@ def _return_ranges(
     memory = [scratch.borrow(n * width, target) for n in counts]
     parts = [m.view(n, *target.shape[1:]) for m, n in zip(memory, counts, strict=True)]
     sends = _pieces(x, dim, to_peers, me)
-    works = transport.exchange(group, sends, list(zip(peers, parts, strict=True)))
+    call = _call(group, "return_ranges", x, (dim,), dim, _sizes(held), dim, _flat(wanted))
+    works = transport.exchange(call, sends, list(zip(peers, parts, strict=True)))
 
     def accumulate() -> None:
         for p, part in zip(peers, parts, strict=True):
             target[slice(*back[p])].add_(part)
         scratch.give_back(*memory)
 
-    compat.register_work(out, transport.ThenWork(works, accumulate))
+    transport.complete(out, call, works, accumulate)
     return out
 
 
@@ -376,7 +420,8 @@ def _mirror_blocks(x: Tensor, dim: int, block: int, group_name: str) -> Tensor:
     if peer == group.rank():
         target.copy_(rows)
     else:
-        transport.register_all(out, transport.exchange(group, [(peer, rows)], [(peer, target)]))
+        call = _call(group, "mirror_blocks", x, (dim,), dim, ())
+        transport.complete(out, call, transport.exchange(call, [(peer, rows)], [(peer, target)]))
     return out
 
 

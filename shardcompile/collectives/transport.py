@@ -5,6 +5,7 @@ Everything here runs at run time, on real tensors, with sizes that all ranks of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed import ProcessGroup, Work
 from shardcompile.compat import register_work
 from shardcompile.errors import CollectiveError
 from shardcompile.layout.layout import REDUCE_OPS
+from shardcompile.watch import Call
 
 Range = tuple[int, int]
 """First row and end row."""
@@ -26,18 +28,24 @@ Its one ring kernel beats grouped sends at equal bytes; the limit is an estimate
 """
 
 
-class ThenWork(Work):
-    """Work that is complete when other works are, and a last local step has run."""
+class CallWork(Work):
+    """Work of a call: complete when its messages are, and a last local step has run.
 
-    def __init__(self, works: Sequence[Work], then: Callable[[], object]) -> None:
+    Args:
+        call: what they belong to.
+        works: the messages.
+        then: the last step.
+    """
+
+    def __init__(self, call: Call, works: Sequence[Work], then: Callable[[], object] | None = None) -> None:
         super().__init__()
+        self._call = call
         self._works = list(works)
-        self._then: Callable[[], object] | None = then
+        self._then = then
 
     def wait(self, timeout: object = None) -> bool:
-        """Wait for the works, then run the last step, once."""
-        for work in self._works:
-            work.wait()
+        """Wait for the messages, then run the last step, once."""
+        self._call.wait([work.wait for work in self._works])
         if self._then is not None:
             self._then()
             self._then = None
@@ -54,23 +62,24 @@ def rows_first(x: Tensor, dim: int) -> Tensor:
     return x if lies_in_rows(x, dim) else x.movedim(dim, 0).contiguous().resolve_conj().resolve_neg()
 
 
-def exchange(
-    group: ProcessGroup, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-) -> list[Work]:
+def exchange(call: Call, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> list[Work]:
     """Start sends to and receives from ranks of the group; empty messages are skipped on both sides.
 
+    Messages have the call's tag, so that those of calls that differ never meet.
+
     Args:
-        group: the process group.
+        call: what they belong to.
         sends: pairs of a peer's rank in the group and a contiguous tensor.
         receives: the same, to be written.
     """
     sends = [(peer, t) for peer, t in sends if t.numel()]
     receives = [(peer, t) for peer, t in receives if t.numel()]
+    group, tag = call.group, call.tag
     if group.name() == "nccl":
         return _grouped_exchange(group, sends, receives)
-    works = [group.recv([t], peer, 0) for peer, t in receives]
-    works += [group.send([t], peer, 0) for peer, t in sends]
-    return works
+    starts = [functools.partial(group.recv, [t], peer, tag) for peer, t in receives]
+    starts += [functools.partial(group.send, [t], peer, tag) for peer, t in sends]
+    return call.start(starts)
 
 
 def _grouped_exchange(
@@ -83,7 +92,7 @@ def _grouped_exchange(
 
 
 def send_ranges(
-    group: ProcessGroup,
+    call: Call,
     rows: Tensor,
     to_peers: Sequence[Range],
     out: Tensor,
@@ -93,55 +102,53 @@ def send_ranges(
     """Send a range of rows to every peer, and receive one from every peer, straight into place.
 
     Args:
-        group: the process group.
+        call: what they belong to.
         rows: contiguous, [n, ...].
         to_peers: for each rank of the group the range of `rows` that it gets.
         out: contiguous, [m, ...], written.
         from_peers: for each rank of the group the range of `out` that it fills.
         keep_own: copy what this rank keeps; otherwise its range of `out` is left as it is.
     """
-    me = group.rank()
+    me, ranks = call.group.rank(), call.group.size()
     mine, place = to_peers[me], from_peers[me]
     if keep_own and mine[1] > mine[0]:
         out[place[0] : place[1]].copy_(rows[mine[0] : mine[1]])
-    others = [p for p in range(group.size()) if p != me]
+    others = [p for p in range(ranks) if p != me]
     sends = [(p, rows[to_peers[p][0] : to_peers[p][1]]) for p in others]
     receives = [(p, out[from_peers[p][0] : from_peers[p][1]]) for p in others]
-    return exchange(group, sends, receives)
+    return exchange(call, sends, receives)
 
 
-def gather_rows(
-    group: ProcessGroup, rows: Tensor, sizes: Sequence[int], out: Tensor, keep_own: bool = True
-) -> list[Work]:
+def gather_rows(call: Call, rows: Tensor, sizes: Sequence[int], out: Tensor, keep_own: bool = True) -> list[Work]:
     """Start to gather every rank's rows into `out`, which is complete when all works are.
 
     Args:
-        group: the process group.
+        call: what they belong to.
         rows: of this rank, contiguous, [n, ...].
         sizes: rows of each rank.
         out: contiguous, [sum of sizes, ...], written.
         keep_own: whether this rank's part of `out` is needed, too.
     """
-    if group.name() == "nccl" and max(sizes) * len(sizes) <= PAD_LIMIT * sum(sizes):
-        return [_gather_padded(group, rows, sizes, out)]
+    if call.group.name() == "nccl" and max(sizes) * len(sizes) <= PAD_LIMIT * sum(sizes):
+        return [_gather_padded(call, rows, sizes, out)]
     ends = running_ends(sizes)
     whole = [(0, rows.shape[0])] * len(sizes)
-    return send_ranges(group, rows, whole, out, ends, keep_own)
+    return send_ranges(call, rows, whole, out, ends, keep_own)
 
 
-def _gather_padded(group: ProcessGroup, rows: Tensor, sizes: Sequence[int], out: Tensor) -> Work:
+def _gather_padded(call: Call, rows: Tensor, sizes: Sequence[int], out: Tensor) -> Work:
     size = max(sizes)
     padded = rows
     if rows.shape[0] < size:
         padded = rows.new_zeros([size, *rows.shape[1:]])
         padded[: rows.shape[0]].copy_(rows)
-    start = torch.ops._c10d_functional.all_gather_into_tensor(padded, len(sizes), group.group_name)
+    start = torch.ops._c10d_functional.all_gather_into_tensor(padded, len(sizes), call.group.group_name)
 
     def unpack() -> None:
         gathered = torch.ops._c10d_functional.wait_tensor(start)
         torch.cat([gathered[r * size : r * size + n] for r, n in enumerate(sizes)], out=out)
 
-    return ThenWork([], unpack)
+    return CallWork(call, [], unpack)
 
 
 def check_reduction(reduce_op: str, dtype: torch.dtype) -> None:
@@ -190,7 +197,7 @@ def shifted(a: Range, by: int) -> Range:
     return (a[0] + by, a[1] + by)
 
 
-def register_all(out: Tensor, works: Sequence[Work]) -> None:
-    """Have `wait_tensor(out)` wait for all works."""
-    for work in works:
-        register_work(out, work)
+def complete(out: Tensor, call: Call, works: Sequence[Work], then: Callable[[], object] | None = None) -> None:
+    """Have `wait_tensor(out)` wait for the messages of a call, and take a last local step."""
+    if works or then is not None:
+        register_work(out, CallWork(call, works, then))

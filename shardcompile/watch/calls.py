@@ -1,0 +1,221 @@
+"""What a rank is about to do, stated before it does it."""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardcompile.errors import DivergenceError
+from shardcompile.watch.states import key_of
+from shardcompile.watch.watcher import World, is_watched, world_of
+
+_T = TypeVar("_T")
+_RECENT = 32
+_TAG_BITS = 0x7FFFFFFF
+
+
+class Entry(NamedTuple):
+    """What is kept of a call: not its group, which may be destroyed.
+
+    Attributes:
+        number: of the call among those of its group.
+        tag: of its messages.
+        kind: name of the op.
+        dtype: of the elements.
+        labels: of what is stated.
+        stated: numbers, or tuples of them.
+    """
+
+    number: int
+    tag: int
+    kind: str
+    dtype: torch.dtype | None
+    labels: Sequence[str]
+    stated: tuple[Any, ...]
+
+    def text(self) -> str:
+        """The collective in words."""
+        if self.dtype is None:
+            return self.kind
+        dtype = str(self.dtype).removeprefix("torch.")
+        details = [f"{label} {_value(v)}" for label, v in zip(self.labels, self.stated, strict=True)]
+        return ", ".join([f"{self.kind} of {dtype}", *details])
+
+
+class Call:
+    """A collective that has been entered.
+
+    Attributes:
+        group: the ranks.
+        entry: what it is.
+        members: of whose calls it is one; None if nobody watches.
+        tag: a number made of what all ranks of the group have to state alike; that of messages between them.
+    """
+
+    __slots__ = ("entry", "group", "members", "tag")
+
+    def __init__(self, group: ProcessGroup, members: Members | None, entry: Entry) -> None:
+        self.group = group
+        self.members = members
+        self.entry = entry
+        self.tag = entry.tag
+
+    @staticmethod
+    def between_two(group: ProcessGroup) -> Call:
+        """Messages that not all ranks of a group take part in: they have no number among its collectives."""
+        members = _members_of(group)
+        return Call(group, members, Entry(0, 0, "messages between two ranks", None, (), ()))
+
+    def agree(self) -> None:
+        """Before a collective of torch's, whose messages have no tags of ours: see that all ranks are about to run it.
+
+        Each rank sends to others in rounds, to that which is 1, 2, 4, ... further, so that it has heard of all of them,
+        directly or not, when it is done (Hensgen, Finkel, Manber, "Two algorithms for barrier synchronization", 1988).
+        That takes about as long as a small collective. So it is done when the group has not run this one, after the one
+        before it, yet: a program whose ranks differ in what they do differs in that for a first time.
+        """
+        if self.members is None or self.group.name() == "nccl" or not self.members.is_new(self.tag):
+            return
+        me, ranks = self.group.rank(), self.group.size()
+        for step in (1 << i for i in range((ranks - 1).bit_length())):
+            sent, received = torch.zeros(1), torch.zeros(1)
+            works = self.start(
+                [
+                    functools.partial(self.group.recv, [received], (me - step) % ranks, self.tag),
+                    functools.partial(self.group.send, [sent], (me + step) % ranks, self.tag),
+                ]
+            )
+            self.wait([work.wait for work in works])
+
+    def start(self, starts: Iterable[Callable[[], _T]]) -> list[_T]:
+        """Start messages. Where a connection has broken, this is an error that says why.
+
+        Raises:
+            DivergenceError: another rank does not take part.
+        """
+        try:
+            return [start() for start in starts]
+        except RuntimeError as error:
+            if self.members is None:
+                raise
+            world = self.members.world
+            world.waits[self] = time.monotonic()
+            raise world.explained(self.entry.text(), error) from error
+
+    def wait(self, waits: Iterable[Callable[[], _T]]) -> list[_T]:
+        """Wait for messages; one that cannot come any more is an error that says why.
+
+        Args:
+            waits: each sends, receives, or waits for one.
+
+        Returns:
+            What they return.
+
+        Raises:
+            DivergenceError: another rank does not take part.
+        """
+        if self.members is None:
+            return [wait() for wait in waits]
+        world = self.members.world
+        world.waits[self] = time.monotonic()
+        try:
+            return [wait() for wait in waits]
+        except RuntimeError as error:
+            raise world.explained(self.entry.text(), error) from error
+        finally:
+            world.waits.pop(self, None)
+
+
+class Members:
+    """The calls of one group, as this rank has made them.
+
+    Attributes:
+        key: the same on all ranks of the group.
+        number: how many there were.
+        recent: the last of them.
+    """
+
+    def __init__(self, world: World, key: str) -> None:
+        self.world = world
+        self.key = key
+        self.number = 0
+        self.recent: deque[Entry] = deque(maxlen=_RECENT)
+        self._followed: set[tuple[int, int]] = set()
+        self._before = 0
+
+    def is_new(self, tag: int) -> bool:
+        """Whether a call of this tag has not come after the one for which this was asked before."""
+        pair = self._before, tag
+        self._before = tag
+        if pair in self._followed:
+            return False
+        self._followed.add(pair)
+        return True
+
+
+_MEMBERS: weakref.WeakKeyDictionary[ProcessGroup, Members | None] = weakref.WeakKeyDictionary()
+_NUMBERS: dict[Any, int] = {}
+
+
+def enter(group: ProcessGroup, kind: str, dtype: torch.dtype, labels: Sequence[str], *stated: Any) -> Call:
+    """State a collective before anything is sent.
+
+    Args:
+        group: the ranks.
+        kind: name of the op.
+        dtype: of the elements.
+        labels: of what is stated, for messages.
+        stated: numbers, or tuples of them, which are the same on all ranks.
+
+    Raises:
+        DivergenceError: ranks have been found to differ already.
+    """
+    tag = hash((_number(kind), _number(dtype), stated)) & _TAG_BITS
+    members = _members_of(group)
+    if members is None:
+        return Call(group, None, Entry(0, tag, kind, dtype, labels, stated))
+    world = members.world
+    if world.verdict is not None:
+        raise DivergenceError(world.verdict)
+    members.number += 1
+    entry = Entry(members.number, tag, kind, dtype, labels, stated)
+    members.recent.append(entry)
+    return Call(group, members, entry)
+
+
+def _members_of(group: ProcessGroup) -> Members | None:
+    return _MEMBERS[group] if group in _MEMBERS else _join(group)
+
+
+def _number(name: Any) -> int:
+    """A number for a name, the same in every process."""
+    found = _NUMBERS.get(name)
+    if found is None:
+        found = _NUMBERS[name] = zlib.crc32(str(name).encode())
+    return found
+
+
+def _join(group: ProcessGroup) -> Members | None:
+    """Begin to watch a group; None for those that nobody needs to watch."""
+    members = None
+    world = world_of() if is_watched(group) else None
+    if world is not None:
+        ranks = dist.get_process_group_ranks(group)
+        ordinal = sum(m.key.startswith(key_of(ranks, 0)[:-1]) for m in world.members)
+        members = Members(world, key_of(ranks, ordinal))
+        world.members.append(members)
+    _MEMBERS[group] = members
+    return members
+
+
+def _value(x: Any) -> str:
+    return ",".join(map(str, x)) if isinstance(x, tuple) else str(x)

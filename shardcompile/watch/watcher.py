@@ -1,0 +1,408 @@
+"""The thread that tells other ranks what this one does, and finds out whether it waits without end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing.util
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardcompile import compat, config
+from shardcompile.compat.threads import rank_of_thread
+from shardcompile.errors import DivergenceError, ShardError
+from shardcompile.watch import connections
+from shardcompile.watch.states import CAME_TO_ITS_END, LEFT, State, Stay
+from shardcompile.watch.verdict import verdict
+
+log = logging.getLogger("shardcompile")
+
+PERIOD_SECONDS = 0.5
+"""How often a rank says what it does, and asks whether ranks have been found to differ."""
+SUSPICIOUS_SECONDS = 2.0
+"""How long a rank waits before it looks at what the others do."""
+SILENT_SECONDS = 6.0
+"""How long a rank on another machine may say nothing before it counts as dead, where a connection has broken."""
+LOST_SECONDS = 60.0
+"""The same where no connection has broken. On this machine its process is looked for."""
+PATIENCE_SECONDS = 9.0
+"""How long a rank whose connection has broken waits to learn why."""
+_PEERS_AT_ONCE = 32
+_RECENT_WITH_TEXT = 4
+
+
+class World:
+    """What is watched of the ranks of a default process group.
+
+    Attributes:
+        waits: calls that wait now, and since when.
+        verdict: what was found, once it was.
+        members: for each group that was used, the calls of this rank.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.waits: dict[Any, float] = {}
+        self.verdict: str | None = None
+        self.members: list[Any] = []
+        self._group = weakref.ref(group)
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._backend = dist.get_backend()
+        self._store: Any = compat.store()
+        self._prefix = f"shardcompile/watch/{_number_of_world()}"
+        self._judged = threading.Event()
+        self._stop = threading.Event()
+        self._beat, self._turn = 0, 0
+        self._ended = ""
+        self._broken = False
+        self._store_lost = 0.0
+        self._store_error: RuntimeError | None = None
+        self._states: dict[int, State] = {}
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._main = _MainThread()
+        self._publish()
+        self._thread = threading.Thread(target=self._watch, name="shardcompile watch", daemon=True)
+        self._thread.start()
+
+    # Called by ranks that communicate
+
+    def explained(self, what: str, error: RuntimeError) -> ShardError:
+        """The error that a call raises whose connection broke: why, as soon as it is known."""
+        if isinstance(error, ShardError):
+            return error
+        self._broken = True
+        self._judged.wait(PATIENCE_SECONDS)
+        if self.verdict is not None:
+            return DivergenceError(self.verdict)
+        return DivergenceError(f"{what} has failed, and no rank has said why: {error}")
+
+    def end(self, how: str) -> None:
+        """Say how this rank has ended, for those who wait for it."""
+        if self._ended:
+            return
+        self._ended = how
+        with contextlib.suppress(RuntimeError):
+            self._publish()
+            self._store.set(f"{self._prefix}/ended", str(self._rank))
+
+    def linger(self) -> None:
+        """Stop watching; if ranks may have to be told of it, after they had time to read it: this one may hold it."""
+        if self._rank == 0 and (self.verdict is not None or self._ended.startswith("has raised")):
+            time.sleep(4 * PERIOD_SECONDS)
+        self._stop.set()
+        self._thread.join(2)
+
+    def forget(self) -> None:
+        """Stop watching, in a process that was forked from the one that is watched."""
+        self._stop.set()
+
+    # The thread
+
+    def _watch(self) -> None:
+        while not self._stop.wait(PERIOD_SECONDS):
+            if self._group() is not _world_group():
+                self.end(LEFT)
+                return
+            self._main.sample()
+            try:
+                if not self._store_lost:
+                    self._look()
+            except RuntimeError as error:
+                self._store_lost, self._store_error = time.monotonic(), error
+            if self._store_lost and self.verdict is None:
+                self._without_store()
+            if self.verdict is not None:
+                self._insist()
+                return
+
+    def _look(self) -> None:
+        self._beat += 1
+        self._publish()
+        if self._store.check([f"{self._prefix}/verdict"]):
+            self._pronounce(self._store.get(f"{self._prefix}/verdict").decode())
+            return
+        if self._is_suspicious() or self._store.check([f"{self._prefix}/ended"]):
+            self._read(range(self._size))
+        elif self._beat % 4 == 1:
+            self._read({0, (self._rank + 1) % self._size})
+        else:
+            return
+        self._judge()
+
+    def _is_suspicious(self) -> bool:
+        return self._broken or self._waited() >= SUSPICIOUS_SECONDS or self._main.blocked >= SUSPICIOUS_SECONDS
+
+    def _waited(self) -> float:
+        return time.monotonic() - min([*self.waits.values()], default=time.monotonic())
+
+    def _publish(self) -> None:
+        self._states[self._rank] = state = self._state()
+        self._store.set(f"{self._prefix}/state/{self._rank}", state.to_text())
+
+    def _state(self) -> State:
+        recent = {}
+        for m in self.members:
+            calls = list(m.recent)
+            plain = [(c.number, c.tag, "") for c in calls[:-_RECENT_WITH_TEXT]]
+            recent[m.key] = plain + [(c.number, c.tag, c.text()) for c in calls[-_RECENT_WITH_TEXT:]]
+        counts = {m.key: m.number for m in self.members}
+        return State(self._beat, os.getpid(), socket.gethostname(), counts, recent, self._ended, self._stay())
+
+    def _stay(self) -> Stay | None:
+        for call, since in list(self.waits.items()):
+            seconds = time.monotonic() - since
+            if seconds >= SUSPICIOUS_SECONDS or self._broken:
+                # Messages between two ranks have no number: whoever they are for is not known here.
+                group = call.members.key if call.entry.number else ""
+                return Stay(seconds, self._main.place(), group, call.entry.number, call.entry.text())
+        if self._main.blocked >= SUSPICIOUS_SECONDS or self._broken:
+            return Stay(self._main.blocked, self._main.place())
+        return None
+
+    def _read(self, ranks: Any) -> None:
+        """Read what other ranks say; of many, some at a time."""
+        others = [r for r in ranks if r != self._rank]
+        if len(others) > _PEERS_AT_ONCE:
+            first = self._turn % len(others)
+            others = (others[first:] + others[:first])[:_PEERS_AT_ONCE]
+            self._turn += _PEERS_AT_ONCE
+        for rank in others:
+            key = f"{self._prefix}/state/{rank}"
+            if self._store.check([key]):
+                state = State.from_text(self._store.get(key).decode())
+                self._states[rank] = state
+                if self._seen.get(rank, (-1, 0.0))[0] != state.beat:
+                    self._seen[rank] = state.beat, time.monotonic()
+
+    def _judge(self) -> None:
+        text = verdict(self._states if len(self._states) == self._size else self._known(), self._gone())
+        if text is not None:
+            key = f"{self._prefix}/verdict"
+            with contextlib.suppress(RuntimeError):
+                text = self._store.compare_set(key, "", text).decode() or text
+            self._pronounce(text)
+
+    def _known(self) -> dict[int, State]:
+        """What is known, with a rank that never communicated as one that does something else."""
+        idle = State(0, 0, "")
+        return {r: self._states.get(r, idle) for r in range(self._size)}
+
+    def _gone(self) -> dict[int, str]:
+        """Ranks whose processes are dead."""
+        gone = {}
+        now = time.monotonic()
+        for rank, (_, seen) in self._seen.items():
+            state, silent = self._states[rank], now - seen
+            if state.ended:
+                continue
+            if state.host == socket.gethostname():
+                if not _is_alive(state.pid):
+                    gone[rank] = f"has died (process {state.pid} of {state.host} is gone)"
+            elif silent >= (SILENT_SECONDS if self._broken else LOST_SECONDS):
+                gone[rank] = f"on {state.host} has not been heard of for {silent:.0f} s"
+        return gone
+
+    def _without_store(self) -> None:
+        """The store cannot be reached: the rank that holds it is gone, which may be as it should at the end."""
+        if not self._is_suspicious():
+            return
+        text = verdict(self._known(), self._gone())
+        if text is None and time.monotonic() - self._store_lost > 2 * SUSPICIOUS_SECONDS:
+            stay = self._stay()
+            text = (
+                f"the key-value store of the process group cannot be reached ({self._store_error}), so that the rank "
+                f"that holds it, rank 0 unless a launcher does, has ended or died; rank {self._rank} waits in "
+                f"{stay.what or stay.place if stay is not None else 'a collective'}"
+            )
+        if text is not None:
+            self._pronounce(text)
+
+    def _pronounce(self, text: str) -> None:
+        self.verdict = text
+        if not self._ended:
+            log.error("rank %d: %s", self._rank, text)
+        self._judged.set()
+        if self._backend == "nccl":
+            group = self._group()
+            if group is not None:
+                group.abort()
+            return
+        here = list(connections.endpoints().values())
+        others: set[connections.Endpoints] = set()
+        port = self._port_of_store()
+        end = time.monotonic() + 4 * PERIOD_SECONDS
+        if self._store_lost:
+            return
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{self._prefix}/ends/{self._rank}", repr(here))
+        missing = set(range(self._size)) - {self._rank}
+        while missing and time.monotonic() < end:
+            with contextlib.suppress(RuntimeError):
+                for rank in sorted(missing):
+                    if self._store.check([f"{self._prefix}/ends/{rank}"]):
+                        found = connections.parsed(self._store.get(f"{self._prefix}/ends/{rank}").decode())
+                        missing.discard(rank)
+                        others |= found
+                        connections.close_those_with(found, port)
+            time.sleep(PERIOD_SECONDS / 5)
+
+    def _port_of_store(self) -> int | None:
+        store = self._store
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        return getattr(store, "port", None)
+
+    def _insist(self) -> None:
+        """Where the wait goes on, close all connections, and end the process at last: better than no error."""
+        for attempt in range(6):
+            if self._stop.wait(PERIOD_SECONDS) or not self.waits or self._waited() < PERIOD_SECONDS:
+                return
+            if attempt == 1:
+                connections.close_all_but(self._port_of_store())
+        log.critical("rank %d ends, since its wait cannot be ended otherwise: %s", self._rank, self.verdict)
+        os._exit(70)
+
+
+class _MainThread:
+    """Whether the main thread stands still in a collective that is not ours, and where it is."""
+
+    def __init__(self) -> None:
+        self._ident = threading.main_thread().ident
+        self._at: tuple[int, int] | None = None
+        self._cpu = 0.0
+        self._since = time.monotonic()
+        self.blocked = 0.0
+
+    def _frame(self) -> FrameType | None:
+        return sys._current_frames().get(self._ident or 0)
+
+    def sample(self) -> None:
+        """Look where it is. It stands still if it neither moves on nor computes."""
+        frame = self._frame()
+        at = None if frame is None else (id(frame), frame.f_lasti)
+        cpu = time.clock_gettime(time.pthread_getcpuclockid(self._ident)) if self._ident else 0.0
+        if at != self._at or cpu - self._cpu > 0.02:
+            self._since = time.monotonic()
+        self._at, self._cpu = at, cpu
+        in_collective = frame is not None and frame.f_code.co_filename.endswith(_WAITING_FILES)
+        self.blocked = time.monotonic() - self._since if in_collective else 0.0
+
+    def place(self) -> str:
+        """The innermost line that is neither torch's nor ours."""
+        frame = self._frame()
+        while frame is not None and not _is_the_users(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is None:
+            return ""
+        return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+_WAITING_FILES = ("torch/_ops.py", "torch/distributed/distributed_c10d.py")
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+
+
+def _is_the_users(file: str) -> bool:
+    generated = file.startswith("<") or "torchinductor_" in file
+    of_python = file.startswith(_PYTHON) and "site-packages" not in file
+    return not (generated or of_python or file.startswith((_OURS, _TORCH)))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] != "Z"  # ended, and not waited for by its parent
+    return True
+
+
+_WORLDS: weakref.WeakKeyDictionary[ProcessGroup, World] = weakref.WeakKeyDictionary()
+_WORLDS_SO_FAR = 0
+_LOCK = threading.Lock()
+
+
+def _number_of_world() -> int:
+    global _WORLDS_SO_FAR
+    _WORLDS_SO_FAR += 1
+    return _WORLDS_SO_FAR
+
+
+def _world_group() -> ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def is_watched(group: ProcessGroup) -> bool:
+    """Whether ranks of a group can be left waiting: it has several, which are processes."""
+    return group.size() > 1 and group.name() in ("gloo", "nccl") and rank_of_thread() is None
+
+
+def world_of() -> World | None:
+    """What is watched of the default process group, from the first call on; None if nothing is."""
+    group = _world_group()
+    if not config.watch or group is None or not is_watched(group):
+        return None
+    with _LOCK:
+        if group not in _WORLDS:
+            if not _WORLDS_SO_FAR:
+                _say_last_words()
+            _WORLDS[group] = World(group)
+        return _WORLDS[group]
+
+
+def _say_last_words() -> None:
+    """Have this process say how it ends: that it has raised, or has come to its end."""
+    hook = sys.excepthook
+
+    def raised(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        _tell_of(error)
+        hook(kind, error, traceback)
+
+    def ended() -> None:
+        _tell_of(sys.exc_info()[1])  # of a process of multiprocessing, which shows what it has raised afterwards
+        for world in list(_WORLDS.values()):
+            world.end(CAME_TO_ITS_END)
+            world.linger()
+
+    def forget() -> None:
+        for world in list(_WORLDS.values()):
+            world.forget()
+        _WORLDS.clear()
+
+    sys.excepthook = raised
+    multiprocessing.util.Finalize(None, ended, exitpriority=100)
+    os.register_at_fork(after_in_child=forget)
+
+
+def _tell_of(error: BaseException | None) -> None:
+    """Tell others of what this rank is about to end with; learn why, if a connection broke in a compiled graph."""
+    while isinstance(error, SystemExit):
+        error = error.__context__
+    if error is None:
+        return
+    for world in list(_WORLDS.values()):
+        if not isinstance(error, ShardError) and connections.is_broken(error):
+            why = world.explained("a collective of torch's", RuntimeError(error))
+            error.add_note(f"{type(why).__name__}: {why}")
+        elif world.verdict is None:
+            world.end(f"has raised {type(error).__name__}: {str(error)[:500]}")
+
+
+def _begin() -> None:
+    world_of()
+
+
+compat.forget_with_world(_begin)  # a rank is watched from its first layout on, before it communicates
