@@ -189,6 +189,7 @@ class _Local(_Entry):
         self.aliases = op.is_view
         self.exchanges = any(p is not None for p in self.plans)
         self.moved = self.aliases and (self.exchanges or op in COPYING_VIEWS)
+        self.fresh = not self.mutates and not self.aliases
         self.single = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
         self.mistold = mistold
 
@@ -196,7 +197,7 @@ class _Local(_Entry):
         out = self._blocks(cls, args, kwargs)
         if self.mutates:
             return args[0]
-        if self.exchanges and not self.aliases:
+        if self.fresh and (self.exchanges or not compat.is_traced()):
             out = all_in_order(out, self.specs)
         if self.single:
             wrapped = out if self.specs[0] is None else cls._wrap(out, self.specs[0])
@@ -506,12 +507,21 @@ def _decide_mutation(
 class _Direct(_Local):
     """Run the op on the blocks as they are: one result, tensors as positional arguments only."""
 
+    def __init__(self, op: OpOverload, choice: Choice, specs: Sequence[Any], *rest: Any) -> None:
+        super().__init__(op, choice, specs, *rest)
+        self.in_rows = specs[0].is_plain and specs[0].stride == contiguous_stride(specs[0].shape)
+
     def run(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         blocks = [a._local_tensor if type(a) is cls else a for a in args]
+        spec = self.specs[0]
         if self.mistold is not None and type(blocks[self.mistold]) is not Tensor:
-            blocks = in_one_order(self.op, blocks, self.specs[0].stride)
-            return cls._wrap(in_order(self.function(*blocks, **kwargs), self.specs[0].stride), self.specs[0])
-        return cls._wrap(self.function(*blocks, **kwargs), self.specs[0])
+            blocks = in_one_order(self.op, blocks, spec.stride)
+            return cls._wrap(in_order(self.function(*blocks, **kwargs), spec.stride), spec)
+        out = self.function(*blocks, **kwargs)
+        # A kernel chooses the order by the strides of a block, of which one of few rows has others than the whole.
+        if type(out) is Tensor and not (self.in_rows and out.is_contiguous()):
+            out = in_order(out, spec.stride)
+        return cls._wrap(out, spec)
 
 
 class _InPlace(_Local):
