@@ -7,6 +7,7 @@ asserts that all of them exist in the installed version, so that an upgrade brea
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -450,7 +451,7 @@ def _decide_by_hint_where_guards_are_suppressed(shape_env: Any) -> None:
             _symbolic_shapes_config.backed_size_oblivious = before
 
     shape_env.suppress_guards = suppress_and_decide
-    shape_env._compute_symbolic_stride = _strides_of_empty(shape_env._compute_symbolic_stride)  # 2.11 - 2.15
+    shape_env._compute_symbolic_stride = _strides_of_few_rows(shape_env._compute_symbolic_stride)  # 2.11 - 2.15
     shape_env.create_symbol = _at_any_offset(shape_env.create_symbol)
 
 
@@ -472,29 +473,44 @@ def _at_any_offset(create_symbol: Callable[..., Any]) -> Callable[..., Any]:
     return create
 
 
-def _strides_of_empty(strides_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Strides that are products of extents stay products where an extent is 0.
+def _strides_of_few_rows(strides_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Strides of a block that are products of extents stay products where an extent is 0 or 1.
 
-    Torch goes through strides in ascending order, and takes a stride of 0 that it meets before the extent it is a
+    Torch goes through strides in ascending order, and takes a stride of 0 or 1 that it meets before the extent it is a
     multiple of for a constant: a rank that compiles for a block with no columns would have to compile again for one
     that has some, alone.
     """
 
     def strides(source: Any, size: Any, known_size: Any, known_stride: Any, *rest: Any) -> Any:
-        products, step = [], 1
-        for extent in reversed(known_size):
-            products.append(step)
-            step *= extent
-        if 0 not in known_size or list(known_stride) != products[::-1]:
+        few = 0 in known_size or (1 in known_size and getattr(source, "member", None) == "_local_tensor")
+        order = _order_of_products(known_size, known_stride) if few else None
+        if order is None:
             return strides_of(source, size, known_size, known_stride, *rest)
-        symbolic: list[Any] = []
+        symbolic: dict[int, Any] = {}
         expression: Any = sympy.Integer(1)
-        for extent in reversed(size):
-            symbolic.append(expression)
-            expression = expression * extent
-        return symbolic[::-1]
+        for dim in order:
+            symbolic[dim] = expression
+            expression = expression * size[dim]
+        return [symbolic[dim] for dim in range(len(size))]
 
     return strides
+
+
+def _order_of_products(sizes: Sequence[Any], strides: Sequence[Any]) -> Sequence[int] | None:
+    """Dims from the fastest on, so that the stride of each is the product of the extents before it; None if it is not.
+
+    The order of rows is tried first, and of tensors of many dims no other.
+    """
+    rows = range(len(sizes) - 1, -1, -1)
+    for order in itertools.permutations(rows) if len(sizes) <= 6 else [tuple(rows)]:
+        step = 1
+        for dim in order:
+            if strides[dim] != step:
+                break
+            step *= sizes[dim]
+        else:
+            return order
+    return None
 
 
 def decomposition_of(op: torch._ops.OpOverload) -> Callable[..., Any] | None:

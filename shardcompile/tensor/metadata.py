@@ -192,14 +192,15 @@ def with_stated_strides(local: Tensor, spec: Spec) -> Tensor:
     """
     if all(n > 1 for n in local.shape):
         return local
-    strides = list(local.stride())
+    strides, empty = list(local.stride()), local.numel() == 0
     step, global_step, whole = 1, 1, True
     for d in reversed(order_of(spec.stride)):
         stated: Any = spec.stride[d]
-        if whole:  # nothing that is faster is cut
-            strides[d] = stated
-        elif stated == global_step:
-            strides[d] = step
+        if empty or local.shape[d] == 1:
+            if whole:  # nothing that is faster is cut
+                strides[d] = stated
+            elif stated == global_step:
+                strides[d] = step
         step, global_step = strides[d] * local.shape[d], stated * spec.shape[d]
         whole = whole and spec.layout.cuts[d] is None
     if tuple(strides) == local.stride():
