@@ -44,8 +44,10 @@ def _watch(block: Tensor) -> _Writes:
 
 def note_write(x: Any) -> None:
     """Say that a sharded tensor's block was written to."""
-    if type(x._local_tensor) is Tensor:
-        writes = WATCHED.get(x._local_tensor.untyped_storage()._cdata, lambda: None)()
+    # Not brought up to date for that: others may be watched on other ranks, and the block may come from there.
+    block = x._local_tensor if x._copied is None else x._copied.block
+    if type(block) is Tensor:
+        writes = WATCHED.get(block.untyped_storage()._cdata, lambda: None)()
         if writes is not None:
             writes.count += 1
 

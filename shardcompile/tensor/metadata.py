@@ -203,9 +203,7 @@ def with_stated_strides(local: Tensor, spec: Spec) -> Tensor:
                 strides[d] = step
         step, global_step = strides[d] * local.shape[d], stated * spec.shape[d]
         whole = whole and spec.layout.cuts[d] is None
-    if tuple(strides) == local.stride():
-        return local
-    return local.as_strided(local.shape, strides) if local.numel() else local.new_empty_strided(local.shape, strides)
+    return local if tuple(strides) == local.stride() else local.as_strided(local.shape, strides)
 
 
 def with_block_symbols(spec: Spec, local: Tensor) -> Spec:
