@@ -73,6 +73,7 @@ __all__ = [
     "give_storage",
     "group_name_of",
     "guarded",
+    "in_backward_pass",
     "is_compiling",
     "is_fake",
     "is_specialised",
@@ -269,14 +270,18 @@ def preserve_node_ordering(graph: torch.fx.Graph, before: Mapping[torch.fx.Node,
     preserve(graph, {node: OrderedSet(others) for node, others in before.items()})
 
 
+def in_backward_pass() -> bool:
+    """Whether autograd runs what runs now."""
+    return torch._C._current_graph_task_id() != -1  # 2.11 - 2.15
+
+
 @contextlib.contextmanager
 def noted(**notes: str) -> Iterator[None]:
     """Inside of it, nodes that are traced say why: ``node.meta["custom"]["shardcompile"]``.
 
     In a backward pass ``["shardcompile_backward"]``, since AOTAutograd adds the forward node's notes to a backward one.
     """
-    backward = torch._C._current_graph_task_id() != -1  # 2.11 - 2.15
-    key = "shardcompile_backward" if backward else "shardcompile"
+    key = "shardcompile_backward" if in_backward_pass() else "shardcompile"
     outer = fx_traceback.current_meta.get("custom", {}).get(key, {})  # 2.11 - 2.15
     with fx_traceback.annotate({key: outer | notes}):
         yield

@@ -28,6 +28,7 @@ from shardcompile.dispatch.copied_views import WATCHED, follow, note_write
 from shardcompile.dispatch.decompositions import DECOMPOSITIONS, NOT_DECOMPOSED
 from shardcompile.dispatch.global_meta import global_meta, tensors_of
 from shardcompile.dispatch.handlers import Handlers
+from shardcompile.dispatch.index_range import INDEXED, check_indices
 from shardcompile.dispatch.listwise import listwise_form
 from shardcompile.dispatch.local_ops import COPYING_VIEWS, LOCAL_OPS, copy_block
 from shardcompile.dispatch.random import RANDOM_OPS
@@ -161,6 +162,23 @@ class _Composed(_Entry):
         return self.otherwise().run(cls, args, kwargs) if out is NotImplemented and self.otherwise else out
 
 
+class _Checked(_Entry):
+    """Look at indices first.
+
+    Args:
+        op: one of those that have some.
+        entry: what is done then.
+    """
+
+    def __init__(self, op: OpOverload, entry: _Entry) -> None:
+        self.op = op
+        self.entry = entry
+
+    def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_indices(cls, self.op, args, kwargs)
+        return self.entry.run(cls, args, kwargs)
+
+
 class _Local(_Entry):
     """Bring the inputs to the layouts that are needed, run the op on blocks, wrap the results.
 
@@ -283,9 +301,11 @@ def _decide(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         raise UnsupportedOpError(f"{op}: no sharded form of this random op; {_tensors_text(cls, args, kwargs)}")
     call = _describe(cls, op, args, kwargs)
     mutated = _mutated(op, args, kwargs)
-    if mutated:
-        return _decide_mutation(cls, call, mutated, args, kwargs)
-    return _decide_functional(cls, call, args, kwargs)
+    entry = (
+        _decide_mutation(cls, call, mutated, args, kwargs) if mutated else _decide_functional(cls, call, args, kwargs)
+    )
+    # What is gathered, or done by the functional form, is looked at there.
+    return _Checked(op, entry) if op in INDEXED and not isinstance(entry, (_Gathered, _Written)) else entry
 
 
 def _decide_functional(cls: type, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
