@@ -94,6 +94,7 @@ __all__ = [
     "retraced",
     "same_symbol",
     "share_storage",
+    "shares_storage",
     "size_hint",
     "stands_for_itself",
     "start_epoch",
@@ -567,6 +568,11 @@ def mark_weakly_dynamic(x: torch.Tensor, hints: dict[int, int]) -> None:
 def share_storage(view: torch.Tensor, base: torch.Tensor) -> None:
     """Have a wrapper that is a view of another one say so: same storage, as the compiler's alias analysis expects."""
     torch._functionalize_unsafe_set(view, base)  # 2.11 - 2.15
+
+
+def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors lie in the same memory, or in parts of it."""
+    return torch._C._is_alias_of(a, b)  # 2.11 - 2.15
 
 
 def give_storage(x: torch.Tensor) -> None:

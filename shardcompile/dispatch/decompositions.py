@@ -265,7 +265,10 @@ def _as_strided(x: Any, size: Sequence[int], stride: Sequence[int], storage_offs
     """
     start = _start_within(x, storage_offset)
     views = _as_views(x, size, stride) if isinstance(start, int) and start == 0 else None
-    return _strided_whole(x, size, stride, start) if views is None else views
+    if views is not None:
+        return views
+    _check_reach(x, size, stride, start)
+    return _strided_whole(x, aten.as_strided.default, (size, stride, start), size, stride, start)
 
 
 def _start_within(x: Any, storage_offset: Any) -> Any:
@@ -308,8 +311,8 @@ def _as_views(x: Any, size: Sequence[int], stride: Sequence[int]) -> Any:
     return out
 
 
-def _strided_whole(x: Any, size: Sequence[int], stride: Sequence[int], start: Any) -> Any:
-    """On the whole value, stored with exactly the strides that the global tensor has."""
+def _check_reach(x: Any, size: Sequence[int], stride: Sequence[int], start: Any) -> None:
+    """Refuse elements that are not those of `x`."""
     span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     end = start + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
     # Of nothing, nothing is out of reach. Elements between those of `x` are not known.
@@ -319,6 +322,39 @@ def _strided_whole(x: Any, size: Sequence[int], stride: Sequence[int], start: An
             f"as_strided({tuple(size)}, {tuple(stride)}, {start}) of {x!r} with strides {tuple(x.stride())} reaches "
             "elements that are not in this tensor; take as_strided of the tensor that it is a view of"
         )
+
+
+def _strided_view(op: Any) -> Callable[..., Any]:
+    """A view of rows at a distance from each other. Torch's own asks where `x` starts in a storage."""
+
+    def view(x: Any, *args: Any) -> Any:
+        meta = global_meta(type(x), op, (x, *args), {})
+        (start,) = compat.retraced([meta.storage_offset()])
+        return _strided_whole(x, op, args, compat.retraced(meta.shape), compat.retraced(meta.stride()), start)
+
+    return view
+
+
+_diagonal_at = _strided_view(aten.diagonal.default)
+
+
+def _diagonal(x: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    return _diagonal_at(x, offset, dim1, dim2)
+
+
+def _strided_whole(
+    x: Any, op: Any, args: tuple[Any, ...], size: Sequence[int], stride: Sequence[int], start: Any
+) -> Any:
+    """A view op on the whole value, stored with exactly the strides that the global tensor has.
+
+    Args:
+        x: what is viewed.
+        op: the op.
+        args: its other arguments.
+        size: of the view.
+        stride: of the view.
+        start: its place, counted from the first element of `x`.
+    """
     layout = x._spec.layout.replicated()
     plan = find_plan(x._spec.layout, layout)
 
@@ -336,7 +372,7 @@ def _strided_whole(x: Any, size: Sequence[int], stride: Sequence[int], start: An
     placed = Layout.of(layout.mesh, layout.placements, tuple(out.shape), out.dtype, (None,) * out.ndim)
     wrapped = type(x)._wrap(out, Spec.of(placed, tuple(out.stride())))
     if plan.steps or x._copied is not None or x._local_tensor.stride() != tuple(x.stride()):
-        follow(wrapped, aten.as_strided.default, (x, size, stride, start), None, lambda: strided(whole()))
+        follow(wrapped, op, (x, *args), None, lambda: strided(whole()))
     else:
         compat.share_storage(wrapped, x)
     return wrapped
@@ -399,6 +435,8 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.trace.default: _trace,
     aten.equal.default: _equal,
     aten.as_strided.default: _as_strided,
+    aten.diagonal.default: _diagonal,
+    aten.unfold.default: _strided_view(aten.unfold.default),
     aten.take.default: _take,
     aten.slice.Tensor: rows.slice_rows,
     aten.slice_backward.default: rows.slice_backward,

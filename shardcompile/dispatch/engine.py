@@ -31,6 +31,7 @@ from shardcompile.dispatch.handlers import Handlers
 from shardcompile.dispatch.index_range import INDEXED, check_indices
 from shardcompile.dispatch.listwise import listwise_form
 from shardcompile.dispatch.local_ops import COPYING_VIEWS, LOCAL_OPS, copy_block
+from shardcompile.dispatch.memory_ops import MEMORY_OPS
 from shardcompile.dispatch.random import RANDOM_OPS
 from shardcompile.dispatch.strides import all_in_order, in_one_order, in_order, may_be_mistold
 from shardcompile.errors import LayoutError, UnsupportedOpError
@@ -505,6 +506,13 @@ def _decide_mutation(
     if not all(isinstance(t, Tensor) for t in targets):
         raise UnsupportedOpError(f"{call.op} writes to a list of tensors; use the op on each of them")
     functional = compat.functional_variant(call.op)
+    if call.op in MEMORY_OPS:
+        if type(targets[0]) is not cls:
+            raise UnsupportedOpError(
+                f"{call.op} gives a plain tensor the memory of a sharded one ({_tensors_text(cls, args, kwargs)}), which "
+                "has none of its own; take x.to_local() or x.full_tensor()"
+            )
+        return _InPlaceView(call.op, MEMORY_OPS[call.op])
     if torch.Tag.inplace_view in call.op.tags and functional is not None:
         return _InPlaceView(call.op, functional)
     with contextlib.suppress(*compat.UNKNOWN_OUTPUT_SHAPE):
@@ -560,7 +568,7 @@ class _InPlace(_Local):
             blocks = [a._local_tensor if type(a) is cls else a for a in args]
             if type(blocks[0]) is not Tensor and is_elementwise(self.op):
                 blocks[1:] = in_one_order(self.op, blocks[1:], blocks[0].stride())
-            self.function(*blocks)
+            self.function(*_apart(blocks))
         else:
             self._blocks(cls, args, kwargs)
         if copied is not None:
@@ -570,10 +578,25 @@ class _InPlace(_Local):
         return target
 
 
+def _apart(blocks: list[Any]) -> list[Any]:
+    """The blocks of a write, those copied that share memory with the one that is written to.
+
+    Torch refuses to write where it reads, where they overlap in part: for an empty block they never do, and its rank
+    would go on alone.
+    """
+    target = blocks[0]
+    if type(target) is not Tensor or len(blocks) == 1:
+        return blocks
+    for i, x in enumerate(blocks):
+        if type(x) is Tensor and x is not target and compat.shares_storage(x, target):
+            blocks[i] = x.clone()
+    return blocks
+
+
 class _InPlaceView(_Entry):
     """Turn the argument into a view of itself, e.g. ``transpose_``."""
 
-    def __init__(self, op: OpOverload, functional: OpOverload) -> None:
+    def __init__(self, op: OpOverload, functional: Callable[..., Any]) -> None:
         self.op = op
         self.functional = functional
 
