@@ -76,6 +76,11 @@ class CopiedView:
         version = None if parent.is_inference() else parent._version
         return version, self.writes.count, None if parent._copied is None else parent._copied._state()
 
+    def follows(self, x: Any) -> bool:
+        """Whether this is a view of a tensor, or a view of a view of it."""
+        parent = self.args[0]
+        return parent is x or (parent._copied is not None and parent._copied.follows(x))
+
     def current(self) -> Tensor:
         """The block, made again if it is out of date."""
         state = self._state()

@@ -67,6 +67,10 @@ def dispatch(
         args: positional arguments.
         kwargs: keyword arguments.
     """
+    if torch.is_inference_mode_enabled() and op.is_view and not args[0].is_inference():
+        # Also there a view of a tensor from outside is none that was made there: it has the version of what it views.
+        with torch.inference_mode(False), torch.no_grad():
+            return dispatch(cls, op, types, args, kwargs)
     # The common case first, and without a call for each argument: this is the cost of every eager op.
     key: list[Any] = [id(op)]
     for a in args:
@@ -604,6 +608,11 @@ class _InPlaceView(_Entry):
         target = args[0]
         # A copied view follows what it is a view of: that must not be the target, which is about to change.
         view = self.functional(target._stand_in(), *args[1:], **kwargs)
+        if view._copied is not None and view._copied.follows(target):
+            raise UnsupportedOpError(
+                f"{self.op} of a tensor to a view of itself that a block cannot hold ({view._spec.layout.describe()}); "
+                "clone the view first"
+            )
         target._turn_into(view)
         compat.follow_view(self.op, args, kwargs)
         return target
