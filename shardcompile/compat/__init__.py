@@ -572,7 +572,7 @@ def share_storage(view: torch.Tensor, base: torch.Tensor) -> None:
 
 def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors lie in the same memory, or in parts of it."""
-    return torch._C._is_alias_of(a, b)  # 2.11 - 2.15
+    return torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]  # 2.11 - 2.15
 
 
 def give_storage(x: torch.Tensor) -> None:

@@ -513,8 +513,8 @@ def _decide_mutation(
     if call.op in MEMORY_OPS:
         if type(targets[0]) is not cls:
             raise UnsupportedOpError(
-                f"{call.op} gives a plain tensor the memory of a sharded one ({_tensors_text(cls, args, kwargs)}), which "
-                "has none of its own; take x.to_local() or x.full_tensor()"
+                f"{call.op} gives a plain tensor the memory of a sharded one ({_tensors_text(cls, args, kwargs)}), "
+                "which has none of its own; take x.to_local() or x.full_tensor()"
             )
         return _InPlaceView(call.op, MEMORY_OPS[call.op])
     if torch.Tag.inplace_view in call.op.tags and functional is not None:

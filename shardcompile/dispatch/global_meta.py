@@ -16,7 +16,6 @@ from shardcompile import compat
 from shardcompile.compat import OpOverload
 
 
-
 class _Eager(threading.local):
     """A mode is for one thread: it notes in itself that a kernel runs."""
 

@@ -87,7 +87,7 @@ INDEXED: dict[Any, Callable[..., Iterator[Indexed]]] = {
 """By op, what finds the index tensors among its arguments."""
 
 
-def check_indices(cls: type, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def check_indices(cls: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raise on all ranks if an index of a call is out of range.
 
     Those of a backward pass have been looked at in the forward pass.
@@ -108,7 +108,7 @@ def check_indices(cls: type, op: Any, args: Sequence[Any], kwargs: dict[str, Any
             )
 
 
-def _bounds(cls: type, found: Indexed) -> tuple[int, int]:
+def _bounds(cls: Any, found: Indexed) -> tuple[int, int]:
     """The smallest and the largest number of an index on all ranks; of none, or of those left to kernels, 0 and -1."""
     index = found.index
     layout = index._spec.layout if type(index) is cls else None

@@ -26,11 +26,13 @@ def _set(x: Any, source: Any) -> Any:
 
 def _resized(x: Any, size: Sequence[Any], *, memory_format: Any = None) -> Any:
     """``x.resize_(size)`` to no more elements than there are: the first ones."""
+    if len(size) == x.ndim and all(compat.same_symbol(a, b) for a, b in zip(size, x.shape, strict=True)):
+        return x  # torch leaves the strides as well
     fewer = compat.guarded(math.prod(size) <= x.numel())
     if not fewer or memory_format not in (None, torch.contiguous_format):
         raise UnsupportedOpError(
-            f"resize_ of {x._spec.layout.describe()} to {tuple(size)} needs new memory, which views of the tensor would "
-            "have to follow; make a new tensor with new_empty"
+            f"resize_ of {x._spec.layout.describe()} to {tuple(size)} needs new memory, which views of the tensor "
+            "would have to follow; make a new tensor with new_empty"
         )
     return DECOMPOSITIONS[aten.as_strided.default](x, size, contiguous_stride(size))
 
