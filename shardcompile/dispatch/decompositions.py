@@ -286,12 +286,14 @@ def _start_within(x: Any, storage_offset: Any) -> Any:
 
 def _as_views(x: Any, size: Sequence[int], stride: Sequence[int]) -> Any:
     """The first rows of dims of `x` in some order, or None if that is not what the strides ask for."""
+    # A trace must not take a cut extent for the number that it is compared with.
+    same = compat.same_symbol if x._spec.is_plain else lambda a, b: compat.surely(a == b)
     left = list(range(x.ndim))
     kept: list[int] = []
     for n, s in zip(size, stride, strict=True):
         if isinstance(n, int) and n == 1:
             continue
-        fits = (d for d in left if compat.same_symbol(x.stride(d), s) and compat.guarded(n <= x.shape[d]))
+        fits = (d for d in left if same(x.stride(d), s) and compat.guarded(n <= x.shape[d]))
         dim = next(fits, None)
         if dim is None:
             return None
@@ -301,7 +303,7 @@ def _as_views(x: Any, size: Sequence[int], stride: Sequence[int]) -> Any:
         return None
     wide = [n for n in size if not (isinstance(n, int) and n == 1)]
     for n, d in zip(wide, kept, strict=True):
-        x = x if compat.same_symbol(n, x.shape[d]) else aten.slice.Tensor(x, d, 0, n)
+        x = x if same(n, x.shape[d]) else aten.slice.Tensor(x, d, 0, n)
     for d in reversed(left):
         x = aten.select.int(x, d, 0)
     rows = sorted(kept)

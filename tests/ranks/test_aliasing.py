@@ -230,6 +230,10 @@ def test_as_strided_of_a_view_starts_where_the_view_does(placement: Any, backend
         return t[:, 1:].as_strided([2, 2], [3, 1]) * 2
 
     run = part if backend == "eager tensor" else torch.compile(part, fullgraph=True, backend=backend)
+    if backend != "eager tensor" and placement == Shard(1):  # the strides are symbols, and 3 a number
+        with pytest.raises(Exception, match="reaches elements that are not in this tensor"):
+            run(x)
+        return
     equal(run(x), part(full), "a part")
     for size, stride, start in (([5], [1], None), ([2, 2], [3, 1], 0)):
         with pytest.raises(sc.errors.UnsupportedOpError, match="as_strided"):
