@@ -148,7 +148,7 @@ def distribute_tensor(
     if src_data_rank is None:
         _require_leaf(tensor)
         layout = _layout(mesh, placements, tuple(tensor.shape), tensor.dtype, sharding_shapes)
-        local = tensor.detach()[layout.block_slices(_here(mesh))].clone()
+        local = tensor.detach()[layout.block_slices(_here(mesh))].clone(memory_format=torch.contiguous_format)
         return ShardTensor(local, Spec.of(layout, contiguous_stride(layout.shape)), tensor.requires_grad)
     source = tuple(src_data_rank if n > src_data_rank else 0 for n in mesh.shape)
     request = repr((list(placements), sharding_shapes, tensor.is_leaf))

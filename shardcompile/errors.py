@@ -21,6 +21,10 @@ class UnsupportedOpError(ShardError):
     """An operation cannot be carried out on this layout without giving a wrong result."""
 
 
+class IndexRangeError(ShardError, IndexError):
+    """An index is out of range; also where plain PyTorch has a `RuntimeError` for it."""
+
+
 class RuleError(ShardError):
     """A sharding rule is malformed, or registered twice."""
 

@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -242,6 +241,15 @@ def error_that_is_swallowed(mesh: DeviceMesh, rank: int) -> None:
     (x.t() @ x).full_tensor()
 
 
+@scene
+def index_out_of_range(mesh: DeviceMesh, rank: int) -> None:
+    x = points(mesh, rank)
+    numbers = torch.tensor([0, 1, 9 if rank == 2 else 2])
+    index = ShardTensor.from_local(numbers, mesh, [Shard(0)], {0: [3, 3, 3]})
+    event()
+    x[index].full_tensor()
+
+
 # Compiled functions
 
 
@@ -328,12 +336,24 @@ def one_rank_alone_does_what_needs_no_other(mesh: DeviceMesh, rank: int) -> None
 # Running them
 
 
-def _be_rank(name: str, rank: int, port: int, folder: str) -> None:
+def _store(port_file: Path, rank: int) -> dist.Store:
+    """The key-value store, on a port that the system chooses: other scenes look for one at the same time."""
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, WORLD, is_master=True, wait_for_workers=False)
+        port_file.with_suffix(".tmp").write_text(str(store.port))
+        port_file.with_suffix(".tmp").rename(port_file)
+        return store
+    while not port_file.exists():
+        time.sleep(0.02)
+    return dist.TCPStore("127.0.0.1", int(port_file.read_text()), WORLD, is_master=False)
+
+
+def _be_rank(name: str, rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     _EVENT_FILE.append(Path(folder) / f"{name}.{rank}.event")
     errors = open(Path(folder) / f"{name}.{rank}.err", "w")  # noqa: SIM115
     os.dup2(errors.fileno(), 2)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", store=_store(Path(folder) / f"{name}.port", rank), rank=rank, world_size=WORLD)
     mesh = init_device_mesh("cpu", (WORLD,))
     outcome: dict[str, Any] = {"error": None}
     try:
@@ -346,15 +366,9 @@ def _be_rank(name: str, rank: int, port: int, folder: str) -> None:
         (Path(folder) / f"{name}.{rank}.json").write_text(json.dumps(outcome))
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def _play(name: str, folder: str) -> dict[str, Any]:
-    fork, port = multiprocessing.get_context("fork"), _free_port()
-    ranks = [fork.Process(target=_be_rank, args=(name, rank, port, folder)) for rank in range(WORLD)]
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=_be_rank, args=(name, rank, folder)) for rank in range(WORLD)]
     for rank in ranks:
         rank.start()
     end = time.time() + LIMIT_SECONDS

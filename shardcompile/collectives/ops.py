@@ -106,21 +106,22 @@ class Pending:
 
 @dataclass(frozen=True)
 class Decoded:
-    """A maximum or minimum of encoded floats that has started.
+    """A reduction that has started of numbers in another form: in a wider dtype, or floats encoded for a maximum.
 
     Attributes:
         pending: the collective.
-        encoded: the dtype that was encoded.
+        encoded: the dtype that was encoded; None if numbers were only made wider.
         dtype: of the result.
     """
 
     pending: Pending
-    encoded: torch.dtype
+    encoded: torch.dtype | None
     dtype: torch.dtype
 
     def wait(self) -> Tensor:
         """Complete the collective."""
-        return extrema.decode(self.pending.wait(), self.encoded).to(self.dtype)
+        out = self.pending.wait()
+        return (out if self.encoded is None else extrema.decode(out, self.encoded)).to(self.dtype)
 
     result = wait
     """What is decoded has been read, so that there is nothing to give before the wait."""
@@ -148,6 +149,13 @@ def all_reduce(x: Tensor, reduce_op: str, group_name: str, *, async_op: bool = F
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
         pending = _all_reduce(extrema.encode(wide, reduce_op), reduce_op, group_name, async_op)
         return Decoded(pending, wide.dtype, x.dtype)
+    if x.is_complex() and reduce_op == "product":
+        raise CollectiveError(
+            f"torch has no all-reduce of products of {x.dtype}; redistribute the terms to Shard, then to Replicate"
+        )
+    carried = transport.reduced_in(x.dtype)
+    if carried is not x.dtype:
+        return Decoded(_all_reduce(x.to(carried), reduce_op, group_name, async_op), None, x.dtype)
     return _all_reduce(x, reduce_op, group_name, async_op)
 
 

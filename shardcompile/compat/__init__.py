@@ -73,6 +73,7 @@ __all__ = [
     "give_storage",
     "group_name_of",
     "guarded",
+    "in_backward_pass",
     "is_compiling",
     "is_fake",
     "is_specialised",
@@ -94,6 +95,7 @@ __all__ = [
     "retraced",
     "same_symbol",
     "share_storage",
+    "shares_storage",
     "size_hint",
     "stands_for_itself",
     "start_epoch",
@@ -270,14 +272,18 @@ def preserve_node_ordering(graph: torch.fx.Graph, before: Mapping[torch.fx.Node,
     preserve(graph, {node: OrderedSet(others) for node, others in before.items()})
 
 
+def in_backward_pass() -> bool:
+    """Whether autograd runs what runs now."""
+    return torch._C._current_graph_task_id() != -1  # 2.11 - 2.15
+
+
 @contextlib.contextmanager
 def noted(**notes: str) -> Iterator[None]:
     """Inside of it, nodes that are traced say why: ``node.meta["custom"]["shardcompile"]``.
 
     In a backward pass ``["shardcompile_backward"]``, since AOTAutograd adds the forward node's notes to a backward one.
     """
-    backward = torch._C._current_graph_task_id() != -1  # 2.11 - 2.15
-    key = "shardcompile_backward" if backward else "shardcompile"
+    key = "shardcompile_backward" if in_backward_pass() else "shardcompile"
     outer = fx_traceback.current_meta.get("custom", {}).get(key, {})  # 2.11 - 2.15
     with fx_traceback.annotate({key: outer | notes}):
         yield
@@ -504,6 +510,11 @@ def mark_weakly_dynamic(x: torch.Tensor, hints: dict[int, int]) -> None:
 def share_storage(view: torch.Tensor, base: torch.Tensor) -> None:
     """Have a wrapper that is a view of another one say so: same storage, as the compiler's alias analysis expects."""
     torch._functionalize_unsafe_set(view, base)  # 2.11 - 2.15
+
+
+def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors lie in the same memory, or in parts of it."""
+    return torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]  # 2.11 - 2.15
 
 
 def give_storage(x: torch.Tensor) -> None:

@@ -6,7 +6,8 @@ other numbers, so that each would trace, and guard, something else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -16,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic  # 2.11 - 2.15
 
 def name_symbols_of_blocks(shape_env: Any) -> None:
     """Have a trace make the symbols of blocks from what all ranks share."""
-    shape_env._compute_symbolic_stride = _strides_of_empty(shape_env._compute_symbolic_stride)  # 2.11 - 2.15
+    shape_env._compute_symbolic_stride = _strides_of_few_rows(shape_env._compute_symbolic_stride)  # 2.11 - 2.15
     symbols = _Symbols(shape_env)
     shape_env.create_symbol = symbols.create  # 2.11 - 2.15
     shape_env._produce_dyn_sizes_from_int_tuple = symbols.sizes  # 2.11 - 2.15
@@ -84,26 +85,41 @@ class _Symbols:
         return self._make(value, source, *args, **kwargs)
 
 
-def _strides_of_empty(strides_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Strides that are products of extents stay products where an extent is 0.
+def _strides_of_few_rows(strides_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Strides of a block that are products of extents stay products where an extent is 0 or 1.
 
-    Torch goes through strides in ascending order, and takes a stride of 0 that it meets before the extent it is a
+    Torch goes through strides in ascending order, and takes a stride of 0 or 1 that it meets before the extent it is a
     multiple of for a constant: a rank that compiles for a block with no columns would have to compile again for one
     that has some, alone.
     """
 
     def strides(source: Any, size: Any, known_size: Any, known_stride: Any, *rest: Any) -> Any:
-        products, step = [], 1
-        for extent in reversed(known_size):
-            products.append(step)
-            step *= extent
-        if 0 not in known_size or list(known_stride) != products[::-1]:
+        few = 0 in known_size or (1 in known_size and getattr(source, "member", None) == "_local_tensor")
+        order = _order_of_products(known_size, known_stride) if few else None
+        if order is None:
             return strides_of(source, size, known_size, known_stride, *rest)
-        symbolic: list[Any] = []
+        symbolic: dict[int, Any] = {}
         expression: Any = sympy.Integer(1)
-        for extent in reversed(size):
-            symbolic.append(expression)
-            expression = expression * extent
-        return symbolic[::-1]
+        for dim in order:
+            symbolic[dim] = expression
+            expression = expression * size[dim]
+        return [symbolic[dim] for dim in range(len(size))]
 
     return strides
+
+
+def _order_of_products(sizes: Sequence[Any], strides: Sequence[Any]) -> Sequence[int] | None:
+    """Dims from the fastest on, so that the stride of each is the product of the extents before it; None if it is not.
+
+    The order of rows is tried first, and of tensors of many dims no other.
+    """
+    rows = range(len(sizes) - 1, -1, -1)
+    for order in itertools.permutations(rows) if len(sizes) <= 6 else [tuple(rows)]:
+        step = 1
+        for dim in order:
+            if strides[dim] != step:
+                break
+            step *= sizes[dim]
+        else:
+            return order
+    return None

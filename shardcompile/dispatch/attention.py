@@ -22,7 +22,6 @@ from shardcompile.dispatch.attention_blocks import attend, attend_backward, repe
 from shardcompile.dispatch.choice import Choice, choose
 from shardcompile.dispatch.precision import widened
 from shardcompile.dispatch.rows import first_row, layout_of, wrap
-from shardcompile.dispatch.strides import in_order
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
 from shardcompile.plan import find_plan
@@ -212,7 +211,7 @@ def _forward_on_blocks(a: _Attention) -> tuple[Any, Any]:
     out, layout = _return(out, layout, a.query)
     stride = _stride_by_rows(shape)
     like = _sharded(a.tensors)
-    result = wrap(like, in_order(out, stride), layout, stride)
+    result = wrap(like, out, layout, stride)
     return result, wrap(like, denominator, of_denominator, contiguous_stride(shape[:3]))
 
 
@@ -247,7 +246,7 @@ def _backward_on_blocks(a: _Attention, grad: Any, out: Any, denominator: Any) ->
     for local, plan, x in zip(grads, choice.outputs, a.tensors, strict=False):
         returned, layout = _return(local, plan.layout(query, tuple(x.shape), local.dtype), x)
         stride = _stride_by_rows(x.shape)
-        wrapped.append(wrap(_sharded(tensors), in_order(returned, stride), layout, stride))
+        wrapped.append(wrap(_sharded(tensors), returned, layout, stride))
     return wrapped
 
 

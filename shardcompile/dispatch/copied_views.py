@@ -44,8 +44,10 @@ def _watch(block: Tensor) -> _Writes:
 
 def note_write(x: Any) -> None:
     """Say that a sharded tensor's block was written to."""
-    if type(x._local_tensor) is Tensor:
-        writes = WATCHED.get(x._local_tensor.untyped_storage()._cdata, lambda: None)()
+    # Not brought up to date for that: others may be watched on other ranks, and the block may come from there.
+    block = x._local_tensor if x._copied is None else x._copied.block
+    if type(block) is Tensor:
+        writes = WATCHED.get(block.untyped_storage()._cdata, lambda: None)()
         if writes is not None:
             writes.count += 1
 
@@ -73,6 +75,11 @@ class CopiedView:
         parent = self.args[0]
         version = None if parent.is_inference() else parent._version
         return version, self.writes.count, None if parent._copied is None else parent._copied._state()
+
+    def follows(self, x: Any) -> bool:
+        """Whether this is a view of a tensor, or a view of a view of it."""
+        parent = self.args[0]
+        return parent is x or (parent._copied is not None and parent._copied.follows(x))
 
     def current(self) -> Tensor:
         """The block, made again if it is out of date."""

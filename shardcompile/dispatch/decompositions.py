@@ -257,10 +257,106 @@ def _take(x: Any, index: Any) -> Tensor:
     return aten.index.Tensor(x.reshape(-1), [index])
 
 
-def _as_strided(x: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tensor:
-    """On the whole value, stored with exactly the strides that the global tensor has."""
-    if storage_offset and (x._is_view() or x.is_inference()):
-        raise UnsupportedOpError(f"as_strided with an offset into the storage of a tensor that {x} is a view of")
+def _as_strided(x: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
+    """Slices and permutations where the strides are those of dims of `x`, otherwise on the whole value.
+
+    Raises:
+        UnsupportedOpError: elements are asked for that are in the memory that `x` is a view of, but not in `x`.
+    """
+    start = _start_within(x, storage_offset)
+    views = _as_views(x, size, stride) if isinstance(start, int) and start == 0 else None
+    if views is not None:
+        return views
+    _check_reach(x, size, stride, start)
+    return _strided_whole(x, aten.as_strided.default, (size, stride, start), size, stride, start)
+
+
+def _start_within(x: Any, storage_offset: Any) -> Any:
+    """Where a place in the storage is, counted from the first element of `x`."""
+    if storage_offset is None:
+        return 0
+    # Where a view starts in the storage of a sharded tensor is not kept.
+    if x.is_inference() or (x._is_view() and not compat.same_symbol(x._base.numel(), x.numel())):
+        raise UnsupportedOpError(
+            f"as_strided with a place in the storage that {x!r} is a view of; leave out storage_offset, which is then "
+            "that of the view, or take as_strided of the tensor that was viewed"
+        )
+    return storage_offset
+
+
+def _as_views(x: Any, size: Sequence[int], stride: Sequence[int]) -> Any:
+    """The first rows of dims of `x` in some order, or None if that is not what the strides ask for."""
+    # A trace must not take a cut extent for the number that it is compared with.
+    same = compat.same_symbol if x._spec.is_plain else lambda a, b: compat.surely(a == b)
+    left = list(range(x.ndim))
+    kept: list[int] = []
+    for n, s in zip(size, stride, strict=True):
+        if isinstance(n, int) and n == 1:
+            continue
+        fits = (d for d in left if same(x.stride(d), s) and compat.guarded(n <= x.shape[d]))
+        dim = next(fits, None)
+        if dim is None:
+            return None
+        left.remove(dim)
+        kept.append(dim)
+    if any(compat.guarded(x.shape[d] == 0) for d in left):
+        return None
+    wide = [n for n in size if not (isinstance(n, int) and n == 1)]
+    for n, d in zip(wide, kept, strict=True):
+        x = x if same(n, x.shape[d]) else aten.slice.Tensor(x, d, 0, n)
+    for d in reversed(left):
+        x = aten.select.int(x, d, 0)
+    rows = sorted(kept)
+    out = aten.permute.default(x, [rows.index(d) for d in kept])
+    for i, n in enumerate(size):
+        out = aten.unsqueeze.default(out, i) if isinstance(n, int) and n == 1 else out
+    return out
+
+
+def _check_reach(x: Any, size: Sequence[int], stride: Sequence[int], start: Any) -> None:
+    """Refuse elements that are not those of `x`."""
+    span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    end = start + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    # Of nothing, nothing is out of reach. Elements between those of `x` are not known.
+    known = compat.guarded(span <= x.numel()) and compat.guarded(end <= span)
+    if not known and not any(isinstance(n, int) and n == 0 for n in size):
+        raise UnsupportedOpError(
+            f"as_strided({tuple(size)}, {tuple(stride)}, {start}) of {x!r} with strides {tuple(x.stride())} reaches "
+            "elements that are not in this tensor; take as_strided of the tensor that it is a view of"
+        )
+
+
+def _strided_view(op: Any) -> Callable[..., Any]:
+    """A view of rows at a distance from each other. Torch's own asks where `x` starts in a storage."""
+
+    def view(x: Any, *args: Any) -> Any:
+        meta = global_meta(type(x), op, (x, *args), {})
+        (start,) = compat.retraced([meta.storage_offset()])
+        return _strided_whole(x, op, args, compat.retraced(meta.shape), compat.retraced(meta.stride()), start)
+
+    return view
+
+
+_diagonal_at = _strided_view(aten.diagonal.default)
+
+
+def _diagonal(x: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    return _diagonal_at(x, offset, dim1, dim2)
+
+
+def _strided_whole(
+    x: Any, op: Any, args: tuple[Any, ...], size: Sequence[int], stride: Sequence[int], start: Any
+) -> Any:
+    """A view op on the whole value, stored with exactly the strides that the global tensor has.
+
+    Args:
+        x: what is viewed.
+        op: the op.
+        args: its other arguments.
+        size: of the view.
+        stride: of the view.
+        start: its place, counted from the first element of `x`.
+    """
     layout = x._spec.layout.replicated()
     plan = find_plan(x._spec.layout, layout)
 
@@ -271,14 +367,14 @@ def _as_strided(x: Any, size: Sequence[int], stride: Sequence[int], storage_offs
         return local
 
     def strided(local: Tensor) -> Tensor:
-        return aten.as_strided.default(local, size, stride, storage_offset or 0)
+        first = None if isinstance(start, int) and start == 0 else start + local.storage_offset()
+        return aten.as_strided.default(local, size, stride, first)
 
     out = strided(whole())
     placed = Layout.of(layout.mesh, layout.placements, tuple(out.shape), out.dtype, (None,) * out.ndim)
     wrapped = type(x)._wrap(out, Spec.of(placed, tuple(out.stride())))
     if plan.steps or x._copied is not None or x._local_tensor.stride() != tuple(x.stride()):
-        rest = (size, stride, storage_offset or 0)
-        follow(wrapped, aten.as_strided.default, (x, *rest), None, lambda: strided(whole()))
+        follow(wrapped, op, (x, *args), None, lambda: strided(whole()))
     else:
         compat.share_storage(wrapped, x)
     return wrapped
@@ -341,6 +437,8 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.trace.default: _trace,
     aten.equal.default: _equal,
     aten.as_strided.default: _as_strided,
+    aten.diagonal.default: _diagonal,
+    aten.unfold.default: _strided_view(aten.unfold.default),
     aten.take.default: _take,
     aten.slice.Tensor: rows.slice_rows,
     aten.slice_backward.default: rows.slice_backward,

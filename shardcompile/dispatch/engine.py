@@ -29,8 +29,10 @@ from shardcompile.dispatch.copied_views import WATCHED, follow, note_write
 from shardcompile.dispatch.decompositions import DECOMPOSITIONS, NOT_DECOMPOSED
 from shardcompile.dispatch.global_meta import global_meta, tensors_of
 from shardcompile.dispatch.handlers import Handlers
+from shardcompile.dispatch.index_range import INDEXED, check_indices
 from shardcompile.dispatch.listwise import listwise_form
 from shardcompile.dispatch.local_ops import COPYING_VIEWS, LOCAL_OPS, copy_block
+from shardcompile.dispatch.memory_ops import MEMORY_OPS
 from shardcompile.dispatch.random import RANDOM_OPS
 from shardcompile.dispatch.strides import all_in_order, in_one_order, in_order, may_be_mistold
 from shardcompile.errors import LayoutError, UnsupportedOpError
@@ -66,6 +68,10 @@ def dispatch(
         args: positional arguments.
         kwargs: keyword arguments.
     """
+    if torch.is_inference_mode_enabled() and op.is_view and not args[0].is_inference():
+        # Also there a view of a tensor from outside is none that was made there: it has the version of what it views.
+        with torch.inference_mode(False), torch.no_grad():
+            return dispatch(cls, op, types, args, kwargs)
     # The common case first, and without a call for each argument: this is the cost of every eager op.
     key: list[Any] = [id(op)]
     for a in args:
@@ -162,6 +168,23 @@ class _Composed(_Entry):
         return self.otherwise().run(cls, args, kwargs) if out is NotImplemented and self.otherwise else out
 
 
+class _Checked(_Entry):
+    """Look at indices first.
+
+    Args:
+        op: one of those that have some.
+        entry: what is done then.
+    """
+
+    def __init__(self, op: OpOverload, entry: _Entry) -> None:
+        self.op = op
+        self.entry = entry
+
+    def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_indices(cls, self.op, args, kwargs)
+        return self.entry.run(cls, args, kwargs)
+
+
 class _Local(_Entry):
     """Bring the inputs to the layouts that are needed, run the op on blocks, wrap the results.
 
@@ -190,6 +213,7 @@ class _Local(_Entry):
         self.aliases = op.is_view
         self.exchanges = any(p is not None for p in self.plans)
         self.moved = self.aliases and (self.exchanges or op in COPYING_VIEWS)
+        self.fresh = not self.mutates and not self.aliases
         self.single = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
         self.mistold = mistold
 
@@ -197,7 +221,7 @@ class _Local(_Entry):
         out = self._blocks(cls, args, kwargs)
         if self.mutates:
             return args[0]
-        if self.exchanges and not self.aliases:
+        if self.fresh and (self.exchanges or not compat.is_traced()):
             out = all_in_order(out, self.specs)
         if self.single:
             wrapped = out if self.specs[0] is None else cls._wrap(out, self.specs[0])
@@ -283,9 +307,11 @@ def _decide(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         raise UnsupportedOpError(f"{op}: no sharded form of this random op; {_tensors_text(cls, args, kwargs)}")
     call = _describe(cls, op, args, kwargs)
     mutated = _mutated(op, args, kwargs)
-    if mutated:
-        return _decide_mutation(cls, call, mutated, args, kwargs)
-    return _decide_functional(cls, call, args, kwargs)
+    entry = (
+        _decide_mutation(cls, call, mutated, args, kwargs) if mutated else _decide_functional(cls, call, args, kwargs)
+    )
+    # What is gathered, or done by the functional form, is looked at there.
+    return _Checked(op, entry) if op in INDEXED and not isinstance(entry, (_Gathered, _Written)) else entry
 
 
 def _decide_functional(cls: type, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
@@ -485,6 +511,13 @@ def _decide_mutation(
     if not all(isinstance(t, Tensor) for t in targets):
         raise UnsupportedOpError(f"{call.op} writes to a list of tensors; use the op on each of them")
     functional = compat.functional_variant(call.op)
+    if call.op in MEMORY_OPS:
+        if type(targets[0]) is not cls:
+            raise UnsupportedOpError(
+                f"{call.op} gives a plain tensor the memory of a sharded one ({_tensors_text(cls, args, kwargs)}), "
+                "which has none of its own; take x.to_local() or x.full_tensor()"
+            )
+        return _InPlaceView(call.op, MEMORY_OPS[call.op])
     if torch.Tag.inplace_view in call.op.tags and functional is not None:
         return _InPlaceView(call.op, functional)
     with contextlib.suppress(*compat.UNKNOWN_OUTPUT_SHAPE):
@@ -507,12 +540,21 @@ def _decide_mutation(
 class _Direct(_Local):
     """Run the op on the blocks as they are: one result, tensors as positional arguments only."""
 
+    def __init__(self, op: OpOverload, choice: Choice, specs: Sequence[Any], *rest: Any) -> None:
+        super().__init__(op, choice, specs, *rest)
+        self.in_rows = specs[0].is_plain and specs[0].stride == contiguous_stride(specs[0].shape)
+
     def run(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         blocks = [a._local_tensor if type(a) is cls else a for a in args]
+        spec = self.specs[0]
         if self.mistold is not None and type(blocks[self.mistold]) is not Tensor:
-            blocks = in_one_order(self.op, blocks, self.specs[0].stride)
-            return cls._wrap(in_order(self.function(*blocks, **kwargs), self.specs[0].stride), self.specs[0])
-        return cls._wrap(self.function(*blocks, **kwargs), self.specs[0])
+            blocks = in_one_order(self.op, blocks, spec.stride)
+            return cls._wrap(in_order(self.function(*blocks, **kwargs), spec.stride), spec)
+        out = self.function(*blocks, **kwargs)
+        # A kernel chooses the order by the strides of a block, of which one of few rows has others than the whole.
+        if type(out) is Tensor and not (self.in_rows and out.is_contiguous()):
+            out = in_order(out, spec.stride)
+        return cls._wrap(out, spec)
 
 
 class _InPlace(_Local):
@@ -531,7 +573,7 @@ class _InPlace(_Local):
             blocks = [a._local_tensor if type(a) is cls else a for a in args]
             if type(blocks[0]) is not Tensor and is_elementwise(self.op):
                 blocks[1:] = in_one_order(self.op, blocks[1:], blocks[0].stride())
-            self.function(*blocks)
+            self.function(*_apart(blocks))
         else:
             self._blocks(cls, args, kwargs)
         if copied is not None:
@@ -541,10 +583,25 @@ class _InPlace(_Local):
         return target
 
 
+def _apart(blocks: list[Any]) -> list[Any]:
+    """The blocks of a write, those copied that share memory with the one that is written to.
+
+    Torch refuses to write where it reads, where they overlap in part: for an empty block they never do, and its rank
+    would go on alone.
+    """
+    target = blocks[0]
+    if type(target) is not Tensor or len(blocks) == 1:
+        return blocks
+    for i, x in enumerate(blocks):
+        if type(x) is Tensor and x is not target and compat.shares_storage(x, target):
+            blocks[i] = x.clone()
+    return blocks
+
+
 class _InPlaceView(_Entry):
     """Turn the argument into a view of itself, e.g. ``transpose_``."""
 
-    def __init__(self, op: OpOverload, functional: OpOverload) -> None:
+    def __init__(self, op: OpOverload, functional: Callable[..., Any]) -> None:
         self.op = op
         self.functional = functional
 
@@ -552,6 +609,11 @@ class _InPlaceView(_Entry):
         target = args[0]
         # A copied view follows what it is a view of: that must not be the target, which is about to change.
         view = self.functional(target._stand_in(), *args[1:], **kwargs)
+        if view._copied is not None and view._copied.follows(target):
+            raise UnsupportedOpError(
+                f"{self.op} of a tensor to a view of itself that a block cannot hold ({view._spec.layout.describe()}); "
+                "clone the view first"
+            )
         target._turn_into(view)
         compat.follow_view(self.op, args, kwargs)
         return target

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,14 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.compat import OpOverload
 
-_EAGER_FAKE_MODE: Any = None
+
+class _Eager(threading.local):
+    """A mode is for one thread: it notes in itself that a kernel runs."""
+
+    mode: Any = None
+
+
+_EAGER = _Eager()
 _FOUND: dict[Any, Any] = {}
 """What was found in eager mode: working it out takes longer than most ops. Read only."""
 
@@ -26,21 +34,20 @@ def global_meta(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[s
 
     Errors that plain PyTorch raises for these shapes are raised here, on all ranks alike.
     """
-    global _EAGER_FAKE_MODE
     mode = compat.detect_fake_mode([_inner(cls, x) for x in tensors_of([*args, *kwargs.values()])])
     if mode is not None:
         return _worked_out(mode, cls, op, args, kwargs)
-    if _EAGER_FAKE_MODE is None:
-        _EAGER_FAKE_MODE = compat.FakeTensorMode()
+    if _EAGER.mode is None:
+        _EAGER.mode = compat.FakeTensorMode()
     key = (op, torch.get_default_dtype(), _key(cls, args), _key(cls, tuple(kwargs.items())))
     try:
         found = _FOUND.get(key)
     except TypeError:  # an argument that cannot be hashed
-        return _worked_out(_EAGER_FAKE_MODE, cls, op, args, kwargs)
+        return _worked_out(_EAGER.mode, cls, op, args, kwargs)
     if found is None:
         if len(_FOUND) >= _FOUND_LIMIT:
             _FOUND.clear()
-        found = _FOUND[key] = _worked_out(_EAGER_FAKE_MODE, cls, op, args, kwargs)
+        found = _FOUND[key] = _worked_out(_EAGER.mode, cls, op, args, kwargs)
     return found
 
 

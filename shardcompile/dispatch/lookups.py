@@ -1,7 +1,8 @@
 """Rows of a cut dim by their numbers: every rank takes those that it holds, and the results are added up.
 
 This is how a table that is cut by rows is looked up in without gathering it (as in Shoeybi et al., "Megatron-LM", 2019,
-for the vocabulary). An index that is out of range for the whole dim is left to the local kernel, which raises.
+for the vocabulary). An index that is out of range for the whole dim is out of range for every block: inside a graph the
+kernel raises, on all ranks that look up.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from shardcompile.dispatch.rows import first_row, moved, reduced, wrap
 from shardcompile.layout import Cut, Layout
 
 aten = torch.ops.aten
-_NOWHERE = 1 << 62
 
 
 def _whole_along(x: Any, mesh_dims: Sequence[int], mesh: Any) -> tuple[Layout, Tensor]:
@@ -35,14 +35,27 @@ def _whole_along(x: Any, mesh_dims: Sequence[int], mesh: Any) -> tuple[Layout, T
     return layout, moved(x, layout)
 
 
-def _own(index: Tensor, cut: Cut, layout: Layout, dim: int) -> tuple[Tensor, Tensor]:
-    """Which numbers are rows of this rank's block, and the numbers within it; of other rows that of its first."""
+def _own(index: Tensor, cut: Cut, layout: Layout, dim: int, wraps: bool) -> tuple[Tensor, Tensor]:
+    """Which numbers are rows of this rank's block, and the numbers within it; of other rows that of its first.
+
+    A number that is out of range stays so, also where kernels count negative ones from the end of the block.
+
+    Args:
+        index: the numbers.
+        cut: of the dim whose rows they are.
+        layout: of the tensor.
+        dim: the dim.
+        wraps: whether negative numbers count from its end.
+    """
     extent: Any = layout.shape[dim]
     first: Any = first_row(cut, layout)
-    whole = torch.where(index < 0, index + extent, index)
-    mine = (whole >= first) & (whole < first + block_size(cut, layout.mesh))
-    known = (whole >= 0) & (whole < extent)
-    return mine, torch.where(mine, whole - first, torch.where(known, 0, _NOWHERE))
+    place = torch.where(index < 0, index + extent if wraps else index, index)
+    mine = (place >= first) & (place < first + block_size(cut, layout.mesh))
+    known = (place >= 0) & (place < extent)
+    outside = torch.where(index < 0, index - extent, index)
+    if isinstance(extent, int) and extent == 0:  # blocks have a row of padding
+        outside = torch.where(index < 0, index - 1, index + 1)
+    return mine, torch.where(mine, place - first, torch.where(known, 0, outside))
 
 
 def _summed(values: Tensor, mine: Tensor) -> tuple[Tensor, str]:
@@ -100,7 +113,7 @@ def embedding(weight: Any, indices: Any, *options: Any) -> Any:
     if placed is None:
         return NotImplemented
     table = padded(weight._local_tensor, [0], 0)
-    mine, local = _own(index, cut, layout, 0)
+    mine, local = _own(index, cut, layout, 0, wraps=False)
     values = aten.embedding.default(table, local)
     shape, stride = compat.retraced(meta.shape), compat.retraced(meta.stride())
     return _finish(weight, cut, values, mine.unsqueeze(-1), placed, shape, stride)
@@ -151,7 +164,7 @@ def _index(x: Any, indices: Sequence[Any], op: Any, args: tuple[Any, ...]) -> An
     if placed is None:
         return NotImplemented
     rows = padded(x._local_tensor, [dim], 0)
-    mine, local = _own(whole[dim][1], cut, layout, dim)
+    mine, local = _own(whole[dim][1], cut, layout, dim, wraps=op is aten.index.Tensor)
     by_dim = {**{d: i for d, (_, i) in whole.items()}, dim: local}
     values = aten.index.Tensor(rows, [by_dim.get(d) for d in range(at[-1] + 1)])
     mine = mine.reshape([*mine.shape, *[1] * (x.ndim - 1 - at[-1])])
@@ -171,7 +184,7 @@ def gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     if not other.is_replicated:
         return NotImplemented
     rows = padded(x._local_tensor, [dim], 0)
-    mine, local = _own(whole, cut, layout, dim)
+    mine, local = _own(whole, cut, layout, dim, wraps=False)
     values = aten.gather.default(rows, dim, local)
     placed = ([Replicate()] * len(layout.placements), [None] * x.ndim)
     return _finish(x, cut, values, mine, placed, compat.retraced(meta.shape), compat.retraced(meta.stride()))

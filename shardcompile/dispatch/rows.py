@@ -18,6 +18,7 @@ from shardcompile import compat
 from shardcompile.collectives import block_size, derive
 from shardcompile.dispatch.copied_views import follow
 from shardcompile.dispatch.global_meta import global_meta
+from shardcompile.dispatch.strides import in_order
 from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
 from shardcompile.plan import find_plan
 from shardcompile.redistribute import run_plan
@@ -26,8 +27,8 @@ aten = torch.ops.aten
 
 
 def wrap(like: Any, local: Tensor, layout: Layout, stride: Sequence[IntLike]) -> Any:
-    """A block as a tensor of the class of `like`."""
-    return type(like)._wrap(local, Spec.of(layout, tuple(stride)))
+    """A block that is nobody else's as a tensor of the class of `like`, stored in the order of the strides."""
+    return type(like)._wrap(in_order(local, stride), Spec.of(layout, tuple(stride)))
 
 
 def with_cut(layout: Layout, dim: int, cut: Cut) -> Layout:
@@ -135,7 +136,8 @@ def _view(
     layout = x._spec.layout
     cut, row = sliced_cut(layout.cuts[dim], begin, step, count, layout.mesh)
     size = block_size(cut, layout.mesh)
-    wrapped = wrap(x, take_rows(x._local_tensor, dim, row, step, size), with_cut(layout, dim, cut), stride)
+    block = take_rows(x._local_tensor, dim, row, step, size)
+    wrapped = type(x)._wrap(block, Spec.of(with_cut(layout, dim, cut), tuple(stride)))
     if x._copied is not None or not _numbers(row, size):
         follow(wrapped, op, args, None, lambda: take_rows(x._local_tensor, dim, row, step, size))
     elif type(x._local_tensor) is Tensor:
@@ -185,7 +187,7 @@ def select(x: Any, dim: int, index: Any) -> Any:
 
     def block() -> Tensor:
         row_of_x = run_plan(plan, take_rows(x._local_tensor, dim, row, 1, size))
-        return aten.squeeze.dim(row_of_x, dim)
+        return in_order(aten.squeeze.dim(row_of_x, dim), meta.stride())
 
     kept = [d for d in range(x.ndim) if d != dim]
     out = Layout.of(

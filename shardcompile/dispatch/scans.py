@@ -20,7 +20,6 @@ from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.dispatch.local_ops import highest, lowest
 from shardcompile.dispatch.precision import wide_dtype
 from shardcompile.dispatch.rows import cat, first_row, reduced, slice_rows, with_cut, wrap
-from shardcompile.dispatch.strides import in_order
 from shardcompile.layout import Cut, Layout
 from shardcompile.plan import find_plan
 from shardcompile.redistribute import run_plan
@@ -165,7 +164,7 @@ def flip(x: Any, dims: Sequence[int]) -> Any:
             group = compat.group_name_of(layout.mesh, mesh_dim)
             flat = torch.ops.shardcompile.mirror_blocks(local, dim, size, group)
             local = Pending.of(flat, local.shape, dim, size).wait()
-    return wrap(x, in_order(local, x.stride()), layout, x.stride())
+    return wrap(x, local, layout, x.stride())
 
 
 def roll(x: Any, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Any:

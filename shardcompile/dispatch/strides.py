@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.layout import IntLike, contiguous_stride, order_of
+from shardcompile.layout import IntLike, contiguous_stride, dense_stride, order_of
 from shardcompile.rules import is_elementwise
 
 aten = torch.ops.aten
@@ -47,6 +47,8 @@ def in_order(local: Tensor, stride: Sequence[IntLike]) -> Tensor:
         local: the block.
         stride: strides of the global tensor.
     """
+    if type(local) is Tensor and local.stride() == dense_stride(local.shape, stride):
+        return local  # the common case first
     order = order_of(stride)
     shape = [compat.size_hint(local.shape[d]) for d in order]
     dense = contiguous_stride(shape)

@@ -23,7 +23,6 @@ from shardcompile.dispatch import window_blocks
 from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.dispatch.precision import widened
 from shardcompile.dispatch.rows import has_known_blocks, moved, with_cut, wrap
-from shardcompile.dispatch.strides import in_order
 from shardcompile.layout import IntLike, Layout, contiguous_stride
 
 aten = torch.ops.aten
@@ -103,12 +102,12 @@ class Windows:
         """The gradient of the input, from that of a block with all rows that are read."""
         for r in reversed(self.reads):
             grad = r.give_back(grad)
-        return wrap(like, in_order(grad, stride), self.layout.with_dtype(grad.dtype), stride)
+        return wrap(like, grad, self.layout.with_dtype(grad.dtype), stride)
 
     def result(self, local: Tensor, stride: Sequence[IntLike], like: Any) -> Any:
         """A block of the result as a sharded tensor."""
         stride = compat.retraced(stride)
-        return wrap(like, in_order(local, stride), self.out.with_dtype(local.dtype), stride)
+        return wrap(like, local, self.out.with_dtype(local.dtype), stride)
 
     def sums(self, local: Tensor, like: Any) -> Any:
         """A term of what all samples and rows add up to, such as the gradient of a weight."""

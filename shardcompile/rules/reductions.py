@@ -86,7 +86,7 @@ def other_dims(dim_at: int, default: int | None = None) -> Callable[[OpCall], It
 
 def _flip(call: OpCall) -> Iterable[Strategy]:
     ndim = call.tensors[0].ndim
-    dims = {d % ndim for d in call.args[1]}
+    dims = {d % max(ndim, 1) for d in call.args[1]}
     return [along([d], [d]) for d in range(ndim) if d not in dims]
 
 

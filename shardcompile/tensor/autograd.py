@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement
 
 from shardcompile.dispatch.engine import replicated_spec
+from shardcompile.dispatch.strides import in_order
 from shardcompile.errors import LayoutError, RedistributeError
-from shardcompile.layout import Layout, Spec, contiguous_stride, normalize_placements
+from shardcompile.layout import Layout, Spec, contiguous_stride, dense_stride, normalize_placements
 from shardcompile.plan import find_plan, target_layout
 from shardcompile.redistribute import run_plan
 
@@ -25,7 +26,9 @@ def brought_to(x: Any, layout: Layout, async_op: bool = False) -> Any:
     plan = find_plan(x._spec.layout, layout)
     async_op = async_op and plan.communicates and type(x._local_tensor) is Tensor  # the passes order what is traced
     local = run_plan(plan, x._local_tensor, async_op=async_op) if plan.steps else x._local_tensor.clone()
-    out = type(x)._wrap(local, Spec.of(layout, x._spec.stride))
+    stride = dense_stride(layout.shape, x._spec.stride)
+    # One that is on its way is put in order when it has come.
+    out = type(x)._wrap(local if async_op else in_order(local, stride), Spec.of(layout, stride))
     if async_op:
         out._in_flight = out.__dict__.pop("_local_tensor")
     return out
@@ -72,9 +75,9 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, cls: Any, spec: Spec) -> Any:
-        """Wrap a block."""
+        """Wrap a block, or a copy where it is not stored as the strides say: views are decided on these."""
         ctx.layout = spec.layout
-        return cls._wrap(_resolved(local), spec)
+        return cls._wrap(in_order(_resolved(local), spec.stride), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -139,7 +142,8 @@ class Promote(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cls: Any, mesh: Any) -> Any:
         """Wrap the whole value."""
-        return cls._wrap(_resolved(x), replicated_spec(mesh, x))
+        x = _resolved(x)
+        return cls._wrap(x, replicated_spec(mesh, x))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

@@ -16,6 +16,7 @@ from shardcompile import compat
 from shardcompile.collectives import wait
 from shardcompile.dispatch import Handlers, clear_cache, dispatch
 from shardcompile.dispatch.copied_views import CopiedView
+from shardcompile.dispatch.strides import in_order
 from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpError
 from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, normalize_placements
 from shardcompile.plan import target_layout
@@ -30,10 +31,10 @@ from shardcompile.tensor.metadata import (
     extent_hints,
     keys_tensor,
     metadata_of,
-    restrided_empty,
     spec_from_parts,
     stable_hash,
     with_block_symbols,
+    with_stated_strides,
 )
 
 ShardingShapes = construct.ShardingShapes
@@ -53,7 +54,7 @@ class _Block:
             return self
         if x._copied is not None:
             return x._copied.current()
-        x.__dict__["_local_tensor"] = block = wait(x._in_flight)
+        x.__dict__["_local_tensor"] = block = in_order(wait(x._in_flight), x._spec.stride)
         return block
 
 
@@ -138,8 +139,8 @@ class ShardTensor(torch.Tensor):
             # Parameters are static, and so is a tensor inside a trace already.
             plain = self._holds_values
             self._may_vary = plain and bool(metadata.cuts) and not getattr(self, "_is_param", False)
-            if self._may_vary and self._local_tensor.numel() == 0:
-                self._local_tensor = restrided_empty(self._local_tensor)
+            if self._may_vary:
+                self._local_tensor = with_stated_strides(self._local_tensor, self._spec)
             if plain and 0 in self._spec.shape:
                 compat.give_storage(self)
         if self._may_vary and compat.is_compiling():
@@ -301,7 +302,9 @@ class ShardTensor(torch.Tensor):
         """The sharded tensor of which every rank holds a block. Differentiable.
 
         Args:
-            local_tensor: this rank's block; any number of rows along sharded dims, also none.
+            local_tensor: this rank's block; any number of rows along sharded dims, also none. The tensor shares the
+                memory of a block that is contiguous. One that is stored otherwise (transposed, with gaps, expanded) is
+                copied, so that all ranks hold blocks of one order whatever they were given.
             device_mesh: the mesh; the current one (``with mesh:``) by default.
             placements: one for each mesh dim; Replicate by default.
             sharding_shapes: ``"infer"``: ranks exchange their shapes in one small collective and check them.

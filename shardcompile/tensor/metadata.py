@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardcompile import compat
 from shardcompile.collectives import note_block
-from shardcompile.layout import Cut, IntLike, Layout, Spec, sizes_of_key
+from shardcompile.layout import Cut, IntLike, Layout, Spec, order_of, sizes_of_key
 
 CutKind = tuple[int, str, tuple[int, ...], int, int, tuple[int, ...]]
 """Tensor dim, kind, mesh dims, inner, scale, and the sizes of a fixed cut."""
@@ -186,17 +186,31 @@ def block_hints(layout: Layout) -> dict[int, int]:
     }
 
 
-def restrided_empty(local: Tensor) -> Tensor:
-    """An empty block with strides that are products of its extents, zeros included.
+def with_stated_strides(local: Tensor, spec: Spec) -> Tensor:
+    """A block of which strides that mean nothing are those that it would have with more rows.
 
-    PyTorch takes max(extent, 1) instead. A graph that was traced for a block with rows expects the products, and would
-    be compiled again for an empty block, on that rank alone.
+    They mean nothing where an extent is 1, and where there are no elements; ops leave any number there. A graph that
+    was traced for a block with rows expects that strides are products of extents, zeros included, and would be compiled
+    again for this block, on this rank alone.
+
+    Args:
+        local: the block, stored in the order that the spec states.
+        spec: of the global tensor.
     """
-    strides, step = [], 1
-    for extent in reversed(local.shape):
-        strides.append(step)
-        step *= extent
-    return local.new_empty_strided(local.shape, strides[::-1])
+    if all(n > 1 for n in local.shape):
+        return local
+    strides, empty = list(local.stride()), local.numel() == 0
+    step, global_step, whole = 1, 1, True
+    for d in reversed(order_of(spec.stride)):
+        stated: Any = spec.stride[d]
+        if empty or local.shape[d] == 1:
+            if whole:  # nothing that is faster is cut
+                strides[d] = stated
+            elif stated == global_step:
+                strides[d] = step
+        step, global_step = strides[d] * local.shape[d], stated * spec.shape[d]
+        whole = whole and spec.layout.cuts[d] is None
+    return local if tuple(strides) == local.stride() else local.as_strided(local.shape, strides)
 
 
 def with_block_symbols(spec: Spec, local: Tensor) -> Spec:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import view_writes
 from tiers import often
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.placement_types import Shard
+from torch.distributed.tensor.placement_types import Replicate, Shard
+from view_writes import stored
 
 import shardcompile as sc
 
@@ -156,3 +160,140 @@ def test_assignments_to_parts_with_gradients(backend: str, dim: int) -> None:
     torch.testing.assert_close(out.full_tensor(), expected)
     torch.testing.assert_close(x.grad.full_tensor(), a.grad)
     torch.testing.assert_close(y.grad.full_tensor(), b.grad)
+
+
+# Blocks as they are given
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("way", ["turned", "gaps", "odd"])
+def test_views_of_blocks_of_any_strides_reach_the_tensor(way: str, dim: int) -> None:
+    full = torch.arange(24.0).reshape(4, 6)
+    mesh = init_device_mesh("cpu", (3,))
+    sizes = [[3, 0, 1], [1, 5, 0]][dim]
+    block = stored(full.split(sizes, dim)[mesh.get_rank()], way if mesh.get_rank() != 1 else "rows")
+    x = sc.ShardTensor.from_local(block, mesh, [Shard(dim)], {0: sizes})
+    equal(x, full, "as it was given")
+    x.view(-1)[3:].zero_(), full.view(-1)[3:].zero_()
+    equal(x, full, "written through a view")
+    turned = x.t().redistribute(placements=[Shard(1 - dim)])
+    turned.t().reshape(-1)[:5].add_(1), full.reshape(-1)[:5].add_(1)
+    equal(turned.t(), full, "redistributed, then written through a view")
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_a_contiguous_block_is_shared_with_its_owner() -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    block = torch.zeros(mesh.get_rank(), 2)
+    sc.ShardTensor.from_local(block, mesh, [Shard(0)], {0: [0, 1, 2]}).add_(1)
+    assert torch.equal(block, torch.ones(mesh.get_rank(), 2))
+
+
+@pytest.mark.ranks(3, timeout=200)
+@pytest.mark.parametrize("view", ["rows", "turned"])
+def test_blocks_of_any_strides_are_served_by_one_graph_on_every_rank(view: str) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(lambda x: (x * 2 + 1).sin().sum(), fullgraph=True, backend=counter)
+    for sizes in ([1, 1, 2], [2, 0, 2], [0, 3, 1], [4, 0, 0]):
+        for shift, dim in enumerate([1, 1, 1] if view == "turned" else [0, 0, 0]):
+            full = torch.arange(24.0).reshape([(4, 6), (6, 4)][dim])
+            way = ["rows", "turned", "odd"][(shift + mesh.get_rank()) % 3]
+            block = stored(full.split(sizes, dim)[mesh.get_rank()], way)
+            x = sc.ShardTensor.from_local(block, mesh, [Shard(dim)], {0: sizes})
+            out = run(x.t() * 2 if view == "turned" else x)
+            expected = full.t() * 2 if view == "turned" else full
+            torch.testing.assert_close(out.full_tensor(), (expected * 2 + 1).sin().sum())
+    assert counter.frame_count == 1
+
+
+@pytest.mark.ranks(3, processes=False, timeout=200)
+@pytest.mark.parametrize("first", often([0, 50, 100, 150, 200, 250], 1))
+def test_random_programs_that_write_through_views(first: int) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    refused = [text for seed in range(first, first + 50) for text in view_writes.program(seed, mesh)]
+    assert len(refused) < 6, refused
+
+
+# Other memory
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)])
+@pytest.mark.parametrize("backend", ["eager tensor", "aot_eager"])
+def test_as_strided_of_a_view_starts_where_the_view_does(placement: Any, backend: str) -> None:
+    full = torch.arange(6.0).reshape(2, 3)
+    x = sc.distribute_tensor(full, init_device_mesh("cpu", (3,)), [placement])
+
+    def part(t: Tensor) -> Tensor:
+        return t[:, 1:].as_strided([2, 2], [3, 1]) * 2
+
+    run = part if backend == "eager tensor" else torch.compile(part, fullgraph=True, backend=backend)
+    if backend != "eager tensor" and placement == Shard(1):  # the strides are symbols, and 3 a number
+        with pytest.raises(Exception, match="reaches elements that are not in this tensor"):
+            run(x)
+        return
+    equal(run(x), part(full), "a part")
+    for size, stride, start in (([5], [1], None), ([2, 2], [3, 1], 0)):
+        with pytest.raises(sc.errors.UnsupportedOpError, match="as_strided"):
+            x[:, 1:].as_strided(size, stride, start)
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_set_and_resize_share_memory_or_are_refused() -> None:
+    full, other = torch.arange(28.0).view(7, 4), torch.zeros(7, 4)
+    x, y = sharded(full), sharded(other)
+    part, theirs = x[1:], full[1:]
+    x.resize_(3, 4).add_(1), full.resize_(3, 4).add_(1)
+    equal(part, theirs, "resized, then written")
+    x.set_(y), full.set_(other)
+    x.add_(1), full.add_(1)
+    equal(y, other, "set, then written")
+    for refused in (lambda: x.resize_(9, 4), lambda: x.set_(), lambda: torch.zeros(7, 4).set_(x)):
+        with pytest.raises(sc.errors.UnsupportedOpError, match=r"resize_|set_"):
+            refused()
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_a_write_that_reads_what_it_writes_is_alike_on_ranks_without_rows() -> None:
+    full = torch.arange(28.0).view(7, 4)
+    x = sharded(full)
+    x[:, 1:].add_(x[:, :-1])  # plain PyTorch refuses; a block of no rows has no overlap
+    full[:, 1:] += full[:, :-1].clone()
+    equal(x, full, "as if what is read were a copy")
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_views_in_inference_mode_of_a_tensor_from_outside() -> None:
+    full = torch.arange(28.0).view(7, 4)
+    x = sharded(full)
+    with torch.inference_mode():
+        for name, view in VIEWS.items():
+            equal(view(x), view(full), name)
+        x.t()[1].add_(1), full.t()[1].add_(1)
+    equal(x, full, "written")
+
+
+@pytest.mark.ranks(2)
+def test_first_use_from_several_threads() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    failed: list[BaseException] = []
+    start = threading.Barrier(4)
+
+    def work() -> None:
+        try:
+            start.wait()
+            for rows in range(3, 23):
+                x = sc.ShardTensor.from_local(torch.ones(rows, 3), mesh, [Shard(0)], {0: [rows, rows]})
+                out = ((x * 2).sin() + 1).softmax(-1).t().to_local()
+                torch.testing.assert_close(out, torch.full((3, rows), 1 / 3))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failed

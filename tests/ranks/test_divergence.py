@@ -40,6 +40,7 @@ TOLD = {
     "other_branch": rf"rank 0 has {SUM}.*rank [12] has all_reduce \(max\)",
     "skipped_call": rf"rank 0 has {GATHER}.*rank 1 has {SUM}|rank 1 has {SUM}.*rank 2 has {GATHER}",
     "error_that_is_swallowed": rf"rank 0 has {GATHER}.*rank 1 has {SUM}|rank 1 has {SUM}.*rank 2 has {GATHER}",
+    "index_out_of_range": "rank 2 has raised IndexRangeError: aten.index.Tensor: index 9 .*rank [01] waits for it in",
     "raises_while_tracing": f"rank 1 has raised ValueError: while tracing; rank [02] waits for it in {GATHER}",
     "killed_while_compiling": f"rank 1 {DIED}; rank [02] waits for it in {GATHER}",
     "killed_before_a_compiled_sum": f"rank 1 {DIED}; rank [02] waits for it in a collective that is not shardcompile's",
@@ -88,7 +89,9 @@ def check(name: str, found: dict[str, Any]) -> None:
         return
     told = 0
     for number, rank in enumerate(found["ranks"]):
-        ended_itself = rank["error"] is None or rank["error"].startswith(("ValueError", "SystemExit"))
+        ended_itself = rank["error"] is None or rank["error"].startswith(
+            ("ValueError", "SystemExit", "IndexRangeError")
+        )
         if ended_itself:
             continue
         assert rank["status"] == 1, f"rank {number} has not ended with an error: {rank}"

@@ -1,0 +1,59 @@
+"""Ops that give a tensor other memory: what it is a view of afterwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcompile import compat
+from shardcompile.dispatch.decompositions import DECOMPOSITIONS
+from shardcompile.errors import UnsupportedOpError
+from shardcompile.layout import Layout, Spec, contiguous_stride
+
+aten = torch.ops.aten
+
+
+def _set(x: Any, source: Any) -> Any:
+    """``x.set_(source)``: another tensor on the block of `source`."""
+    if type(source) is type(x):
+        return source._stand_in()
+    return type(x)._wrap(source, Spec.of(Layout.whole(x.device_mesh, source.shape, source.dtype), source.stride()))
+
+
+def _resized(x: Any, size: Sequence[Any], *, memory_format: Any = None) -> Any:
+    """``x.resize_(size)`` to no more elements than there are: the first ones."""
+    if len(size) == x.ndim and all(compat.same_symbol(a, b) for a, b in zip(size, x.shape, strict=True)):
+        return x  # torch leaves the strides as well
+    fewer = compat.guarded(math.prod(size) <= x.numel())
+    if not fewer or memory_format not in (None, torch.contiguous_format):
+        raise UnsupportedOpError(
+            f"resize_ of {x._spec.layout.describe()} to {tuple(size)} needs new memory, which views of the tensor "
+            "would have to follow; make a new tensor with new_empty"
+        )
+    return DECOMPOSITIONS[aten.as_strided.default](x, size, contiguous_stride(size))
+
+
+def _resized_as(x: Any, like: Tensor, *, memory_format: Any = None) -> Any:
+    return _resized(x, like.shape, memory_format=memory_format)
+
+
+def _refused(x: Any, *_: Any, **__: Any) -> Any:
+    raise UnsupportedOpError(
+        f"set_ of {x._spec.layout.describe()} to a storage: a sharded tensor has none; set_ takes a tensor"
+    )
+
+
+MEMORY_OPS: dict[Any, Callable[..., Any]] = {
+    aten.set_.source_Tensor: _set,
+    aten.set_.default: _refused,
+    aten.set_.source_Storage: _refused,
+    aten.set_.source_Storage_storage_offset: _refused,
+    aten.set_.source_Tensor_storage_offset: _refused,
+    aten.resize_.default: _resized,
+    aten.resize_as_.default: _resized_as,
+}
+"""By op, what gives the tensor that the argument becomes."""
