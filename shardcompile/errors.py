@@ -31,3 +31,15 @@ class CollectiveError(ShardError):
 
 class PassError(ShardError):
     """A graph pass is unknown, or cannot be applied to a graph."""
+
+
+def refusal(call: str, given: str, why: str, way_out: str) -> UnsupportedOpError:
+    """The error with which a call is refused: what was called, on which layouts, why not, and what to do instead.
+
+    Args:
+        call: the op or function, as the user knows it.
+        given: the layouts that it met.
+        why: a clause.
+        way_out: a sentence without its full stop.
+    """
+    return UnsupportedOpError(f"{call} of {given}: {why}. {way_out}")

@@ -26,6 +26,7 @@ from shardcompile.dispatch.attention import ATTENTION_OPS
 from shardcompile.dispatch.choice import Choice, OutputPlan, choose, whole_plan
 from shardcompile.dispatch.copied_views import WATCHED, follow, note_write
 from shardcompile.dispatch.decompositions import DECOMPOSITIONS, NOT_DECOMPOSED
+from shardcompile.dispatch.foreign import check_collective
 from shardcompile.dispatch.global_meta import global_meta, tensors_of
 from shardcompile.dispatch.handlers import Handlers
 from shardcompile.dispatch.listwise import listwise_form
@@ -271,6 +272,7 @@ def _wrap_all(cls: type, out: Any, specs: Sequence[Any]) -> Any:
 
 
 def _decide(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
+    check_collective(cls, op, args, kwargs)
     if op in ATTENTION_OPS:
         return _Composed(ATTENTION_OPS[op])
     listwise = listwise_form(op)

@@ -24,6 +24,7 @@ from shardcompile.tensor.autograd import FromLocal, Promote, ToLocal, gradient_l
 from shardcompile.tensor.bags import embedding_bag
 from shardcompile.tensor.borders import pad
 from shardcompile.tensor.cumulative import cumprod
+from shardcompile.tensor.foreign import check_convertible, guard_wrappers
 from shardcompile.tensor.metadata import (
     Metadata,
     block_hints,
@@ -384,7 +385,12 @@ class ShardTensor(torch.Tensor):
 
     @classmethod
     def from_dtensor(cls, x: Any) -> ShardTensor:
-        """A DTensor as a ShardTensor; no data moves. Differentiable."""
+        """A DTensor as a ShardTensor; no data moves. Differentiable.
+
+        Raises:
+            UnsupportedOpError: its blocks lie in an order that ShardTensor does not have, or are sharded themselves.
+        """
+        check_convertible(x, cls)
         placements = normalize_placements(x.placements, x.device_mesh, x.ndim)
         layout = Layout.chunked(x.device_mesh, placements, tuple(x.shape), x.dtype)
         return FromLocal.apply(x.to_local(), cls, Spec.of(layout, tuple(x.stride())))
@@ -761,6 +767,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 }
 
 checkpoint.teach(ShardTensor)
+guard_wrappers(ShardTensor)
 compat.let_comm_debug_mode_see_through(ShardTensor)
 compat.keep_from_dynamo(ShardTensor.__torch_function__.__func__)  # type: ignore[attr-defined]
 compat.keep_from_dynamo(dispatch)
