@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # 2.11 - 
 from torch.distributed.tensor._api import _FromTorchTensor  # 2.11 - 2.15
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard  # 2.11 - 2.15
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes  # 2.11 - 2.15
 
 
 def ask_before_wrapping(
@@ -72,7 +73,7 @@ def _asking(function: Callable[..., Any], ask: Callable[..., None]) -> Callable[
 
 def ranks_of(mesh: Any) -> list[int]:
     """The ranks in a mesh, in the order of their coordinates; also inside a trace."""
-    with torch._subclasses.fake_tensor.unset_fake_temporarily():  # 2.11 - 2.15
+    with _disable_current_modes():
         ranks: list[int] = mesh.mesh.flatten().tolist()
     return ranks
 

@@ -25,6 +25,7 @@ from shardcompile.tensor.bags import embedding_bag
 from shardcompile.tensor.borders import pad
 from shardcompile.tensor.cumulative import cumprod
 from shardcompile.tensor.foreign import check_convertible, guard_wrappers
+from shardcompile.tensor.higher_order import teach_higher_order_ops
 from shardcompile.tensor.metadata import (
     Metadata,
     block_hints,
@@ -768,6 +769,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 checkpoint.teach(ShardTensor)
 guard_wrappers(ShardTensor)
+_FUNCTIONS |= teach_higher_order_ops(ShardTensor)
 compat.let_comm_debug_mode_see_through(ShardTensor)
 compat.keep_from_dynamo(ShardTensor.__torch_function__.__func__)  # type: ignore[attr-defined]
 compat.keep_from_dynamo(dispatch)

@@ -206,6 +206,26 @@ def _cond_sharded_flag(here: Setting) -> Any:
     return here.compile(lambda x: torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,)))(x)
 
 
+def _cond_captured(here: Setting) -> Any:
+    x = here.cut(values(7, 4))
+
+    def run(flag: Any) -> Any:
+        return torch.cond(flag, lambda: x.sin(), lambda: x.cos(), ())
+
+    return here.compile(run)(torch.tensor(True))
+
+
+def _while_captured(here: Setting) -> Any:
+    from torch._higher_order_ops import while_loop
+
+    x = here.cut(values(7, 4))
+
+    def run(s: Any) -> Any:
+        return while_loop(lambda i, s: i < 3, lambda i, s: (i + 1, s + x.sum()), (torch.tensor(0), s))
+
+    return here.compile(run)(torch.tensor(0.0, dtype=torch.float64))
+
+
 def _while_loop(here: Setting) -> Any:
     from torch._higher_order_ops import while_loop
 
@@ -331,7 +351,9 @@ CASES = [
         (SECTION, "`autograd.functional.hessian`, plain parameters", _autograd_functional, RIGHT, ""),
         (HIGHER, "`cond`, plain predicate", _cond, RIGHT, RIGHT),
         (HIGHER, "`cond`, sharded predicate", _cond_sharded_flag, RIGHT, RIGHT),
+        (HIGHER, "`cond`, branches that use a sharded tensor from outside", _cond_captured, RIGHT, RIGHT),
         (HIGHER, "`while_loop`", _while_loop, RIGHT, RIGHT),
+        (HIGHER, "`while_loop`, a body that uses a sharded tensor from outside", _while_captured, RIGHT, RIGHT),
         (HIGHER, "`scan` along a whole dim", _scan, RIGHT, RIGHT),
         (HIGHER, "`associative_scan` along a whole dim", _associative_scan, RIGHT, RIGHT),
         (HIGHER, "`map` along a whole dim", _map, RIGHT, RIGHT),
