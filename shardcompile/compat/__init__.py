@@ -76,6 +76,7 @@ __all__ = [
     "is_fake",
     "is_specialised",
     "is_traced",
+    "is_transforming",
     "is_unbacked",
     "keep_first_proxies",
     "keep_from_dynamo",
@@ -555,6 +556,11 @@ def give_storage(x: torch.Tensor) -> None:
     """
     like = torch.Tensor._make_wrapper_subclass(type(x), x.shape, dtype=x.dtype, device=x.device, storage_size=1)
     share_storage(x, like)
+
+
+def is_transforming() -> bool:
+    """Whether a transform of `torch.func` is going on: vmap, grad, jvp and what is made of them."""
+    return torch._C._are_functorch_transforms_active()  # 2.11 - 2.15
 
 
 def untraced() -> contextlib.AbstractContextManager[Any]:

@@ -15,12 +15,17 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle  # 2.11 - 2.15
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # 2.11 - 2.15
 from torch.distributed.tensor._api import _FromTorchTensor  # 2.11 - 2.15
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard  # 2.11 - 2.15
+from torch.fx.experimental import proxy_tensor  # 2.11 - 2.15
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes  # 2.11 - 2.15
+from torch.utils._pytree import tree_leaves
 
 
 def ask_before_wrapping(
-    as_block: Callable[[Any, Any], None], as_whole: Callable[[Any], None], as_parameter: Callable[[Any, str], None]
+    as_block: Callable[[Any, Any], None],
+    as_whole: Callable[[Any], None],
+    as_parameter: Callable[[Any, str], None],
+    as_input: Callable[[Any, str], None],
 ) -> None:
     """Have these called in front of torch's wrappers; they raise where a tensor cannot be wrapped.
 
@@ -28,6 +33,7 @@ def ask_before_wrapping(
         as_block: with what `DTensor.from_local` is given as this rank's block, and the mesh.
         as_whole: with what DTensor's `distribute_tensor` is given as the whole tensor.
         as_parameter: with each parameter that is about to be flattened or bucketed, and by what.
+        as_input: with each input of a function that is about to be traced, and by what.
     """
 
     def from_local(_: Any, block: Any, mesh: Any, *rest: Any, **options: Any) -> None:
@@ -50,6 +56,15 @@ def ask_before_wrapping(
             if name not in ignored:
                 as_parameter(parameter, "DistributedDataParallel")
 
+    def of_make_fx(tensor: Any, *rest: Any, **options: Any) -> None:
+        as_input(tensor, "make_fx")
+
+    def of_jit(_: Any, inputs: Any = None, *rest: Any, **options: Any) -> None:
+        for x in tree_leaves(inputs):
+            as_input(x, "torch.jit.trace")
+
+    _put_before(proxy_tensor, "track_tensor", of_make_fx)
+    _put_before(torch.jit._trace, "_trace_impl", of_jit)  # 2.11 - 2.15
     _put_before(_FromTorchTensor, "forward", from_local, staticmethod)
     _put_before(Shard, "_make_shard_tensor", whole, staticmethod)  # 2.11 - 2.15; bound to the class already
     _put_before(Replicate, "_make_replicate_tensor", whole, staticmethod)  # 2.11 - 2.15
@@ -58,7 +73,7 @@ def ask_before_wrapping(
     _put_before(DistributedDataParallel, "__init__", of_ddp)
 
 
-def _put_before(owner: type, name: str, ask: Callable[..., None], kind: Callable[..., Any] = lambda f: f) -> None:
+def _put_before(owner: Any, name: str, ask: Callable[..., None], kind: Callable[..., Any] = lambda f: f) -> None:
     setattr(owner, name, kind(_asking(getattr(owner, name), ask)))
 
 

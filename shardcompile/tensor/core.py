@@ -282,7 +282,8 @@ class ShardTensor(torch.Tensor):
         if kwargs:
             also_mesh, also_plain = _survey(cls, kwargs.values())
             mesh, plain = mesh or also_mesh, plain or also_plain
-        if plain and mesh is not None and func not in _TAKES_LEAVES:
+        # A transform of torch.func differentiates what it has wrapped itself, and puts no gradient into a plain tensor.
+        if plain and mesh is not None and func not in _TAKES_LEAVES and not compat.is_transforming():
             args = tuple(_promoted(cls, mesh, a) for a in args)
             kwargs = {k: _promoted(cls, mesh, a) for k, a in kwargs.items()}
         return args, kwargs

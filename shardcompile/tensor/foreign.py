@@ -50,7 +50,20 @@ def guard_wrappers(sharded: type) -> None:
                 "plain and let the wrapper cut them",
             )
 
-    ask_before_wrapping(as_block, as_whole, as_parameter)
+    def as_input(x: Any, tracer: str) -> None:
+        """AOTAutograd, which `torch.compile` uses, traces blocks and sizes; other tracers know the tensor as a whole."""
+        if isinstance(x, sharded):
+            raise refusal(
+                f"{tracer}, which torch.export and torch.func.linearize use as well,"
+                if tracer == "make_fx"
+                else tracer,
+                x._spec.layout.describe(),  # type: ignore[attr-defined]
+                "it would take blocks for constants of the graph",
+                "torch.compile captures sharded tensors as one graph; a graph that torch.export has made of plain "
+                "tensors runs on sharded ones",
+            )
+
+    ask_before_wrapping(as_block, as_whole, as_parameter, as_input)
 
 
 def check_convertible(x: Any, sharded: type) -> None:

@@ -24,6 +24,12 @@ def _grad_of_parameters(here: Setting) -> Any:
     return here.compile(lambda s, x: func.grad(_loss(model))(s, x))(_state(model), x)
 
 
+def _grad_of_captured(here: Setting) -> Any:
+    """The input is no argument of the function that is differentiated."""
+    model, x = net(), here.cut(values(7, 4))
+    return here.compile(lambda s, x: func.grad(lambda s: _loss(model)(s, x))(s))(_state(model), x)
+
+
 def _grad_of_input(here: Setting) -> Any:
     model, x = net(), here.cut(values(7, 4))
     return here.compile(func.grad(lambda x: model(x).square().mean()))(x)
@@ -111,7 +117,9 @@ def _laplacian_by_autograd(here: Setting) -> Any:
             laplacian = laplacian + second[:, d]
         return (laplacian - 1).square().mean()
 
-    loss = here.compile(loss_of)(points)
+    # Before torch 2.12 there is no such switch, and Dynamo does not trace `autograd.grad` at all.
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        loss = here.compile(loss_of)(points)
     loss.backward()
     return loss, gradients(model)
 
@@ -288,19 +296,19 @@ def _hop(name: str) -> Callable[[Setting], Any]:
 
 def _export(here: Setting) -> Any:
     model, x = net(), here.cut(values(7, 4))
-    return torch.export.export(model, (x,)).module()(x) if here.sharded else model(x)
+    return torch.export.export(model, (x,)).module()(x + 1) if here.sharded else model(x + 1)
 
 
 def _export_saved(here: Setting) -> Any:
     model, x = net(), here.cut(values(7, 4))
     rows = torch.export.Dim("rows", min=2)
     exported = torch.export.export(model, (values(7, 4),), dynamic_shapes=({0: rows},)).module()
-    return exported(x)
+    return exported(x + 1)
 
 
 def _jit(here: Setting) -> Any:
     model, x = net(), here.cut(values(7, 4))
-    return torch.jit.trace(model, (x,), check_trace=False)(x)
+    return torch.jit.trace(model, (x,), check_trace=False)(x + 1)
 
 
 def _fx(here: Setting) -> Any:
@@ -312,7 +320,7 @@ def _make_fx(here: Setting) -> Any:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     x = here.cut(values(7, 4))
-    return make_fx(net())(x)(x)
+    return make_fx(net())(x)(x + 1)
 
 
 def _scripted(here: Setting) -> Any:
@@ -328,6 +336,7 @@ CASES = [
     for section, feature, run, eager, compiled in [
         (SECTION, "`functional_call`", _functional_call, RIGHT, RIGHT),
         (SECTION, "`grad`, plain parameters", _grad_of_parameters, RIGHT, RIGHT),
+        (SECTION, "`grad`, plain parameters, the input from outside", _grad_of_captured, RIGHT, RIGHT),
         (SECTION, "`grad_and_value`, plain parameters", _grad_and_value, RIGHT, RIGHT),
         (SECTION, "`grad`, sharded input", _grad_of_input, RIGHT, RIGHT),
         (SECTION, "`vjp`, sharded input", _vjp, RIGHT, RIGHT),
