@@ -87,6 +87,7 @@ __all__ = [
     "mark_weakly_dynamic",
     "noted",
     "once_in_trace",
+    "outside_transforms",
     "process_group",
     "refusing_unknown_shapes",
     "register_work",
@@ -561,6 +562,15 @@ def give_storage(x: torch.Tensor) -> None:
 def is_transforming() -> bool:
     """Whether a transform of `torch.func` is going on: vmap, grad, jvp and what is made of them."""
     return torch._C._are_functorch_transforms_active()  # 2.11 - 2.15
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Compute as if no transform of `torch.func` were going on, which would wrap what is made."""
+    if not is_transforming():
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # 2.11 - 2.15
+
+    return temporarily_clear_interpreter_stack()
 
 
 def untraced() -> contextlib.AbstractContextManager[Any]:

@@ -134,19 +134,24 @@ class ShardTensor(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
         flat = self._flat
         if flat is None:
-            metadata = metadata_of(self._spec.layout)
-            names = ["_local_tensor", "_cut_keys"] if metadata.dynamic_dims else ["_local_tensor"]
-            flat = self._flat = (names, metadata)
-            # Parameters are static, and so is a tensor inside a trace already.
-            plain = self._holds_values
-            self._may_vary = plain and bool(metadata.cuts) and not getattr(self, "_is_param", False)
-            if self._may_vary and self._local_tensor.numel() == 0:
-                self._local_tensor = restrided_empty(self._local_tensor)
-            if plain and 0 in self._spec.shape:
-                compat.give_storage(self)
+            # Dynamo may come to an input as late as inside of a transform of torch.func.
+            with compat.outside_transforms():
+                flat = self._flat = self._first_flattened()
         if self._may_vary and compat.is_compiling():
             self._prepare_trace(flat[1])
         return flat
+
+    def _first_flattened(self) -> tuple[list[str], Metadata]:
+        """The parts, and what is settled once for each tensor."""
+        metadata = metadata_of(self._spec.layout)
+        # Parameters are static, and so is a tensor inside a trace already.
+        plain = self._holds_values
+        self._may_vary = plain and bool(metadata.cuts) and not getattr(self, "_is_param", False)
+        if self._may_vary and self._local_tensor.numel() == 0:
+            self._local_tensor = restrided_empty(self._local_tensor)
+        if plain and 0 in self._spec.shape:
+            compat.give_storage(self)
+        return ["_local_tensor", "_cut_keys"] if metadata.dynamic_dims else ["_local_tensor"], metadata
 
     def _prepare_trace(self, metadata: Metadata) -> None:
         """Have a trace that is starting treat sharded extents, blocks and keys as dynamic."""
@@ -160,7 +165,8 @@ class ShardTensor(torch.Tensor):
     def _cut_keys(self) -> Tensor:
         if self._keys is None:
             layout = self._spec.layout
-            self._keys = keys_tensor(layout, metadata_of(layout), self._local_tensor)
+            with compat.outside_transforms() if self._holds_values else contextlib.nullcontext():
+                self._keys = keys_tensor(layout, metadata_of(layout), self._local_tensor)
         return self._keys
 
     @_cut_keys.setter
