@@ -670,7 +670,9 @@ class _Gathered(_Entry):
             return out
         if out.layout is not torch.strided:
             raise UnsupportedOpError(
-                f"{self.op} gives a {out.layout} tensor, which cannot be sharded; take full_tensor() of its inputs"
+                f"{self.op} gives a {out.layout} tensor, and a sparse tensor has no blocks. Of the gradient of an "
+                "embedding: leave out sparse=True and take an optimizer for dense gradients; otherwise take "
+                "full_tensor() of the inputs"
             )
         for size in out.shape:
             compat.stands_for_itself(size)

@@ -56,6 +56,6 @@ def collective_refusal(name: str, layout: Layout) -> UnsupportedOpError:
         name,
         layout.describe(),
         "it would send each rank's block as if that were the whole tensor",
-        "x.full_tensor() is all of it, on every rank; x.redistribute(placements=...) gives another layout; to send this "
-        "rank's block as such, take x.to_local()",
+        "x.full_tensor() is all of it, on every rank; x.redistribute(placements=...) gives another layout; to send "
+        "this rank's block as such, take x.to_local()",
     )

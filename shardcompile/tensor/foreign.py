@@ -51,7 +51,7 @@ def guard_wrappers(sharded: type) -> None:
             )
 
     def as_input(x: Any, tracer: str) -> None:
-        """AOTAutograd, which `torch.compile` uses, traces blocks and sizes; other tracers know the tensor as a whole."""
+        """AOTAutograd, which `torch.compile` uses, traces blocks and sizes; other tracers only know whole tensors."""
         if isinstance(x, sharded):
             raise refusal(
                 f"{tracer}, which torch.export and torch.func.linearize use as well,"

@@ -46,9 +46,7 @@ class Setting:
         """A tensor in uneven blocks."""
         if self.over is None:
             return full.clone()
-        return sc.distribute_tensor(
-            full, self.over, [Shard(dim)], sharding_shapes={0: self.sizes(full.shape[dim])}
-        )
+        return sc.distribute_tensor(full, self.over, [Shard(dim)], sharding_shapes={0: self.sizes(full.shape[dim])})
 
     def cut_parameters(self, module: nn.Module) -> nn.Module:
         """Put the parameters of a module into uneven blocks of rows."""
@@ -110,7 +108,13 @@ def whole(x: Any) -> Any:
     def plain(t: Any) -> Any:
         while isinstance(t, (sc.ShardTensor, DTensor)):
             t = t.full_tensor()
-        return t.detach().clone() if isinstance(t, Tensor) else torch.tensor(bytearray(t, "utf8")) if isinstance(t, str) else t
+        return (
+            t.detach().clone()
+            if isinstance(t, Tensor)
+            else torch.tensor(bytearray(t, "utf8"))
+            if isinstance(t, str)
+            else t
+        )
 
     return torch.utils._pytree.tree_map(plain, x)
 

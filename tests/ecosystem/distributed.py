@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardcompile as sc
-from ecosystem.case import RIGHT, Case, Setting, gradients, net, values
+from ecosystem.case import RIGHT, Case, Setting, gradients, values
 
 
 class Layer(nn.Module):
@@ -74,16 +74,29 @@ def _styled(plan: Callable[[], dict[str, Any]], same: bool) -> Callable[[Setting
 
 STYLES: dict[str, Callable[[], dict[str, Any]]] = {
     "`ColwiseParallel`, `RowwiseParallel`": lambda: {
-        "a": ColwiseParallel(output_layouts=Replicate()), "b": RowwiseParallel(input_layouts=Replicate())
+        "a": ColwiseParallel(output_layouts=Replicate()),
+        "b": RowwiseParallel(input_layouts=Replicate()),
     },
     "`SequenceParallel`": lambda: {
         "a": ColwiseParallel(output_layouts=Shard(0)),
         "norm": SequenceParallel(sequence_dim=0, use_local_output=True),
         "b": RowwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
     },
-    "`PrepareModuleInput`": lambda: {"a": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=True)},
-    "`PrepareModuleOutput`": lambda: {"a": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate())},
-    "`PrepareModuleInputOutput`": lambda: {"a": PrepareModuleInputOutput(input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_input=True, output_layouts=Replicate(), desired_output_layouts=Replicate())},
+    "`PrepareModuleInput`": lambda: {
+        "a": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=True)
+    },
+    "`PrepareModuleOutput`": lambda: {
+        "a": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate())
+    },
+    "`PrepareModuleInputOutput`": lambda: {
+        "a": PrepareModuleInputOutput(
+            input_layouts=Replicate(),
+            desired_input_layouts=Replicate(),
+            use_local_input=True,
+            output_layouts=Replicate(),
+            desired_output_layouts=Replicate(),
+        )
+    },
 }
 
 
@@ -255,7 +268,11 @@ def _beside_blocks(wrapper: str) -> Callable[[Setting], Any]:
                 return fully_shard(model, mesh=here.over, ignored_params=own)
             if wrapper == "fsdp1":
                 return FullyShardedDataParallel(
-                    model, device_mesh=here.over, use_orig_params=True, ignored_states=own, device_id=torch.device("cpu")
+                    model,
+                    device_mesh=here.over,
+                    use_orig_params=True,
+                    ignored_states=own,
+                    device_id=torch.device("cpu"),
                 )
             model[2] = DistributedDataParallel(model[2])
             return model
@@ -299,24 +316,66 @@ def _gathered(here: Setting) -> Any:
     return x
 
 
+OTHER_BLOCKS = (
+    "these ranks hold different blocks of it, and a DTensor would take each for the whole of a block of its own. The "
+    "styles of parallelize_module wrap their inputs so. Pass x.to_dtensor() where the cut is torch.chunk's (redistribute "
+    "with sharding_shapes gives that), x.full_tensor() for Replicate(), or parallelize over another mesh dim than the "
+    "one that cuts x"
+)
+WHOLE = "it takes the whole tensor. Pass x.full_tensor(), or convert by x.to_dtensor()"
+TWO_MESHES = "bring them to one mesh first (full_tensor() and distribute_tensor())"
+OTHER_ORDER = (
+    "its blocks lie in another order than that of the mesh dims, as those of parameters do that FSDP2 cuts once more "
+    "after tensor parallelism. First x.redistribute(placements=[Replicate(), Shard(dim=0)])"
+)
+IN_BLOCKS = (
+    "it would cut, bucket or average this rank's block as if that were the whole parameter. Parameters in blocks get "
+    "complete gradients without a wrapper; exclude them from it (ignored_params of fully_shard, ignored_states of FSDP, "
+    "modules outside of the one that DDP wraps), or leave them plain and let the wrapper cut them"
+)
+SENT = (
+    "it would send each rank's block as if that were the whole tensor. x.full_tensor() is all of it, on every rank; "
+    "x.redistribute(placements=...) gives another layout; to send this rank's block as such, take x.to_local()"
+)
 DT, TP, DP, CC = "DTensor", "Tensor parallelism, `parallelize_module`", "Data parallelism", "Collectives called by hand"
 CASES = [
     *[
-        Case(DT, f"`DTensor.from_local(sharded, mesh, [{p}])`", _wrapped_as_dtensor(q))
+        Case(DT, f"`DTensor.from_local(sharded, mesh, [{p}])`", _wrapped_as_dtensor(q), OTHER_BLOCKS)
         for p, q in [("Replicate()", Replicate()), ("Shard(0)", Shard(0)), ("Partial()", Partial())]
     ],
     Case(DT, "`DTensor.from_local` over another mesh dim", _wrapped_over_another, ranks=4),
-    Case(DT, "`torch.distributed.tensor.distribute_tensor(sharded, mesh, ...)`", _distributed_as_dtensor),
+    Case(DT, "`torch.distributed.tensor.distribute_tensor(sharded, mesh, ...)`", _distributed_as_dtensor, WHOLE),
     *[
-        Case(DT, f"sharded activation, DTensor parameter, `{p}`", _parameter_is_dtensor(p), compiled=RIGHT, processes=True)
+        Case(
+            DT,
+            f"sharded activation, DTensor parameter, `{p}`",
+            _parameter_is_dtensor(p),
+            compiled=RIGHT,
+            processes=True,
+        )
         for p in (Replicate(), Shard(0), Shard(1))
     ],
-    Case(DT, "sharded activation, DTensor parameter over another mesh dim", _parameter_over_another, ranks=4),
-    Case(DT, "`from_dtensor` of a parameter of FSDP2 over tensor parallelism (`_StridedShard`)", _from_strided(False), ranks=4),
+    Case(
+        DT, "sharded activation, DTensor parameter over another mesh dim", _parameter_over_another, TWO_MESHES, ranks=4
+    ),
+    Case(
+        DT,
+        "`from_dtensor` of a parameter of FSDP2 over tensor parallelism (`_StridedShard`)",
+        _from_strided(False),
+        OTHER_ORDER,
+        ranks=4,
+    ),
     Case(DT, "the same, redistributed first", _from_strided(True), ranks=4),
     Case(TP, "`ColwiseParallel`, `RowwiseParallel`, mesh dim that cuts the input, given `x.to_dtensor()`", _converted),
-    Case(TP, "`ColwiseParallel`, `RowwiseParallel`, mesh dim that cuts the input, given `x.full_tensor()`", _gathered_first),
-    *[Case(TP, f"{name}, mesh dim that cuts the input", _styled(plan, True)) for name, plan in STYLES.items()],
+    Case(
+        TP,
+        "`ColwiseParallel`, `RowwiseParallel`, mesh dim that cuts the input, given `x.full_tensor()`",
+        _gathered_first,
+    ),
+    *[
+        Case(TP, f"{name}, mesh dim that cuts the input", _styled(plan, True), OTHER_BLOCKS)
+        for name, plan in STYLES.items()
+    ],
     *[
         Case(TP, f"{name}, another mesh dim", _styled(plan, False), compiled=RIGHT, ranks=4)
         for name, plan in STYLES.items()
@@ -333,21 +392,40 @@ CASES = [
             ("another mesh dim", values_[1], 4),
         ]
     ],
-    Case(DP, "FSDP1, hybrid, over both mesh dims", _fsdp1(over="both", strategy=ShardingStrategy.HYBRID_SHARD), compiled=RIGHT, ranks=4),
+    Case(
+        DP,
+        "FSDP1, hybrid, over both mesh dims",
+        _fsdp1(over="both", strategy=ShardingStrategy.HYBRID_SHARD),
+        compiled=RIGHT,
+        ranks=4,
+    ),
     Case(DP, "FSDP2, HSDP over both mesh dims", _fsdp2(over="both"), compiled=RIGHT, ranks=4),
     *[
-        Case(DP, f"{name}, `torch.compile` around it, graph breaks allowed", make("around"), eager="", compiled=RIGHT, processes=True)
+        Case(
+            DP,
+            f"{name}, `torch.compile` around it, graph breaks allowed",
+            make("around"),
+            eager="",
+            compiled=RIGHT,
+            processes=True,
+        )
         for name, make in [("DDP", _ddp), ("FSDP1", _fsdp1), ("FSDP2", _fsdp2)]
     ],
-    Case(DP, "DDP, parameters in blocks", _ddp(in_blocks=True)),
-    Case(DP, "FSDP1, parameters in blocks", _fsdp1(in_blocks=True)),
-    Case(DP, "FSDP2, parameters in blocks", _fsdp2(in_blocks=True)),
-    Case(DP, "FSDP2 over another mesh dim, parameters in blocks", _fsdp2(over="other", in_blocks=True), ranks=4),
+    Case(DP, "DDP, parameters in blocks", _ddp(in_blocks=True), IN_BLOCKS),
+    Case(DP, "FSDP1, parameters in blocks", _fsdp1(in_blocks=True), IN_BLOCKS),
+    Case(DP, "FSDP2, parameters in blocks", _fsdp2(in_blocks=True), IN_BLOCKS),
+    Case(
+        DP,
+        "FSDP2 over another mesh dim, parameters in blocks",
+        _fsdp2(over="other", in_blocks=True),
+        IN_BLOCKS,
+        ranks=4,
+    ),
     Case(DP, "DDP of a part, the rest of the parameters in blocks", _beside_blocks("ddp"), processes=True),
     Case(DP, "FSDP1, `ignored_states` in blocks", _beside_blocks("fsdp1")),
     Case(DP, "FSDP2, `ignored_params` in blocks", _beside_blocks("fsdp2")),
-    Case(CC, "`dist.all_reduce(sharded)`", _raw_collective, processes=True),
-    Case(CC, "`dist.broadcast(sharded, 0)`", _broadcast),
-    Case(CC, "`dist.all_gather(list, sharded)`", _gathered),
-    Case(CC, "functional `all_reduce(sharded, ...)`", _functional_collective),
+    Case(CC, "`dist.all_reduce(sharded)`", _raw_collective, SENT, processes=True),
+    Case(CC, "`dist.broadcast(sharded, 0)`", _broadcast, SENT),
+    Case(CC, "`dist.all_gather(list, sharded)`", _gathered, SENT),
+    Case(CC, "functional `all_reduce(sharded, ...)`", _functional_collective, SENT),
 ]

@@ -68,12 +68,16 @@ def _hessian_of_parameters(here: Setting) -> Any:
 
 def _jacrev(here: Setting) -> Any:
     x = here.cut(values(7, 4))
-    return here.compile(lambda w, x: func.jacrev(lambda w: torch.tanh(x @ w).square().mean(0))(w))(values(4, 2, seed=2), x)
+    return here.compile(lambda w, x: func.jacrev(lambda w: torch.tanh(x @ w).square().mean(0))(w))(
+        values(4, 2, seed=2), x
+    )
 
 
 def _jacfwd(here: Setting) -> Any:
     x = here.cut(values(7, 4))
-    return here.compile(lambda w, x: func.jacfwd(lambda w: torch.tanh(x @ w).square().mean(0))(w))(values(4, 2, seed=2), x)
+    return here.compile(lambda w, x: func.jacfwd(lambda w: torch.tanh(x @ w).square().mean(0))(w))(
+        values(4, 2, seed=2), x
+    )
 
 
 def _hessian_of_input(here: Setting) -> Any:
@@ -192,7 +196,7 @@ def _functionalize(here: Setting) -> Any:
 
 def _ensemble(here: Setting) -> Any:
     models, x = [net(s) for s in range(3)], here.cut(values(7, 4))
-    state, buffers = func.stack_module_state(models)
+    state, _ = func.stack_module_state(models)
     run = func.vmap(lambda s, x: func.functional_call(models[0], s, (x,)), in_dims=(0, None))
     return here.compile(lambda s, x: run(s, x))({k: v.detach() for k, v in state.items()}, x)
 
@@ -290,10 +294,6 @@ def _flex(here: Setting) -> Any:
     return here.compile(lambda q, k, v: flex_attention(q, k, v, score_mod=bias))(q, k, v)
 
 
-def _hop(name: str) -> Callable[[Setting], Any]:
-    return {"cond": _cond}[name]
-
-
 def _export(here: Setting) -> Any:
     model, x = net(), here.cut(values(7, 4))
     return torch.export.export(model, (x,)).module()(x + 1) if here.sharded else model(x + 1)
@@ -328,11 +328,38 @@ def _scripted(here: Setting) -> Any:
     return torch.jit.script(net())(x)
 
 
+TRACED = (
+    "it would take blocks for constants of the graph. torch.compile captures sharded tensors as one graph; a graph that "
+    "torch.export has made of plain tensors runs on sharded ones"
+)
+NO_LAYOUT = "torch traces its function on tensors that have no layout. "
+IN_BLOCKS = "; or run it on blocks by shardcompile.local_map"
+COND = (
+    NO_LAYOUT
+    + (
+        "torch.where computes both branches; a Python `if` on a plain value that is the same on every rank is compiled as "
+        "one of them"
+    )
+    + IN_BLOCKS
+)
+WHILE = NO_LAYOUT + "A Python loop over a number of steps is unrolled" + IN_BLOCKS
+SCAN = (
+    NO_LAYOUT
+    + (
+        "A Python loop along a whole dim is unrolled; cumsum and the other cumulative ops work along any dim, "
+        "torch._higher_order_ops.associative_scan along whole ones"
+    )
+    + IN_BLOCKS
+)
+MAP = NO_LAYOUT + "torch.vmap, or a Python loop along a whole dim, does the same" + IN_BLOCKS
+FLEX = NO_LAYOUT + ("scaled_dot_product_attention takes sharded tensors, and a mask or bias as attn_mask") + IN_BLOCKS
 SECTION = "`torch.func` and derivatives in a loss"
 HIGHER = "Higher-order ops"
 EXPORT = "Graphs beside `torch.compile`"
+FORWARD_MODE = ("jvp", "jacfwd", "hessian", "linearize", "forward-mode")
 CASES = [
-    Case(section, feature, run, eager, compiled)
+    # Torch keeps one level of forward-mode differentiation for all threads.
+    Case(section, feature, run, eager, compiled, processes=any(w in feature for w in FORWARD_MODE))
     for section, feature, run, eager, compiled in [
         (SECTION, "`functional_call`", _functional_call, RIGHT, RIGHT),
         (SECTION, "`grad`, plain parameters", _grad_of_parameters, RIGHT, RIGHT),
@@ -342,7 +369,7 @@ CASES = [
         (SECTION, "`vjp`, sharded input", _vjp, RIGHT, RIGHT),
         (SECTION, "`jvp`, sharded input", _jvp_of_input, RIGHT, RIGHT),
         (SECTION, "`jvp`, plain parameters", _jvp_of_parameters, RIGHT, RIGHT),
-        (SECTION, "`linearize`, sharded input", _linearize, RIGHT, ""),
+        (SECTION, "`linearize`, sharded input", _linearize, TRACED, ""),
         (SECTION, "`hessian`, plain parameters", _hessian_of_parameters, RIGHT, RIGHT),
         (SECTION, "`jacrev`, plain parameters", _jacrev, RIGHT, RIGHT),
         (SECTION, "`jacfwd`, plain parameters", _jacfwd, RIGHT, RIGHT),
@@ -358,21 +385,21 @@ CASES = [
         (SECTION, "second derivative by `jvp` of `jvp`", _laplacian_by_jvp, RIGHT, RIGHT),
         (SECTION, "forward-mode AD, `make_dual`", _forward_ad, RIGHT, ""),
         (SECTION, "`autograd.functional.hessian`, plain parameters", _autograd_functional, RIGHT, ""),
-        (HIGHER, "`cond`, plain predicate", _cond, RIGHT, RIGHT),
-        (HIGHER, "`cond`, sharded predicate", _cond_sharded_flag, RIGHT, RIGHT),
-        (HIGHER, "`cond`, branches that use a sharded tensor from outside", _cond_captured, RIGHT, RIGHT),
-        (HIGHER, "`while_loop`", _while_loop, RIGHT, RIGHT),
-        (HIGHER, "`while_loop`, a body that uses a sharded tensor from outside", _while_captured, RIGHT, RIGHT),
-        (HIGHER, "`scan` along a whole dim", _scan, RIGHT, RIGHT),
+        (HIGHER, "`cond`, plain predicate", _cond, COND, COND),
+        (HIGHER, "`cond`, sharded predicate", _cond_sharded_flag, COND, COND),
+        (HIGHER, "`cond`, branches that use a sharded tensor from outside", _cond_captured, COND, COND),
+        (HIGHER, "`while_loop`", _while_loop, WHILE, WHILE),
+        (HIGHER, "`while_loop`, a body that uses a sharded tensor from outside", _while_captured, WHILE, WHILE),
+        (HIGHER, "`scan` along a whole dim", _scan, SCAN, SCAN),
         (HIGHER, "`associative_scan` along a whole dim", _associative_scan, RIGHT, RIGHT),
-        (HIGHER, "`map` along a whole dim", _map, RIGHT, RIGHT),
+        (HIGHER, "`map` along a whole dim", _map, MAP, MAP),
         (HIGHER, "`nested_compile_region`", _nested_region, RIGHT, RIGHT),
-        (HIGHER, "`flex_attention`", _flex, RIGHT, RIGHT),
-        (EXPORT, "`torch.export` of a model with sharded inputs", _export, RIGHT, ""),
+        (HIGHER, "`flex_attention`", _flex, FLEX, FLEX),
+        (EXPORT, "`torch.export` of a model with sharded inputs", _export, TRACED, ""),
         (EXPORT, "`torch.export` with plain inputs, run on sharded ones", _export_saved, RIGHT, ""),
         (EXPORT, "`fx.symbolic_trace`", _fx, RIGHT, ""),
-        (EXPORT, "`make_fx`", _make_fx, RIGHT, ""),
-        (EXPORT, "`jit.trace`", _jit, RIGHT, ""),
+        (EXPORT, "`make_fx`", _make_fx, TRACED, ""),
+        (EXPORT, "`jit.trace`", _jit, TRACED, ""),
         (EXPORT, "`jit.script`", _scripted, RIGHT, ""),
     ]
 ]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from ecosystem.case import RIGHT, Case, Setting, gradients, net, values
+from ecosystem.case import RIGHT, Case, Setting, net, values
+from ecosystem.distributed import SENT
 
 
 def _contracted(here: Setting) -> Any:
@@ -33,7 +33,11 @@ def _contracted_all(here: Setting) -> Any:
 
     x, y = here.cut(values(7, 4)), here.cut(values(7, 4, seed=1))
     expression = opt_einsum.contract_expression("nc,nc,cd,ne->de", (7, 4), (7, 4), (4, 5), (7, 4))
-    return expression(x, y, values(4, 5, seed=2), x), opt_einsum.contract("nc,nc->", x, y), opt_einsum.contract("nc->cn", x)
+    return (
+        expression(x, y, values(4, 5, seed=2), x),
+        opt_einsum.contract("nc,nc->", x, y),
+        opt_einsum.contract("nc->cn", x),
+    )
 
 
 def _rearranged(here: Setting) -> Any:
@@ -150,13 +154,37 @@ def _lit(here: Setting) -> Any:
 
 SECTION = "Packages"
 CASES = [
-    Case(SECTION, "`opt_einsum.contract`; compiled: with graph breaks, which its search for a path needs", _contracted, compiled=RIGHT, needs="opt_einsum"),
-    Case(SECTION, "`opt_einsum.contract`, a plain tensor first; compiled: with graph breaks", _contracted_plain_first, compiled=RIGHT, needs="opt_einsum"),
+    Case(
+        SECTION,
+        "`opt_einsum.contract`; compiled: with graph breaks, which its search for a path needs",
+        _contracted,
+        compiled=RIGHT,
+        needs="opt_einsum",
+    ),
+    Case(
+        SECTION,
+        "`opt_einsum.contract`, a plain tensor first; compiled: with graph breaks",
+        _contracted_plain_first,
+        compiled=RIGHT,
+        needs="opt_einsum",
+    ),
     Case(SECTION, "`opt_einsum.contract_expression`, sums over the cut dim", _contracted_all, needs="opt_einsum"),
-    Case(SECTION, "`einops`: `rearrange`, `reduce`, `repeat`, `einsum`, `pack`, `unpack`", _rearranged, compiled=RIGHT, needs="einops"),
+    Case(
+        SECTION,
+        "`einops`: `rearrange`, `reduce`, `repeat`, `einsum`, `pack`, `unpack`",
+        _rearranged,
+        compiled=RIGHT,
+        needs="einops",
+    ),
     Case(SECTION, "`einops.layers.torch`", _einops_layers, compiled=RIGHT, needs="einops"),
     Case(SECTION, "TensorBoard: `add_scalar(loss)`, `add_histogram(x.full_tensor())`", _board, needs="tensorboard"),
-    Case(SECTION, "Accelerate: `prepare`, `backward`, `clip_grad_norm_`", _accelerated, needs="accelerate", processes=True),
-    Case(SECTION, "Accelerate: `gather(loss)`", _accelerate_gathers, needs="accelerate", processes=True),
+    Case(
+        SECTION,
+        "Accelerate: `prepare`, `backward`, `clip_grad_norm_`",
+        _accelerated,
+        needs="accelerate",
+        processes=True,
+    ),
+    Case(SECTION, "Accelerate: `gather(loss)`", _accelerate_gathers, SENT, needs="accelerate", processes=True),
     Case(SECTION, "Lightning: `Trainer.fit`, `self.log(loss, prog_bar=True)`", _lit, needs="lightning", processes=True),
 ]

@@ -80,12 +80,22 @@ CASES = [
         f"`{name}`" + ("" if form == "default" else f", `{form}=True`"),
         _trained(name, form, in_blocks),
         compiled=RIGHT if form == "default" and name in ("SGD", "LBFGS") else "",
+        rtol=5e-2 if name == "Muon" else 1e-8,  # Muon's orthogonalisation computes in bfloat16
     )
     for kind, in_blocks in (("plain parameters", False), ("parameters in uneven blocks", True))
     for name, (_, _, forms) in OPTIMIZERS.items()
     for form in forms
 ]
+NO_SPARSE = (
+    "a sparse tensor has no blocks. Of the gradient of an embedding: leave out sparse=True and take an optimizer for "
+    "dense gradients; otherwise take full_tensor() of the inputs"
+)
 CASES += [
-    Case("Optimizers, plain parameters, three steps", "`SparseAdam`, `Embedding(sparse=True)`", _sparse(False)),
-    Case("Optimizers, parameters in uneven blocks, three steps", "`SparseAdam`, `Embedding(sparse=True)`", _sparse(True)),
+    Case(
+        f"Optimizers, {kind}, three steps",
+        "`SparseAdam`, `Embedding(sparse=True)`",
+        _sparse(in_blocks),
+        eager=NO_SPARSE,
+    )
+    for kind, in_blocks in (("plain parameters", False), ("parameters in uneven blocks", True))
 ]
