@@ -18,7 +18,7 @@ def control_flow_ops() -> list[Any]:
     return [higher_order.cond, higher_order.flex_attention, map_impl, scan_op, higher_order.while_loop]
 
 
-def tell_storages(sharded: type) -> None:
+def tell_storages(sharded: Any) -> None:
     """Have Dynamo take a sharded tensor's block for the memory that the arguments of a loop must not share.
 
     It asks before it calls the op, and raises for all tensors with tensors inside.
@@ -31,7 +31,7 @@ def tell_storages(sharded: type) -> None:
     def of_block(x: Any) -> Any:
         return storages_of(x._local_tensor if isinstance(x, sharded) else x)
 
-    _traced.get_tensor_storages = of_block
+    _traced.get_tensor_storages = of_block  # type: ignore[assignment]
 
 
 def run_regions_in_line(sharded: type) -> None:

@@ -45,6 +45,7 @@ def check_collective(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: dict
     group = named.get("group_name")
     if op.namespace in _FUNCTIONAL and group is None:
         return
+    x: Any
     for x in tensors_of([*args, *kwargs.values()]):
         if type(x) is cls and not (group and hold_the_same_block(x._spec.layout, ranks_of_group(group))):
             raise collective_refusal(str(op), x._spec.layout)

@@ -24,7 +24,7 @@ OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any], tuple[str, ..
     "Rprop": (optim.Rprop, {"lr": 0.1}, FORMS[:2]),
     "ASGD": (optim.ASGD, {"lr": 0.1}, FORMS[:2]),
     "Adafactor": (optim.Adafactor, {"lr": 0.1}, FORMS[:2]),
-    "Muon": (optim.Muon, {"lr": 0.1}, FORMS[:1]),
+    "Muon": (optim.Muon, {"lr": 0.01}, FORMS[:1]),
     "LBFGS": (optim.LBFGS, {"lr": 0.1, "max_iter": 4, "line_search_fn": "strong_wolfe"}, FORMS[:1]),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,13 +22,17 @@ COMPILED_ON_EVERY_PUSH = {
 EAGER_AT_NIGHT = ("`foreach=True`", "`fused=True`")
 
 
-def rows(compiled: bool, ranks: int, processes: bool) -> Iterator[Any]:
+def rows(compiled: bool, ranks: int, processes: bool) -> list[Any]:
     """Parameters of a test: the names of the cases that run so."""
-    for name, case in CASES.items():
-        if (case.ranks, case.processes) != (ranks, processes) or not (case.compiled if compiled else case.eager):
-            continue
-        often = name in COMPILED_ON_EVERY_PUSH if compiled else not any(w in name for w in EAGER_AT_NIGHT)
-        yield pytest.param(name, marks=() if often else pytest.mark.nightly, id=name.replace("::", ":"))
+
+    def runs_often(name: str) -> bool:
+        return name in COMPILED_ON_EVERY_PUSH if compiled else not any(w in name for w in EAGER_AT_NIGHT)
+
+    return [
+        pytest.param(name, marks=() if runs_often(name) else pytest.mark.nightly)
+        for name, case in CASES.items()
+        if (case.ranks, case.processes) == (ranks, processes) and (case.compiled if compiled else case.eager)
+    ]
 
 
 def check(name: str, compiled: bool) -> None:
