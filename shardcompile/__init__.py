@@ -13,6 +13,9 @@ from shardcompile.api import register_sharding as register_sharding
 from shardcompile.api import scatter_tensor as scatter_tensor
 from shardcompile.api import zeros as zeros
 from shardcompile.caches import tag_compiler_caches
+from shardcompile.contractions import einsum as einsum
+from shardcompile.contractions import tensordot as tensordot
+from shardcompile.contractions import transpose as transpose
 from shardcompile.errors import CollectiveError as CollectiveError
 from shardcompile.errors import LayoutError as LayoutError
 from shardcompile.errors import PassError as PassError

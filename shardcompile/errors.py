@@ -39,3 +39,15 @@ class PassError(ShardError):
 
 class DivergenceError(ShardError):
     """Ranks do not do the same, or one of them has died, so that others would wait without end."""
+
+
+def refusal(call: str, given: str, why: str, way_out: str) -> UnsupportedOpError:
+    """The error with which a call is refused: what was called, on which layouts, why not, and what to do instead.
+
+    Args:
+        call: the op or function, as the user knows it.
+        given: the layouts that it met.
+        why: a clause.
+        way_out: a sentence without its full stop.
+    """
+    return UnsupportedOpError(f"{call} of {given}: {why}. {way_out}")

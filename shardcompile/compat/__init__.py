@@ -78,6 +78,7 @@ __all__ = [
     "is_fake",
     "is_specialised",
     "is_traced",
+    "is_transforming",
     "is_unbacked",
     "keep_first_proxies",
     "keep_from_dynamo",
@@ -89,6 +90,7 @@ __all__ = [
     "note_input_size",
     "noted",
     "once_in_trace",
+    "outside_transforms",
     "process_group",
     "refusing_unknown_shapes",
     "register_work",
@@ -524,6 +526,20 @@ def give_storage(x: torch.Tensor) -> None:
     """
     like = torch.Tensor._make_wrapper_subclass(type(x), x.shape, dtype=x.dtype, device=x.device, storage_size=1)
     share_storage(x, like)
+
+
+def is_transforming() -> bool:
+    """Whether a transform of `torch.func` is going on: vmap, grad, jvp and what is made of them."""
+    return torch._C._are_functorch_transforms_active()  # 2.11 - 2.15
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Compute as if no transform of `torch.func` were going on, which would wrap what is made."""
+    if not is_transforming():
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # 2.11 - 2.15
+
+    return temporarily_clear_interpreter_stack()
 
 
 def untraced() -> contextlib.AbstractContextManager[Any]:

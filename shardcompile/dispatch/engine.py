@@ -27,6 +27,7 @@ from shardcompile.dispatch.attention import ATTENTION_OPS
 from shardcompile.dispatch.choice import Choice, OutputPlan, choose, whole_plan
 from shardcompile.dispatch.copied_views import WATCHED, follow, note_write
 from shardcompile.dispatch.decompositions import DECOMPOSITIONS, NOT_DECOMPOSED
+from shardcompile.dispatch.foreign import check_collective
 from shardcompile.dispatch.global_meta import global_meta, tensors_of
 from shardcompile.dispatch.handlers import Handlers
 from shardcompile.dispatch.index_range import INDEXED, check_indices
@@ -296,6 +297,7 @@ def _wrap_all(cls: type, out: Any, specs: Sequence[Any]) -> Any:
 
 
 def _decide(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
+    check_collective(cls, op, args, kwargs)
     if op in ATTENTION_OPS:
         return _Composed(ATTENTION_OPS[op])
     listwise = listwise_form(op)
@@ -731,7 +733,9 @@ class _Gathered(_Entry):
             return out
         if out.layout is not torch.strided:
             raise UnsupportedOpError(
-                f"{self.op} gives a {out.layout} tensor, which cannot be sharded; take full_tensor() of its inputs"
+                f"{self.op} gives a {out.layout} tensor, and a sparse tensor has no blocks. Of the gradient of an "
+                "embedding: leave out sparse=True and take an optimizer for dense gradients; otherwise take "
+                "full_tensor() of the inputs"
             )
         for size in out.shape:
             compat.stands_for_itself(size)

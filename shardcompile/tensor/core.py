@@ -25,6 +25,8 @@ from shardcompile.tensor.autograd import FromLocal, Promote, ToLocal, gradient_l
 from shardcompile.tensor.bags import embedding_bag
 from shardcompile.tensor.borders import pad
 from shardcompile.tensor.cumulative import cumprod
+from shardcompile.tensor.foreign import check_convertible, guard_wrappers
+from shardcompile.tensor.higher_order import teach_higher_order_ops
 from shardcompile.tensor.metadata import (
     Metadata,
     block_hints,
@@ -133,19 +135,24 @@ class ShardTensor(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
         flat = self._flat
         if flat is None:
-            metadata = metadata_of(self._spec.layout)
-            names = ["_local_tensor", "_cut_keys"] if metadata.dynamic_dims else ["_local_tensor"]
-            flat = self._flat = (names, metadata)
-            # Parameters are static, and so is a tensor inside a trace already.
-            plain = self._holds_values
-            self._may_vary = plain and bool(metadata.cuts) and not getattr(self, "_is_param", False)
-            if self._may_vary:
-                self._local_tensor = with_stated_strides(self._local_tensor, self._spec)
-            if plain and 0 in self._spec.shape:
-                compat.give_storage(self)
+            # Dynamo may come to an input as late as inside of a transform of torch.func.
+            with compat.outside_transforms():
+                flat = self._flat = self._first_flattened()
         if self._may_vary and compat.is_compiling():
             self._prepare_trace(flat[1])
         return flat
+
+    def _first_flattened(self) -> tuple[list[str], Metadata]:
+        """The parts, and what is settled once for each tensor."""
+        metadata = metadata_of(self._spec.layout)
+        # Parameters are static, and so is a tensor inside a trace already.
+        plain = self._holds_values
+        self._may_vary = plain and bool(metadata.cuts) and not getattr(self, "_is_param", False)
+        if self._may_vary:
+            self._local_tensor = with_stated_strides(self._local_tensor, self._spec)
+        if plain and 0 in self._spec.shape:
+            compat.give_storage(self)
+        return ["_local_tensor", "_cut_keys"] if metadata.dynamic_dims else ["_local_tensor"], metadata
 
     def _prepare_trace(self, metadata: Metadata) -> None:
         """Have a trace that is starting treat sharded extents, blocks and keys as dynamic."""
@@ -159,7 +166,8 @@ class ShardTensor(torch.Tensor):
     def _cut_keys(self) -> Tensor:
         if self._keys is None:
             layout = self._spec.layout
-            self._keys = keys_tensor(layout, metadata_of(layout), self._local_tensor)
+            with compat.outside_transforms() if self._holds_values else contextlib.nullcontext():
+                self._keys = keys_tensor(layout, metadata_of(layout), self._local_tensor)
         return self._keys
 
     @_cut_keys.setter
@@ -281,7 +289,8 @@ class ShardTensor(torch.Tensor):
         if kwargs:
             also_mesh, also_plain = _survey(cls, kwargs.values())
             mesh, plain = mesh or also_mesh, plain or also_plain
-        if plain and mesh is not None and func not in _TAKES_LEAVES:
+        # A transform of torch.func differentiates what it has wrapped itself, and puts no gradient into a plain tensor.
+        if plain and mesh is not None and func not in _TAKES_LEAVES and not compat.is_transforming():
             args = tuple(_promoted(cls, mesh, a) for a in args)
             kwargs = {k: _promoted(cls, mesh, a) for k, a in kwargs.items()}
         return args, kwargs
@@ -387,7 +396,12 @@ class ShardTensor(torch.Tensor):
 
     @classmethod
     def from_dtensor(cls, x: Any) -> ShardTensor:
-        """A DTensor as a ShardTensor; no data moves. Differentiable."""
+        """A DTensor as a ShardTensor; no data moves. Differentiable.
+
+        Raises:
+            UnsupportedOpError: its blocks lie in an order that ShardTensor does not have, or are sharded themselves.
+        """
+        check_convertible(x, cls)
         placements = normalize_placements(x.placements, x.device_mesh, x.ndim)
         layout = Layout.chunked(x.device_mesh, placements, tuple(x.shape), x.dtype)
         return FromLocal.apply(x.to_local(), cls, Spec.of(layout, tuple(x.stride())))
@@ -764,6 +778,8 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 }
 
 checkpoint.teach(ShardTensor)
+guard_wrappers(ShardTensor)
+_FUNCTIONS |= teach_higher_order_ops(ShardTensor)
 compat.let_comm_debug_mode_see_through(ShardTensor)
 compat.keep_from_dynamo(ShardTensor.__torch_function__.__func__)  # type: ignore[attr-defined]
 compat.keep_from_dynamo(dispatch)

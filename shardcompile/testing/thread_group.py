@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from shardcompile.compat import one_process as rank_state
+from shardcompile.dispatch.foreign import collective_refusal
+from shardcompile.tensor.core import ShardTensor
 from shardcompile.testing import meetings
 from shardcompile.testing.meetings import Meeting, MeetingError, Message, Part, Room
 from shardcompile.testing.turns import Turns
@@ -192,6 +194,7 @@ class ThreadGroup(_Base):  # type: ignore[misc]
 
     def _joined(self, part: Part, run: Callable[[Sequence[Part]], None]) -> Work:
         _refuse_other_devices([*part.given, *part.taken])
+        _refuse_sharded(part.told, [*part.given, *part.taken])
         number, meeting = self._room.join(self._rank, part, run)
 
         def what() -> str:
@@ -205,11 +208,13 @@ class ThreadGroup(_Base):  # type: ignore[misc]
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int = 0) -> Work:
         _refuse_other_devices(tensors)
+        _refuse_sharded("send", tensors)
         message = self._room.send(self._rank, target, tag, tensors[0])
         return ThreadWork(self, message, lambda: self._way("to send", tensors[0], target, tag))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
         _refuse_other_devices(tensors)
+        _refuse_sharded("recv", tensors)
         message = self._room.receive(source, self._rank, tag, tensors[0])
         return ThreadWork(self, message, lambda: self._way("to receive", tensors[0], source, tag))
 
@@ -232,6 +237,13 @@ def _refuse_other_devices(tensors: Sequence[Tensor]) -> None:
             f"ranks in one process exchange tensors on the CPU, got one on {other}; take processes: "
             "@pytest.mark.ranks(...) without processes=False, LocalRanks(n)"
         )
+
+
+def _refuse_sharded(told: str, tensors: Sequence[Tensor]) -> None:
+    """Raise what a collective of a process's group raises, through the dispatch of its op."""
+    for x in tensors:
+        if isinstance(x, ShardTensor):
+            raise collective_refusal(told, x.sharding)
 
 
 def _refuse_reduction(tensors: Sequence[Tensor]) -> None:

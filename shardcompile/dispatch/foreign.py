@@ -1,0 +1,62 @@
+"""Where sharded tensors meet what others do with their blocks: collectives of torch, DTensor, DDP, FSDP.
+
+What others do with the block of each rank alike is right along mesh dims whose ranks hold the same block. Across ranks
+that hold different blocks it would mix up elements of different places, so it is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.tensor.placement_types import Replicate
+
+from shardcompile.compat import OpOverload
+from shardcompile.compat.wrappers import ranks_of, ranks_of_group
+from shardcompile.dispatch.global_meta import tensors_of
+from shardcompile.errors import UnsupportedOpError, refusal
+from shardcompile.layout import Layout
+
+_IN_PLACE = {"c10d", "fsdp"}
+"""Namespaces of collectives that write to their arguments, and of what prepares memory for them."""
+
+_FUNCTIONAL = {"_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d_functional"}
+"""Namespaces of collectives that name their group, and of ops, such as waiting, that send nothing and name none."""
+
+
+def hold_the_same_block(layout: Layout, ranks: Sequence[int]) -> bool:
+    """Whether all of these ranks that are in the mesh of a layout hold the same block, and all of it."""
+    places = itertools.product(*map(range, layout.mesh.shape))
+    cutting = [m for m, p in enumerate(layout.placements) if not isinstance(p, Replicate)]
+    block_of = {r: tuple(place[m] for m in cutting) for r, place in zip(ranks_of(layout.mesh), places, strict=True)}
+    return len({block_of[r] for r in ranks if r in block_of}) <= 1
+
+
+def check_collective(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Refuse a collective of torch's across ranks that hold different blocks.
+
+    Raises:
+        UnsupportedOpError: on all ranks alike.
+    """
+    if op.namespace not in _IN_PLACE | _FUNCTIONAL:
+        return
+    named = {a.name: v for a, v in zip(op._schema.arguments, args, strict=False)} | kwargs
+    group = named.get("group_name")
+    if op.namespace in _FUNCTIONAL and group is None:
+        return
+    x: Any
+    for x in tensors_of([*args, *kwargs.values()]):
+        if type(x) is cls and not (group and hold_the_same_block(x._spec.layout, ranks_of_group(group))):
+            raise collective_refusal(str(op), x._spec.layout)
+
+
+def collective_refusal(name: str, layout: Layout) -> UnsupportedOpError:
+    """The error for a collective of torch's that is given a sharded tensor."""
+    return refusal(
+        name,
+        layout.describe(),
+        "it would send each rank's block as if that were the whole tensor",
+        "x.full_tensor() is all of it, on every rank; x.redistribute(placements=...) gives another layout; to send "
+        "this rank's block as such, take x.to_local()",
+    )

@@ -1,0 +1,91 @@
+"""What torch's own wrappers may do with sharded tensors: DTensor, DDP, FSDP1 and FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.tensor.placement_types import Replicate
+
+from shardcompile.compat.wrappers import ask_before_wrapping, is_strided_shard, ranks_of
+from shardcompile.dispatch.foreign import hold_the_same_block
+from shardcompile.errors import refusal
+
+
+def guard_wrappers(sharded: type) -> None:
+    """Have torch's wrappers refuse sharded tensors where they would take a block for something else.
+
+    Args:
+        sharded: the class of sharded tensors.
+    """
+
+    def as_block(block: Any, mesh: Any) -> None:
+        """Over ranks that hold the same block a DTensor may have it: its collectives stay among them."""
+        if isinstance(block, sharded) and not hold_the_same_block(block._spec.layout, ranks_of(mesh)):  # type: ignore[attr-defined]
+            raise refusal(
+                f"DTensor.from_local over {mesh}",
+                block._spec.layout.describe(),  # type: ignore[attr-defined]
+                "these ranks hold different blocks of it, and a DTensor would take each for the whole of a block of "
+                "its own. The styles of parallelize_module wrap their inputs so",
+                "Pass x.to_dtensor() where the cut is torch.chunk's (redistribute with sharding_shapes gives that), "
+                "x.full_tensor() for Replicate(), or parallelize over another mesh dim than the one that cuts x",
+            )
+
+    def as_whole(tensor: Any) -> None:
+        if isinstance(tensor, sharded):
+            raise refusal(
+                "DTensor's distribute_tensor",
+                tensor._spec.layout.describe(),  # type: ignore[attr-defined]
+                "it takes the whole tensor",
+                "Pass x.full_tensor(), or convert by x.to_dtensor()",
+            )
+
+    def as_parameter(parameter: Any, wrapper: str) -> None:
+        if isinstance(parameter, sharded):
+            raise refusal(
+                wrapper,
+                f"a parameter in blocks, {parameter._spec.layout.describe()}",  # type: ignore[attr-defined]
+                "it would cut, bucket or average this rank's block as if that were the whole parameter",
+                "Parameters in blocks get complete gradients without a wrapper; exclude them from it (ignored_params "
+                "of fully_shard, ignored_states of FSDP, modules outside of the one that DDP wraps), or leave them "
+                "plain and let the wrapper cut them",
+            )
+
+    def as_input(x: Any, tracer: str) -> None:
+        """AOTAutograd, which `torch.compile` uses, traces blocks and sizes; other tracers only know whole tensors."""
+        if isinstance(x, sharded):
+            raise refusal(
+                f"{tracer}, which torch.export and torch.func.linearize use as well,"
+                if tracer == "make_fx"
+                else tracer,
+                x._spec.layout.describe(),  # type: ignore[attr-defined]
+                "it would take blocks for constants of the graph",
+                "torch.compile captures sharded tensors as one graph; a graph that torch.export has made of plain "
+                "tensors runs on sharded ones",
+            )
+
+    ask_before_wrapping(as_block, as_whole, as_parameter, as_input)
+
+
+def check_convertible(x: Any, sharded: type) -> None:
+    """Refuse a DTensor that no sharded tensor stands for.
+
+    Raises:
+        UnsupportedOpError: on all ranks alike.
+    """
+    given = f"a DTensor of shape {tuple(x.shape)} with placements {list(x.placements)} on {x.device_mesh}"
+    if isinstance(x.to_local(), sharded):
+        raise refusal(
+            "from_dtensor",
+            given,
+            "its blocks are sharded tensors themselves, over other ranks",
+            "Take x.full_tensor() or x.redistribute(...).to_local(), which is a ShardTensor",
+        )
+    if any(is_strided_shard(p) for p in x.placements):
+        whole = [Replicate() if is_strided_shard(p) else p for p in x.placements]
+        raise refusal(
+            "from_dtensor",
+            given,
+            "its blocks lie in another order than that of the mesh dims, as those of parameters do that FSDP2 cuts "
+            "once more after tensor parallelism",
+            f"First x.redistribute(placements={whole})",
+        )

@@ -1,0 +1,49 @@
+"""Higher-order ops on sharded tensors: regions run in line, control flow is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils._pytree import tree_leaves
+
+from shardcompile.compat.higher_order import control_flow_ops, run_regions_in_line, tell_storages
+from shardcompile.errors import UnsupportedOpError, refusal
+
+
+def control_flow_refusal(name: str, x: Any) -> UnsupportedOpError:
+    """The error for control flow, or flex attention, on a sharded tensor."""
+    way_out = {
+        "cond": "torch.where computes both branches; a Python `if` on a plain value that is the same on every rank is "
+        "compiled as one of them",
+        "while_loop": "A Python loop over a number of steps is unrolled",
+        "scan": "A Python loop along a whole dim is unrolled; cumsum and the other cumulative ops work along any dim, "
+        "torch._higher_order_ops.associative_scan along whole ones",
+        "map_impl": "torch.vmap, or a Python loop along a whole dim, does the same",
+        "flex_attention": "scaled_dot_product_attention takes sharded tensors, and a mask or bias as attn_mask",
+    }
+    return refusal(
+        name.removesuffix("_impl"),
+        x._spec.layout.describe(),
+        "torch traces its function on tensors that have no layout",
+        f"{way_out[name]}; or run it on blocks by shardcompile.local_map",
+    )
+
+
+def teach_higher_order_ops(sharded: type) -> dict[Any, Callable[..., Any]]:
+    """Have Dynamo and AOTAutograd treat sharded tensors in higher-order ops as said above.
+
+    Args:
+        sharded: the class of sharded tensors.
+
+    Returns:
+        What `__torch_function__` is to do for these ops.
+    """
+    tell_storages(sharded)
+    run_regions_in_line(sharded)
+
+    def refuse(op: Any, *args: Any, **kwargs: Any) -> Any:
+        x = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, sharded))
+        raise control_flow_refusal(op.__name__, x)
+
+    return dict.fromkeys(control_flow_ops(), refuse)

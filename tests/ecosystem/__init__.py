@@ -1,0 +1,12 @@
+"""Rows of docs/ecosystem.md, and what they run."""
+
+from __future__ import annotations
+
+from ecosystem import distributed, functional, libraries, optimizers, training
+from ecosystem.case import Case
+
+CASES: dict[str, Case] = {
+    f"{case.section}: {case.feature}": case
+    for module in (training, optimizers, functional, distributed, libraries)
+    for case in module.CASES
+}

@@ -1,0 +1,54 @@
+"""Writes the table of docs/ecosystem.md: ``python tests/ecosystem_table.py`` after a change of tests/ecosystem."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ecosystem import CASES
+from ecosystem.case import RIGHT
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "ecosystem.md"
+START, END = "<!-- table -->\n", "<!-- end of table -->\n"
+
+
+def table() -> str:
+    """All sections."""
+    lines: list[str] = []
+    for section in dict.fromkeys(case.section for case in CASES.values()):
+        lines += ["", f"### {section}", "", "| | eager | compiled |", "|---|---|---|"]
+        lines += [
+            f"| {case.feature} | {_told(case.eager)} | {_told(case.compiled)} |"
+            for case in CASES.values()
+            if case.section == section
+        ]
+    return "\n".join([*lines[1:], "", *_notes(), ""])
+
+
+def _told(expected: str) -> str:
+    if expected in ("", RIGHT):
+        return expected
+    return f"refused ({_refusals().index(expected) + 1})"
+
+
+def _refusals() -> list[str]:
+    told = [t for case in CASES.values() for t in (case.eager, case.compiled) if t not in ("", RIGHT)]
+    return list(dict.fromkeys(told))
+
+
+def _notes() -> Iterator[str]:
+    yield "### What the refusals say"
+    yield ""
+    for number, text in enumerate(_refusals(), 1):
+        yield f"{number}. {text}."
+
+
+def written(page: str) -> str:
+    """The page with the table as it should be."""
+    before, _, rest = page.partition(START)
+    _, _, after = rest.partition(END)
+    return before + START + table() + END + after
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
