@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -177,6 +178,28 @@ def killed_between_collectives(mesh: DeviceMesh, rank: int) -> None:
         x.full_tensor()
         if rank == 2 and i == 300:
             die()
+
+
+@scene
+def killed_while_saving(mesh: DeviceMesh, rank: int) -> None:
+    """Into $SCENE_FOLDER. Files of the second checkpoint are there, but it is not complete."""
+    x = points(mesh, rank)
+    folder = os.environ["SCENE_FOLDER"]
+    dcp.save({"x": x}, checkpoint_id=f"{folder}/1")
+    whole = x.full_tensor()
+    if rank == 0:
+        torch.save(whole, f"{folder}/whole.pt")
+    write = dcp.FileSystemWriter.write_data
+
+    def write_and_die(*args: Any) -> Any:
+        written = write(*args)
+        if rank == 2:
+            written.wait()
+            die()
+        return written
+
+    dcp.FileSystemWriter.write_data = write_and_die  # type: ignore[method-assign]
+    dcp.save({"x": x * 2}, checkpoint_id=f"{folder}/2")
 
 
 # Calls that differ

@@ -71,7 +71,7 @@ def drawn(number: int, ranks: int, side: str) -> tuple[Tensor, Tensor]:
     """The full values of a draw, and them in a layout for a number of ranks."""
     choose = random.Random(number)
     shape = [choose.choice([0, 1, 2, 3, 7, 8]) for _ in range(choose.randint(1, 3))]
-    full = values(shape, choose.choice(DTYPES[:5]), number)
+    full = values(shape, choose.choice(DTYPES), number)
     choose = random.Random(f"{number} {side}")
     return full, laid_out(full, random_mesh(ranks, choose), choose)
 
@@ -110,6 +110,13 @@ def test_what_any_ranks_save_any_others_load(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         worlds = {n: stack.enter_context(LocalRanks(n, processes=False)) for n in (1, 2, 3, 4)}
         check_draws(tmp_path, range(160), worlds)
+
+
+@pytest.mark.nightly
+def test_a_thousand_random_checkpoints(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        worlds = {n: stack.enter_context(LocalRanks(n, processes=False)) for n in (1, 2, 3, 4)}
+        check_draws(tmp_path, range(1000, 2000), worlds)
 
 
 def test_an_empty_block_does_not_hide_the_one_behind_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 pytestmark = pytest.mark.rank_processes  # each scene has ranks of its own
 
@@ -32,6 +36,7 @@ TOLD = {
     "killed_where_the_store_is": f"(rank 0 {DIED}|store .* rank 0 unless a launcher does).*rank [12] waits .*in {GATHER}",
     "killed_inside_a_collective": f"rank 1 {DIED} .*rank [02] waits for it in {GATHER}",
     "killed_between_collectives": f"rank 2 {DIED} .*rank [01] waits for it in {GATHER}",
+    "killed_while_saving": f"rank 2 {DIED}.*rank [01] waits for it in a collective that is not shardcompile's",
     "other_layout": rf"rank [01] has {GATHER}.*rank 2 has .*in blocks of 2,1,4",
     "other_dtype": rf"rank [01] has {GATHER}.*rank 2 has all_gather_v of float32",
     "other_dtype_of_a_sum": rf"rank [01] has {SUM}.*rank 2 has all_reduce \(sum\) of float32",
@@ -57,6 +62,7 @@ BY_DAY = (
     "raises_before",
     "killed_where_the_store_is",
     "killed_inside_a_collective",
+    "killed_while_saving",
     "other_shape_of_a_sum",
     "skipped_call",
     "another_call_beside_a_compiled_sum",
@@ -67,9 +73,10 @@ BY_DAY = (
 def played(names: list[str], folder: Path) -> dict[str, Any]:
     results = folder / "results.json"
     script = Path(__file__).parents[1] / "divergence_scenes.py"
-    subprocess.run([sys.executable, str(script), str(results), *names], check=True, timeout=400)
+    environment = os.environ | {"SCENE_FOLDER": str(folder)}
+    subprocess.run([sys.executable, str(script), str(results), *names], check=True, timeout=400, env=environment)
     found: dict[str, Any] = json.loads(results.read_text())
-    return found
+    return found | {"folder": folder}
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +113,17 @@ def check(name: str, found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", BY_DAY)
 def test_every_rank_is_told(name: str, by_day: dict[str, Any]) -> None:
     check(name, by_day[name])
+
+
+def test_a_rank_that_is_killed_while_it_saves_leaves_the_checkpoint_before_it(by_day: dict[str, Any]) -> None:
+    folder = by_day["folder"]
+    whole = torch.load(folder / "whole.pt")
+    target = {"x": torch.zeros_like(whole)}
+    dcp.load(target, checkpoint_id=folder / "1", no_dist=True)
+    assert torch.equal(target["x"], whole)
+    assert list((folder / "2").glob("*.distcp")), "it was killed too early to show anything"
+    with pytest.raises(CheckpointException, match="metadata"):
+        dcp.load(target, checkpoint_id=folder / "2", no_dist=True)
 
 
 @pytest.mark.nightly
