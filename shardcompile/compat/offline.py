@@ -34,6 +34,42 @@ def fake_tensors() -> contextlib.AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+@contextlib.contextmanager
+def modules_with_fake_parameters() -> Iterator[None]:
+    """Inside of it ``module.to(...)``, ``.cuda()``, ``.half()`` and so on work on modules of fake tensors.
+
+    Torch would swap the new parameter with the old one, which it cannot where something refers to that weakly, as
+    whatever makes fake tensors does. Here the module gets new ones; a parameter that modules share stays shared.
+    """
+    apply = torch.nn.Module._apply  # 2.11 - 2.15
+    converted: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
+
+    def new(parameter: torch.nn.Parameter, convert: Callable[..., Any]) -> torch.nn.Parameter:
+        with torch.no_grad():
+            value = convert(parameter)
+        if value is parameter:
+            return parameter
+        if converted.get(id(parameter), (None,))[0] is not parameter:
+            converted[id(parameter)] = parameter, torch.nn.Parameter(value, parameter.requires_grad)
+        return converted[id(parameter)][1]
+
+    def apply_to_fake(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> torch.nn.Module:
+        if not any(isinstance(p, FakeTensor) for p in self._parameters.values()):
+            return apply(self, fn, recurse)
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                self._parameters[name] = new(parameter, fn)
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = fn(buffer)
+        return self
+
+    with mock.patch.object(torch.nn.Module, "_apply", apply_to_fake):
+        yield
+
+
 def fake_inputs_as_real_ones() -> contextlib.AbstractContextManager[Any]:
     """Inside of it a trace gives the dims of `fake_tensors` symbols as it does for others, with their hints.
 

@@ -207,7 +207,8 @@ def _run_passes(graph: GraphModule, pipeline: Pipeline, inductor: bool, is_infer
 
 def _built(world: OfflineWorld, build: Build) -> tuple[Callable[..., Any], Sequence[Any]]:
     try:
-        with _torch.as_in_a_compilation(), _torch.fake_tensors(), torch.device(world.device):
+        modules = _torch.modules_with_fake_parameters()
+        with modules, _torch.as_in_a_compilation(), _torch.fake_tensors(), torch.device(world.device):
             fn, inputs = build(world.mesh)
     except compat.UNKNOWN_OUTPUT_SHAPE as error:
         raise OfflineError(

@@ -303,6 +303,25 @@ def test_autocast_is_on() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_modules_are_moved_and_converted_as_people_write_it(device: str) -> None:
+    """Parameters that two modules share stay shared, and types are those that were asked for."""
+    seen: list[Any] = []
+
+    def build(mesh: DeviceMesh) -> tuple[Callable[..., Any], Sequence[Any]]:
+        first, last = nn.Linear(CHANNELS, CHANNELS), nn.Linear(CHANNELS, CHANNELS)
+        last.weight = first.weight
+        model = nn.Sequential(first, nn.BatchNorm1d(CHANNELS), last).to(mesh.device_type)
+        model = model.to(mesh.device_type, torch.bfloat16)
+        seen[:] = [last.weight is first.weight, {p.dtype for p in model.parameters()}, model[1].running_mean.dtype]
+        x = sc.randn(9, CHANNELS, device_mesh=mesh, placements=[Shard(0)], dtype=torch.bfloat16)
+        return lambda x: model[2](model[0](x)).square().mean(), (x,)
+
+    with offline_world(4, device=device) as world:
+        trace_step(world, build)
+    assert seen == [True, {torch.bfloat16}, torch.bfloat16]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_dtensors_are_traced(device: str) -> None:
     def build(mesh: DeviceMesh) -> Any:
         x = DTensor.from_local(torch.randn(3, CHANNELS), mesh, [Shard(0)])
