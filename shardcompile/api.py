@@ -304,7 +304,7 @@ def local_map(
     """Run a function of plain tensors on the blocks.
 
     Args:
-        func: gets this rank's blocks, returns blocks.
+        func: gets this rank's blocks, and keyword arguments as they are; returns blocks.
         out_placements: placements of the result, or a tuple of them for several results. A result that is sharded is
             taken to be cut like the inputs that the same mesh dims cut, of which all must be cut alike.
         in_placements: required placements of each argument, None for what is no sharded tensor.
@@ -315,13 +315,19 @@ def local_map(
         LayoutError: an input is placed otherwise, or the cut of a result does not follow from any input.
     """
 
-    def mapped(*args: Any) -> Any:
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        for name, value in kwargs.items():
+            if isinstance(value, ShardTensor):
+                raise LayoutError(
+                    f"local_map: {name} is a sharded tensor ({value.sharding.describe()}) and given by name; "
+                    "placements are those of positional arguments, so give it as one"
+                )
         wanted = [None] * len(args) if in_placements is None else in_placements
         placed = [
             _placed(a, w, redistribute_inputs) if isinstance(a, ShardTensor) and w is not None else a
             for a, w in zip(args, wanted, strict=True)
         ]
-        results = func(*[a.to_local() if isinstance(a, ShardTensor) else a for a in placed])
+        results = func(*[a.to_local() if isinstance(a, ShardTensor) else a for a in placed], **kwargs)
         several = isinstance(results, tuple)
         sources = [a for a in placed if isinstance(a, ShardTensor)]
         outs = results if several else (results,)

@@ -95,7 +95,7 @@ def dispatch(
         entry = None
     if entry is None:
         if op in Handlers.ops:
-            return Handlers.ops[op](op, types, args, kwargs)
+            return Handlers.ops[op](*args, **kwargs)
         entry = _decide(cls, op, args, kwargs)
         _remember(cls, key, entry, args, kwargs)
         out = entry.run(cls, args, kwargs)

@@ -12,11 +12,17 @@ class Handlers:
     """Registries of user handlers.
 
     Attributes:
-        ops: by aten or custom op overload, called in place of dispatch as ``handler(op, types, args, kwargs)``.
+        ops: by aten or custom op overload, called in place of dispatch as the op: ``handler(*args, **kwargs)``.
         functions: by Python function, called above autograd as ``handler(func, types, args, kwargs)``.
-        names: the same, by the function's qualified name, for functions that are made anew on every call.
+        names: the same, by the function's qualified name, or that of an op, such as ``my_lib.my_op.default``.
     """
 
     ops: ClassVar[dict[Any, Handler]] = {}
     functions: ClassVar[dict[Any, Handler]] = {}
     names: ClassVar[dict[str, Handler]] = {}
+
+    @staticmethod
+    def of_function(function: Any) -> Handler | None:
+        """The handler of what a tensor's `__torch_function__` is called with."""
+        found = Handlers.functions.get(function) or Handlers.names.get(getattr(function, "__qualname__", ""))
+        return found or (Handlers.names.get(str(function)) if Handlers.names else None)

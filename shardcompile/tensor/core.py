@@ -262,7 +262,7 @@ class ShardTensor(torch.Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if _FUNCTION_HANDLERS or _NAMED_HANDLERS:
-            handler = _FUNCTION_HANDLERS.get(func) or _NAMED_HANDLERS.get(getattr(func, "__qualname__", ""))
+            handler = Handlers.of_function(func)
             if handler is not None:
                 return handler(func, types, args, kwargs or {})
         special = _FUNCTIONS.get(func)
@@ -495,7 +495,7 @@ class ShardTensor(torch.Tensor):
 
     @staticmethod
     def register_dispatch_handler(op: Any, handler: Callable[..., Any]) -> None:
-        """Have ``handler(op, types, args, kwargs)`` run in place of our dispatch of `op`, below autograd."""
+        """Have ``handler(*args, **kwargs)`` run in place of our dispatch of `op`, below autograd."""
         Handlers.ops[op] = handler
         clear_cache()
 
@@ -506,7 +506,12 @@ class ShardTensor(torch.Tensor):
 
     @staticmethod
     def register_named_function_handler(name: str, handler: Callable[..., Any]) -> None:
-        """As `register_function_handler`, for functions known by their qualified name only."""
+        """As `register_function_handler`, for functions and ops that are known by name only.
+
+        Args:
+            name: the qualified name of a Python function, or of an op's overload, ``my_lib.my_op.default``.
+            handler: called as ``handler(func, types, args, kwargs)``.
+        """
         Handlers.names[name] = handler
 
 

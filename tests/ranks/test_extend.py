@@ -97,25 +97,27 @@ def test_handlers_run_in_place_of_ours(compiled: bool) -> None:
     x = sharded(torch.randn(7, 2))
     seen = []
 
-    def dispatch_handler(op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        seen.append(str(op))
-        return args[0].neg()
+    def dispatch_handler(x: Any) -> Any:
+        seen.append("floor")
+        return x.neg()
 
     def function_handler(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         seen.append(func.__name__)
-        return args[0]
+        return args[0] * 3 if func is torch.ops.aten.trunc.default else args[0]
 
     sc.ShardTensor.register_dispatch_handler(torch.ops.aten.floor.default, dispatch_handler)
     sc.ShardTensor.register_function_handler(torch.ceil, function_handler)
-    sc.ShardTensor.register_named_function_handler("Tensor.nowhere", function_handler)
+    sc.ShardTensor.register_named_function_handler("aten.trunc.default", function_handler)
     try:
         floor = maybe_compiled(torch.floor, compiled)
         torch.testing.assert_close(floor(x).to_local(), -x.to_local())
         ceil = maybe_compiled(lambda x: torch.ceil(x) * 2, compiled)
         torch.testing.assert_close(ceil(x).to_local(), x.to_local() * 2)
+        trunc = maybe_compiled(torch.ops.aten.trunc.default, compiled)
+        torch.testing.assert_close(trunc(x).to_local(), x.to_local() * 3)
     finally:
         Handlers.ops.clear(), Handlers.functions.clear(), Handlers.names.clear()
-    assert set(seen) == {"aten.floor.default", "ceil"}
+    assert set(seen) == {"floor", "ceil", "trunc.default"}
 
 
 @pytest.mark.ranks(3, processes=False)
@@ -134,6 +136,13 @@ def test_local_map_around_a_local_kernel(compiled: bool) -> None:
     torch.testing.assert_close(out.full_tensor(), 2 * full)
     out.sum().backward()
     torch.testing.assert_close(x.grad.full_tensor(), torch.full_like(full, 2.0))
+
+    named = sc.local_map(kernel, ([Shard(0)], [Replicate()]), in_placements=([Shard(0)],))
+    named = maybe_compiled(named, compiled)
+    torch.testing.assert_close(named(x, scale=3.0)[0].full_tensor(), 3 * full)
+    if not compiled:
+        with pytest.raises(sc.LayoutError, match="scale is a sharded tensor"):
+            named(x, scale=x)
 
     strict = sc.local_map(kernel, ([Shard(1)], None), in_placements=([Shard(1)], None))
     with pytest.raises(sc.LayoutError, match="redistribute_inputs"):
