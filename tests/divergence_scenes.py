@@ -265,6 +265,27 @@ def error_that_is_swallowed(mesh: DeviceMesh, rank: int) -> None:
 
 
 @scene
+def two_threads(mesh: DeviceMesh, rank: int) -> None:
+    x = points(mesh, rank)
+    x.full_tensor()
+    if rank == 2:
+        time.sleep(3)
+        x.full_tensor()
+        return
+    waiting = threading.Thread(target=x.full_tensor)
+    waiting.start()
+    time.sleep(1)
+    try:
+        x.sum(0).full_tensor()
+    except RuntimeError as error:
+        if "another thread of this rank is in all_gather_v" not in str(error):
+            raise
+    else:
+        raise AssertionError("two threads were in collectives of one group")
+    waiting.join()
+
+
+@scene
 def index_out_of_range(mesh: DeviceMesh, rank: int) -> None:
     x = points(mesh, rank)
     numbers = torch.tensor([0, 1, 9 if rank == 2 else 2])

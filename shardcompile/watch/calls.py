@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 import weakref
 import zlib
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardcompile.errors import DivergenceError
+from shardcompile.errors import CollectiveError, DivergenceError
 from shardcompile.watch.states import key_of
 from shardcompile.watch.watcher import World, is_watched, world_of
 
@@ -108,7 +109,7 @@ class Call:
             if self.members is None:
                 raise
             world = self.members.world
-            world.waits[self] = time.monotonic()
+            world.waits[self] = time.monotonic(), threading.get_ident()
             raise world.explained(self.entry.text(), error) from error
 
     def wait(self, waits: Iterable[Callable[[], _T]]) -> list[_T]:
@@ -126,7 +127,7 @@ class Call:
         if self.members is None:
             return [wait() for wait in waits]
         world = self.members.world
-        world.waits[self] = time.monotonic()
+        world.waits[self] = time.monotonic(), threading.get_ident()
         try:
             return [wait() for wait in waits]
         except RuntimeError as error:
@@ -186,10 +187,23 @@ def enter(group: ProcessGroup, kind: str, dtype: torch.dtype, labels: Sequence[s
     world = members.world
     if world.verdict is not None:
         raise DivergenceError(world.verdict)
+    if world.waits:
+        _refuse_another_thread(members, kind)
     members.number += 1
     entry = Entry(members.number, tag, kind, dtype, labels, stated)
     members.recent.append(entry)
     return Call(group, members, entry)
+
+
+def _refuse_another_thread(members: Members, kind: str) -> None:
+    """Raise if another thread of this rank waits in a collective of the group."""
+    for call, (_, thread) in list(members.world.waits.items()):
+        if call.members is members and thread != threading.get_ident():
+            raise CollectiveError(
+                f"{kind}: another thread of this rank is in {call.entry.text()} of the same group. In which order "
+                "threads come to collectives is left to chance, and need not be the same on other ranks: let one "
+                "thread run them, or give each a mesh of its own"
+            )
 
 
 def _members_of(group: ProcessGroup) -> Members | None:

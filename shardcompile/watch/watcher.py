@@ -45,13 +45,13 @@ class World:
     """What is watched of the ranks of a default process group.
 
     Attributes:
-        waits: calls that wait now, and since when.
+        waits: calls that wait now, since when and in which thread.
         verdict: what was found, once it was.
         members: for each group that was used, the calls of this rank.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self.waits: dict[Any, float] = {}
+        self.waits: dict[Any, tuple[float, int]] = {}
         self.verdict: str | None = None
         self.members: list[Any] = []
         self._group = weakref.ref(group)
@@ -142,7 +142,7 @@ class World:
         return self._broken or self._waited() >= SUSPICIOUS_SECONDS or self._main.blocked >= SUSPICIOUS_SECONDS
 
     def _waited(self) -> float:
-        return time.monotonic() - min([*self.waits.values()], default=time.monotonic())
+        return time.monotonic() - min((since for since, _ in [*self.waits.values()]), default=time.monotonic())
 
     def _publish(self) -> None:
         self._states[self._rank] = state = self._state()
@@ -158,7 +158,7 @@ class World:
         return State(self._beat, os.getpid(), socket.gethostname(), counts, recent, self._ended, self._stay())
 
     def _stay(self) -> Stay | None:
-        for call, since in list(self.waits.items()):
+        for call, (since, _) in list(self.waits.items()):
             seconds = time.monotonic() - since
             if seconds >= SUSPICIOUS_SECONDS or self._broken:
                 # Messages between two ranks have no number: whoever they are for is not known here.

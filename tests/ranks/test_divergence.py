@@ -54,7 +54,7 @@ TOLD = {
 }
 """By scene, what each rank is told that has not ended of itself."""
 
-FINE = ("slow_in_python", "slow_in_a_kernel", "one_rank_alone_does_what_needs_no_other")
+FINE = ("two_threads", "slow_in_python", "slow_in_a_kernel", "one_rank_alone_does_what_needs_no_other")
 """Scenes in which nothing is wrong."""
 
 BY_DAY = (
