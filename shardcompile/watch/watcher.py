@@ -22,7 +22,7 @@ from shardcompile import compat, config
 from shardcompile.compat.threads import rank_of_thread
 from shardcompile.errors import DivergenceError, ShardError
 from shardcompile.watch import connections
-from shardcompile.watch.states import CAME_TO_ITS_END, LEFT, State, Stay
+from shardcompile.watch.states import CAME_TO_ITS_END, LEFT, ORDERLY_ENDS, State, Stay
 from shardcompile.watch.verdict import verdict
 
 log = logging.getLogger("shardcompile")
@@ -37,6 +37,8 @@ LOST_SECONDS = 60.0
 """The same where no connection has broken. On this machine its process is looked for."""
 PATIENCE_SECONDS = 9.0
 """How long a rank whose connection has broken waits to learn why."""
+_HOLDS_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+"""Whether rank 0 holds the key-value store, and not a launcher."""
 _PEERS_AT_ONCE = 32
 _RECENT_WITH_TEXT = 4
 
@@ -90,16 +92,25 @@ class World:
         if self._ended:
             return
         self._ended = how
+        if self._store_lost:
+            return
         with contextlib.suppress(RuntimeError):
             self._publish()
             self._store.set(f"{self._prefix}/ended", str(self._rank))
 
     def linger(self) -> None:
         """Stop watching; if ranks may have to be told of it, after they had time to read it: this one may hold it."""
-        if self._rank == 0 and (self.verdict is not None or self._ended.startswith("has raised")):
-            time.sleep(4 * PERIOD_SECONDS)
+        orderly = self.verdict is None and self._ended in ORDERLY_ENDS
+        end = time.monotonic() + (2.5 if orderly else 4) * PERIOD_SECONDS
+        while self._rank == 0 and _HOLDS_STORE and time.monotonic() < end and not self._all_have_ended():
+            time.sleep(PERIOD_SECONDS / 10)
         self._stop.set()
         self._thread.join(2)
+
+    def _all_have_ended(self) -> bool:
+        with contextlib.suppress(RuntimeError):
+            self._read([r for r in range(self._size) if r not in self._states or not self._states[r].ended])
+        return len(self._states) == self._size and all(s.ended for s in self._states.values())
 
     def forget(self) -> None:
         """Stop watching, in a process that was forked from the one that is watched."""
@@ -137,6 +148,9 @@ class World:
         else:
             return
         self._judge()
+        if _HOLDS_STORE and self._rank and 0 in self._states and self._states[0].ended:
+            # As it goes, it takes the store along, and torch prints a warning for whoever asks it.
+            self._store_lost, self._store_error = time.monotonic(), RuntimeError("rank 0 has ended")
 
     def _is_suspicious(self) -> bool:
         return self._broken or self._waited() >= SUSPICIOUS_SECONDS or self._main.blocked >= SUSPICIOUS_SECONDS
@@ -215,6 +229,7 @@ class World:
         """The store cannot be reached: the rank that holds it is gone, which may be as it should at the end."""
         if not self._is_suspicious():
             return
+        self._states[self._rank] = self._state()
         text = verdict(self._known(), self._gone())
         if text is None and time.monotonic() - self._store_lost > 2 * SUSPICIOUS_SECONDS:
             stay = self._stay()
