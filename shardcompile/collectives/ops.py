@@ -425,10 +425,10 @@ def _mirror_blocks(x: Tensor, dim: int, block: int, group_name: str) -> Tensor:
     peer = group.size() - 1 - group.rank()
     out = _new_rows(x, dim, block)
     rows, target = transport.rows_first(x, dim), _as_rows(out, x, dim, block)
+    call = _call(group, "mirror_blocks", x, (dim,), dim)  # also by the rank in the middle: ranks count their calls
     if peer == group.rank():
         target.copy_(rows)
     else:
-        call = _call(group, "mirror_blocks", x, (dim,), dim, ())
         transport.complete(out, call, transport.exchange(call, [(peer, rows)], [(peer, target)]))
     return out
 

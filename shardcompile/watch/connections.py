@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import stat
+import struct
 from collections.abc import Iterator
 
 _TCP = (socket.AF_INET, socket.AF_INET6)
@@ -41,6 +42,22 @@ def _opened(fd: int) -> Iterator[socket.socket | None]:
         return
     with socket.socket(fileno=os.dup(fd)) as connection:
         yield connection
+
+
+def bytes_moved(port_of_store: int | None) -> int:
+    """Bytes that have been sent and received over the TCP connections of this process but those to the store.
+
+    0 where the system does not tell: `tcp_info` of Linux has them from 4.1 on, at bytes 120 and 128.
+    """
+    total = 0
+    for fd, (_, port, _, peer_port) in endpoints().items():
+        if port_of_store in (port, peer_port) or not hasattr(socket, "TCP_INFO"):
+            continue
+        with contextlib.suppress(OSError), _opened(fd) as connection:
+            info = b"" if connection is None else connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+            if len(info) >= 136:
+                total += sum(struct.unpack_from("=QQ", info, 120))
+    return total
 
 
 def close_those_with(others: set[Endpoints], port_of_store: int | None) -> int:

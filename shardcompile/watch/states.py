@@ -17,6 +17,7 @@ class Stay:
 
     Attributes:
         seconds: for how long by now.
+        quiet: for how long nothing has come or gone over its connections: a large message takes its time.
         place: the user's line, ``file:line in function``.
         group: key of the process group, where it is a collective of this library; empty where it is not.
         number: of this collective among those of the group.
@@ -24,6 +25,7 @@ class Stay:
     """
 
     seconds: float
+    quiet: float
     place: str
     group: str = ""
     number: int = 0

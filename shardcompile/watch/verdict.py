@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from shardcompile.watch.states import ORDERLY_ENDS, State, members_of
 
 BLOCKED_SECONDS = 3.0
-"""How long all ranks have to have waited before that counts as a deadlock."""
+"""How long all ranks have to have waited, with nothing sent, before that counts as a deadlock."""
 
 
 def verdict(states: Mapping[int, State], gone: Mapping[int, str]) -> str | None:
@@ -65,7 +65,11 @@ def _may_wait_for(state: State, rank: int, other: State | None) -> bool:
 
 def _deadlock(states: Mapping[int, State]) -> str | None:
     """All ranks wait, and one of them for another that waits elsewhere."""
-    stays = {rank: s.stay for rank, s in states.items() if s.stay is not None and s.stay.seconds >= BLOCKED_SECONDS}
+    stays = {
+        rank: s.stay
+        for rank, s in states.items()
+        if s.stay is not None and min(s.stay.seconds, s.stay.quiet) >= BLOCKED_SECONDS
+    }
     if len(stays) < len(states):
         return None
     for rank, stay in sorted(stays.items()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import multiprocessing.util
 import os
@@ -33,7 +34,7 @@ SUSPICIOUS_SECONDS = 2.0
 """How long a rank waits before it looks at what the others do."""
 SILENT_SECONDS = 6.0
 """How long a rank on another machine may say nothing before it counts as dead, where a connection has broken."""
-LOST_SECONDS = 60.0
+LOST_SECONDS = 300.0
 """The same where no connection has broken. On this machine its process is looked for."""
 PATIENCE_SECONDS = 9.0
 """How long a rank whose connection has broken waits to learn why."""
@@ -71,6 +72,7 @@ class World:
         self._states: dict[int, State] = {}
         self._seen: dict[int, tuple[int, float]] = {}
         self._main = _MainThread()
+        self._moved, self._quiet_since = 0, time.monotonic()
         self._publish()
         self._thread = threading.Thread(target=self._watch, name="shardcompile watch", daemon=True)
         self._thread.start()
@@ -169,7 +171,7 @@ class World:
             plain = [(c.number, c.tag, "") for c in calls[:-_RECENT_WITH_TEXT]]
             recent[m.key] = plain + [(c.number, c.tag, c.text()) for c in calls[-_RECENT_WITH_TEXT:]]
         counts = {m.key: m.number for m in self.members}
-        return State(self._beat, os.getpid(), socket.gethostname(), counts, recent, self._ended, self._stay())
+        return State(self._beat, os.getpid(), _machine(), counts, recent, self._ended, self._stay())
 
     def _stay(self) -> Stay | None:
         for call, (since, _) in list(self.waits.items()):
@@ -177,10 +179,18 @@ class World:
             if seconds >= SUSPICIOUS_SECONDS or self._broken:
                 # Messages between two ranks have no number: whoever they are for is not known here.
                 group = call.members.key if call.entry.number else ""
-                return Stay(seconds, self._main.place(), group, call.entry.number, call.entry.text())
+                what = call.entry.text()
+                return Stay(seconds, self._quiet(), self._main.place(), group, call.entry.number, what)
         if self._main.blocked >= SUSPICIOUS_SECONDS or self._broken:
-            return Stay(self._main.blocked, self._main.place())
+            return Stay(self._main.blocked, self._quiet(), self._main.place())
         return None
+
+    def _quiet(self) -> float:
+        """For how long nothing has come or gone over this rank's connections, seconds."""
+        moved = connections.bytes_moved(self._port_of_store())
+        if moved != self._moved:
+            self._moved, self._quiet_since = moved, time.monotonic()
+        return time.monotonic() - self._quiet_since
 
     def _read(self, ranks: Any) -> None:
         """Read what other ranks say; of many, some at a time."""
@@ -218,11 +228,12 @@ class World:
             state, silent = self._states[rank], now - seen
             if state.ended:
                 continue
-            if state.host == socket.gethostname():
+            host = state.host.partition(" ")[0]
+            if state.host == _machine():
                 if not _is_alive(state.pid):
-                    gone[rank] = f"has died (process {state.pid} of {state.host} is gone)"
+                    gone[rank] = f"has died (process {state.pid} of {host} is gone)"
             elif silent >= (SILENT_SECONDS if self._broken else LOST_SECONDS):
-                gone[rank] = f"on {state.host} has not been heard of for {silent:.0f} s"
+                gone[rank] = f"on {host} has not been heard of for {silent:.0f} s"
         return gone
 
     def _without_store(self) -> None:
@@ -331,6 +342,17 @@ def _is_the_users(file: str) -> bool:
     generated = file.startswith("<") or "torchinductor_" in file
     of_python = file.startswith(_PYTHON) and "site-packages" not in file
     return not (generated or of_python or file.startswith((_OURS, _TORCH)))
+
+
+@functools.cache
+def _machine() -> str:
+    """Where this process has its number: name of the machine, and which of its process tables."""
+    table = ""
+    with contextlib.suppress(OSError):
+        table = os.readlink("/proc/self/ns/pid")
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        table += file.read().strip()
+    return f"{socket.gethostname()} {table}"
 
 
 def _is_alive(pid: int) -> bool:

@@ -20,10 +20,15 @@ def at(
     group: str = WORLD,
     ended: str = "",
     counts: dict[str, int] | None = None,
+    quiet: float | None = None,
 ) -> State:
     """A rank that has entered so many collectives, and has been waiting in the last one for some seconds."""
     what = f"all_gather_v number {number}"
-    stay = None if seconds is None else Stay(seconds, "train.py:7 in step", group, number, what)
+    stay = (
+        None
+        if seconds is None
+        else Stay(seconds, seconds if quiet is None else quiet, "train.py:7 in step", group, number, what)
+    )
     recent = {group: [(n, 7, "") for n in range(1, number)] + ([(number, tag, what)] if number else [])}
     return State(5, 100, "here", {group: number} | (counts or {}), recent, ended, stay)
 
@@ -31,7 +36,7 @@ def at(
 def elsewhere(number: int, seconds: float) -> State:
     """A rank that stands still in a collective that is not ours."""
     state = at(number)
-    return State(5, 100, "here", state.counts, state.recent, "", Stay(seconds, "model.py:3 in forward"))
+    return State(5, 100, "here", state.counts, state.recent, "", Stay(seconds, seconds, "model.py:3 in forward"))
 
 
 @pytest.mark.parametrize(
@@ -43,6 +48,7 @@ def elsewhere(number: int, seconds: float) -> State:
         {0: at(3), 1: at(3), 2: at(2, ended="has come to its end")},
         {0: elsewhere(3, 50.0), 1: elsewhere(3, 50.0), 2: elsewhere(3, 50.0)},
         {0: at(4, seconds=2.0), 1: elsewhere(3, 2.0), 2: at(4, seconds=2.0)},
+        {0: at(4, seconds=9.0, quiet=0.5), 1: elsewhere(3, 9.0), 2: at(4, seconds=9.0)},
         {0: at(1, seconds=9.0, group=PAIR), 1: at(0, ended="has come to its end"), 2: at(0, group=PAIR)},
     ],
     ids=[
@@ -52,6 +58,7 @@ def elsewhere(number: int, seconds: float) -> State:
         "nobody waits for the one that has ended",
         "all are in collectives that are not ours",
         "not for long enough",
+        "something is being sent",
         "the one that has ended is not of the group",
     ],
 )
