@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import op_check
+import stated_calls
 from op_cases import FAMILIES
 from tiers import often
 
@@ -43,12 +44,19 @@ COMPILED = {
 """Of each family every so many cases are compiled, most of them at night: a compilation takes a second."""
 
 
+@pytest.fixture(autouse=True)
+def calls_are_noted() -> Iterator[None]:
+    with stated_calls.noting():
+        yield
+
+
 @pytest.mark.ranks(3, timeout=400, processes=False)
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_on_three_ranks(family: str) -> None:
     mesh = init_device_mesh("cpu", (3,))
     failures = [text for case in FAMILIES[family] for text in op_check.check(case, mesh, limit=4)]
     assert not (everyone := op_check.agree(failures)), "\n".join(everyone)
+    assert not (differing := stated_calls.differences()), differing
 
 
 @pytest.mark.ranks(4, timeout=400, processes=False)
@@ -58,6 +66,7 @@ def test_on_two_by_two_ranks(family: str, part: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     failures = [text for case in FAMILIES[family][::3][part::2] for text in op_check.check(case, mesh, limit=2)]
     assert not (everyone := op_check.agree(failures)), "\n".join(everyone)
+    assert not (differing := stated_calls.differences()), differing
 
 
 @pytest.mark.ranks(3, timeout=600, processes=False)
@@ -73,6 +82,7 @@ def test_compiled_with_aot_eager(family: str, part: int) -> None:
     cases = [case for case in FAMILIES[family] if "error" not in case.name][:: COMPILED[family]][part::3]
     failures = [text for case in cases for text in op_check.check(case, mesh, limit=1, wrap=compiled)]
     assert not (everyone := op_check.agree(failures)), "\n".join(everyone)
+    assert not (differing := stated_calls.differences()), differing
 
 
 @pytest.mark.ranks(2, processes=False)
