@@ -168,8 +168,11 @@ class Program:
 
     # Plain
 
-    def expect(self) -> Expected:
+    def expect(self, compiled: bool = False) -> Expected:
         """Run it on plain tensors.
+
+        Args:
+            compiled: the backward pass starts from all results of the function, as the compiler's does.
 
         Raises:
             Unfit: there is nothing to compare with.
@@ -191,12 +194,16 @@ class Program:
             raise Unfit("plain PyTorch does not refuse it")
         told = {n: x.detach().clone() for n, x in values.items()}
         goals = self.goals(values)
+        if compiled:
+            goals = [n for n in self.results if values[n].requires_grad]
         first: dict[str, Tensor | None] = {}
         second: dict[str, Tensor | None] | None = None
         if goals and not refused:
             try:
                 first = gradients(copies, [values[g] for g in goals], True)
-            except RuntimeError:
+            except RuntimeError as error:
+                if compiled:
+                    raise Unfit("no backward pass") from error
                 return Expected(told, [], {}, None, refused)
             with contextlib.suppress(RuntimeError):
                 second = twice(copies, first)
@@ -292,8 +299,9 @@ def _compare(name: str, got: Any, want: Tensor | None, near: float) -> None:
         raise _Wrong(f"{name}: {problems[0]}")
     if tuple(got.shape) != tuple(want.shape):
         raise _Wrong(f"{name}: shape {tuple(got.shape)}, plain {tuple(want.shape)}")
+    got = got.detach()  # a view whose base was written to need not have a gradient
     full = got.full_tensor() if isinstance(got, ShardTensor) else got
-    if text := difference(full.detach(), want, lambda _: (near, near)):
+    if text := difference(full, want, lambda _: (near, near)):
         raise _Wrong(f"{name}: {text}\n{describe_value(got)}")
 
 
@@ -409,12 +417,10 @@ def run_compiled_on_rank(mesh: DeviceMesh, programs: Sequence[Program], expected
             near = _nearness(program)
             for name, got in {**values, **leaves}.items():
                 _compare(name, got, want.values[name], near)
-            goals = [g for g in want.goals if g in values]
-            if goals == want.goals:
-                _compare_gradients(leaves, [values[g] for g in goals], dataclasses.replace(want, second=None), near)
+            _compare_gradients(leaves, [values[g] for g in want.goals], dataclasses.replace(want, second=None), near)
             counts.append(once(graphs_compiled) - before)
-        # The first change of sizes may compile once more.
-        if counts[-1] > 2 or counts[-1] > counts[min(2, len(counts) - 1)]:
+        # The first change of sizes may compile once more, and so may that of extents.
+        if counts[1] != counts[2] or counts[2] > 2 or counts[-1] > counts[min(3, len(counts) - 1)] or counts[-1] > 3:
             return End("graphs", f"after {len(counts)} calls", str(counts))
     except Exception as error:
         return _end(stage, error)
@@ -459,9 +465,23 @@ def judge(ranks: LocalRanks, program: Program, backend: str | None = None) -> Fo
             ends = ranks(run_on_rank, program, expected, timeout=60)
         else:
             programs = [program, *others(program)]
-            wanted = [p.expect() for p in programs]
+            wanted = [p.expect(True) for p in programs]
             ends = ranks(run_compiled_on_rank, programs, wanted, backend, timeout=300)
-    return _together(ends)
+    found = _together(ends)
+    if backend is not None and found.kind == "internal" and not _compiles_plain(program, backend):
+        return Found(REFUSED, "plain PyTorch does not compile it", found.text)
+    return found
+
+
+def _compiles_plain(program: Program, backend: str) -> bool:
+    inputs = [i.full() for i in program.inputs]
+    inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    try:
+        torch._dynamo.reset()
+        torch.compile(program.function(), fullgraph=True, backend=backend)(*inputs)
+    except Exception:
+        return False
+    return True
 
 
 def _together(ends: Sequence[End]) -> Found:
@@ -496,7 +516,7 @@ def others(program: Program) -> list[Program]:
         wider = [dataclasses.replace(i, shape=tuple(extents.get(e, e) for e in i.shape)) for i in program.inputs]
         other = dataclasses.replace(program, inputs=[cut(i) for i in wider])
         try:
-            other.expect()
+            other.expect(True)
         except Unfit:
             continue
         found.append(other)
@@ -528,7 +548,7 @@ def draw(seed: int, shortest: int = 10, longest: int = 25, compiled: bool = Fals
             refused = new[1]
         program = Program(mesh, inputs, lines, refused)
         with contextlib.suppress(Unfit):
-            program.expect()
+            program.expect(compiled)
             return program
     raise AssertionError(f"no program for seed {seed}")
 
@@ -680,7 +700,8 @@ def search(
         How many programs gave what.
     """
     torch.set_num_threads(1)
-    logging.getLogger("shardcompile").setLevel(logging.ERROR)
+    for name in ("shardcompile", "torch"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     tally: collections.Counter[str] = collections.Counter()
     refusals: collections.Counter[str] = collections.Counter()
     started, findings = time.monotonic(), 0
