@@ -519,8 +519,8 @@ OPS: list[tuple[str, list[Maker]]] = [
         "X.relu()  # if away(X, 0)", "(X.square() + 1).sqrt()", "X.square().log1p()", "X.clone()", "X.contiguous()",
         "X.detach() * X", "X.sign()  # if away(X, 0)", "X.to(torch.float64)", "X > 0  # if away(X, 0)",
         "(X * 3).floor().long()  # if away((X * 3) - (X * 3).round(), 0)", "X.clamp(-0.5, 0.8)  # if away(X, -0.5, 0.8)",
-        "torch.zeros_like(X)", "torch.ones_like(X) * X", "X.tril()", "X.mT.triu(1)", "F.normalize(X, dim=-1)",
-        "torch.nan_to_num(X)", "X.sum()", "X.mean()", "X.norm()", "X.max()  # if apart(X)", "X.std()", "X.prod()",
+        "torch.zeros_like(X)", "torch.ones_like(X) * X", "X.tril()", "X.mT.triu(1)", "F.normalize(X, dim=-1)  # if away(X, 0)",
+        "torch.nan_to_num(X)", "X.sum()", "X.mean()", "X.norm()  # if away(X.norm(), 0)", "X.max()  # if apart(X)", "X.std()  # if away(X.std(), 0)", "X.prod()",
         "X.argmax()  # if apart(X)", "X.flatten()", "2 - X.cos()", "X.new_zeros(3) + 1", "X.numel() + X",
         "X * X.shape[0]", "F.layer_norm(X, X.shape[-1:])", "F.rms_norm(X, X.shape[-1:])", "X.repeat_interleave(2, 0)",
         "torch.cdist(X, X + 1)", "X.logit(0.1)  # if away(X, 0.1, 0.9)", "X.trace()", "torch.diag_embed(X)", "X.rot90()",
@@ -529,13 +529,13 @@ OPS: list[tuple[str, list[Maker]]] = [
     ("pairs", [_binary(t) for t in [
         "X + Y", "X - Y", "X * Y", "X / (Y.abs() + 0.5)  # if away(Y, 0)", "torch.maximum(X, Y)  # if away(X - Y, 0)",
         "torch.minimum(X, Y)  # if away(X - Y, 0)", "X > Y  # if away(X - Y, 0)", "torch.atan2(X, Y.square() + 1)",
-        "torch.addcmul(X, X, Y, value=0.5)", "torch.lerp(X, Y.to(X.dtype), 0.3)", "torch.hypot(X, Y + 3)",
+        "torch.addcmul(X, X, Y, value=0.5)", "torch.lerp(X, Y.to(X.dtype), 0.3)", "torch.hypot(X, Y + 3)  # if away(Y, -3)",
         "F.mse_loss(X, Y.expand_as(X))", "torch.logaddexp(X, Y)",
     ]]),
     ("reductions", [_over(t) for t in [
         "X.sum(D, K)", "X.mean(D, K)", "X.amax(D, K)  # if apart(X)", "X.amin(D, K)  # if apart(X)",
-        "X.var(D, keepdim=K, correction=0)", "torch.linalg.vector_norm(X, 2, D, K)", "X.logsumexp(D, K)",
-        "torch.std_mean(X, D, keepdim=K)", "(X > 0).any(D, K)  # if away(X, 0)", "torch.linalg.vector_norm(X, 1, D, K)",
+        "X.var(D, keepdim=K, correction=0)", "torch.linalg.vector_norm(X, 2, D, K)  # if away(X.square().sum(D), 0)", "X.logsumexp(D, K)",
+        "torch.std_mean(X, D, keepdim=K)  # if away(X.std(D), 0)", "(X > 0).any(D, K)  # if away(X, 0)", "torch.linalg.vector_norm(X, 1, D, K)  # if away(X, 0)",
     ]]),
     ("along", [*[_along(t) for t in [
         "X.softmax(D)", "X.log_softmax(D)", "X.cumsum(D)", "X.cumprod(D)", "X.logcumsumexp(D)", "X.flip(D)", "X.roll(2, D)",
