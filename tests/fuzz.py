@@ -234,7 +234,11 @@ class Program:
 
 def _short(given: Input) -> str:
     default = {f.name: f.default for f in dataclasses.fields(Input)}
-    words = [f"{f.name}={v!r}" for f in dataclasses.fields(Input)[2:] if (v := getattr(given, f.name)) not in (default[f.name], {})]
+    words = [
+        f"{f.name}={v!r}"
+        for f in dataclasses.fields(Input)[2:]
+        if (v := getattr(given, f.name)) not in (default[f.name], {})
+    ]
     return f"Input({given.name!r}, {given.shape}{''.join(', ' + w for w in words)})"
 
 
@@ -317,7 +321,9 @@ def _end(stage: str, error: BaseException) -> End:
         return End("wrong", stage, str(error))
     if isinstance(error, (RanksWaitError, MeetingError)):
         return End("waits", stage, text, trace)
-    if isinstance(error, errors.ShardError) or any(f"{name}(" in text for name in _REFUSALS):  # Dynamo puts it into its own
+    if isinstance(error, errors.ShardError) or any(
+        f"{name}(" in text for name in _REFUSALS
+    ):  # Dynamo puts it into its own
         return End(REFUSED, stage, text, trace)
     return End("internal", stage, text, trace)
 
@@ -376,7 +382,10 @@ def _compare_gradients(leaves: dict[str, Tensor], goals: list[Tensor], expected:
         for name, want in expected.second.items():
             got = None if second is None else second[name]
             if got is None or want is None:  # zeros and nothing are the same
-                got, want = (torch.zeros(()) if got is None else got.full_tensor() if isinstance(got, ShardTensor) else got), want
+                got, want = (
+                    (torch.zeros(()) if got is None else got.full_tensor() if isinstance(got, ShardTensor) else got),
+                    want,
+                )
                 if bool((got.abs() > near).any()) or (want is not None and bool((want.abs() > near).any())):
                     raise _Wrong(f"second gradient of {name}: expected {want}, got {got}")
                 continue
@@ -394,7 +403,9 @@ def _nearness(program: Program) -> float:
 # Compiled
 
 
-def run_compiled_on_rank(mesh: DeviceMesh, programs: Sequence[Program], expected: Sequence[Expected], backend: str) -> End:
+def run_compiled_on_rank(
+    mesh: DeviceMesh, programs: Sequence[Program], expected: Sequence[Expected], backend: str
+) -> End:
     """Compile a program, and call it with the inputs of several that have the same lines."""
     stage = "inputs"
     try:
@@ -483,7 +494,9 @@ def _together(ends: Sequence[End]) -> Found:
     for kind in ("wrong", "internal", "accepted", "graphs"):
         for rank, end in enumerate(ends):
             if end.kind == kind:
-                text = end.text if len(set(ends)) == 1 else f"{end.text}\n(rank {rank}; others: {[e.kind for e in ends]})"
+                text = (
+                    end.text if len(set(ends)) == 1 else f"{end.text}\n(rank {rank}; others: {[e.kind for e in ends]})"
+                )
                 return Found(kind, end.stage, text, end.trace)
     first = next((e for e in ends if e.kind != "waits"), ends[0])
     if len(kinds) > 1 or "waits" in kinds:
@@ -553,10 +566,13 @@ def _draw_inputs(rng: random.Random, mesh: tuple[int, ...]) -> list[Input]:
 
     base = tuple(extent() for _ in range(rng.choice([1, 2, 2, 3, 3])))
     dtype = "float64" if rng.random() < 0.93 else "float32"
-    shapes = [base]
-    for _ in range(rng.randint(1, 3)):
-        shapes.append(rng.choice([base, base[rng.randrange(len(base)) :], tuple(1 if rng.random() < 0.4 else e for e in base),
-                                  (base[-1], rng.randint(1, 5)), tuple(extent() for _ in range(rng.randint(0, 3)))]))  # fmt: skip
+
+    def other() -> tuple[int, ...]:
+        likes = [base, base[rng.randrange(len(base)) :], tuple(1 if rng.random() < 0.4 else e for e in base)]
+        factor, anything = (base[-1], rng.randint(1, 5)), tuple(extent() for _ in range(rng.randint(0, 3)))
+        return rng.choice([*likes, factor, anything])
+
+    shapes = [base, *(other() for _ in range(rng.randint(1, 3)))]
     return [_draw_input(rng, mesh, f"a{n}", shape, dtype) for n, shape in enumerate(shapes)]
 
 

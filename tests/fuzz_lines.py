@@ -291,7 +291,9 @@ def _small_view(d: Draw) -> str:
     if ndim < MOST_DIMS:
         choices.append(f"{x}.unsqueeze({d.int(-1, ndim)})")
     if ndim > 1:
-        choices.append(f"{x}.diagonal({d.int(-2, 2)}, {dim}, {d.rng.choice([e for e in range(ndim) if e != dim % ndim])})")
+        choices.append(
+            f"{x}.diagonal({d.int(-2, 2)}, {dim}, {d.rng.choice([e for e in range(ndim) if e != dim % ndim])})"
+        )
     if extent:
         size = d.int(1, extent)
         choices += [f"{x}.unfold({dim}, {size}, {d.int(1, 3)})", f"{x}.select({dim}, {d.rng.randrange(-extent, extent)})",
@@ -323,7 +325,9 @@ def _cat(d: Draw) -> str:
     dim = d.dim(x)
 
     def fits(a: Tensor, b: Tensor) -> bool:
-        return a.ndim == b.ndim and all(m == n for k, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if k != dim % a.ndim)
+        return a.ndim == b.ndim and all(
+            m == n for k, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if k != dim % a.ndim
+        )
 
     return f"torch.cat([{x}, {d.like(x, fits)}{d.rng.choice(['', ', ' + x])}], {dim})"
 
@@ -357,7 +361,9 @@ def _embedding(d: Draw) -> str:
 def _gather(d: Draw) -> str:
     x = d.x(1)
     dim = d.dim(x, 1)
-    index = f"torch.ones_like({x}, dtype=torch.int64).cumsum({dim}).mul({d.int(1, 5)}).remainder({d.values[x].shape[dim]})"
+    index = (
+        f"torch.ones_like({x}, dtype=torch.int64).cumsum({dim}).mul({d.int(1, 5)}).remainder({d.values[x].shape[dim]})"
+    )
     return d.rng.choice([f"{x}.gather({dim}, {index})", f"torch.take_along_dim({x}, {index}, {dim})",
                          f"{x}.scatter_add({dim}, {index}, {x}.cos())"])  # fmt: skip
 
@@ -484,7 +490,9 @@ def _to(d: Draw) -> str:
     return f'to({x}, "{" ".join(words)}", {sizes_for(d.rng, mesh, tuple(value.shape), words)})'
 
 
-def sizes_for(rng: random.Random, mesh: tuple[int, ...], shape: tuple[int, ...], words: list[str]) -> dict[int, list[int]]:
+def sizes_for(
+    rng: random.Random, mesh: tuple[int, ...], shape: tuple[int, ...], words: list[str]
+) -> dict[int, list[int]]:
     """Block sizes of every dim that is cut, by the last mesh dim that cuts it."""
     sizes = {}
     for dim, extent in enumerate(shape):
@@ -574,7 +582,9 @@ def draw_line(d: Draw) -> tuple[str, bool] | None:
 
 def _tried(d: Draw, text: str) -> tuple[str, bool] | None:
     count = sum(name.startswith("v") for name in d.values)
-    is_write = bool(re.search(r"^[^#]*[a-z]_\([^()]*(\([^()]*\)[^()]*)*\)(\s*#.*)?$| \+?= ", text)) and "_scaled" not in text
+    is_write = (
+        bool(re.search(r"^[^#]*[a-z]_\([^()]*(\([^()]*\)[^()]*)*\)(\s*#.*)?$| \+?= ", text)) and "_scaled" not in text
+    )
     try:
         if not holds(text, d.values):
             return None

@@ -669,6 +669,11 @@ def _write(cls: type, op: OpOverload, target: Any, value: Any) -> None:
     if type(target) is not cls:
         target.copy_(run_plan(whole_plan(source), local))
         return
+    if target._spec.is_plain and any(s == 0 and n > 1 for n, s in zip(target.shape, target._spec.stride, strict=True)):
+        raise refusal(  # a kernel would only say so where the block has elements
+            str(op), f"{target._spec.layout.describe()}, an expanded tensor",
+            "several of its elements lie in one place in memory", "Clone it before it is written to",
+        )  # fmt: skip
     wanted = target._spec.layout
     same = [a == b and source.dtype is wanted.dtype for a, b in zip(source.placements, wanted.placements, strict=True)]
     reached = [

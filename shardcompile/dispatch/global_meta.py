@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.errors import refusal
 from shardcompile.compat import OpOverload
+from shardcompile.errors import refusal
 
 
 class _Eager(threading.local):

@@ -76,8 +76,8 @@ def _resolved(x: Tensor) -> Tensor:
 def _sharded(grad: Tensor, cls: Any, layout: Layout) -> Any:
     """A gradient as a sharded tensor.
 
-    Where it is zero whatever the input, such as that of `sgn` in a second backward pass, autograd makes it itself: plain
-    and whole on every rank.
+    Where it is zero whatever the input, such as that of `sgn` in a second backward pass, autograd makes it itself:
+    plain, and whole on every rank.
     """
     return grad if isinstance(grad, cls) else Promote.apply(grad, cls, layout.mesh)
 

@@ -92,6 +92,15 @@ def test_gradients_that_are_zero_whatever_the_input_go_on_backward(lines: list[s
 
 
 def test_a_view_that_the_order_in_memory_forbids_is_refused_in_words() -> None:
-    told = found(["v0 = F.linear(a0, weight(2, 7))", "v1 = v0.view([2, 8])"], [Input("a0", (2, 4, 7), "S(1)", {0: [1, 3, 0]})])
+    told = found(
+        ["v0 = F.linear(a0, weight(2, 7))", "v1 = v0.view([2, 8])"], [Input("a0", (2, 4, 7), "S(1)", {0: [1, 3, 0]})]
+    )
     assert told.kind == REFUSED
     assert "Use reshape" in told.text
+
+
+@pytest.mark.parametrize("line", ["v0[v0 > 0.5] = 0.25  # if away(v0, 0.5)", "v0[torch.tensor([1, 2])] = 0.5"])
+def test_a_write_to_an_expanded_tensor_is_refused_on_ranks_without_rows_as_well(line: str) -> None:
+    told = found(["v0 = a0.expand([4, 7])", line], [Input("a0", (1, 7), "S(1)", CUT)])
+    assert told.kind == RIGHT or "Clone it" in told.text
+    assert told.kind in (RIGHT, REFUSED)
