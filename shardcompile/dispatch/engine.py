@@ -156,17 +156,20 @@ class _Composed(_Entry):
 
     Args:
         function: the op in terms of others.
-        otherwise: what is done where the function returns NotImplemented, as some of torch's do.
+        otherwise: of arguments, what is done where the function returns NotImplemented, as some of torch's do. It is
+            kept, and must not hold on to the arguments that it was decided on.
     """
 
-    def __init__(self, function: Callable[..., Any], otherwise: Callable[[], _Entry] | None = None) -> None:
+    def __init__(self, function: Callable[..., Any], otherwise: Callable[[Any, Any], _Entry] | None = None) -> None:
         self.function = function
         self.otherwise = otherwise
 
     def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             out = self.function(*args, **kwargs)
-        return self.otherwise().run(cls, args, kwargs) if out is NotImplemented and self.otherwise else out
+        if out is not NotImplemented or self.otherwise is None:
+            return out
+        return self.otherwise(args, kwargs).run(cls, args, kwargs)
 
 
 class _Checked(_Entry):
@@ -328,20 +331,20 @@ def _decide_functional(cls: type, call: OpCall, args: tuple[Any, ...], kwargs: d
         choice = choose(_layouts(call), rule.ways(call), len(op._schema.returns), produced=produced)
         assert choice is not None, "replicating everything is always possible"
 
-        def as_chosen() -> _Entry:
+        def as_chosen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
             try:
                 return _local_entry(cls, call, rule, choice, args, kwargs)
             except compat.UNKNOWN_OUTPUT_SHAPE:
                 return _fallback(call)
 
         if not (choice.communicates and op in DECOMPOSITIONS):
-            return as_chosen()
+            return as_chosen(args, kwargs)
         return _Composed(DECOMPOSITIONS[op], as_chosen)
     if op in DECOMPOSITIONS:
-        return _Composed(DECOMPOSITIONS[op], lambda: _fallback(call))
+        return _Composed(DECOMPOSITIONS[op], lambda *_: _fallback(call))
     composite = _composite(cls, op)
     if composite is not None:
-        return _Composed(composite, lambda: _fallback(call))
+        return _Composed(composite, lambda *_: _fallback(call))
     return _fallback(call)
 
 

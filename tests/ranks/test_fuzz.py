@@ -104,3 +104,9 @@ def test_a_write_to_an_expanded_tensor_is_refused_on_ranks_without_rows_as_well(
     told = found(["v0 = a0.expand([4, 7])", line], [Input("a0", (1, 7), "S(1)", CUT)])
     assert told.kind == RIGHT or "Clone it" in told.text
     assert told.kind in (RIGHT, REFUSED)
+
+
+def test_an_op_that_was_decided_on_a_view_does_not_come_back_to_it() -> None:
+    """What is kept of a decision was made on one rank's arguments; another rank, or call, has its own."""
+    lines = ["v0 = a0.flatten(0, 1)", "a0.mul_(2)", "v1 = v0[torch.tensor([1, 2])]", "v2 = v0[torch.tensor([1, 2])]"]
+    assert found(lines, [Input("a0", (3, 1), "S(1)", {0: [1, 0]})], (2,)).kind == RIGHT
