@@ -52,6 +52,23 @@ def note_write(x: Any) -> None:
             writes.count += 1
 
 
+def note_view(x: Any, view: Any) -> None:
+    """Remember for `has_views` that there is a view of a sharded tensor, as long as there is."""
+    if not torch.is_grad_enabled():
+        return
+    known = x._views
+    if known is None:
+        known = x._views = []
+    elif len(known) >= 8:  # those that have gone are forgotten now and then
+        known[:] = [v for v in known if v() is not None]
+    known.append(weakref.ref(view))
+
+
+def has_views(x: Any) -> bool:
+    """Whether somebody has a view of a sharded tensor that autograd knows as one."""
+    return any(v() is not None for v in x._views or ())
+
+
 class CopiedView:
     """The block of a view that had to be copied.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.dispatch import additions, lookups, rows, scans
-from shardcompile.dispatch.copied_views import follow
+from shardcompile.dispatch.copied_views import follow, note_view
 from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.dispatch.group_norm import group_norm, group_norm_backward
 from shardcompile.dispatch.interpolation import INTERPOLATION_OPS
@@ -373,6 +373,7 @@ def _strided_whole(
     out = strided(whole())
     placed = Layout.of(layout.mesh, layout.placements, tuple(out.shape), out.dtype, (None,) * out.ndim)
     wrapped = type(x)._wrap(out, Spec.of(placed, tuple(out.stride())))
+    note_view(x, wrapped)
     if plan.steps or x._copied is not None or x._local_tensor.stride() != tuple(x.stride()):
         follow(wrapped, op, (x, *args), None, lambda: strided(whole()))
     else:

@@ -25,7 +25,7 @@ from shardcompile.collectives import block_shape
 from shardcompile.compat import OpOverload
 from shardcompile.dispatch.attention import ATTENTION_OPS
 from shardcompile.dispatch.choice import Choice, OutputPlan, choose, whole_plan
-from shardcompile.dispatch.copied_views import WATCHED, follow, note_write
+from shardcompile.dispatch.copied_views import WATCHED, follow, has_views, note_view, note_write
 from shardcompile.dispatch.decompositions import DECOMPOSITIONS, NOT_DECOMPOSED
 from shardcompile.dispatch.foreign import check_collective
 from shardcompile.dispatch.global_meta import global_meta, tensors_of
@@ -36,7 +36,7 @@ from shardcompile.dispatch.local_ops import COPYING_VIEWS, LOCAL_OPS, copy_block
 from shardcompile.dispatch.memory_ops import MEMORY_OPS
 from shardcompile.dispatch.random import RANDOM_OPS
 from shardcompile.dispatch.strides import all_in_order, in_one_order, in_order, may_be_mistold
-from shardcompile.errors import LayoutError, UnsupportedOpError
+from shardcompile.errors import LayoutError, UnsupportedOpError, refusal
 from shardcompile.layout import Layout, Spec, contiguous_stride
 from shardcompile.plan import Plan, find_plan
 from shardcompile.redistribute import run_plan
@@ -156,17 +156,20 @@ class _Composed(_Entry):
 
     Args:
         function: the op in terms of others.
-        otherwise: what is done where the function returns NotImplemented, as some of torch's do.
+        otherwise: of arguments, what is done where the function returns NotImplemented, as some of torch's do. It is
+            kept, and must not hold on to the arguments that it was decided on.
     """
 
-    def __init__(self, function: Callable[..., Any], otherwise: Callable[[], _Entry] | None = None) -> None:
+    def __init__(self, function: Callable[..., Any], otherwise: Callable[[Any, Any], _Entry] | None = None) -> None:
         self.function = function
         self.otherwise = otherwise
 
     def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             out = self.function(*args, **kwargs)
-        return self.otherwise().run(cls, args, kwargs) if out is NotImplemented and self.otherwise else out
+        if out is not NotImplemented or self.otherwise is None:
+            return out
+        return self.otherwise(args, kwargs).run(cls, args, kwargs)
 
 
 class _Checked(_Entry):
@@ -244,12 +247,16 @@ class _Local(_Entry):
         return self.function(*local_args, **local_kwargs)
 
     def _as_view(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrapped: Any) -> Any:
+        outs = wrapped if isinstance(wrapped, (list, tuple)) else [wrapped]
+        if self.op is not torch.ops.aten.detach.default:
+            for out in outs:
+                note_view(args[0], out)
         if self.moved or args[0]._copied is not None:
             _follow_all(wrapped, self.op, args, lambda: self._blocks(cls, args, kwargs))
             return wrapped
         if type(args[0]._local_tensor) is not Tensor:
             return wrapped  # a trace that saw the same storage would have the output made anew, by `as_strided`
-        for out in wrapped if isinstance(wrapped, (list, tuple)) else [wrapped]:
+        for out in outs:
             compat.share_storage(out, args[0])
         return wrapped
 
@@ -324,20 +331,20 @@ def _decide_functional(cls: type, call: OpCall, args: tuple[Any, ...], kwargs: d
         choice = choose(_layouts(call), rule.ways(call), len(op._schema.returns), produced=produced)
         assert choice is not None, "replicating everything is always possible"
 
-        def as_chosen() -> _Entry:
+        def as_chosen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
             try:
                 return _local_entry(cls, call, rule, choice, args, kwargs)
             except compat.UNKNOWN_OUTPUT_SHAPE:
                 return _fallback(call)
 
         if not (choice.communicates and op in DECOMPOSITIONS):
-            return as_chosen()
+            return as_chosen(args, kwargs)
         return _Composed(DECOMPOSITIONS[op], as_chosen)
     if op in DECOMPOSITIONS:
-        return _Composed(DECOMPOSITIONS[op], lambda: _fallback(call))
+        return _Composed(DECOMPOSITIONS[op], lambda *_: _fallback(call))
     composite = _composite(cls, op)
     if composite is not None:
-        return _Composed(composite, lambda: _fallback(call))
+        return _Composed(composite, lambda *_: _fallback(call))
     return _fallback(call)
 
 
@@ -609,6 +616,13 @@ class _InPlaceView(_Entry):
 
     def run(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = args[0]
+        if target.requires_grad and not target._is_view() and has_views(target):
+            # Of a plain tensor's views autograd knows where they lie in memory; of these it calls the view op again.
+            raise refusal(
+                str(self.op), target._spec.layout.describe(),
+                "views of it exist, whose gradients would be those of the same views of what it turns into",
+                "Take the form that is not in place, such as x = x.transpose(0, 1) for x.transpose_(0, 1)",
+            )  # fmt: skip
         # A copied view follows what it is a view of: that must not be the target, which is about to change.
         view = self.functional(target._stand_in(), *args[1:], **kwargs)
         if view._copied is not None and view._copied.follows(target):
@@ -658,6 +672,11 @@ def _write(cls: type, op: OpOverload, target: Any, value: Any) -> None:
     if type(target) is not cls:
         target.copy_(run_plan(whole_plan(source), local))
         return
+    if target._spec.is_plain and any(s == 0 and n > 1 for n, s in zip(target.shape, target._spec.stride, strict=True)):
+        raise refusal(  # a kernel would only say so where the block has elements
+            str(op), f"{target._spec.layout.describe()}, an expanded tensor",
+            "several of its elements lie in one place in memory", "Clone it before it is written to",
+        )  # fmt: skip
     wanted = target._spec.layout
     same = [a == b and source.dtype is wanted.dtype for a, b in zip(source.placements, wanted.placements, strict=True)]
     reached = [

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.compat import OpOverload
+from shardcompile.errors import refusal
 
 
 class _Eager(threading.local):
@@ -71,7 +72,18 @@ def _worked_out(mode: Any, cls: type, op: OpOverload, args: tuple[Any, ...], kwa
 
     known = compat.refusing_unknown_shapes(mode, op)
     with compat.untraced(), mode, known, torch._C.DisableTorchFunctionSubclass():
-        return op(*[fake(a) for a in args], **{k: fake(a) for k, a in kwargs.items()})
+        try:
+            return op(*[fake(a) for a in args], **{k: fake(a) for k, a in kwargs.items()})
+        except ValueError as error:
+            if op is not torch.ops.aten.view.default:
+                raise
+            # Also where plain PyTorch has a view: a result along a cut dim may have that dim first in memory.
+            raise refusal(
+                str(op),
+                f"a tensor with strides {tuple(args[0].stride())}",
+                f"its elements are not in the order that this view needs ({error})",
+                "Use reshape, which copies where it has to",
+            ) from None
 
 
 def _inner(cls: type, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from shardcompile import compat
 from shardcompile.collectives import block_size, derive
-from shardcompile.dispatch.copied_views import follow
+from shardcompile.dispatch.copied_views import follow, note_view
 from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.dispatch.strides import in_order
 from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
@@ -138,6 +138,7 @@ def _view(
     size = block_size(cut, layout.mesh)
     block = take_rows(x._local_tensor, dim, row, step, size)
     wrapped = type(x)._wrap(block, Spec.of(with_cut(layout, dim, cut), tuple(stride)))
+    note_view(x, wrapped)
     if x._copied is not None or not _numbers(row, size):
         follow(wrapped, op, args, None, lambda: take_rows(x._local_tensor, dim, row, step, size))
     elif type(x._local_tensor) is Tensor:

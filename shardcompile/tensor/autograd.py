@@ -40,13 +40,14 @@ class Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, layout: Layout, async_op: bool, backward_dtype: torch.dtype | None) -> Any:
         """Redistribute, and remember where the gradient has to go."""
-        ctx.source = x._spec.layout
+        ctx.cls, ctx.source = type(x), x._spec.layout
         ctx.backward_dtype = backward_dtype
         return brought_to(x, layout, async_op)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         """Bring the gradient to the source's layout."""
+        grad = _sharded(grad, ctx.cls, ctx.source)
         dtype = grad.dtype
         if ctx.backward_dtype is not None:
             grad = grad.to(ctx.backward_dtype)
@@ -67,7 +68,18 @@ def _resolved(x: Tensor) -> Tensor:
     It requires no gradient: the sharded tensor does. Dynamo guards on that, and an empty block is a tensor of its own.
     """
     x = x.detach()
+    if x._is_zerotensor():  # zeros without memory: of autograd's own making
+        return torch.zeros_like(x)
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
+
+
+def _sharded(grad: Tensor, cls: Any, layout: Layout) -> Any:
+    """A gradient as a sharded tensor.
+
+    Where it is zero whatever the input, such as that of `sgn` in a second backward pass, autograd makes it itself:
+    plain, and whole on every rank.
+    """
+    return grad if isinstance(grad, cls) else Promote.apply(grad, cls, layout.mesh)
 
 
 class FromLocal(torch.autograd.Function):
@@ -76,12 +88,13 @@ class FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, cls: Any, spec: Spec) -> Any:
         """Wrap a block, or a copy where it is not stored as the strides say: views are decided on these."""
-        ctx.layout = spec.layout
+        ctx.cls, ctx.layout = cls, spec.layout
         return cls._wrap(in_order(_resolved(local), spec.stride), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         """Hand out this rank's block of the gradient."""
+        grad = _sharded(grad, ctx.cls, ctx.layout)
         grad = redistributed(grad, ctx.layout.reduced().with_dtype(grad.dtype))
         block, terms = ToLocal.apply(grad, None), _averaged_terms(ctx.layout)
         return block if terms == 1 else block / terms, None, None
@@ -142,11 +155,14 @@ class Promote(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cls: Any, mesh: Any) -> Any:
         """Wrap the whole value."""
+        ctx.cls = cls
         x = _resolved(x)
         return cls._wrap(x, replicated_spec(mesh, x))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         """Complete the gradient before it leaves."""
+        if not isinstance(grad, ctx.cls):  # as in `_sharded`
+            return grad, None, None
         grad = redistributed(grad, grad._spec.layout.replicated())
         return ToLocal.apply(grad, None), None, None

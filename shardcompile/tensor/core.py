@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -75,6 +76,7 @@ class ShardTensor(torch.Tensor):
     _may_vary: bool = True
     _hints: dict[int, int] | None = None
     _copied: CopiedView | None = None
+    _views: list[weakref.ref[Any]] | None = None
     _align_grad: bool = False
 
     @staticmethod

@@ -1,0 +1,743 @@
+"""A fuzzer: random programs on sharded tensors, forward, backward and twice, against plain PyTorch on full tensors.
+
+    python tests/fuzz.py --programs 10000 --seed 0
+    python tests/fuzz.py --programs 500 --compiled aot_eager
+
+Every program is a number: lines of Python (`fuzz_lines`), inputs with layouts, a mesh. It ends right, or refused in words
+on every rank, or as a finding, which is shrunk to a few lines that can be run:
+
+    from fuzz import Input, Program
+    Program((3,), [Input("a0", (3, 2), "S(0)", {0: [3, 0, 0]}, grad=True)], ["v0 = a0.cumsum(0)"]).check()
+
+Compiled programs are called again with other cuts of the same extents, and with other extents where plain PyTorch knows
+them, and one graph has to serve all cuts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import functools
+import itertools
+import logging
+import random
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from fuzz_lines import CALLS, Draw, draw_line, holds, names_in, placements_of, results_of, run_line, sizes_for
+from view_writes import stored
+
+from shardcompile import ShardTensor, errors
+from shardcompile.compat.testing import graphs_compiled
+from shardcompile.testing import LocalRanks, once
+from shardcompile.testing.arrange import lay_out, seed_of, with_bits_to_spare
+from shardcompile.testing.compare import difference
+from shardcompile.testing.meetings import MeetingError
+from shardcompile.testing.trial import block_problems, describe_value
+from shardcompile.testing.turns import RanksWaitError
+
+RIGHT, REFUSED = "right", "refused"
+
+# Programs
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of a program.
+
+    Attributes:
+        name: as lines have it.
+        shape: global.
+        layout: placements in short, such as ``"S(0) P(sum)"``, or ``"plain"``.
+        sizes: of blocks, by mesh dim, as ``sharding_shapes`` takes them.
+        dtype: of the elements.
+        grad: whether it wants a gradient.
+        seed: from which its values follow.
+        ways: in which ranks store their blocks, see `view_writes.stored`; the first rank takes the first.
+        inferred: whether sizes are inferred from blocks instead of stated.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layout: str = "plain"
+    sizes: dict[int, list[int]] = field(default_factory=dict)
+    dtype: str = "float64"
+    grad: bool = False
+    seed: int = 0
+    ways: tuple[str, ...] = ("rows",)
+    inferred: bool = False
+
+    def full(self) -> Tensor:
+        """The plain value, a leaf."""
+        generator = torch.Generator().manual_seed(self.seed)
+        dtype = getattr(torch, self.dtype)
+        if not dtype.is_floating_point:
+            return torch.randint(-9, 10, self.shape, generator=generator)
+        values = torch.randn(self.shape, generator=generator, dtype=torch.float64).to(dtype)
+        return with_bits_to_spare(values).requires_grad_(self.grad)
+
+    def on(self, mesh: DeviceMesh, full: Tensor) -> Tensor:
+        """The value as a leaf on a mesh; plain ones are copied."""
+        full = full.detach()
+        if self.layout == "plain":
+            return full.clone().requires_grad_(self.grad)
+        block = lay_out(full, mesh, placements_of(self.layout), self.sizes, self.seed)._local_tensor
+        if block.ndim:
+            block = stored(block, self.ways[mesh.get_rank() % len(self.ways)])
+        sizes: Any = "infer" if self.inferred else self.sizes
+        x = ShardTensor.from_local(block, mesh, placements_of(self.layout), sizes, global_shape=self.shape)
+        return x.detach().requires_grad_(self.grad)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What plain PyTorch gives.
+
+    Attributes:
+        values: by name, detached.
+        wants: names of values that want a gradient, of those that the backward pass starts from.
+        first: gradients of the inputs, by name.
+        second: gradients of a weighted sum of these; None where torch knows none.
+        refused: whether plain PyTorch refuses the last line.
+    """
+
+    values: dict[str, Tensor]
+    goals: list[str]
+    first: dict[str, Tensor | None]
+    second: dict[str, Tensor | None] | None
+    refused: bool
+
+
+class Unfit(Exception):
+    """Plain PyTorch does not know the program, or rounding decides what it gives."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """Inputs and lines.
+
+    Attributes:
+        mesh: extents of the mesh.
+        inputs: in order.
+        lines: in order.
+        refused: whether plain PyTorch refuses the last line.
+    """
+
+    mesh: tuple[int, ...]
+    inputs: Sequence[Input]
+    lines: Sequence[str]
+    refused: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Size of the world."""
+        return functools.reduce(lambda a, b: a * b, self.mesh)
+
+    def __str__(self) -> str:
+        return "\n".join(["from fuzz import Input, Program", "Program(", f"    {self.mesh},", "    [",
+                          *(f"        {_short(i)}," for i in self.inputs), "    ],", "    [",
+                          *(f"        {line!r}," for line in self.lines), "    ],",
+                          *(["    refused=True,"] if self.refused else []), ").check()"])  # fmt: skip
+
+    def check(self, backend: str | None = None) -> None:
+        """Run it, and raise if it is a finding.
+
+        Args:
+            backend: of the compiler; None for eager mode.
+        """
+        with LocalRanks(self.ranks, processes=False) as ranks:
+            found = judge(ranks, self, backend)
+        print(found)
+        if found.kind not in (RIGHT, REFUSED):
+            raise AssertionError(found)
+
+    # Plain
+
+    def expect(self, compiled: bool = False) -> Expected:
+        """Run it on plain tensors.
+
+        Args:
+            compiled: the backward pass starts from all results of the function, as the compiler's does.
+
+        Raises:
+            Unfit: there is nothing to compare with.
+        """
+        leaves = {i.name: i.full() for i in self.inputs}
+        copies = {n: x.detach().clone().requires_grad_(x.requires_grad) for n, x in leaves.items()}
+        values: dict[str, Any] = dict(copies)
+        refused = False
+        for n, line in enumerate(self.lines):
+            try:
+                if not holds(line, values):
+                    raise Unfit(line)
+                run_line(line, values)
+            except (RuntimeError, IndexError, ValueError, TypeError, NameError) as error:
+                if n < len(self.lines) - 1 or not self.refused:
+                    raise Unfit(line) from error
+                refused = True
+        if refused is not self.refused:
+            raise Unfit("plain PyTorch does not refuse it")
+        told = {n: x.detach().clone() for n, x in values.items()}
+        goals = self.goals(values)
+        if compiled:
+            goals = [n for n in self.results if values[n].requires_grad]
+        first: dict[str, Tensor | None] = {}
+        second: dict[str, Tensor | None] | None = None
+        if goals and not refused:
+            try:
+                first = gradients(copies, [values[g] for g in goals], True)
+            except RuntimeError as error:
+                if compiled:
+                    raise Unfit("no backward pass") from error
+                return Expected(told, [], {}, None, refused)
+            with contextlib.suppress(RuntimeError):
+                second = twice(copies, first)
+            first = {n: None if x is None else x.detach() for n, x in first.items()}
+            if not all(map(_tame, itertools.chain(first.values(), (second or {}).values()))):
+                return Expected(told, [], {}, None, refused)
+        return Expected(told, goals, first, second, refused)
+
+    def goals(self, values: dict[str, Tensor]) -> list[str]:
+        """Names of values from which the backward pass starts: the last ones that want a gradient."""
+        names = [n for n, x in values.items() if n[0] == "v" and x.requires_grad]
+        return names[-2:]
+
+    @property
+    def results(self) -> list[str]:
+        """Names that the compiled function returns: those that no later line uses, and the last ones."""
+        named = [n for line in self.lines for n in results_of(line)]
+        used = {n for line in self.lines for n in names_in(line) - set(results_of(line))}
+        return [n for n in named if n not in used or n in named[-2:]]
+
+    def function(self) -> Callable[..., Any]:
+        """The lines as a function of the inputs that returns the values by name."""
+        names = ", ".join(f"{n!r}: {n}" for n in self.results)
+        body = "\n".join(f"    {line}" for line in [*self.lines, f"return {{{names}}}"])
+        scope = dict(CALLS)
+        exec(compile(f"def program({', '.join(i.name for i in self.inputs)}):\n{body}", "<program>", "exec"), scope)
+        return scope["program"]  # type: ignore[no-any-return]
+
+
+def _short(given: Input) -> str:
+    default = {f.name: f.default for f in dataclasses.fields(Input)}
+    words = [
+        f"{f.name}={v!r}"
+        for f in dataclasses.fields(Input)[2:]
+        if (v := getattr(given, f.name)) not in (default[f.name], {})
+    ]
+    return f"Input({given.name!r}, {given.shape}{''.join(', ' + w for w in words)})"
+
+
+def _tame(x: Tensor | None) -> bool:
+    return x is None or not x.is_floating_point() or bool((x.abs() < 1e5).all())
+
+
+def _weighted(values: Sequence[Tensor]) -> Tensor:
+    """A weighted sum of the elements of values, plain or sharded alike."""
+    total: Any = 0
+    for n, x in enumerate(values):
+        generator = torch.Generator().manual_seed(n)
+        weights = torch.randn(tuple(x.shape), generator=generator, dtype=torch.float64).to(x.dtype)
+        total = total + (x * weights).sum().double()
+    return total  # type: ignore[no-any-return]
+
+
+def gradients(leaves: dict[str, Tensor], values: Sequence[Tensor], again: bool) -> dict[str, Tensor | None]:
+    """Of the leaves, from a weighted sum of values."""
+    wanting = {n: x for n, x in leaves.items() if x.requires_grad}
+    found = torch.autograd.grad(_weighted(values), list(wanting.values()), create_graph=again, allow_unused=True)
+    return dict(zip(wanting, found, strict=True))
+
+
+def twice(leaves: dict[str, Tensor], first: dict[str, Tensor | None]) -> dict[str, Tensor | None] | None:
+    """Of the leaves, from a weighted sum of their gradients; None if these are constant."""
+    given = [x for x in first.values() if x is not None and x.requires_grad]
+    return gradients(leaves, given, False) if given else None
+
+
+# A run on a rank
+
+
+@dataclass(frozen=True)
+class End:
+    """How a run ended on a rank.
+
+    Attributes:
+        kind: in a word.
+        stage: the line, or what was done.
+        text: what is wrong, or the error.
+        trace: of the error.
+    """
+
+    kind: str
+    stage: str = ""
+    text: str = ""
+    trace: str = field(default="", compare=False)
+
+
+class _Wrong(Exception):
+    pass
+
+
+def _compare(name: str, got: Any, want: Tensor | None, near: float) -> None:
+    if got is None or want is None:
+        if got is not want:
+            raise _Wrong(f"{name}: expected {describe_value(want)}, got {describe_value(got)}")
+        return
+    if problems := block_problems(got):
+        raise _Wrong(f"{name}: {problems[0]}")
+    if tuple(got.shape) != tuple(want.shape):
+        raise _Wrong(f"{name}: shape {tuple(got.shape)}, plain {tuple(want.shape)}")
+    got = got.detach()  # a view whose base was written to need not have a gradient
+    full = got.full_tensor() if isinstance(got, ShardTensor) else got
+    if text := difference(full, want, lambda _: (near, near)):
+        raise _Wrong(f"{name}: {text}\n{describe_value(got)}")
+
+
+def _strides(name: str, got: Tensor, want: Tensor) -> None:
+    ours, theirs = got.stride(), want.stride()
+    if want.numel() and any(a != b for a, b, n in zip(ours, theirs, want.shape, strict=True) if n > 1):
+        raise _Wrong(f"strides of {name}: {tuple(ours)}, plain {tuple(theirs)}")
+
+
+def _end(stage: str, error: BaseException) -> End:
+    text = f"{type(error).__name__}: {error}"
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, _Wrong):
+        return End("wrong", stage, str(error))
+    if isinstance(error, (RanksWaitError, MeetingError)):
+        return End("waits", stage, text, trace)
+    if isinstance(error, errors.ShardError) or any(
+        f"{name}(" in text for name in _REFUSALS
+    ):  # Dynamo puts it into its own
+        return End(REFUSED, stage, text, trace)
+    return End("internal", stage, text, trace)
+
+
+_REFUSALS = [e.__name__ for e in vars(errors).values() if isinstance(e, type) and issubclass(e, errors.ShardError)]
+_RAISED_BY_USERS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
+
+
+def run_on_rank(mesh: DeviceMesh, program: Program, expected: Expected) -> End:
+    """Run a program in eager mode, line by line, and compare everything."""
+    stage = "inputs"
+    try:
+        if len(program.mesh) > 1:
+            mesh = init_device_mesh("cpu", program.mesh)
+        leaves = {i.name: i.on(mesh, i.full()) for i in program.inputs}
+        values: dict[str, Any] = dict(leaves)
+        for n, line in enumerate(program.lines):
+            stage = line
+            if expected.refused and n == len(program.lines) - 1:
+                return _refuses(line, values)
+            run_line(line, values)
+        stage = "values"
+        near = _nearness(program)
+        for name, want in expected.values.items():
+            _compare(name, values[name], want, near)
+        _compare_gradients(leaves, [values[g] for g in expected.goals], expected, near)
+    except Exception as error:
+        return _end(stage, error)
+    return End(RIGHT)
+
+
+def _refuses(line: str, values: dict[str, Any]) -> End:
+    try:
+        run_line(line, values)
+    except _RAISED_BY_USERS as error:
+        if isinstance(error, (RanksWaitError, MeetingError)):
+            return _end(line, error)
+        return End(REFUSED, "as plain PyTorch does")
+    except Exception as error:
+        return _end(line, error)
+    return End("accepted", line, "plain PyTorch refuses this line")
+
+
+def _compare_gradients(leaves: dict[str, Tensor], goals: list[Tensor], expected: Expected, near: float) -> None:
+    if not goals:
+        return
+    try:
+        first = gradients(leaves, goals, expected.second is not None)
+        for name, want in expected.first.items():
+            if isinstance(first[name], ShardTensor) and not isinstance(leaves[name], ShardTensor):
+                raise _Wrong(f"gradient of {name}: sharded, of a plain tensor")
+            _compare(f"gradient of {name}", first[name], want, near)
+        if expected.second is None:
+            return
+        second = twice(leaves, first)
+        for name, want in expected.second.items():
+            got = None if second is None else second[name]
+            if got is None or want is None:  # zeros and nothing are the same
+                got, want = (
+                    (torch.zeros(()) if got is None else got.full_tensor() if isinstance(got, ShardTensor) else got),
+                    want,
+                )
+                if bool((got.abs() > near).any()) or (want is not None and bool((want.abs() > near).any())):
+                    raise _Wrong(f"second gradient of {name}: expected {want}, got {got}")
+                continue
+            _compare(f"second gradient of {name}", got, want, near)
+    except Exception as error:
+        error.add_note("in the backward pass")
+        raise
+
+
+def _nearness(program: Program) -> float:
+    narrow = any("float32" in i.dtype for i in program.inputs) or any(".float()" in line for line in program.lines)
+    return 2e-3 if narrow else 1e-7
+
+
+# Compiled
+
+
+def run_compiled_on_rank(
+    mesh: DeviceMesh, programs: Sequence[Program], expected: Sequence[Expected], backend: str
+) -> End:
+    """Compile a program, and call it with the inputs of several that have the same lines."""
+    stage = "inputs"
+    try:
+        if len(programs[0].mesh) > 1:
+            mesh = init_device_mesh("cpu", programs[0].mesh)
+        function = once(programs[0].function)
+        run = torch.compile(function, fullgraph=True, backend=backend)
+        counts = []
+        before = once(graphs_compiled)
+        for number, (program, want) in enumerate(zip(programs, expected, strict=True)):
+            stage = f"call {number}"
+            leaves = {i.name: i.on(mesh, i.full()) for i in program.inputs}
+            values = run(*leaves.values())
+            near = _nearness(program)
+            for name, got in {**values, **leaves}.items():
+                _compare(name, got, want.values[name], near)
+            _compare_gradients(leaves, [values[g] for g in want.goals], dataclasses.replace(want, second=None), near)
+            counts.append(once(graphs_compiled) - before)
+        # The first change of sizes may compile once more, and so may that of extents.
+        if counts[1] != counts[2] or counts[2] > 2 or counts[-1] > counts[min(3, len(counts) - 1)] or counts[-1] > 3:
+            return End("graphs", f"after {len(counts)} calls", str(counts))
+    except Exception as error:
+        return _end(stage, error)
+    return End(RIGHT, "", str(counts[-1]))
+
+
+# Judgement
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a program gave on all ranks together.
+
+    Attributes:
+        kind: right, refused, or what is wrong with it.
+        stage: the line, or what was done.
+        text: for people.
+        trace: of an error.
+    """
+
+    kind: str
+    stage: str = ""
+    text: str = ""
+    trace: str = field(default="", repr=False)
+
+    @property
+    def same(self) -> tuple[str, str]:
+        """What stays while a finding is shrunk."""
+        return self.kind, "" if self.kind == "wrong" else self.text.partition(":")[0][:40]
+
+
+def judge(ranks: LocalRanks, program: Program, backend: str | None = None) -> Found:
+    """Run a program on all ranks.
+
+    Raises:
+        Unfit: there is nothing to compare with.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if backend is None:
+            expected = program.expect()
+            ends = ranks(run_on_rank, program, expected, timeout=60)
+        else:
+            programs = [program, *others(program)]
+            wanted = [p.expect(True) for p in programs]
+            ends = ranks(run_compiled_on_rank, programs, wanted, backend, timeout=300)
+    found = _together(ends)
+    if backend is not None and found.kind == "internal" and not _compiles_plain(program, backend):
+        return Found(REFUSED, "plain PyTorch does not compile it", found.text)
+    return found
+
+
+def _compiles_plain(program: Program, backend: str) -> bool:
+    inputs = [i.full() for i in program.inputs]
+    inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    try:
+        torch._dynamo.reset()
+        torch.compile(program.function(), fullgraph=True, backend=backend)(*inputs)
+    except Exception:
+        return False
+    return True
+
+
+def _together(ends: Sequence[End]) -> Found:
+    kinds = {e.kind for e in ends}
+    for kind in ("wrong", "internal", "accepted", "graphs"):
+        for rank, end in enumerate(ends):
+            if end.kind == kind:
+                text = (
+                    end.text if len(set(ends)) == 1 else f"{end.text}\n(rank {rank}; others: {[e.kind for e in ends]})"
+                )
+                return Found(kind, end.stage, text, end.trace)
+    first = next((e for e in ends if e.kind != "waits"), ends[0])
+    if len(kinds) > 1 or "waits" in kinds:
+        said = "\n".join(f"rank {r}: {e.kind} {e.stage} {e.text[:300]}" for r, e in enumerate(ends))
+        return Found("waits" if kinds == {"waits"} else "disagree", first.stage, said, first.trace)
+    if len({e.stage for e in ends}) > 1:
+        return Found("disagree", first.stage, "\n".join(f"rank {r}: {e.stage} {e.text}" for r, e in enumerate(ends)))
+    return Found(first.kind, first.stage, first.text, first.trace)
+
+
+def others(program: Program) -> list[Program]:
+    """The same lines with other cuts of the same extents, and with other extents where plain PyTorch knows them."""
+    rng = random.Random(seed_of(program.lines))
+
+    def cut(given: Input) -> Input:
+        sizes = sizes_for(rng, program.mesh, given.shape, given.layout.split())
+        return dataclasses.replace(given, sizes=sizes)
+
+    found = [dataclasses.replace(program, inputs=[cut(i) for i in program.inputs]) for _ in range(2)]
+    if any("{" in line for line in program.lines):
+        return found  # sizes are stated, for these extents
+    extents = {e: e + rng.randint(1, 3) for i in program.inputs for e in i.shape if e > 1}
+    for _ in range(2):
+        wider = [dataclasses.replace(i, shape=tuple(extents.get(e, e) for e in i.shape)) for i in program.inputs]
+        other = dataclasses.replace(program, inputs=[cut(i) for i in wider])
+        try:
+            other.expect(True)
+        except Unfit:
+            continue
+        found.append(other)
+    return found
+
+
+# Drawing
+
+
+MESHES = [(2,), (3,), (3,), (4,), (2, 2), (2, 2)]
+
+
+def draw(seed: int, shortest: int = 10, longest: int = 25, compiled: bool = False) -> Program:
+    """The program of a seed."""
+    for attempt in range(100):
+        rng = random.Random(seed_of(seed, attempt))
+        mesh = rng.choice(MESHES)
+        inputs = _draw_inputs(rng, mesh)
+        d = Draw(rng, {i.name: i.full() for i in inputs}, mesh, not compiled)
+        lines: list[str] = []
+        refused = False
+        while len(lines) < rng.randint(shortest, longest) and not refused:
+            new = draw_line(d)
+            if new is None:
+                break
+            if new[1] and (compiled or len(lines) < 3):
+                continue
+            lines.append(new[0])
+            refused = new[1]
+        program = Program(mesh, inputs, lines, refused)
+        with contextlib.suppress(Unfit):
+            program.expect(compiled)
+            return program
+    raise AssertionError(f"no program for seed {seed}")
+
+
+def _draw_inputs(rng: random.Random, mesh: tuple[int, ...]) -> list[Input]:
+    def extent() -> int:
+        return rng.choice([0, 1, 1, *range(2, 8), *range(2, 8)])
+
+    base = tuple(extent() for _ in range(rng.choice([1, 2, 2, 3, 3])))
+    dtype = "float64" if rng.random() < 0.93 else "float32"
+
+    def other() -> tuple[int, ...]:
+        likes = [base, base[rng.randrange(len(base)) :], tuple(1 if rng.random() < 0.4 else e for e in base)]
+        factor, anything = (base[-1], rng.randint(1, 5)), tuple(extent() for _ in range(rng.randint(0, 3)))
+        return rng.choice([*likes, factor, anything])
+
+    shapes = [base, *(other() for _ in range(rng.randint(1, 3)))]
+    return [_draw_input(rng, mesh, f"a{n}", shape, dtype) for n, shape in enumerate(shapes)]
+
+
+def _draw_input(rng: random.Random, mesh: tuple[int, ...], name: str, shape: tuple[int, ...], dtype: str) -> Input:
+    seed = rng.randrange(1 << 20)
+    if name != "a0" and rng.random() < 0.2:
+        return Input(name, shape, dtype=dtype, grad=rng.random() < 0.7, seed=seed)
+    if name != "a0" and rng.random() < 0.15:
+        dtype = "int64"
+    reduction = "P(sum)"
+
+    def word() -> str:
+        number = rng.random()
+        if number < 0.68 and shape:
+            return f"S({rng.randrange(len(shape))})"
+        return reduction if number > 0.85 else "R"
+
+    words = [word() for _ in mesh]
+    sizes = sizes_for(rng, mesh, shape, words)
+    ways = tuple(rng.choice(["rows", "turned", "gaps", "odd"]) for _ in range(4)) if rng.random() < 0.3 else ("rows",)
+    wants = dtype != "int64" and rng.random() < 0.65
+    return Input(name, shape, " ".join(words), sizes, dtype, wants, seed, ways, rng.random() < 0.2)
+
+
+# Shrinking
+
+
+def shrink(ranks: LocalRanks, program: Program, found: Found, backend: str | None, seconds: float = 20.0) -> Program:
+    """A smaller program that gives a finding of the same kind."""
+    deadline = time.monotonic() + seconds
+
+    def still(candidate: Program) -> bool:
+        if time.monotonic() > deadline:
+            return False
+        try:
+            return judge(ranks, candidate, backend).same == found.same
+        except Exception:
+            return False  # plain PyTorch does not know it
+
+    changed = True
+    while changed and time.monotonic() < deadline:
+        changed = False
+        for candidate in _smaller(program):
+            if still(candidate):
+                program, changed = candidate, True
+                break
+    return program
+
+
+def _smaller(program: Program) -> Iterator[Program]:
+    lines = list(program.lines)
+    for count in (len(lines) // 2, len(lines) // 4):  # the end, then parts, then single lines
+        if count and not program.refused:
+            yield _used(program, lines[:-count])
+    for n in reversed(range(len(lines) - program.refused)):
+        gone, kept = set(results_of(lines[n])), lines[:n]
+        for line in lines[n + 1 :]:
+            if names_in(line) & gone:
+                gone |= set(results_of(line))
+            else:
+                kept.append(line)
+        if kept and (not program.refused or kept[-1] == lines[-1]):
+            yield _used(program, kept)
+    for n, given in enumerate(program.inputs):
+        for simpler in _simpler(program, given):
+            yield dataclasses.replace(program, inputs=[*program.inputs[:n], simpler, *program.inputs[n + 1 :]])
+
+
+def _used(program: Program, lines: list[str]) -> Program:
+    names = {n for line in lines for n in names_in(line)}
+    return dataclasses.replace(program, lines=lines, inputs=[i for i in program.inputs if i.name in names])
+
+
+def _simpler(program: Program, given: Input) -> Iterator[Input]:
+    if given.ways != ("rows",):
+        yield dataclasses.replace(given, ways=("rows",))
+    if given.inferred:
+        yield dataclasses.replace(given, inferred=False)
+    if given.grad:
+        yield dataclasses.replace(given, grad=False)
+    if given.dtype == "float32":
+        yield dataclasses.replace(given, dtype="float64")
+    if given.seed:
+        yield dataclasses.replace(given, seed=0)
+    if given.layout == "plain":
+        return
+    yield dataclasses.replace(given, layout="plain", sizes={}, ways=("rows",), inferred=False)
+    words = given.layout.split()
+    for m, word in enumerate(words):
+        if word != "R":
+            other = [*words[:m], "R", *words[m + 1 :]]
+            sizes = sizes_for(random.Random(0), program.mesh, given.shape, other)
+            kept = {k: s for k, s in given.sizes.items() if k in sizes and len(s) == len(sizes[k])}
+            yield dataclasses.replace(given, layout=" ".join(other), sizes={**sizes, **kept})
+
+
+# By hand
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compiled", metavar="BACKEND")
+    parser.add_argument("--shortest", type=int, default=10)
+    parser.add_argument("--longest", type=int, default=25)
+    parser.add_argument("--shrink", type=float, default=15.0, help="seconds for each finding")
+    parser.add_argument("--trace", action="store_true", help="print the traceback of a finding")
+    parser.add_argument("--most", type=int, default=1000, help="findings after which it ends")
+    given = parser.parse_args()
+    tally = search(range(given.seed, given.seed + given.programs), given.compiled, (given.shortest, given.longest),
+                   given.shrink, given.trace, given.most)  # fmt: skip
+    return int(any(kind not in (RIGHT, REFUSED) for kind in tally))
+
+
+def search(
+    seeds: Sequence[int],
+    backend: str | None = None,
+    lengths: tuple[int, int] = (10, 25),
+    seconds: float = 0.0,
+    trace: bool = False,
+    most: int = 1000,
+) -> dict[str, int]:
+    """Run the programs of some seeds, and print what is found.
+
+    Args:
+        seeds: of the programs.
+        backend: of the compiler; None for eager mode.
+        lengths: least and most number of lines.
+        seconds: for shrinking a finding.
+        trace: whether to print the traceback of an error.
+        most: findings after which it ends.
+
+    Returns:
+        How many programs gave what.
+    """
+    torch.set_num_threads(1)
+    for name in ("shardcompile", "torch"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    tally: collections.Counter[str] = collections.Counter()
+    refusals: collections.Counter[str] = collections.Counter()
+    started, findings = time.monotonic(), 0
+    with contextlib.ExitStack() as stack:
+        world = functools.cache(lambda n: stack.enter_context(LocalRanks(n, processes=False)))
+        for seed in seeds:
+            program = draw(seed, *lengths, compiled=backend is not None)
+            found = judge(world(program.ranks), program, backend)
+            tally[found.kind] += 1
+            if found.kind == REFUSED:
+                refusals[found.stage if found.stage.startswith("as plain") else found.text[:110]] += 1
+            if found.kind in (RIGHT, REFUSED):
+                continue
+            findings += 1
+            print(f"--- seed {seed}: {found.kind} at {found.stage}\n{found.text[:1500]}", flush=True)
+            if trace:
+                print(found.trace)
+            if seconds:
+                print(shrink(world(program.ranks), program, found, backend, seconds), flush=True)
+            if findings >= most:
+                break
+    print(f"{dict(tally)} in {time.monotonic() - started:.0f} s")
+    for text, count in refusals.most_common(12):
+        print(f"  refused {count} times: {text}")
+    return dict(tally)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

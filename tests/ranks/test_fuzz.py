@@ -1,0 +1,112 @@
+"""The fuzzer: a sample of its programs, all of them at night, and what it has found, in a few lines each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fuzz import REFUSED, RIGHT, Input, Program, draw, judge, search, shrink
+from tiers import often
+
+from shardcompile.testing import LocalRanks
+
+CUT = {0: [5, 0, 2]}
+
+
+@pytest.mark.parametrize("first", often(list(range(0, 10_000, 500)), 0))
+def test_programs(first: int) -> None:
+    assert set(search(range(first, first + 500))) <= {RIGHT, REFUSED}
+
+
+@pytest.mark.parametrize("first", often(list(range(0, 500, 25)), 0))
+def test_compiled_programs(first: int) -> None:
+    assert set(search(range(first, first + 25), "aot_eager")) <= {RIGHT, REFUSED}
+
+
+@pytest.mark.parametrize("first", often(list(range(0, 50, 10)), 0))
+def test_programs_through_inductor(first: int) -> None:
+    assert set(search(range(first, first + 10), "inductor")) <= {RIGHT, REFUSED}
+
+
+def test_a_sample_of_the_programs() -> None:
+    tally = search(range(12))
+    assert set(tally) <= {RIGHT, REFUSED}
+    assert tally[RIGHT] >= 9
+
+
+def found(lines: list[str], inputs: list[Input] | None = None, mesh: tuple[int, ...] = (3,)) -> Any:
+    given = inputs or [Input("a0", (7, 3), "S(0)", CUT, grad=True), Input("a1", (7, 3), grad=True)]
+    program = Program(mesh, given, lines)
+    with LocalRanks(program.ranks, processes=False) as ranks:
+        return judge(ranks, program)
+
+
+def test_a_wrong_value_is_found_and_shrunk() -> None:
+    """A line that gives something else on sharded tensors, among lines that do not matter."""
+    lines = ["v0 = a0.sin()", "v1 = v0 * (2 if hasattr(a0, 'sharding') else 1)", "v2 = a0 + a1", "v3 = v1[1:]"]
+    program = Program((3,), [Input("a0", (7, 3), "S(0)", CUT, grad=True), Input("a1", (7, 3), grad=True)], lines)
+    with LocalRanks(3, processes=False) as ranks:
+        wrong = judge(ranks, program)
+        assert wrong.kind == "wrong"
+        small = shrink(ranks, program, wrong, None)
+    assert [i.name for i in small.inputs] == ["a0"]
+    assert list(small.lines) == lines[:2]
+    scope: dict[str, Any] = {}
+    exec(str(small).replace(".check()", "").replace("Program(", "small = Program(", 1), {"fuzz": None}, scope)
+    assert scope["small"].lines == list(small.lines)
+
+
+def test_ranks_that_differ_are_found() -> None:
+    line = "v0 = a0.sum() if not hasattr(a0, 'sharding') or a0.device_mesh.get_rank() else a0.sum().full_tensor()"
+    assert found([line, "v1 = v0 + 1"]).kind in ("disagree", "waits", "wrong")
+
+
+def test_a_program_is_the_same_each_time() -> None:
+    assert [str(draw(seed)) for seed in range(5)] == [str(draw(seed)) for seed in range(5)]
+
+
+# What it has found
+
+
+@pytest.mark.parametrize("turn", ["v0.transpose_(0, 1)", "v0.unsqueeze_(0)"])
+@pytest.mark.parametrize("view", ["v1 = v0[1:]", "v1 = v0.unsqueeze(0)", "v1 = v0.mT"])
+def test_a_tensor_whose_views_have_gradients_is_not_turned_in_place(view: str, turn: str) -> None:
+    told = found(["v0 = a0 * 2", view, turn])
+    assert told.kind == REFUSED
+    assert "views of it exist" in told.text
+    assert found(["v0 = a0 * 2", turn]).kind == RIGHT
+    assert found(["v0 = a0 * 2", "v1 = v0[1:].sum()", turn]).kind == RIGHT
+    assert found(["v0 = a0 * 2", view, turn.replace("v0", "v1")]).kind == RIGHT
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["v0 = a0 - a1", "v1 = v0.select(1, 2)", "v2 = torch.linalg.vector_norm(v1, 1, [0])"],
+        ['v0 = to(a0, "S(1)")', "v1 = v0.abs()"],
+        ["v0 = a1.index_select(0, torch.tensor([], dtype=torch.int64))", "v1 = torch.cat([a0, v0, a0])"],
+    ],
+)
+def test_gradients_that_are_zero_whatever_the_input_go_on_backward(lines: list[str]) -> None:
+    assert found(lines).kind == RIGHT
+
+
+def test_a_view_that_the_order_in_memory_forbids_is_refused_in_words() -> None:
+    told = found(
+        ["v0 = F.linear(a0, weight(2, 7))", "v1 = v0.view([2, 8])"], [Input("a0", (2, 4, 7), "S(1)", {0: [1, 3, 0]})]
+    )
+    assert told.kind == REFUSED
+    assert "Use reshape" in told.text
+
+
+@pytest.mark.parametrize("line", ["v0[v0 > 0.5] = 0.25  # if away(v0, 0.5)", "v0[torch.tensor([1, 2])] = 0.5"])
+def test_a_write_to_an_expanded_tensor_is_refused_on_ranks_without_rows_as_well(line: str) -> None:
+    told = found(["v0 = a0.expand([4, 7])", line], [Input("a0", (1, 7), "S(1)", CUT)])
+    assert told.kind == RIGHT or "Clone it" in told.text
+    assert told.kind in (RIGHT, REFUSED)
+
+
+def test_an_op_that_was_decided_on_a_view_does_not_come_back_to_it() -> None:
+    """What is kept of a decision was made on one rank's arguments; another rank, or call, has its own."""
+    lines = ["v0 = a0.flatten(0, 1)", "a0.mul_(2)", "v1 = v0[torch.tensor([1, 2])]", "v2 = v0[torch.tensor([1, 2])]"]
+    assert found(lines, [Input("a0", (3, 1), "S(1)", {0: [1, 0]})], (2,)).kind == RIGHT
