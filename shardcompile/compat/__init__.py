@@ -73,6 +73,7 @@ __all__ = [
     "give_storage",
     "group_name_of",
     "guarded",
+    "has_guarded_address",
     "in_backward_pass",
     "is_compiling",
     "is_fake",
@@ -86,6 +87,7 @@ __all__ = [
     "kernel_of",
     "let_comm_debug_mode_see_through",
     "lower_as_collective",
+    "mark_static",
     "mark_weakly_dynamic",
     "note_input_size",
     "noted",
@@ -507,6 +509,19 @@ def mark_weakly_dynamic(x: torch.Tensor, hints: dict[int, int]) -> None:
     x._dynamo_weak_dynamic_indices = set(hints)  # type: ignore[attr-defined]
     x._dynamo_hint_overrides = hints  # type: ignore[attr-defined]
     x._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
+
+
+def mark_static(x: torch.Tensor) -> None:
+    """Have Dynamo take the shape of an input for numbers, whatever shapes came from the same place in earlier calls."""
+    for name in ("_dynamo_weak_dynamic_indices", "_dynamo_hint_overrides"):  # 2.11 - 2.15
+        vars(x).pop(name, None)
+    x._dynamo_static_indices = set(range(x.ndim))  # type: ignore[attr-defined]  # 2.11 - 2.15
+    x._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
+
+
+def has_guarded_address(x: torch.Tensor) -> bool:
+    """Whether what is compiled holds for this very tensor alone, as Dynamo says of an optimizer's state."""
+    return getattr(x, "_dynamo_static_input_type", None) == "guarded"  # 2.11 - 2.15
 
 
 def share_storage(view: torch.Tensor, base: torch.Tensor) -> None:

@@ -76,6 +76,7 @@ class ShardTensor(torch.Tensor):
     _hints: dict[int, int] | None = None
     _copied: CopiedView | None = None
     _align_grad: bool = False
+    _beside_parameter: bool = False
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: Spec, requires_grad: bool = False) -> ShardTensor:
@@ -142,12 +143,21 @@ class ShardTensor(torch.Tensor):
             self._prepare_trace(flat[1])
         return flat
 
+    @property
+    def _is_static(self) -> bool:
+        """Whether later calls see this very tensor, or one that is laid out like it.
+
+        So it is for parameters, as everywhere in torch, and therefore for what optimizers keep beside them and for
+        their gradients: where they meet in a compiled step all of them have to be known alike.
+        """
+        return getattr(self, "_is_param", False) or self._beside_parameter or compat.has_guarded_address(self)
+
     def _first_flattened(self) -> tuple[list[str], Metadata]:
         """The parts, and what is settled once for each tensor."""
         metadata = metadata_of(self._spec.layout)
-        # Parameters are static, and so is a tensor inside a trace already.
+        # A tensor inside a trace does not.
         plain = self._holds_values
-        self._may_vary = plain and bool(metadata.cuts) and not getattr(self, "_is_param", False)
+        self._may_vary = plain and bool(metadata.cuts)
         if self._may_vary:
             self._local_tensor = with_stated_strides(self._local_tensor, self._spec)
         if plain and 0 in self._spec.shape:
@@ -155,7 +165,12 @@ class ShardTensor(torch.Tensor):
         return ["_local_tensor", "_cut_keys"] if metadata.dynamic_dims else ["_local_tensor"], metadata
 
     def _prepare_trace(self, metadata: Metadata) -> None:
-        """Have a trace that is starting treat sharded extents, blocks and keys as dynamic."""
+        """Have a trace that is starting treat sharded extents, blocks and keys as dynamic, or as static."""
+        if self._is_static:
+            compat.mark_static(self._local_tensor)
+            if metadata.dynamic_dims:
+                compat.mark_static(self._cut_keys)
+            return
         compat.trace_size_obliviously()
         compat.mark_weakly_dynamic(self._local_tensor, block_hints(self._spec.layout))
         if metadata.dynamic_dims:
@@ -181,8 +196,8 @@ class ShardTensor(torch.Tensor):
     def _dynamo_hint_overrides(self) -> dict[int, int]:
         hints = self._hints
         if hints is None:
-            hints = self._hints = {} if getattr(self, "_is_param", False) else extent_hints(self._spec.layout)
-        if not hints:
+            hints = self._hints = extent_hints(self._spec.layout)
+        if not hints or self._is_static:
             raise _UNMARKED
         return hints
 
@@ -587,6 +602,14 @@ def _require_grad(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -
     return out
 
 
+def _gradient(func: Callable[..., Any], x: Any) -> Any:
+    """``x.grad``; Dynamo, which reads it of parameters while it compiles an optimizer's step, is told what it is of."""
+    grad = func(x)
+    if type(grad) is ShardTensor and compat.is_compiling() and getattr(x, "_is_param", False):
+        grad._beside_parameter = grad._spec == x._spec
+    return grad
+
+
 def _deep_copied(func: Callable[..., Any], x: Any, memo: Any) -> Any:
     known = id(x) in memo
     out = func(x, memo)
@@ -761,6 +784,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.tensor_split: _tensor_split,
     torch.tensor_split: _tensor_split,
     torch.Tensor.__deepcopy__: _deep_copied,
+    torch.Tensor.grad.__get__: _gradient,  # type: ignore[attr-defined]
     torch.Tensor.requires_grad_: _require_grad,
     torch.Tensor.requires_grad.__set__: _require_grad,  # type: ignore[attr-defined]
     torch.ops.aten._unsafe_view: _unsafe_view,
