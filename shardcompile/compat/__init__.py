@@ -98,6 +98,7 @@ __all__ = [
     "register_work",
     "retraced",
     "same_symbol",
+    "settle",
     "share_storage",
     "shares_storage",
     "size_hint",
@@ -199,6 +200,24 @@ def same_symbol(a: Any, b: Any) -> bool:
     if a is b:
         return True
     return surely(a == b) if is_unbacked(a) or is_unbacked(b) else bool(a == b)
+
+
+def settle(size: Any, number: int) -> None:
+    """Have a trace know a size by the number that it is on this rank, where other guards say so already.
+
+    It is not compared: its hint, which all ranks share, is another number on most of them.
+    """
+    if not isinstance(size, torch.SymInt) or is_unbacked(size) or size.node.expr.is_number:
+        return
+    expression, env = size.node.expr, size.node.shape_env
+    symbol, *others = expression.free_symbols
+    factor, rest = expression.coeff(symbol), expression.xreplace({symbol: sympy.Integer(0)})
+    if others or expression != factor * symbol + rest or factor == 0:
+        return
+    value = (number - rest) / factor
+    env.backed_var_to_val[symbol] = value  # 2.12 - 2.15; `var_to_val` before
+    env.size_like.discard(symbol)  # what is may not become 0 or 1; 2.11 - 2.15
+    env._set_replacement(symbol, value, "the block of a known cut")  # 2.11 - 2.15
 
 
 def surely(condition: bool | torch.SymBool) -> bool:
