@@ -83,6 +83,7 @@ __all__ = [
     "is_unbacked",
     "keep_first_proxies",
     "keep_from_dynamo",
+    "keep_protocol_from_dynamo",
     "keep_symbol",
     "kernel_of",
     "let_comm_debug_mode_see_through",
@@ -794,6 +795,17 @@ def keep_from_dynamo(function: Callable[..., Any]) -> None:
     frame that is called from it on its own, those below a tensor's dispatch included.
     """
     set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+
+
+def keep_protocol_from_dynamo(cls: type) -> None:
+    """`keep_from_dynamo` for what torch itself calls of a class, in eager frames of its own.
+
+    Those of a tensor class are private to us or to Python by their name; those of an autograd function are two.
+    """
+    for name, member in vars(cls).items():
+        function = getattr(member, "__func__", getattr(member, "fget", member))
+        if (name.startswith("_") or name in ("forward", "backward")) and hasattr(function, "__code__"):
+            keep_from_dynamo(function)
 
 
 def let_comm_debug_mode_see_through(cls: type[torch.Tensor]) -> None:

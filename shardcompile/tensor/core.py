@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpErr
 from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, normalize_placements
 from shardcompile.plan import target_layout
 from shardcompile.tensor import checkpoint, construct
-from shardcompile.tensor.autograd import FromLocal, Promote, ToLocal, gradient_layout, redistributed
+from shardcompile.tensor.autograd import FromLocal, Promote, Redistribute, ToLocal, gradient_layout, redistributed
 from shardcompile.tensor.bags import embedding_bag
 from shardcompile.tensor.borders import pad
 from shardcompile.tensor.cumulative import cumprod
@@ -581,7 +582,7 @@ def _align_gradient(x: Any) -> None:
             return
         x._align_grad = False
         layout = x._spec.layout.reduced()
-        x.register_hook(lambda grad: _laid_out(grad, layout))
+        x.register_hook(functools.partial(_laid_out, layout=layout))
 
 
 def _laid_out(grad: Any, layout: Layout) -> Any:
@@ -805,5 +806,7 @@ checkpoint.teach(ShardTensor)
 guard_wrappers(ShardTensor)
 _FUNCTIONS |= teach_higher_order_ops(ShardTensor)
 compat.let_comm_debug_mode_see_through(ShardTensor)
-compat.keep_from_dynamo(ShardTensor.__torch_function__.__func__)  # type: ignore[attr-defined]
+for _called_by_torch in (ShardTensor, FromLocal, Promote, Redistribute, ToLocal):
+    compat.keep_protocol_from_dynamo(_called_by_torch)
+compat.keep_from_dynamo(_laid_out)
 compat.keep_from_dynamo(dispatch)
