@@ -58,7 +58,8 @@ def ask_before_wrapping(
                 as_parameter(parameter, "DistributedDataParallel")
 
     def of_make_fx(tensor: Any, *rest: Any, **options: Any) -> None:
-        as_input(tensor, "compiled autograd" if compiled_autograd.compiled_autograd_enabled else "make_fx")  # 2.11 - 2.15
+        by = "compiled autograd" if compiled_autograd.compiled_autograd_enabled else "make_fx"  # 2.11 - 2.15
+        as_input(tensor, by)
 
     def of_jit(_: Any, inputs: Any = None, *rest: Any, **options: Any) -> None:
         for x in tree_leaves(inputs):
