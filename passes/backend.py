@@ -59,19 +59,24 @@ _INDUCTOR_IS_NOT_IN_CHARGE = {
 
 
 def compile_with_passes(
-    model: GraphModule, inputs: Sequence[Tensor], *, options: dict[str, Any] | None = None
+    model: GraphModule, inputs: Sequence[Tensor], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
     """The backend ``torch.compile(model, backend="shardcompile")``.
 
     Args:
         model: what Dynamo captured.
         inputs: its example inputs.
-        options: Inductor's, as for its own backend.
+        mode: one of Inductor's, as for its own backend; what it stands for comes before `options`.
+        options: Inductor's, as for its own backend. What is given here goes before what the passes set.
     """
-    from torch._inductor.compile_fx import compile_fx  # heavy, and only needed here
+    from torch._inductor import list_mode_options  # heavy, and only needed here
+    from torch._inductor.compile_fx import compile_fx
 
+    settings = {name.replace("-", "_"): value for name, value in (options or {}).items()}
+    if mode is not None:
+        settings = list_mode_options(mode) | settings
     try:
-        return compile_fx(model, inputs, config_patches={**inductor_options(), **(options or {})})  # type: ignore[return-value]
+        return compile_fx(model, inputs, config_patches={**inductor_options(), **settings})  # type: ignore[return-value]
     except Exception as error:
         report_failure(error)
         raise

@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from shardcompile.compat import forget_with_world, size_hint
+from shardcompile.compat import coordinate, forget_with_world, size_hint
 from shardcompile.errors import RedistributeError
 from shardcompile.layout import Cut, IntLike, Layout
 
@@ -185,8 +185,10 @@ class _Planner:
         if origin == 1:
             return True
         if (dim, depth) not in self._alike:
-            now = self.cut(dim, 0, depth)
-            self._alike[dim, depth] = now is not None and now.same_blocks(self.cut(dim, 1, depth))
+            now, target = self.cut(dim, 0, depth), self.cut(dim, 1, depth)
+            assert now is not None and target is not None, "as many mesh dims divide the dim in both"
+            here = coordinate(self.src.mesh) if now.is_traced != target.is_traced else None
+            self._alike[dim, depth] = now.same_blocks(target, here)
         return self._alike[dim, depth]
 
     def cut(self, dim: int, origin: int, depth: int) -> Cut | None:

@@ -73,6 +73,7 @@ __all__ = [
     "give_storage",
     "group_name_of",
     "guarded",
+    "has_guarded_address",
     "in_backward_pass",
     "is_compiling",
     "is_fake",
@@ -82,10 +83,12 @@ __all__ = [
     "is_unbacked",
     "keep_first_proxies",
     "keep_from_dynamo",
+    "keep_protocol_from_dynamo",
     "keep_symbol",
     "kernel_of",
     "let_comm_debug_mode_see_through",
     "lower_as_collective",
+    "mark_static",
     "mark_weakly_dynamic",
     "note_input_size",
     "noted",
@@ -96,6 +99,7 @@ __all__ = [
     "register_work",
     "retraced",
     "same_symbol",
+    "settle",
     "share_storage",
     "shares_storage",
     "size_hint",
@@ -197,6 +201,24 @@ def same_symbol(a: Any, b: Any) -> bool:
     if a is b:
         return True
     return surely(a == b) if is_unbacked(a) or is_unbacked(b) else bool(a == b)
+
+
+def settle(size: Any, number: int) -> None:
+    """Have a trace know a size by the number that it is on this rank, where other guards say so already.
+
+    It is not compared: its hint, which all ranks share, is another number on most of them.
+    """
+    if not isinstance(size, torch.SymInt) or is_unbacked(size) or size.node.expr.is_number:
+        return
+    expression, env = size.node.expr, size.node.shape_env
+    symbol, *others = expression.free_symbols
+    factor, rest = expression.coeff(symbol), expression.xreplace({symbol: sympy.Integer(0)})
+    if others or expression != factor * symbol + rest or factor == 0:
+        return
+    value = (number - rest) / factor
+    env.backed_var_to_val[symbol] = value  # 2.12 - 2.15; `var_to_val` before
+    env.size_like.discard(symbol)  # what is may not become 0 or 1; 2.11 - 2.15
+    env._set_replacement(symbol, value, "the block of a known cut")  # 2.11 - 2.15
 
 
 def surely(condition: bool | torch.SymBool) -> bool:
@@ -509,6 +531,19 @@ def mark_weakly_dynamic(x: torch.Tensor, hints: dict[int, int]) -> None:
     x._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
 
 
+def mark_static(x: torch.Tensor) -> None:
+    """Have Dynamo take the shape of an input for numbers, whatever shapes came from the same place in earlier calls."""
+    for name in ("_dynamo_weak_dynamic_indices", "_dynamo_hint_overrides"):  # 2.11 - 2.15
+        vars(x).pop(name, None)
+    x._dynamo_static_indices = set(range(x.ndim))  # type: ignore[attr-defined]  # 2.11 - 2.15
+    x._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
+
+
+def has_guarded_address(x: torch.Tensor) -> bool:
+    """Whether what is compiled holds for this very tensor alone, as Dynamo says of an optimizer's state."""
+    return getattr(x, "_dynamo_static_input_type", None) == "guarded"  # 2.11 - 2.15
+
+
 def share_storage(view: torch.Tensor, base: torch.Tensor) -> None:
     """Have a wrapper that is a view of another one say so: same storage, as the compiler's alias analysis expects."""
     torch._functionalize_unsafe_set(view, base)  # 2.11 - 2.15
@@ -760,6 +795,17 @@ def keep_from_dynamo(function: Callable[..., Any]) -> None:
     frame that is called from it on its own, those below a tensor's dispatch included.
     """
     set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+
+
+def keep_protocol_from_dynamo(cls: type) -> None:
+    """`keep_from_dynamo` for what torch itself calls of a class, in eager frames of its own.
+
+    Those of a tensor class are private to us or to Python by their name; those of an autograd function are two.
+    """
+    for name, member in vars(cls).items():
+        function = getattr(member, "__func__", getattr(member, "fget", member))
+        if (name.startswith("_") or name in ("forward", "backward")) and hasattr(function, "__code__"):
+            keep_from_dynamo(function)
 
 
 def let_comm_debug_mode_see_through(cls: type[torch.Tensor]) -> None:

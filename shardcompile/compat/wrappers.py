@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._dynamo import compiled_autograd  # 2.11 - 2.15
 from torch.distributed.fsdp._flat_param import FlatParamHandle  # 2.11 - 2.15
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # 2.11 - 2.15
 from torch.distributed.tensor._api import _FromTorchTensor  # 2.11 - 2.15
@@ -57,7 +58,8 @@ def ask_before_wrapping(
                 as_parameter(parameter, "DistributedDataParallel")
 
     def of_make_fx(tensor: Any, *rest: Any, **options: Any) -> None:
-        as_input(tensor, "make_fx")
+        by = "compiled autograd" if compiled_autograd.compiled_autograd_enabled else "make_fx"  # 2.11 - 2.15
+        as_input(tensor, by)
 
     def of_jit(_: Any, inputs: Any = None, *rest: Any, **options: Any) -> None:
         for x in tree_leaves(inputs):

@@ -37,7 +37,7 @@ from shardcompile.dispatch.memory_ops import MEMORY_OPS
 from shardcompile.dispatch.random import RANDOM_OPS
 from shardcompile.dispatch.strides import all_in_order, in_one_order, in_order, may_be_mistold
 from shardcompile.errors import LayoutError, UnsupportedOpError, refusal
-from shardcompile.layout import Layout, Spec, contiguous_stride
+from shardcompile.layout import Cut, Layout, Spec, contiguous_stride
 from shardcompile.plan import Plan, find_plan
 from shardcompile.redistribute import run_plan
 from shardcompile.rules import OpCall, Rule, TensorArg, find_rule, is_elementwise, is_pointwise, pointwise_rule
@@ -268,12 +268,17 @@ def _refuse_specialised(op: OpOverload, layout: Layout) -> None:
     the others would be left behind.
     """
     for dim, cut in enumerate(layout.cuts):
-        if cut is not None and cut.is_traced and compat.is_specialised(cut.block):
+        if cut is not None and cut.is_traced and compat.is_specialised(cut.block) and not _is_settled(cut):
             raise UnsupportedOpError(
                 f"{op} cannot be compiled on a block whose size is not known beforehand: it takes the size of dim "
                 f"{dim} for a number ({layout.describe()}). Redistribute that dim to Replicate before it, or call it "
                 "outside of the compiled function"
             )
+
+
+def _is_settled(cut: Cut) -> bool:
+    """Whether a trace has learnt that a cut is a known one."""
+    return cut.kind == "dynamic" and (isinstance(cut.key, int) or compat.is_specialised(cut.key))
 
 
 def _follow_all(wrapped: Any, op: OpOverload, args: tuple[Any, ...], blocks: Callable[[], Any]) -> None:

@@ -52,8 +52,8 @@ def _alike(tensors: Sequence[Tensor]) -> bool:
 def _same_blocks(a: Layout, b: Layout) -> bool:
     if a.mesh != b.mesh or a.placements != b.placements or len(a.shape) != len(b.shape):
         return False
-    cuts = zip(a.cuts, b.cuts, strict=True)
-    return all(c is d or (c is not None and d is not None and c.same_blocks(d)) for c, d in cuts)
+    cuts, here = zip(a.cuts, b.cuts, strict=True), compat.coordinate(a.mesh)
+    return all(c is d or (c is not None and d is not None and c.same_blocks(d, here)) for c, d in cuts)
 
 
 def _lists(args: Sequence[Any]) -> list[Sequence[Tensor]]:

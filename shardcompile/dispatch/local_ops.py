@@ -170,11 +170,33 @@ def _per_channel(op: Any, spatial: int) -> Callable[..., Any]:
     return local
 
 
+def _running_extremum(op: Any, worst: Callable[[torch.dtype], Any]) -> Callable[[Tensor, int], Sequence[Tensor]]:
+    """`cummax` or `cummin` of a block, which in a trace has a row more along dims that may be empty on some ranks.
+
+    Run for shapes alone, torch's kernel asks whether there are elements, to look at `dim` then. Nothing can be said of
+    a size that a run gives; of another the answer would be a guard that holds on some ranks only.
+    """
+
+    def run(x: Tensor, dim: int) -> Sequence[Tensor]:
+        dims = [d for d in range(x.ndim) if isinstance(x.shape[d], torch.SymInt)]
+        found = op(padded(x, dims, worst(x.dtype)) if dims else x, dim)
+        for d in dims:
+            found = [aten.slice.Tensor(t, d, 0, x.shape[d]) for t in found]
+        return found
+
+    return run
+
+
+running_maximum = _running_extremum(aten.cummax.default, lowest)
+running_minimum = _running_extremum(aten.cummin.default, highest)
+
 LOCAL_OPS: dict[Any, Callable[..., Any]] = {
     aten.amax.default: _extremum(aten.amax.default, lowest),
     aten.amin.default: _extremum(aten.amin.default, highest),
     aten.max.default: _whole_extremum(aten.amax.default, lowest),
     aten.min.default: _whole_extremum(aten.amin.default, highest),
+    aten.cummax.default: running_maximum,
+    aten.cummin.default: running_minimum,
     aten.copy_.default: copy_block,
     aten.index_copy.default: _index_write(aten.index_copy.default),
     aten.index_fill.int_Scalar: _index_write(aten.index_fill.int_Scalar),

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.collectives import Pending, block_size, derive
 from shardcompile.dispatch.global_meta import global_meta
-from shardcompile.dispatch.local_ops import highest, lowest
+from shardcompile.dispatch.local_ops import highest, lowest, running_maximum, running_minimum
 from shardcompile.dispatch.precision import wide_dtype
 from shardcompile.dispatch.rows import cat, first_row, reduced, slice_rows, with_cut, wrap
 from shardcompile.layout import Cut, Layout
@@ -109,7 +109,9 @@ def logcumsumexp(x: Any, dim: int) -> Any:
     return NotImplemented if x.is_complex() else _logcumsumexp(x, dim)
 
 
-def _cumulative_extremum(op: Any, worst: Callable[[torch.dtype], Any], wins: Any) -> Callable[..., Any]:
+def _cumulative_extremum(
+    op: Any, of_block: Callable[..., Any], worst: Callable[[torch.dtype], Any], wins: Any
+) -> Callable[..., Any]:
     """`cummax` or `cummin`: values, and for each the last index that has it."""
 
     def scan(x: Any, dim: int) -> Any:
@@ -118,14 +120,14 @@ def _cumulative_extremum(op: Any, worst: Callable[[torch.dtype], Any], wins: Any
         meta = global_meta(type(x), op, (x, dim), {})[0]
         x, dim = reduced(x), dim % x.ndim
         layout, nothing = x._spec.layout, worst(meta.dtype)
-        values, places = op(x._local_tensor, dim)
+        values, places = of_block(x._local_tensor, dim)
         places = places + first_row(layout.cut_of(dim), layout)
 
         def best(rows: Tensor, at: Tensor) -> list[Tensor]:
-            found, which = op(rows, dim)
+            found, which = of_block(rows, dim)
             # Places grow from block to block. Where a block without rows wins, all before it tie with it, and the
             # last of their places is the right one.
-            return [found, aten.gather.default(aten.cummax.default(at, dim)[0], dim, which)]
+            return [found, aten.gather.default(running_maximum(at, dim)[0], dim, which)]
 
         passed_on = [_last_row(values, dim, nothing), _last_row(places, dim, -1)]
         value_before, place_before = _of_blocks_before(layout, dim, passed_on, [nothing, -1], best)
@@ -141,8 +143,8 @@ def _cumulative_extremum(op: Any, worst: Callable[[torch.dtype], Any], wins: Any
     return scan
 
 
-cummax = _cumulative_extremum(aten.cummax.default, lowest, aten.ge.Tensor)
-cummin = _cumulative_extremum(aten.cummin.default, highest, aten.le.Tensor)
+cummax = _cumulative_extremum(aten.cummax.default, running_maximum, lowest, aten.ge.Tensor)
+cummin = _cumulative_extremum(aten.cummin.default, running_minimum, highest, aten.le.Tensor)
 
 
 # Rows in another order

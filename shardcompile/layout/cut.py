@@ -275,12 +275,17 @@ class Cut:
             cut = cut.coarsen()
         return cut if depth else None
 
-    def same_blocks(self, other: Cut | None) -> bool:
+    def same_blocks(self, other: Cut | None, coordinate: Sequence[int] | None = None) -> bool:
         """Whether both divide a dim into the same blocks on the same ranks.
 
         Inside a trace the answer for two dynamic cuts compares their keys, which installs a guard. Keys that only
         become known when the graph runs, and a dynamic cut and another kind, count as different there, which costs an
         exchange that moves nothing if they were the same.
+
+        Args:
+            other: the other cut.
+            coordinate: of this rank in the mesh. Inside a trace the block of a cut that turns out to be a known one,
+                as one that the function states, is then known as well, so that both fit into one op.
         """
         if self is other:
             return True
@@ -292,7 +297,12 @@ class Cut:
             return compat.same_symbol(self.extent, other.extent)
         if (self.inner, self.scale) != (other.inner, other.scale) or "chunk" in (self.kind, other.kind):
             return False
-        return compat.same_symbol(self.key, other.key)
+        if not compat.same_symbol(self.key, other.key):
+            return False
+        known, traced = (self, other) if self.blocks is not None else (other, self)
+        if known.blocks is not None and coordinate is not None:
+            compat.settle(traced.block, known.blocks[known.block_index(coordinate)])
+        return True
 
     def group_ref(self, coordinate: Sequence[int]) -> GroupCut:
         """What a collective over the innermost mesh dim needs to know, for the group at a mesh coordinate."""

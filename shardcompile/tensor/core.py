@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpErr
 from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, normalize_placements
 from shardcompile.plan import target_layout
 from shardcompile.tensor import checkpoint, construct
-from shardcompile.tensor.autograd import FromLocal, Promote, ToLocal, gradient_layout, redistributed
+from shardcompile.tensor.autograd import FromLocal, Promote, Redistribute, ToLocal, gradient_layout, redistributed
 from shardcompile.tensor.bags import embedding_bag
 from shardcompile.tensor.borders import pad
 from shardcompile.tensor.cumulative import cumprod
@@ -78,6 +79,7 @@ class ShardTensor(torch.Tensor):
     _copied: CopiedView | None = None
     _views: list[weakref.ref[Any]] | None = None
     _align_grad: bool = False
+    _beside_parameter: bool = False
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: Spec, requires_grad: bool = False) -> ShardTensor:
@@ -144,12 +146,21 @@ class ShardTensor(torch.Tensor):
             self._prepare_trace(flat[1])
         return flat
 
+    @property
+    def _is_static(self) -> bool:
+        """Whether later calls see this very tensor, or one that is laid out like it.
+
+        So it is for parameters, as everywhere in torch, and therefore for what optimizers keep beside them and for
+        their gradients: where they meet in a compiled step all of them have to be known alike.
+        """
+        return getattr(self, "_is_param", False) or self._beside_parameter or compat.has_guarded_address(self)
+
     def _first_flattened(self) -> tuple[list[str], Metadata]:
         """The parts, and what is settled once for each tensor."""
         metadata = metadata_of(self._spec.layout)
-        # Parameters are static, and so is a tensor inside a trace already.
+        # A tensor inside a trace does not.
         plain = self._holds_values
-        self._may_vary = plain and bool(metadata.cuts) and not getattr(self, "_is_param", False)
+        self._may_vary = plain and bool(metadata.cuts)
         if self._may_vary:
             self._local_tensor = with_stated_strides(self._local_tensor, self._spec)
         if plain and 0 in self._spec.shape:
@@ -157,11 +168,19 @@ class ShardTensor(torch.Tensor):
         return ["_local_tensor", "_cut_keys"] if metadata.dynamic_dims else ["_local_tensor"], metadata
 
     def _prepare_trace(self, metadata: Metadata) -> None:
-        """Have a trace that is starting treat sharded extents, blocks and keys as dynamic."""
+        """Have a trace that is starting treat sharded extents, blocks and keys as dynamic.
+
+        Of what is static only the block is, which is of another size on every rank: with its number each would have a
+        graph of its own, and what AOTAutograd saves for the backward pass depends on sizes.
+        """
         compat.trace_size_obliviously()
         compat.mark_weakly_dynamic(self._local_tensor, block_hints(self._spec.layout))
-        if metadata.dynamic_dims:
-            keys = self._cut_keys
+        if not metadata.dynamic_dims:
+            return
+        keys = self._cut_keys
+        if self._is_static:
+            compat.mark_static(keys)
+        else:
             compat.mark_weakly_dynamic(keys, {d: keys.shape[d] for d in range(1, keys.ndim)})
 
     @property
@@ -183,8 +202,8 @@ class ShardTensor(torch.Tensor):
     def _dynamo_hint_overrides(self) -> dict[int, int]:
         hints = self._hints
         if hints is None:
-            hints = self._hints = {} if getattr(self, "_is_param", False) else extent_hints(self._spec.layout)
-        if not hints:
+            hints = self._hints = extent_hints(self._spec.layout)
+        if not hints or self._is_static:
             raise _UNMARKED
         return hints
 
@@ -573,7 +592,7 @@ def _align_gradient(x: Any) -> None:
             return
         x._align_grad = False
         layout = x._spec.layout.reduced()
-        x.register_hook(lambda grad: _laid_out(grad, layout))
+        x.register_hook(functools.partial(_laid_out, layout=layout))
 
 
 def _laid_out(grad: Any, layout: Layout) -> Any:
@@ -592,6 +611,14 @@ def _require_grad(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -
     if type(x) is ShardTensor and x.is_leaf and x.requires_grad and not wanted_before and x._holds_values:
         _align_gradient(x)
     return out
+
+
+def _gradient(func: Callable[..., Any], x: Any) -> Any:
+    """``x.grad``; Dynamo, which reads it of parameters while it compiles an optimizer's step, is told what it is of."""
+    grad = func(x)
+    if type(grad) is ShardTensor and compat.is_compiling() and getattr(x, "_is_param", False):
+        grad._beside_parameter = grad._spec == x._spec
+    return grad
 
 
 def _deep_copied(func: Callable[..., Any], x: Any, memo: Any) -> Any:
@@ -768,6 +795,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.tensor_split: _tensor_split,
     torch.tensor_split: _tensor_split,
     torch.Tensor.__deepcopy__: _deep_copied,
+    torch.Tensor.grad.__get__: _gradient,  # type: ignore[union-attr]
     torch.Tensor.requires_grad_: _require_grad,
     torch.Tensor.requires_grad.__set__: _require_grad,  # type: ignore[attr-defined]
     torch.ops.aten._unsafe_view: _unsafe_view,
@@ -788,5 +816,7 @@ checkpoint.teach(ShardTensor)
 guard_wrappers(ShardTensor)
 _FUNCTIONS |= teach_higher_order_ops(ShardTensor)
 compat.let_comm_debug_mode_see_through(ShardTensor)
-compat.keep_from_dynamo(ShardTensor.__torch_function__.__func__)  # type: ignore[attr-defined]
+for _called_by_torch in (ShardTensor, FromLocal, Promote, Redistribute, ToLocal):
+    compat.keep_protocol_from_dynamo(_called_by_torch)
+compat.keep_from_dynamo(_laid_out)
 compat.keep_from_dynamo(dispatch)

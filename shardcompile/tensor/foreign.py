@@ -52,6 +52,14 @@ def guard_wrappers(sharded: type) -> None:
 
     def as_input(x: Any, tracer: str) -> None:
         """AOTAutograd, which `torch.compile` uses, traces blocks and sizes; other tracers only know whole tensors."""
+        if isinstance(x, sharded) and tracer == "compiled autograd":
+            raise refusal(
+                tracer,
+                x._spec.layout.describe(),  # type: ignore[attr-defined]
+                "it would compile the backward pass for the size of this rank's block",
+                "Set torch._dynamo.config.compiled_autograd to False: the backward pass of what torch.compile compiles "
+                "is compiled with it",
+            )
         if isinstance(x, sharded):
             raise refusal(
                 f"{tracer}, which torch.export and torch.func.linearize use as well,"

@@ -1,0 +1,150 @@
+"""Optimizers whose step is compiled, on parameters in blocks, and parameters that meet inputs in a compiled function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiers import often
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.placement_types import Shard
+
+import shardcompile as sc
+from shardcompile.errors import UnsupportedOpError
+from shardcompile.testing import rank, world_size
+
+CUTS = [[5, 3, 0], [4, 0, 4], [8, 0, 0]]
+TIGHT = {"rtol": 1e-10, "atol": 1e-10}
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "AdamW": torch.optim.AdamW,
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "Adam": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "Adagrad": torch.optim.Adagrad,
+    "Adadelta": torch.optim.Adadelta,
+    "Adafactor": torch.optim.Adafactor,
+    "Adamax": torch.optim.Adamax,
+    "ASGD": torch.optim.ASGD,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Rprop": torch.optim.Rprop,
+    "one by one": lambda p: torch.optim.AdamW(p, foreach=False),
+    "fused": lambda p: torch.optim.AdamW(p, fused=True),
+}
+
+
+def mesh_1d() -> DeviceMesh:
+    return init_device_mesh("cpu", (world_size(),))
+
+
+def sharded(full: Tensor, sizes: list[int], mesh: DeviceMesh) -> sc.ShardTensor:
+    return sc.ShardTensor.from_local(full.split(sizes)[rank()].clone(), mesh, [Shard(0)], {0: sizes})
+
+
+def parameters(mesh: DeviceMesh) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Parameters in blocks, each cut in its own way, and the same ones whole."""
+    torch.manual_seed(0)
+    full = [torch.randn(8, 3, dtype=torch.float64) for _ in CUTS]
+    return [nn.Parameter(sharded(f, s, mesh)) for f, s in zip(full, CUTS, strict=True)], [*map(nn.Parameter, full)]
+
+
+def compiled(function: Callable[..., Any], **how: Any) -> tuple[Callable[..., Any], CompileCounterWithBackend]:
+    """A compiled function, and how many graphs it has. Each rank, and the whole, has a function of its own."""
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, backend=counter, **how), counter
+
+
+@pytest.mark.ranks(3, timeout=300, processes=False)
+@pytest.mark.parametrize("name", often(list(OPTIMIZERS), 2))
+def test_compiled_steps_equal_those_of_one_process(name: str) -> None:
+    mine, whole = parameters(mesh_1d())
+    steps = [compiled(OPTIMIZERS[name](p).step) for p in (mine, whole)]
+    graphs = []
+    for _ in range(4):
+        for p, q, sizes in zip(mine, whole, CUTS, strict=True):
+            q.grad = torch.randn_like(q)
+            p.grad = sharded(q.grad, sizes, mesh_1d())
+        for step, _counter in steps:
+            step()
+        for p, q in zip(mine, whole, strict=True):
+            torch.testing.assert_close(p.detach().full_tensor(), q.detach(), **TIGHT)
+        graphs.append([counter.frame_count for _, counter in steps])
+    assert all(of_blocks == of_whole for of_blocks, of_whole in graphs), graphs
+    assert graphs[1:] == graphs[1:2] * 3, "compiled again after the second step"
+
+
+@pytest.mark.ranks(3, timeout=300, processes=False)
+def test_a_parameter_meets_inputs_that_are_cut_as_it_is_and_otherwise() -> None:
+    mesh = mesh_1d()
+    (p, *_), (q, *_) = parameters(mesh)
+
+    def product(p: Tensor, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            p.add_(x)
+            torch._foreach_mul_([p], [x])
+        return (p * x).sin() * p
+
+    run, counter = compiled(product, fullgraph=True)
+    for sizes in (CUTS[0], [0, 8, 0], CUTS[0], [1, 1, 6], [0, 0, 8]):
+        x = torch.randn_like(q).detach()
+        out, expected = run(p, sharded(x, sizes, mesh)), product(q, x)
+        torch.testing.assert_close(out.full_tensor(), expected, **TIGHT)
+        p.grad = q.grad = None
+        out.square().sum().backward()
+        expected.square().sum().backward()
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, **TIGHT)
+        torch.testing.assert_close(p.detach().full_tensor(), q.detach(), **TIGHT)
+    assert counter.frame_count == 2  # one for the parameter's cut, one for all others
+
+
+@pytest.mark.ranks(3, timeout=300, processes=False)
+def test_an_input_meets_a_cut_that_is_stated_in_the_function() -> None:
+    mesh = mesh_1d()
+    run, _ = compiled(lambda x, y: x.redistribute(sharding_shapes={0: CUTS[0]}) * y + y, fullgraph=True)
+    for sizes in (CUTS[0], [0, 8, 0], CUTS[0]):
+        x, y = torch.randn(2, 8, 3, dtype=torch.float64)
+        out = run(sharded(x, CUTS[1], mesh), sharded(y, sizes, mesh))
+        torch.testing.assert_close(out.full_tensor(), x * y + y, **TIGHT)
+
+
+def step_of(params: list[nn.Parameter]) -> Callable[[Tensor], Tensor]:
+    optimizer = torch.optim.SGD(params, lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = sum(((p * x).sin() + p.sum(0, keepdim=True)).square().mean() for p in params)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+@pytest.mark.ranks(3, timeout=300, processes=False)
+def test_a_whole_step_with_breaks() -> None:
+    mesh = mesh_1d()
+    mine, whole = parameters(mesh)
+    (run, counter), step = compiled(step_of(mine)), step_of(whole)
+    graphs = []
+    for sizes in ([5, 3, 0], [0, 8, 0], [1, 1, 6], [0, 1, 7]):
+        x = torch.randn(8, 3, dtype=torch.float64)
+        torch.testing.assert_close(run(sharded(x, sizes, mesh)).full_tensor(), step(x), **TIGHT)
+        for p, q in zip(mine, whole, strict=True):
+            torch.testing.assert_close(p.detach().full_tensor(), q.detach(), **TIGHT)
+        graphs.append(counter.frame_count)
+    assert graphs[2] == graphs[3] == graphs[1], graphs
+
+
+@pytest.mark.ranks(2, timeout=300)  # compiled autograd is one for a process
+def test_compiled_autograd_is_refused() -> None:
+    mesh = mesh_1d()
+    p = nn.Parameter(sharded(torch.randn(4, 3), [3, 1], mesh))
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        run, _ = compiled(step_of([p]))
+        with pytest.raises(UnsupportedOpError, match="compiled autograd"):
+            run(sharded(torch.randn(4, 3), [3, 1], mesh))
