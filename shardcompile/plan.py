@@ -186,9 +186,8 @@ class _Planner:
             return True
         if (dim, depth) not in self._alike:
             now, target = self.cut(dim, 0, depth), self.cut(dim, 1, depth)
-            assert now is not None and target is not None, "as many mesh dims divide the dim in both"
-            here = coordinate(self.src.mesh) if now.is_traced != target.is_traced else None
-            self._alike[dim, depth] = now.same_blocks(target, here)
+            here = coordinate(self.src.mesh) if self.src.is_traced != self.dst.is_traced else None
+            self._alike[dim, depth] = now is not None and now.same_blocks(target, here)
         return self._alike[dim, depth]
 
     def cut(self, dim: int, origin: int, depth: int) -> Cut | None:

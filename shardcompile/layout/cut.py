@@ -285,7 +285,7 @@ class Cut:
         Args:
             other: the other cut.
             coordinate: of this rank in the mesh. Inside a trace the block of a cut that turns out to be a known one,
-                as one that the function states, is then known as well, so that both fit into one op.
+                as that of a parameter, is then known as well, so that both fit into one op.
         """
         if self is other:
             return True

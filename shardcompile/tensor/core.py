@@ -168,19 +168,16 @@ class ShardTensor(torch.Tensor):
         return ["_local_tensor", "_cut_keys"] if metadata.dynamic_dims else ["_local_tensor"], metadata
 
     def _prepare_trace(self, metadata: Metadata) -> None:
-        """Have a trace that is starting treat sharded extents, blocks and keys as dynamic.
-
-        Of what is static only the block is, which is of another size on every rank: with its number each would have a
-        graph of its own, and what AOTAutograd saves for the backward pass depends on sizes.
-        """
+        """Have a trace that is starting treat sharded extents, blocks and keys as dynamic, or as static."""
+        if self._is_static:
+            compat.mark_static(self._local_tensor)
+            if metadata.dynamic_dims:
+                compat.mark_static(self._cut_keys)
+            return
         compat.trace_size_obliviously()
         compat.mark_weakly_dynamic(self._local_tensor, block_hints(self._spec.layout))
-        if not metadata.dynamic_dims:
-            return
-        keys = self._cut_keys
-        if self._is_static:
-            compat.mark_static(keys)
-        else:
+        if metadata.dynamic_dims:
+            keys = self._cut_keys
             compat.mark_weakly_dynamic(keys, {d: keys.shape[d] for d in range(1, keys.ndim)})
 
     @property
@@ -795,7 +792,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.tensor_split: _tensor_split,
     torch.tensor_split: _tensor_split,
     torch.Tensor.__deepcopy__: _deep_copied,
-    torch.Tensor.grad.__get__: _gradient,  # type: ignore[union-attr]
+    torch.Tensor.grad.__get__: _gradient,  # type: ignore[attr-defined]
     torch.Tensor.requires_grad_: _require_grad,
     torch.Tensor.requires_grad.__set__: _require_grad,  # type: ignore[attr-defined]
     torch.ops.aten._unsafe_view: _unsafe_view,

@@ -147,7 +147,7 @@ def _cut(metadata: Metadata, parts_of: CutKind, key: IntLike, extent: IntLike, l
         cut = replace(cut, block=block, blocks=None)
         note_block(cut, metadata.mesh)
         return cut
-    if type(key) is not int or type(extent) is not int or type(local.shape[dim]) is not int:
+    if type(key) is not int or type(extent) is not int:
         return replace(Cut.traced(mesh_dims, parts, extent, key, local.shape[dim]), inner=inner, scale=scale)
     blocks = sizes_of_key(key, inner, scale)
     return Cut("dynamic", mesh_dims, tuple(parts), extent, blocks, key, inner=inner, scale=scale)

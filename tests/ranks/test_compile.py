@@ -492,19 +492,3 @@ def test_one_function_for_many_placements_compiles_alike_on_every_rank() -> None
             torch.testing.assert_close(x.grad.full_tensor(), y.grad, **TIGHT)  # type: ignore[attr-defined]
     same_everywhere(counter.frame_count)
     assert counter.frame_count == 4, "one for each dim"
-
-
-@pytest.mark.ranks(3, timeout=300, processes=False)
-@pytest.mark.parametrize("dim", [0, 1])
-def test_running_extrema_of_rows_whose_number_a_run_gives(dim: int) -> None:
-    def extrema(x: Tensor) -> Tensor:
-        return x[1:].cummax(dim)[0] * x.cummin(dim)[0][:-1]
-
-    run = torch.compile(extrema, fullgraph=True, backend="aot_eager")
-    for sizes in ([5, 0, 2], [0, 6, 1], [1, 1, 5], [7, 0, 0]):
-        full = torch.randn(7, 4, dtype=torch.float64)
-        plain, x = full.clone().requires_grad_(), sharded(full, sizes, mesh_1d()).requires_grad_()
-        out, expected = run(x), extrema(plain)
-        torch.testing.assert_close(out.full_tensor(), expected, **TIGHT)
-        out.square().sum().backward(), expected.square().sum().backward()
-        torch.testing.assert_close(x.grad.full_tensor(), plain.grad, **TIGHT)

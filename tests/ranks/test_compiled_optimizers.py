@@ -102,16 +102,6 @@ def test_a_parameter_meets_inputs_that_are_cut_as_it_is_and_otherwise() -> None:
     assert counter.frame_count == 2  # one for the parameter's cut, one for all others
 
 
-@pytest.mark.ranks(3, timeout=300, processes=False)
-def test_an_input_meets_a_cut_that_is_stated_in_the_function() -> None:
-    mesh = mesh_1d()
-    run, _ = compiled(lambda x, y: x.redistribute(sharding_shapes={0: CUTS[0]}) * y + y, fullgraph=True)
-    for sizes in (CUTS[0], [0, 8, 0], CUTS[0]):
-        x, y = torch.randn(2, 8, 3, dtype=torch.float64)
-        out = run(sharded(x, CUTS[1], mesh), sharded(y, sizes, mesh))
-        torch.testing.assert_close(out.full_tensor(), x * y + y, **TIGHT)
-
-
 def step_of(params: list[nn.Parameter]) -> Callable[[Tensor], Tensor]:
     optimizer = torch.optim.SGD(params, lr=0.1)
 
@@ -123,21 +113,6 @@ def step_of(params: list[nn.Parameter]) -> Callable[[Tensor], Tensor]:
         return loss.detach()
 
     return step
-
-
-@pytest.mark.ranks(3, timeout=300, processes=False)
-def test_a_whole_step_with_breaks() -> None:
-    mesh = mesh_1d()
-    mine, whole = parameters(mesh)
-    (run, counter), step = compiled(step_of(mine)), step_of(whole)
-    graphs = []
-    for sizes in ([5, 3, 0], [0, 8, 0], [1, 1, 6], [0, 1, 7]):
-        x = torch.randn(8, 3, dtype=torch.float64)
-        torch.testing.assert_close(run(sharded(x, sizes, mesh)).full_tensor(), step(x), **TIGHT)
-        for p, q in zip(mine, whole, strict=True):
-            torch.testing.assert_close(p.detach().full_tensor(), q.detach(), **TIGHT)
-        graphs.append(counter.frame_count)
-    assert graphs[2] == graphs[3] == graphs[1], graphs
 
 
 @pytest.mark.ranks(2, timeout=300)  # compiled autograd is one for a process
