@@ -792,7 +792,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.tensor_split: _tensor_split,
     torch.tensor_split: _tensor_split,
     torch.Tensor.__deepcopy__: _deep_copied,
-    torch.Tensor.grad.__get__: _gradient,  # type: ignore[attr-defined]
+    torch.Tensor.grad.__get__: _gradient,  # type: ignore[union-attr]
     torch.Tensor.requires_grad_: _require_grad,
     torch.Tensor.requires_grad.__set__: _require_grad,  # type: ignore[attr-defined]
     torch.ops.aten._unsafe_view: _unsafe_view,
