@@ -8,6 +8,7 @@ holds for the plain values does a rounding error stay one.
 from __future__ import annotations
 
 import functools
+import math
 import random
 import re
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as nnf
+from programs import parts_in_style
 from torch import Tensor
 
 from shardcompile import ShardTensor
@@ -61,7 +63,7 @@ def whole(x: Tensor) -> Tensor:
 
 def weight(*shape: int) -> Tensor:
     """A plain tensor of fixed values."""
-    count = functools.reduce(lambda a, b: a * b, shape, 1)
+    count = math.prod(shape)
     return (torch.arange(count, dtype=torch.float64) * 0.7 + 0.3).sin().reshape(shape)
 
 
@@ -498,26 +500,8 @@ def sizes_for(
     for dim, extent in enumerate(shape):
         dims = [m for m, word in enumerate(words) if word == f"S({dim})"]
         if dims:
-            sizes[dims[-1]] = _parts(rng, extent, functools.reduce(lambda a, m: a * mesh[m], dims, 1))
+            sizes[dims[-1]] = parts_in_style(rng, extent, math.prod(mesh[m] for m in dims), rng.randrange(5))
     return sizes
-
-
-def _parts(rng: random.Random, extent: int, parts: int) -> list[int]:
-    """A way to cut an extent: anywhere, all in one block, or with blocks of one."""
-    style = rng.randrange(5)
-    if style == 0:
-        sizes = [0] * parts
-        sizes[rng.randrange(parts)] = extent
-        return sizes
-    if style == 1:
-        sizes = []
-        for _ in range(parts - 1):
-            sizes.append(min(rng.randrange(2), extent - sum(sizes)))
-        sizes.append(extent - sum(sizes))
-        rng.shuffle(sizes)
-        return sizes
-    ends = sorted(rng.randint(0, extent) for _ in range(parts - 1))
-    return [b - a for a, b in zip([0, *ends], [*ends, extent], strict=True)]
 
 
 OPS: list[tuple[str, list[Maker]]] = [

@@ -332,13 +332,16 @@ def draw_sizes(
 def _parts(rng: random.Random, extent: int, parts: int) -> list[int]:
     """A way to cut an extent: anywhere, torch.chunk's, all in one block, or with blocks of one and empty ones."""
     style = rng.randrange(6)
+    return list(chunk_sizes(extent, parts)) if style == 0 else parts_in_style(rng, extent, parts, style - 1)
+
+
+def parts_in_style(rng: random.Random, extent: int, parts: int, style: int) -> list[int]:
+    """A way to cut an extent: all in one block (style 0), blocks of one and empty ones (1), or anywhere."""
     if style == 0:
-        return list(chunk_sizes(extent, parts))
-    if style == 1:
         sizes = [0] * parts
         sizes[rng.randrange(parts)] = extent
         return sizes
-    if style == 2:
+    if style == 1:
         sizes = []
         for _ in range(parts - 1):
             sizes.append(min(rng.randrange(2), extent - sum(sizes)))

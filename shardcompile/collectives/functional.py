@@ -217,7 +217,7 @@ def all_gather_even(x: Tensor, group: ProcessGroup) -> Tensor:
     call = enter(group, "all_gather", x.dtype, ("shape",), tuple(x.shape))
     call.agree()
     start = torch.ops._c10d_functional.all_gather_into_tensor(x, group.size(), group.group_name)
-    return call.wait([functools.partial(wait, start)])[0]
+    return call.run([functools.partial(wait, start)])[0]
 
 
 def broadcast(x: Tensor, src: int, group: ProcessGroup) -> Tensor:
@@ -233,7 +233,7 @@ def broadcast(x: Tensor, src: int, group: ProcessGroup) -> Tensor:
         flat = out.view(torch.uint8) if out.ndim else out.view(1).view(torch.uint8)
         call = enter(group, "broadcast", x.dtype, ("shape", "from rank"), tuple(x.shape), src)
         call.agree()
-        call.wait([functools.partial(dist.broadcast, flat, group=group, group_src=src)])
+        call.run([functools.partial(dist.broadcast, flat, group=group, group_src=src)])
     return out
 
 

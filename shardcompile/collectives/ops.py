@@ -96,7 +96,7 @@ class Pending:
     def wait(self) -> Tensor:
         """Complete the collective; keeps it alive in a graph even if its result is empty on this rank."""
         if self.call is not None:
-            return self._shaped(self.call.wait([functools.partial(wait, self.flat)])[0])
+            return self._shaped(self.call.run([functools.partial(wait, self.flat)])[0])
         return self._shaped(wait(self.flat))
 
     def _shaped(self, flat: Tensor) -> Tensor:
@@ -241,9 +241,9 @@ def _all_gather_v(
     check_block(x.shape, dim, blocks[group.rank()], group.rank(), "all_gather_v")
     out = _new_rows(x, dim, total)
     rows = transport.rows_first(x, dim)
-    sizes = [b - a for a, b in blocks]
-    call = _call(group, "all_gather_v", x, (dim,), dim, sizes)
-    works = transport.gather_rows(call, rows, sizes, _as_rows(out, x, dim, total))
+    held = _sizes(blocks)
+    call = _call(group, "all_gather_v", x, (dim,), dim, held)
+    works = transport.gather_rows(call, rows, held, _as_rows(out, x, dim, total))
     transport.complete(out, call, works)
     return out
 

@@ -45,7 +45,7 @@ class CallWork(Work):
 
     def wait(self, timeout: object = None) -> bool:
         """Wait for the messages, then run the last step, once."""
-        self._call.wait([work.wait for work in self._works])
+        self._call.run([work.wait for work in self._works])
         if self._then is not None:
             self._then()
             self._then = None
@@ -79,7 +79,7 @@ def exchange(call: Call, sends: Sequence[tuple[int, Tensor]], receives: Sequence
         return _grouped_exchange(group, sends, receives)
     starts = [functools.partial(group.recv, [t], peer, tag) for peer, t in receives]
     starts += [functools.partial(group.send, [t], peer, tag) for peer, t in sends]
-    return call.start(starts)
+    return call.run(starts)
 
 
 def _grouped_exchange(
@@ -157,7 +157,7 @@ _WIDER = {
     torch.uint32: torch.int64,
     torch.complex32: torch.complex64,
 }
-"""In which dtype those are reduced that kernels, or backends, do not reduce. Sums wrap around as they would."""
+"""By dtype that kernels or backends do not reduce, the wider one it is reduced in. Sums still wrap around."""
 
 
 def reduced_in(dtype: torch.dtype) -> torch.dtype:

@@ -95,12 +95,6 @@ def ranks_of(mesh: Any) -> list[int]:
     return ranks
 
 
-def ranks_of_group(name: str) -> list[int]:
-    """The ranks in the process group with this name, by their numbers in the default group."""
-    group = torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # 2.11 - 2.15
-    return torch.distributed.get_process_group_ranks(group)
-
-
 def is_strided_shard(placement: Any) -> bool:
     """Whether a placement is one of blocks in another order than that of the mesh dims."""
     return isinstance(placement, _StridedShard)

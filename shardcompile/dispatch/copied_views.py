@@ -44,7 +44,7 @@ def _watch(block: Tensor) -> _Writes:
 
 def note_write(x: Any) -> None:
     """Say that a sharded tensor's block was written to."""
-    # Not brought up to date for that: others may be watched on other ranks, and the block may come from there.
+    # `_local_tensor` would bring a copied view up to date, by messages from ranks that need not get here.
     block = x._local_tensor if x._copied is None else x._copied.block
     if type(block) is Tensor:
         writes = WATCHED.get(block.untyped_storage()._cdata, lambda: None)()

@@ -70,7 +70,7 @@ def dispatch(
         kwargs: keyword arguments.
     """
     if torch.is_inference_mode_enabled() and op.is_view and not args[0].is_inference():
-        # Also there a view of a tensor from outside is none that was made there: it has the version of what it views.
+        # A view of an ordinary tensor is one itself, also when it is taken in inference mode: both share a version.
         with torch.inference_mode(False), torch.no_grad():
             return dispatch(cls, op, types, args, kwargs)
     # The common case first, and without a call for each argument: this is the cost of every eager op.

@@ -10,10 +10,12 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.tensor.placement_types import Replicate
 
+from shardcompile import compat
 from shardcompile.compat import OpOverload
-from shardcompile.compat.wrappers import ranks_of, ranks_of_group
+from shardcompile.compat.wrappers import ranks_of
 from shardcompile.dispatch.global_meta import tensors_of
 from shardcompile.errors import UnsupportedOpError, refusal
 from shardcompile.layout import Layout
@@ -47,7 +49,7 @@ def check_collective(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: dict
         return
     x: Any
     for x in tensors_of([*args, *kwargs.values()]):
-        if type(x) is cls and not (group and hold_the_same_block(x._spec.layout, ranks_of_group(group))):
+        if type(x) is cls and not (group and hold_the_same_block(x._spec.layout, _ranks_of_group(group))):
             raise collective_refusal(str(op), x._spec.layout)
 
 
@@ -60,3 +62,7 @@ def collective_refusal(name: str, layout: Layout) -> UnsupportedOpError:
         "x.full_tensor() is all of it, on every rank; x.redistribute(placements=...) gives another layout; to send "
         "this rank's block as such, take x.to_local()",
     )
+
+
+def _ranks_of_group(name: str) -> list[int]:
+    return dist.get_process_group_ranks(compat.process_group(name))

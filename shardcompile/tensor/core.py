@@ -158,7 +158,7 @@ class ShardTensor(torch.Tensor):
     def _first_flattened(self) -> tuple[list[str], Metadata]:
         """The parts, and what is settled once for each tensor."""
         metadata = metadata_of(self._spec.layout)
-        # A tensor inside a trace does not.
+        # A tensor inside a trace does not vary.
         plain = self._holds_values
         self._may_vary = plain and bool(metadata.cuts)
         if self._may_vary:

@@ -187,7 +187,7 @@ def block_hints(layout: Layout) -> dict[int, int]:
 
 
 def with_stated_strides(local: Tensor, spec: Spec) -> Tensor:
-    """A block of which strides that mean nothing are those that it would have with more rows.
+    """The block, with strides that mean nothing set to those that a block of more rows would have.
 
     They mean nothing where an extent is 1, and where there are no elements; ops leave any number there. A graph that
     was traced for a block with rows expects that strides are products of extents, zeros included, and would be compiled

@@ -59,16 +59,19 @@ class Call:
         group: the ranks.
         entry: what it is.
         members: of whose calls it is one; None if nobody watches.
-        tag: a number made of what all ranks of the group have to state alike; that of messages between them.
     """
 
-    __slots__ = ("entry", "group", "members", "tag")
+    __slots__ = ("entry", "group", "members")
 
     def __init__(self, group: ProcessGroup, members: Members | None, entry: Entry) -> None:
         self.group = group
         self.members = members
         self.entry = entry
-        self.tag = entry.tag
+
+    @property
+    def tag(self) -> int:
+        """The tag of its messages, made of what all ranks of the group state alike."""
+        return self.entry.tag
 
     @staticmethod
     def between_two(group: ProcessGroup) -> Call:
@@ -77,46 +80,30 @@ class Call:
         return Call(group, members, Entry(0, 0, "messages between two ranks", None, (), ()))
 
     def agree(self) -> None:
-        """Before a collective of torch's, whose messages have no tags of ours: see that all ranks are about to run it.
+        """Wait until all ranks are about to run this collective, which is torch's: its messages have no tags of ours.
 
-        Each rank sends to others in rounds, to that which is 1, 2, 4, ... further, so that it has heard of all of them,
-        directly or not, when it is done (Hensgen, Finkel, Manber, "Two algorithms for barrier synchronization", 1988).
-        That takes about as long as a small collective. So it is done when the group has not run this one, after the one
-        before it, yet: a program whose ranks differ in what they do differs in that for a first time.
+        A dissemination barrier (Hensgen, Finkel, Manber, "Two algorithms for barrier synchronization", 1988): in each
+        round a rank sends to the one that is 1, 2, 4, ... further. It takes about as long as a small collective, and so
+        is left out where the group has run the same two collectives of torch's, one after the other, before.
         """
         if self.members is None or self.group.name() == "nccl" or not self.members.is_new(self.tag):
             return
         me, ranks = self.group.rank(), self.group.size()
         for step in (1 << i for i in range((ranks - 1).bit_length())):
             sent, received = torch.zeros(1), torch.zeros(1)
-            works = self.start(
+            works = self.run(
                 [
                     functools.partial(self.group.recv, [received], (me - step) % ranks, self.tag),
                     functools.partial(self.group.send, [sent], (me + step) % ranks, self.tag),
                 ]
             )
-            self.wait([work.wait for work in works])
+            self.run([work.wait for work in works])
 
-    def start(self, starts: Iterable[Callable[[], _T]]) -> list[_T]:
-        """Start messages. Where a connection has broken, this is an error that says why.
-
-        Raises:
-            DivergenceError: another rank does not take part.
-        """
-        try:
-            return [start() for start in starts]
-        except RuntimeError as error:
-            if self.members is None:
-                raise
-            world = self.members.world
-            world.waits[self] = time.monotonic(), threading.get_ident()
-            raise world.explained(self.entry.text(), error) from error
-
-    def wait(self, waits: Iterable[Callable[[], _T]]) -> list[_T]:
-        """Wait for messages; one that cannot come any more is an error that says why.
+    def run(self, steps: Iterable[Callable[[], _T]]) -> list[_T]:
+        """Start messages, or wait for them. Where another rank does not take part, this is an error that says why.
 
         Args:
-            waits: each sends, receives, or waits for one.
+            steps: each sends a message, receives one, or waits for one.
 
         Returns:
             What they return.
@@ -125,11 +112,11 @@ class Call:
             DivergenceError: another rank does not take part.
         """
         if self.members is None:
-            return [wait() for wait in waits]
+            return [step() for step in steps]
         world = self.members.world
         world.waits[self] = time.monotonic(), threading.get_ident()
         try:
-            return [wait() for wait in waits]
+            return [step() for step in steps]
         except RuntimeError as error:
             raise world.explained(self.entry.text(), error) from error
         finally:
@@ -164,6 +151,7 @@ class Members:
 
 
 _MEMBERS: weakref.WeakKeyDictionary[ProcessGroup, Members | None] = weakref.WeakKeyDictionary()
+_UNKNOWN = object()
 _NUMBERS: dict[Any, int] = {}
 
 
@@ -207,7 +195,8 @@ def _refuse_another_thread(members: Members, kind: str) -> None:
 
 
 def _members_of(group: ProcessGroup) -> Members | None:
-    return _MEMBERS[group] if group in _MEMBERS else _join(group)
+    found = _MEMBERS.get(group, _UNKNOWN)
+    return _join(group) if found is _UNKNOWN else found  # type: ignore[return-value]
 
 
 def _number(name: Any) -> int:

@@ -16,15 +16,15 @@ Endpoints = tuple[str, int, str, int]
 """Own address and port, the peer's address and port."""
 
 
-def endpoints() -> dict[int, Endpoints]:
-    """By file descriptor, the ends of every TCP connection of this process; none where they are not listed."""
-    found: dict[int, Endpoints] = {}
+def _connections(port_of_store: int | None) -> Iterator[tuple[socket.socket, Endpoints]]:
+    """The TCP connections of this process but those to the store; none where the system does not list them."""
     for fd in _descriptors():
         with contextlib.suppress(OSError), _opened(fd) as connection:
-            if connection is not None and connection.family in _TCP and connection.type == socket.SOCK_STREAM:
-                here, there = connection.getsockname(), connection.getpeername()
-                found[fd] = (here[0], here[1], there[0], there[1])
-    return found
+            if connection is None or connection.family not in _TCP or connection.type != socket.SOCK_STREAM:
+                continue
+            here, there = connection.getsockname(), connection.getpeername()
+            if port_of_store not in (here[1], there[1]):
+                yield connection, (here[0], here[1], there[0], there[1])
 
 
 def _descriptors() -> list[int]:
@@ -44,23 +44,25 @@ def _opened(fd: int) -> Iterator[socket.socket | None]:
         yield connection
 
 
+def ends(port_of_store: int | None) -> list[Endpoints]:
+    """The ends of every TCP connection of this process but those to the store."""
+    return [found for _, found in _connections(port_of_store)]
+
+
 def bytes_moved(port_of_store: int | None) -> int:
     """Bytes that have been sent and received over the TCP connections of this process but those to the store.
 
     0 where the system does not tell: `tcp_info` of Linux has them from 4.1 on, at bytes 120 and 128.
     """
     total = 0
-    for fd, (_, port, _, peer_port) in endpoints().items():
-        if port_of_store in (port, peer_port) or not hasattr(socket, "TCP_INFO"):
-            continue
-        with contextlib.suppress(OSError), _opened(fd) as connection:
-            info = b"" if connection is None else connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
-            if len(info) >= 136:
-                total += sum(struct.unpack_from("=QQ", info, 120))
+    for connection, _ in _connections(port_of_store) if hasattr(socket, "TCP_INFO") else ():
+        with contextlib.suppress(OSError):
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+            total += sum(struct.unpack_from("=QQ", info, 120)) if len(info) >= 136 else 0
     return total
 
 
-def close_those_with(others: set[Endpoints], port_of_store: int | None) -> int:
+def close_those_with(others: set[Endpoints], port_of_store: int | None) -> None:
     """Shut down the connections of which another rank holds the other end, but for those to the store.
 
     Nothing is freed: who waits on a connection finds that it was closed, and raises.
@@ -68,23 +70,21 @@ def close_those_with(others: set[Endpoints], port_of_store: int | None) -> int:
     Args:
         others: the ends of connections as other ranks see them.
         port_of_store: of the key-value store.
-
-    Returns:
-        How many were closed.
     """
-    closed = 0
-    for fd, (address, port, peer, peer_port) in endpoints().items():
-        if (peer, peer_port, address, port) in others and port_of_store not in (port, peer_port):
-            with contextlib.suppress(OSError), _opened(fd) as connection:
-                if connection is not None:
-                    connection.shutdown(socket.SHUT_RDWR)
-                    closed += 1
-    return closed
+    for connection, (address, port, peer, peer_port) in _connections(port_of_store):
+        if (peer, peer_port, address, port) in others:
+            _shut_down(connection)
 
 
 def close_all_but(port_of_store: int | None) -> None:
     """Shut down all TCP connections of this process but those to the store."""
-    close_those_with({(e[2], e[3], e[0], e[1]) for e in endpoints().values()}, port_of_store)
+    for connection, _ in _connections(port_of_store):
+        _shut_down(connection)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # its other end may have closed it by now
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def is_broken(error: BaseException) -> bool:

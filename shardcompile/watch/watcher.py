@@ -38,7 +38,7 @@ LOST_SECONDS = 300.0
 """The same where no connection has broken. On this machine its process is looked for."""
 PATIENCE_SECONDS = 9.0
 """How long a rank whose connection has broken waits to learn why."""
-_HOLDS_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+_RANK_0_HOLDS_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 """Whether rank 0 holds the key-value store, and not a launcher."""
 _PEERS_AT_ONCE = 32
 _RECENT_WITH_TEXT = 4
@@ -101,10 +101,10 @@ class World:
             self._store.set(f"{self._prefix}/ended", str(self._rank))
 
     def linger(self) -> None:
-        """Stop watching; if ranks may have to be told of it, after they had time to read it: this one may hold it."""
+        """Stop watching. Rank 0 first gives the others time to read how it ended, as the store may end with it."""
         orderly = self.verdict is None and self._ended in ORDERLY_ENDS
         end = time.monotonic() + (2.5 if orderly else 4) * PERIOD_SECONDS
-        while self._rank == 0 and _HOLDS_STORE and time.monotonic() < end and not self._all_have_ended():
+        while self._rank == 0 and _RANK_0_HOLDS_STORE and time.monotonic() < end and not self._all_have_ended():
             time.sleep(PERIOD_SECONDS / 10)
         self._stop.set()
         self._thread.join(2)
@@ -150,7 +150,7 @@ class World:
         else:
             return
         self._judge()
-        if _HOLDS_STORE and self._rank and 0 in self._states and self._states[0].ended:
+        if _RANK_0_HOLDS_STORE and self._rank and 0 in self._states and self._states[0].ended:
             # As it goes, it takes the store along, and torch prints a warning for whoever asks it.
             self._store_lost, self._store_error = time.monotonic(), RuntimeError("rank 0 has ended")
 
@@ -208,7 +208,7 @@ class World:
                     self._seen[rank] = state.beat, time.monotonic()
 
     def _judge(self) -> None:
-        text = verdict(self._states if len(self._states) == self._size else self._known(), self._gone())
+        text = verdict(self._known(), self._gone())
         if text is not None:
             key = f"{self._prefix}/verdict"
             with contextlib.suppress(RuntimeError):
@@ -240,10 +240,10 @@ class World:
         """The store cannot be reached: the rank that holds it is gone, which may be as it should at the end."""
         if not self._is_suspicious():
             return
-        self._states[self._rank] = self._state()
+        self._states[self._rank] = state = self._state()
         text = verdict(self._known(), self._gone())
         if text is None and time.monotonic() - self._store_lost > 2 * SUSPICIOUS_SECONDS:
-            stay = self._stay()
+            stay = state.stay
             text = (
                 f"the key-value store of the process group cannot be reached ({self._store_error}), so that the rank "
                 f"that holds it, rank 0 unless a launcher does, has ended or died; rank {self._rank} waits in "
@@ -262,14 +262,15 @@ class World:
             if group is not None:
                 group.abort()
             return
-        here = list(connections.endpoints().values())
-        others: set[connections.Endpoints] = set()
+        if not self._store_lost:
+            self._close_connections()
+
+    def _close_connections(self) -> None:
+        """Close the connections to other ranks, which those say which ends they hold of."""
         port = self._port_of_store()
         end = time.monotonic() + 4 * PERIOD_SECONDS
-        if self._store_lost:
-            return
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"{self._prefix}/ends/{self._rank}", repr(here))
+            self._store.set(f"{self._prefix}/ends/{self._rank}", repr(connections.ends(port)))
         missing = set(range(self._size)) - {self._rank}
         while missing and time.monotonic() < end:
             with contextlib.suppress(RuntimeError):
@@ -277,7 +278,6 @@ class World:
                     if self._store.check([f"{self._prefix}/ends/{rank}"]):
                         found = connections.parsed(self._store.get(f"{self._prefix}/ends/{rank}").decode())
                         missing.discard(rank)
-                        others |= found
                         connections.close_those_with(found, port)
             time.sleep(PERIOD_SECONDS / 5)
 
