@@ -2,8 +2,9 @@
 
     python benchmarks/watch.py
 
-Two sets of ranks, one that is watched and one that is not, take turns in one run. What is printed are ratios of CPU
-time, of all threads of the slowest rank, and of time on the clock, each of the median turn.
+Two sets of ranks, one that is watched and one that is not, take turns in one run; each pair of turns gives a ratio of
+CPU time, of all threads of the slowest rank, and one of time on the clock. Printed are medians and quartiles of the
+ratios. The row without communication runs the same code with and without: what it says beside 1 is the noise.
 """
 
 from __future__ import annotations
@@ -11,18 +12,26 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from step import uneven_batches
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
+from shardcompile.demo.training import make_net, sharded_step
 from shardcompile.testing import LocalRanks, rank
 
-WORLD, TURNS = 2, 15
+WORLD, TURNS = 2, 40
 SIZES = [700, 324]
+CALLS = {
+    "eager, no communication": 2000,
+    "eager, all_gather_v": 200,
+    "eager, all_reduce": 200,
+    "compiled step of the demo": 10,
+}
+"""By name, how often a turn calls it."""
 
 
 def _timed(step: Callable[[], object], calls: int) -> tuple[float, float]:
@@ -33,37 +42,29 @@ def _timed(step: Callable[[], object], calls: int) -> tuple[float, float]:
     return (time.process_time() - cpu) / calls, (time.perf_counter() - clock) / calls
 
 
-def _steps(mesh: DeviceMesh) -> dict[str, tuple[Callable[[], object], int]]:
+def _steps(mesh: DeviceMesh) -> dict[str, Callable[[], object]]:
     torch.manual_seed(rank())
     torch.set_num_threads(1)
     x = sc.ShardTensor.from_local(torch.randn(SIZES[rank()], 64), mesh, [Shard(0)], {0: SIZES})
-    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-
-    def gathered(x: torch.Tensor) -> torch.Tensor:
-        return x.redistribute(placements=[Replicate()]).to_local() * 2  # type: ignore[attr-defined]
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        y = model(x)
-        return (y.softmax(0) * y).sum() + gathered(y).mean()
-
-    compiled = torch.compile(step, fullgraph=True, backend="shardcompile")
-    return {
-        "eager, no communication": (lambda: x * 2, 2000),
-        "eager, all_gather_v": (lambda: x.full_tensor(), 200),
-        "eager, all_reduce": (lambda: x.sum(0).full_tensor(), 200),
-        "compiled step": (lambda: compiled(x).backward(), 20),
-    }
+    batch = uneven_batches(1)[0]
+    of_demo = sharded_step(make_net(0, torch.float32), mesh, "shardcompile")
+    steps = [lambda: x * 2, x.full_tensor, lambda: x.sum(0).full_tensor(), lambda: of_demo(batch)]
+    return dict(zip(CALLS, steps, strict=True))
 
 
-_STEPS: dict[str, tuple[Callable[[], object], int]] = {}
+_STEPS: dict[str, Callable[[], object]] = {}
 
 
 def _turn(mesh: DeviceMesh, name: str) -> tuple[float, float]:
     if not _STEPS:
         _STEPS.update(_steps(mesh))
-    step, calls = _STEPS[name]
-    _timed(step, 3)
-    return _timed(step, calls)
+    _timed(_STEPS[name], 3)
+    return _timed(_STEPS[name], CALLS[name])
+
+
+def _described(ratios: Sequence[float]) -> str:
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 def main() -> None:
@@ -72,19 +73,17 @@ def main() -> None:
     for watch in (True, False):
         os.environ["SHARDCOMPILE_WATCH"] = str(int(watch))
         sets[watch] = LocalRanks(WORLD)
-        sets[watch](_turn, "eager, no communication", timeout=300)
-    for name in ("eager, no communication", "eager, all_gather_v", "eager, all_reduce", "compiled step"):
+        for name in CALLS:
+            sets[watch](_turn, name, timeout=300)
+    for name in CALLS:
         seconds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
         for turn in range(TURNS):
             for watch in (True, False) if turn % 2 else (False, True):
                 found = sets[watch](_turn, name, timeout=300)
                 seconds[watch].append((max(c for c, _ in found), max(w for _, w in found)))
-        cpu, clock = (
-            statistics.median(s[i] for s in seconds[True]) / statistics.median(s[i] for s in seconds[False])
-            for i in range(2)
-        )
-        microseconds = statistics.median(s[1] for s in seconds[False]) * 1e6
-        print(f"{name:26s} {microseconds:9.1f} us without; with: {cpu:.3f} of CPU, {clock:.3f} of time", flush=True)
+        cpu, clock = ([a[i] / b[i] for a, b in zip(seconds[True], seconds[False], strict=True)] for i in range(2))
+        without = statistics.median(w for _, w in seconds[False]) * 1e6
+        print(f"{name:26s} {without:9.1f} us; with: {_described(cpu)} of CPU, {_described(clock)} of time", flush=True)
 
 
 if __name__ == "__main__":

@@ -370,8 +370,7 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]]
 }
 for _name, (_real, _fake) in _IMPLEMENTATIONS.items():
     _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    _fake = compat.lowered_when_traced(getattr(_ops, _name).default, _fake)
     torch.library.register_fake(f"shardcompile::{_name}", _fake, lib=_LIBRARY)
 
-for _packet in BUCKETS:
-    compat.lower_as_collective(_packet.default)
 compat.count_as_collective(BUCKETS)

@@ -502,6 +502,9 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]]
 _IMPLEMENTATIONS["gather_cut"] = (_gather_cut, lambda x, *_: x.new_empty([2], dtype=torch.int64))
 _IMPLEMENTATIONS["state_cut"] = (_state_cut, lambda x, *_: x.new_empty([2], dtype=torch.int64))
 for _name, (_real, _fake) in _IMPLEMENTATIONS.items():
+    _packet = getattr(_ops, _name)
+    if _packet in COLLECTIVES:
+        _fake = compat.lowered_when_traced(_packet.default, _fake)
     _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardcompile::{_name}", _fake, lib=_LIBRARY)
 
@@ -608,6 +611,4 @@ def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 for _name, _backward in _GRADIENTS.items():
     torch.library.register_autograd(f"shardcompile::{_name}", _backward, setup_context=_keep_arguments, lib=_LIBRARY)
 
-for _packet in COLLECTIVES:
-    compat.lower_as_collective(_packet.default)
 compat.count_as_collective(COLLECTIVES)

@@ -7,6 +7,7 @@ asserts that all of them exist in the installed version, so that an upgrade brea
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -87,7 +88,7 @@ __all__ = [
     "keep_symbol",
     "kernel_of",
     "let_comm_debug_mode_see_through",
-    "lower_as_collective",
+    "lowered_when_traced",
     "mark_static",
     "mark_weakly_dynamic",
     "note_input_size",
@@ -271,7 +272,21 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch._utils._flatten_dense_tensors(tensors)
 
 
-def lower_as_collective(op: torch._ops.OpOverload) -> None:
+def lowered_when_traced(op: torch._ops.OpOverload, fake: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The fake kernel of a collective, which teaches Inductor the op when a trace meets it for the first time.
+
+    Inductor's lowerings take more than a second to import, which eager programs need not pay.
+    """
+
+    def traced(*args: Any) -> torch.Tensor:
+        _lower_as_collective(op)
+        return fake(*args)
+
+    return traced
+
+
+@functools.cache
+def _lower_as_collective(op: torch._ops.OpOverload) -> None:
     """Have Inductor treat an op as a collective: keep its order, and its send buffer alive until the wait.
 
     As an ordinary fallback the buffer would be reused while it is still being sent.

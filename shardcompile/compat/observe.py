@@ -19,7 +19,6 @@ from torch._functorch import config as _functorch_config  # 2.11 - 2.15
 from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler  # 2.11 - 2.15
 from torch._guards import CompileContext  # 2.11 - 2.15
 from torch._inductor import config as _inductor_config  # 2.11 - 2.15
-from torch._inductor.graph import GraphLowering  # 2.11 - 2.15
 from torch.fx import GraphModule
 
 from shardcompile.compat.threads import Listeners
@@ -77,6 +76,8 @@ def _watch_compilations(patches: contextlib.ExitStack) -> None:
 
 
 def _watch_code(patches: contextlib.ExitStack) -> None:
+    from torch._inductor.graph import GraphLowering  # 2.11 - 2.15; heavy to import
+
     def save_output_code(code: str) -> None:
         for generated in _READERS.here():
             generated(code)

@@ -15,8 +15,6 @@ from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.1
 from torch._functorch.partitioners import min_cut_rematerialization_partition  # 2.13 - 2.15
 from torch._guards import detect_fake_mode  # 2.13 - 2.15
 from torch._inductor import config as _inductor_config  # 2.13 - 2.15
-from torch._inductor.compile_fx import _recursive_post_grad_passes, view_to_reshape  # 2.13 - 2.15
-from torch._inductor.decomposition import select_decomp_table  # 2.13 - 2.15
 from torch._inductor.virtualized import V  # 2.13 - 2.15
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.13 - 2.15
 from torch._subclasses.meta_utils import MetaTensorDescriber  # 2.13 - 2.15
@@ -111,6 +109,9 @@ def capturing_backend(
         partitioned(forward, backward)
         return forward, backward
 
+    # Heavy to import, and not needed by `import shardcompile`.
+    from torch._inductor.decomposition import select_decomp_table  # 2.13 - 2.15
+
     def compiled(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         if not seen:
             partitioned(graph, None)
@@ -137,6 +138,8 @@ def run_post_grad_passes(graph: GraphModule, last: Callable[[Graph], None], is_i
         last: a pass.
         is_inference: whether the graph has no backward.
     """
+    from torch._inductor.compile_fx import _recursive_post_grad_passes, view_to_reshape  # 2.13 - 2.15
+
     mode = detect_fake_mode([n.meta.get("val") for n in graph.graph.nodes])
     with V.set_fake_mode(mode), _inductor_config.patch(post_grad_custom_post_pass=last):
         view_to_reshape(graph)

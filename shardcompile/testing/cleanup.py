@@ -14,7 +14,10 @@ from torch.distributed import distributed_c10d
 def seed() -> None:
     """Give every test the same random numbers, on every rank."""
     random.seed(0)
-    torch.manual_seed(0)
+    if torch.accelerator.is_available():
+        torch.manual_seed(0)
+    else:  # `manual_seed` notes for each kind of device that is not there, with a traceback, what to seed one day
+        torch.default_generator.manual_seed(0)
 
 
 class Cleaner:

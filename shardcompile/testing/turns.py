@@ -7,6 +7,7 @@ found at once.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,12 @@ def _at_once() -> bool:
     return True
 
 
+def _shut() -> threading.Lock:
+    gate = threading.Lock()  # lighter than a semaphore, which threads of Python build from locks
+    gate.acquire()
+    return gate
+
+
 @dataclass
 class _Seat:
     """A thread's place.
@@ -37,7 +44,7 @@ class _Seat:
         ended: how, in words; None before.
     """
 
-    gate: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    gate: threading.Lock = field(default_factory=_shut)
     ready: Callable[[], bool] | None = _at_once  # every thread begins by waiting for its first turn
     what: Callable[[], str] = str
     stuck: str | None = None
@@ -138,7 +145,8 @@ class Turns:
         """Have every rank that waits, now or later, end."""
         self._abandoned = True
         for seat in self._seats:
-            seat.gate.release()
+            with contextlib.suppress(RuntimeError):  # it is open
+                seat.gate.release()
 
     def _sleep(self, rank: int) -> None:
         self._seats[rank].gate.acquire()
