@@ -254,6 +254,7 @@ def check(
     mesh: DeviceMesh,
     limit: int = 12,
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    part: tuple[int, int] = (0, 1),
 ) -> list[str]:
     """All that is wrong with a case, over its layouts.
 
@@ -262,10 +263,12 @@ def check(
         mesh: of one or two dims.
         limit: how many layouts are tried where several inputs are sharded.
         wrap: what is done to the function on sharded inputs, e.g. compiling it.
+        part: (k, n): of the layouts the k-th of n shares, k from 0. Which ones these are differs from case to case, so
+            that a share of all cases has layouts of all kinds.
     """
     case = copy.deepcopy(case)  # modules are written to while they are called; ranks may be in one process
     generator = torch.Generator().manual_seed(seed_of(case.name))
-    return check_values(case, [fill(i, generator) for i in case.inputs], mesh, limit, wrap)
+    return check_values(case, [fill(i, generator) for i in case.inputs], mesh, limit, wrap, part)
 
 
 def check_values(
@@ -274,11 +277,14 @@ def check_values(
     mesh: DeviceMesh,
     limit: int = 12,
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    part: tuple[int, int] = (0, 1),
 ) -> list[str]:
     """As `check`, for given full values."""
     want = once(lambda: run_plain_or_error(case, full))
     failures = []
-    for ways in ways_of(case, mesh.ndim, limit):
+    layouts = ways_of(case, mesh.ndim, limit)
+    first = seed_of(case.name) % len(layouts)
+    for ways in [*layouts[first:], *layouts[:first]][part[0] :: part[1]]:
         label = f"{case.name} {' '.join('plain' if w is None else str(w) for w in ways)}"
         function = case.run if wrap is None else wrap(case.run)
         found = _check_one(case, full, mesh, ways, function, want, wrap)

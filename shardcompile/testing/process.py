@@ -10,9 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from multiprocessing import Pipe
 
 from shardcompile.testing.messages import Kind, Outcome
+from shardcompile.testing.nursery import ForkedProcess, nursery_for
 
 _OUTPUT_BYTES = 64 * 1024  # kept of the output, from its end
 _DEATH_SECONDS = 2.0  # between a closed connection and the end of the process
@@ -35,17 +37,9 @@ class RankProcess:
         """Start the process; it waits for its `Setup`."""
         self.connection, theirs = Pipe()
         self._output = _nameless_file()
-        command = [sys.executable, "-u", "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())]
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         with theirs:
-            self._process = subprocess.Popen(
-                command,
-                env=_environment(rank, world_size),
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=self._output,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for pytest; and a session of its own can be killed as one
-            )
+            self._process = _forked(own, theirs.fileno(), self._output) or _started(own, theirs.fileno(), self._output)
 
     @property
     def alive(self) -> bool:
@@ -94,6 +88,8 @@ class RankProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: not permitted on a zombie
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        if isinstance(self._process, ForkedProcess):
+            self._process.bury()
         self.connection.close()
         os.close(self._output)
 
@@ -116,13 +112,31 @@ def _nameless_file() -> int:
     return descriptor
 
 
-def _environment(rank: int, world_size: int) -> dict[str, str]:
+def _forked(own: Mapping[str, str], connection: int, output: int) -> ForkedProcess | None:
+    nursery = nursery_for(_environment())
+    with contextlib.suppress(OSError):  # it has died
+        return None if nursery is None else nursery.fork(own, connection, output)
+    return None
+
+
+def _started(own: Mapping[str, str], connection: int, output: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", _BOOT, json.dumps(sys.path), str(connection)],
+        env=_environment() | dict(own),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=[connection],
+        start_new_session=True,  # Ctrl-C is for pytest; and a session of its own can be killed as one
+    )
+
+
+def _environment() -> dict[str, str]:
+    """What all ranks have."""
     preferred = {"SHARDCOMPILE_VERIFY": "1", "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
-    kept = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    of_pytest = ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST")
+    kept = {name: value for name, value in os.environ.items() if name not in of_pytest}
     ours = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of compilers inside each rank
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
