@@ -21,8 +21,8 @@ CUTS = [[5, 3, 0], [4, 0, 4], [8, 0, 0]]
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "AdamW": torch.optim.AdamW,
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
     "Adam": lambda p: torch.optim.Adam(p, amsgrad=True),
     "Adagrad": torch.optim.Adagrad,
@@ -60,7 +60,7 @@ def compiled(function: Callable[..., Any], **how: Any) -> tuple[Callable[..., An
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
-@pytest.mark.parametrize("name", often(list(OPTIMIZERS), 2))
+@pytest.mark.parametrize("name", often(list(OPTIMIZERS), 1))
 def test_compiled_steps_equal_those_of_one_process(name: str) -> None:
     mine, whole = parameters(mesh_1d())
     steps = [compiled(OPTIMIZERS[name](p).step) for p in (mine, whole)]

@@ -80,6 +80,7 @@ def failure(report: Report, **arguments: Any) -> str:
 
 def test_an_extra_gather_is_named() -> None:
     text = failure(traced(lambda: Net(gathers=2)), expected=EXPECTED)
+    assert "the communication is not what the snapshot says" in text
     assert "+ 1 graph, 4 collectives" in text or "+ 1 graph, " in text
     assert "test_snapshots.py" in text and "redistribute(placements=[Replicate()])" in text
 
@@ -166,9 +167,6 @@ def test_one_flag_accepts_what_is_found(processes: bool, tmp_path: Path) -> None
         command = [sys.executable, "-m", "pytest", "-q", *plugin, *flags, str(path)]
         return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
-    first = run()
-    assert first.returncode == 1 and "2 failed" in first.stdout, first.stdout
-    assert "there is no snapshot" in first.stdout and "the communication is not what the snapshot says" in first.stdout
     accepted = run("--update-snapshots")
     assert accepted.returncode == 0, accepted.stdout
     assert (tmp_path / "snapshots" / "softmax-2.txt").read_text().startswith("1 graph, 2 collectives, 32 B\n")
