@@ -20,7 +20,8 @@ use_venv() {
         fi
         echo "== installing shardcompile[$extra] into $venv (minutes, the first time)"
         rm -f "$stamp"
-        "$venv/bin/python" -m pip install --quiet --editable ".[$extra]"
+        # Most modules of torch are never imported: Python compiles those that are, when they are.
+        "$venv/bin/python" -m pip install --quiet --no-compile --editable ".[$extra]"
         echo "$key" >"$stamp"
     else
         echo "== the environment $venv is up to date"
