@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from shardcompile import compat
 from shardcompile.collectives import broadcast, receive_block, send_blocks
 from shardcompile.dispatch import clear_cache
-from shardcompile.errors import LayoutError, RuleError
+from shardcompile.errors import LayoutError, RuleError, UnsupportedOpError
 from shardcompile.layout import Cut, Layout, Spec, contiguous_stride, normalize_placements
 from shardcompile.plan import target_layout
 from shardcompile.rules import OpCall, Rule, Strategy, TensorArg, replace_rule
@@ -199,16 +199,22 @@ def _factory(fill: Callable[[ShardTensor], Any]) -> Callable[..., ShardTensor]:
     def make(
         *size: Any,
         dtype: torch.dtype | None = None,
+        layout: torch.layout = torch.strided,
         requires_grad: bool = False,
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
         sharding_shapes: SizesByMeshDim | None = None,
     ) -> ShardTensor:
+        if layout is not torch.strided:
+            raise UnsupportedOpError(
+                f"a factory of sharded tensors was asked for layout={layout}; blocks are dense: leave it out, or pass "
+                "torch.strided"
+            )
         mesh = device_mesh or compat.current_mesh()
         shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
-        layout = _layout(mesh, placements, shape, dtype or torch.get_default_dtype(), sharding_shapes)
-        local = torch.empty(layout.local_shape(_here(mesh)), dtype=layout.dtype, device=mesh.device_type)
-        tensor = ShardTensor(local, Spec.of(layout, contiguous_stride(layout.shape)))
+        laid_out = _layout(mesh, placements, shape, dtype or torch.get_default_dtype(), sharding_shapes)
+        local = torch.empty(laid_out.local_shape(_here(mesh)), dtype=laid_out.dtype, device=mesh.device_type)
+        tensor = ShardTensor(local, Spec.of(laid_out, contiguous_stride(laid_out.shape)))
         with torch.no_grad():
             fill(tensor)
         tensor.requires_grad_(requires_grad)

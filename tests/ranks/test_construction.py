@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import itertools
@@ -424,6 +425,10 @@ def test_factories():
         x = make(5, 3, requires_grad=True, dtype=torch.float64, **kwargs)
         assert x.requires_grad and x.is_leaf and x.dtype is torch.float64 and x.to_local().shape == ([1, 4][rank()], 3)
     assert sc.full((5,), 1.0, requires_grad=True, **kwargs).requires_grad
+    assert torch.equal(sc.ones(5, layout=torch.strided, **kwargs).full_tensor(), torch.ones(5))  # as DTensor's have it
+    for make in (sc.zeros, functools.partial(sc.full, fill_value=1)):
+        with pytest.raises(sc.UnsupportedOpError, match=r"layout=torch.sparse_coo; blocks are dense"):
+            make((5, 2), layout=torch.sparse_coo, **kwargs)
     assert sc.zeros(4, 3, device_mesh=mesh).placements == (R,)
     assert torch.equal(sc.ones(device_mesh=mesh).full_tensor(), torch.ones(()))
     for n in (0, 1):
