@@ -129,15 +129,42 @@ def test_one_graph_serves_100_layouts(backend: str) -> None:
     same_everywhere(counter.frame_count)
 
 
-@pytest.mark.ranks(3, processes=False)
-def test_two_inputs_whose_cuts_are_sometimes_equal() -> None:
+EQUAL_FIRST = [([5, 0, 2], [5, 0, 2]), ([5, 0, 2], [1, 3, 3]), ([0, 7, 0], [2, 2, 3]), ([1, 1, 7], [1, 1, 7])]
+DIFFERENT_FIRST = [([1, 0, 6], [1, 3, 3]), ([5, 0, 2], [5, 0, 2]), ([9, 0, 0], [2, 2, 5])]
+
+
+def graphs_of_two_inputs(function: Callable[..., Tensor], cuts: list[tuple[list[int], list[int]]]) -> int:
+    """Compile a function of two tensors, compare values and gradients for each pair of cuts, and count the graphs."""
     mesh = mesh_1d()
-    run, counter = counted(lambda x, y: (x * y).sum(1), "aot_eager")
-    for a, b in [([5, 0, 2], [5, 0, 2]), ([5, 0, 2], [1, 3, 3]), ([0, 7, 0], [2, 2, 3]), ([1, 1, 7], [1, 1, 7])]:
-        x, y = torch.randn(sum(a), 3), torch.randn(sum(b), 3)
-        torch.testing.assert_close(run(sharded(x, a, mesh), sharded(y, b, mesh)).full_tensor(), (x * y).sum(1))
-    assert counter.frame_count == 2  # equal or not: that is a difference in what is communicated
+    run, counter = counted(function, "aot_eager")
+    for pair in cuts:
+        full = [torch.randn(sum(sizes), 3, dtype=torch.float64, requires_grad=True) for sizes in pair]
+        cut = [sharded(x.detach(), sizes, mesh).requires_grad_() for x, sizes in zip(full, pair, strict=True)]
+        out, expected = run(*cut), function(*full)
+        torch.testing.assert_close(out.full_tensor(), expected, **TIGHT)
+        out.square().sum().backward(), expected.square().sum().backward()
+        for x, y in zip(cut, full, strict=True):
+            torch.testing.assert_close(x.grad.full_tensor(), y.grad, **TIGHT)
     same_everywhere(counter.frame_count)
+    return counter.frame_count
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("cuts", [EQUAL_FIRST, DIFFERENT_FIRST])
+def test_two_inputs_whose_cuts_are_sometimes_equal(cuts: list[tuple[list[int], list[int]]]) -> None:
+    def combined(x: Tensor, y: Tensor) -> Tensor:
+        return (x * y).softmax(0) + torch.cat([x, y], 1)[:, 1:4] + torch.where(x > 0, y, x)
+
+    # Equal or not: that is a difference in what is communicated.
+    assert graphs_of_two_inputs(combined, cuts) == 2
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_two_inputs_that_never_meet_may_be_cut_alike_first_and_otherwise_later() -> None:
+    def apart(x: Tensor, y: Tensor) -> Tensor:
+        return x.softmax(0).square().sum(0) + y.cos().T @ torch.cat([y, 2 * y]).split(y.shape[0])[1] @ x.mean(0)
+
+    assert graphs_of_two_inputs(apart, [*EQUAL_FIRST, ([5, 1, 2], [0, 9, 1]), ([1, 1, 7], [1, 0, 1])]) == 1
 
 
 @pytest.mark.ranks(3, processes=False)
