@@ -51,6 +51,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis  # 2.11 - 2.15
 from torch.utils._sympy.symbol import SymT, symbol_is_type  # 2.11 - 2.15
 
 from shardcompile.compat.block_symbols import name_symbols_of_blocks
+from shardcompile.compat.worlds import forget_with_world, note_trace, start_epoch, world_epoch
 
 __all__ = [
     "UNKNOWN_OUTPUT_SHAPE",
@@ -91,6 +92,7 @@ __all__ = [
     "mark_static",
     "mark_weakly_dynamic",
     "note_input_size",
+    "note_trace",
     "noted",
     "once_in_trace",
     "outside_transforms",
@@ -117,43 +119,6 @@ __all__ = [
 
 UNKNOWN_OUTPUT_SHAPE = (DynamicOutputShapeException, DataDependentOutputException)
 """What an op on fake tensors raises whose result depends on values."""
-
-
-_world: Any = None
-_world_epoch = 0
-_BY_MESH: list[Callable[[], None]] = []
-
-
-def forget_with_world(clear: Callable[[], None]) -> None:
-    """Have `clear` called when the process groups change.
-
-    What is kept by mesh keeps the mesh, and with it process groups: their threads and sockets live on when they have
-    been destroyed.
-    """
-    _BY_MESH.append(clear)
-
-
-def world_epoch() -> int:
-    """A number that changes when the default process group does, and with `start_epoch`.
-
-    Meshes are equal by their ranks alone. What is kept by mesh is kept by this number as well, so that a mesh whose
-    process groups are gone does not stand in for a new one.
-    """
-    global _world, _world_epoch
-    world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
-    world = getattr(world, "rooms", world)  # ranks that are threads are of one world
-    if world is not None and (_world is None or _world() is not world):
-        _world = weakref.ref(world)
-        start_epoch()
-    return _world_epoch
-
-
-def start_epoch() -> None:
-    """Say that process groups of meshes were destroyed, though not the default one."""
-    global _world_epoch
-    _world_epoch += 1
-    for clear in _BY_MESH:
-        clear()
 
 
 def process_group(name: str) -> ProcessGroup:

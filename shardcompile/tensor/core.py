@@ -100,6 +100,7 @@ class ShardTensor(torch.Tensor):
 
     def _carry_keys(self) -> None:
         """Inside a trace the tensor that carries the keys is made along with the result, while tracing is on."""
+        compat.note_trace()
         compat.keep_first_proxies()
         self._spec = with_block_symbols(self._spec, self._local_tensor)
         layout = self._spec.layout
@@ -169,6 +170,7 @@ class ShardTensor(torch.Tensor):
 
     def _prepare_trace(self, metadata: Metadata) -> None:
         """Have a trace that is starting treat sharded extents, blocks and keys as dynamic, or as static."""
+        compat.note_trace(guarded=True)  # by the metadata
         if self._is_static:
             compat.mark_static(self._local_tensor)
             if metadata.dynamic_dims:
