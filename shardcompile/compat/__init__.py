@@ -643,29 +643,44 @@ def _retraced(known: dict[Any, Any], size: torch.SymInt) -> Any:
 _MEMOS: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-def once_in_trace(what: Any, like: torch.SymInt, make: Callable[[], Sequence[torch.SymInt]]) -> Sequence[Any]:
+def once_in_trace(what: tuple[Any, ...], like: torch.SymInt, make: Callable[[], Sequence[torch.SymInt]]) -> Sequence[Any]:
     """Symbols that get their value when the graph runs: made once in a trace, and the same ones in all of its passes.
 
     Dynamo and AOTAutograd run a function several times before they record it, and make the gradients of its results
     of what they found. These have to have the symbols of the recorded graph, and its nodes have to stand for them.
 
     Args:
-        what: names them, hashable.
+        what: names them: strings, numbers, and formulas as `expression_of` gives them.
         like: any symbol of the trace.
         make: makes them.
     """
     mode, shape_env = get_proxy_mode(), like.node.shape_env
     memo = _MEMOS.setdefault(shape_env if mode is None else mode.tracer, {})
+    of_all = _MEMOS.setdefault(shape_env, {})
+    for kept in (memo, of_all):
+        _follow_replacements(kept, what, shape_env)
     if what not in memo:
         symbols = make()
         if mode is not None:
-            for new, known in zip(symbols, _MEMOS.setdefault(shape_env, {}).setdefault(what, symbols), strict=True):
+            for new, known in zip(symbols, of_all.setdefault(what, symbols), strict=True):
                 if not isinstance(_known_value(known), int):
                     _rename(shape_env, new, known)
                     _stand_for(mode.tracer, new)
         memo[what] = symbols
-    first = _MEMOS.setdefault(shape_env, {}).get(what, memo[what])
+    first = of_all.get(what, memo[what])
     return [k if isinstance(k := _known_value(f), int) else s for s, f in zip(memo[what], first, strict=True)]
+
+
+def _follow_replacements(memo: dict[Any, Any], what: Any, shape_env: Any) -> None:
+    """Have a memo find what it has by another name: an extent was a symbol then, and is known as a number by now."""
+    if what in memo:
+        return
+    for name, symbols in list(memo.items()):
+        if len(name) == len(what) and what == tuple(
+            shape_env.replace(part) if isinstance(part, sympy.Basic) else part for part in name  # 2.11 - 2.15
+        ):
+            memo[what] = symbols
+            return
 
 
 _INPUT_SIZES: weakref.WeakKeyDictionary[Any, dict[Any, torch.SymInt]] = weakref.WeakKeyDictionary()
