@@ -112,6 +112,7 @@ __all__ = [
     "trace_size_obliviously",
     "unrecorded_symbols",
     "untraced",
+    "without_base",
     "without_guards",
     "world_epoch",
 ]
@@ -517,6 +518,11 @@ def share_storage(view: torch.Tensor, base: torch.Tensor) -> None:
 def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors lie in the same memory, or in parts of it."""
     return torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]  # 2.11 - 2.15
+
+
+def without_base(x: torch.Tensor) -> torch.Tensor:
+    """The same memory, not known as a view: Dynamo asks for the sizes of what an input is a view of."""
+    return x.detach() if x._is_view() else x  # 2.11 - 2.15
 
 
 def give_storage(x: torch.Tensor) -> None:

@@ -163,7 +163,7 @@ class ShardTensor(torch.Tensor):
         plain = self._holds_values
         self._may_vary = plain and bool(metadata.cuts)
         if self._may_vary:
-            self._local_tensor = with_stated_strides(self._local_tensor, self._spec)
+            self._local_tensor = compat.without_base(with_stated_strides(self._local_tensor, self._spec))
         if plain and 0 in self._spec.shape:
             compat.give_storage(self)
         return ["_local_tensor", "_cut_keys"] if metadata.dynamic_dims else ["_local_tensor"], metadata
@@ -194,6 +194,14 @@ class ShardTensor(torch.Tensor):
     def _cut_keys(self, keys: Tensor) -> None:
         """AOTAutograd gives a tangent's inner tensors the strides that it has traced them with."""
         self._keys = keys
+
+    def _is_view(self) -> bool:
+        """Whether autograd has this as a view of another tensor; not what a compiled function gets.
+
+        Torch would make an input that is a view by viewing a stand-in of its base. Which views a block can hold, and
+        what its base is, is a matter of each rank, and a slice along a cut dim is none that memory could have.
+        """
+        return not (self._holds_values and compat.is_compiling()) and super()._is_view()
 
     # Read by Dynamo on the outer tensor. Properties, so that eager ops do not pay for setting them.
 
