@@ -649,7 +649,9 @@ def _retraced(known: dict[Any, Any], size: torch.SymInt) -> Any:
 _MEMOS: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-def once_in_trace(what: tuple[Any, ...], like: torch.SymInt, make: Callable[[], Sequence[torch.SymInt]]) -> Sequence[Any]:
+def once_in_trace(
+    what: tuple[Any, ...], like: torch.SymInt, make: Callable[[], Sequence[torch.SymInt]]
+) -> Sequence[Any]:
     """Symbols that get their value when the graph runs: made once in a trace, and the same ones in all of its passes.
 
     Dynamo and AOTAutograd run a function several times before they record it, and make the gradients of its results
@@ -683,7 +685,8 @@ def _follow_replacements(memo: dict[Any, Any], what: Any, shape_env: Any) -> Non
         return
     for name, symbols in list(memo.items()):
         if len(name) == len(what) and what == tuple(
-            shape_env.replace(part) if isinstance(part, sympy.Basic) else part for part in name  # 2.11 - 2.15
+            shape_env.replace(part) if isinstance(part, sympy.Basic) else part
+            for part in name  # 2.11 - 2.15
         ):
             memo[what] = symbols
             return

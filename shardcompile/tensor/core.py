@@ -199,9 +199,11 @@ class ShardTensor(torch.Tensor):
         """Whether autograd has this as a view of another tensor; not what a compiled function gets.
 
         Torch would make an input that is a view by viewing a stand-in of its base. Which views a block can hold, and
-        what its base is, is a matter of each rank, and a slice along a cut dim is none that memory could have.
+        what its base is, is a matter of each rank, and a slice along a cut dim is none that memory could have. A copied
+        view stays one: what a graph writes to it would not reach its base.
         """
-        return not (self._holds_values and compat.is_compiling()) and super()._is_view()
+        given = self._copied is None and self._holds_values and compat.is_compiling()
+        return not given and super()._is_view()
 
     # Read by Dynamo on the outer tensor. Properties, so that eager ops do not pay for setting them.
 

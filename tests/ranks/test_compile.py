@@ -519,3 +519,61 @@ def test_one_function_for_many_placements_compiles_alike_on_every_rank() -> None
             torch.testing.assert_close(x.grad.full_tensor(), y.grad, **TIGHT)  # type: ignore[attr-defined]
     same_everywhere(counter.frame_count)
     assert counter.frame_count == 4, "one for each dim"
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x[1:],
+    "turned": lambda x: x.T,
+    "every other": lambda x: x[::2],
+    "columns": lambda x: x[:, 1:],
+}
+
+
+@pytest.mark.ranks(3, timeout=200, processes=False)
+@pytest.mark.parametrize(("name", "dim"), often([("rows", 1), ("turned", 1), ("rows", 0), ("every other", 0)], 2))
+def test_views_of_sharded_tensors_are_inputs_like_others(name: str, dim: int) -> None:
+    mesh, view = mesh_1d(), VIEWS[name]
+    run, counter = counted(lambda x: x.sin() * 2, "aot_eager")
+    for sizes in ([0, 2, 3], [2, 0, 4], [1, 1, 4], [0, 6, 1], [3, 3, 3]):
+        shape = (sum(sizes), 4) if dim == 0 else (4, sum(sizes))
+        full = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        x = sharded(full.detach(), sizes, mesh, dim).requires_grad_()
+        out, expected = run(view(x)), view(full).sin() * 2
+        torch.testing.assert_close(out.full_tensor(), expected, **TIGHT)
+        out.square().sum().backward(), expected.square().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), full.grad, **TIGHT)
+    same_everywhere(counter.frame_count)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.ranks(3, timeout=200, processes=False)
+@pytest.mark.parametrize("name", often(["columns", "rows", "turned"], 1))
+def test_a_compiled_function_writes_through_a_view_that_it_gets(name: str) -> None:
+    mesh, view = mesh_1d(), VIEWS[name]
+
+    def add(x: Tensor) -> Tensor:
+        return x.add_(1) * 2
+
+    run, _ = counted(add, "aot_eager")
+    for sizes in ([0, 2, 3], [2, 0, 4], [1, 1, 4]):
+        full = torch.randn(4, sum(sizes), dtype=torch.float64)
+        x = sharded(full, sizes, mesh, 1)
+        torch.testing.assert_close(run(view(x)).full_tensor(), add(view(full)), **TIGHT)
+        torch.testing.assert_close(x.full_tensor(), full, **TIGHT)
+
+
+@pytest.mark.ranks(4, mesh=(2, 2), timeout=200, processes=False)
+def test_a_slice_of_a_tensor_that_is_cut_twice_is_turned() -> None:
+    run, counter = counted(lambda x: x[None, :-1].permute([2, 1, 0]), "aot_eager")
+    i, j = mesh().get_coordinate()
+    for rows, columns in (([0, 2], [3, 3]), ([1, 3], [0, 4]), ([2, 2], [1, 3]), ([5, 0], [1, 1])):
+        full = torch.randn(sum(rows), sum(columns), dtype=torch.float64, requires_grad=True)
+        block = full.detach().split(rows)[i].split(columns, 1)[j].clone()
+        placed = sc.ShardTensor.from_local(block, mesh(), [Shard(0), Shard(1)], {0: rows, 1: columns})
+        x = placed.detach().requires_grad_()
+        out, expected = run(x), full[None, :-1].permute([2, 1, 0])
+        torch.testing.assert_close(out.full_tensor(), expected, **TIGHT)
+        out.square().sum().backward(), expected.square().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), full.grad, **TIGHT)
+    same_everywhere(counter.frame_count)
+    assert counter.frame_count == 2  # one for the slice of extent 1
