@@ -483,17 +483,17 @@ def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | Non
     return None
 
 
-def mark_weakly_dynamic(x: torch.Tensor, hints: dict[int, int]) -> None:
+def mark_weakly_dynamic(x: torch.Tensor, hints: Mapping[int, int | None]) -> None:
     """Have Dynamo give these dims symbols of their own, as `torch._dynamo.maybe_mark_dynamic` would.
 
     Set directly: the public function refuses fake tensors, takes no hint, and is a frame of Python for each dim.
 
     Args:
         x: an input of the function that is compiled.
-        hints: by dim, the number to take decisions with in place of the present extent.
+        hints: by dim, the number to take decisions with in place of the present extent; None for that one.
     """
     x._dynamo_weak_dynamic_indices = set(hints)  # type: ignore[attr-defined]
-    x._dynamo_hint_overrides = hints  # type: ignore[attr-defined]
+    x._dynamo_hint_overrides = {d: h for d, h in hints.items() if h is not None}  # type: ignore[attr-defined]
     x._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
 
 

@@ -180,7 +180,8 @@ class ShardTensor(torch.Tensor):
         compat.mark_weakly_dynamic(self._local_tensor, block_hints(self._spec.layout))
         if metadata.dynamic_dims:
             keys = self._cut_keys
-            compat.mark_weakly_dynamic(keys, {d: keys.shape[d] for d in range(1, keys.ndim)})
+            # Without hints: those are part of what the compiler's caches ask for.
+            compat.mark_weakly_dynamic(keys, dict.fromkeys(range(1, keys.ndim)))
 
     @property
     def _cut_keys(self) -> Tensor:
@@ -481,8 +482,17 @@ class ShardTensor(torch.Tensor):
 
         Args:
             mesh_dim: only along the tensor dim that this mesh dim shards; for all tensor dims by default.
+
+        Raises:
+            UnsupportedOpError: inside a compiled function, where one graph serves every cut.
         """
         layout = self._spec.layout
+        if layout.is_traced:
+            raise UnsupportedOpError(
+                f"offsets() of {layout.describe()} inside a compiled function: one graph serves every cut, and where "
+                "this rank's block starts is not known in it. Call it outside and pass torch.tensor(x.offsets()), or "
+                "let rows be numbered where they are: torch.ones_like(x).cumsum(dim)"
+            )
         coordinate = compat.coordinate(layout.mesh)
         if mesh_dim is None:
             return layout.offsets(coordinate)
