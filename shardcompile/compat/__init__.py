@@ -94,6 +94,7 @@ __all__ = [
     "note_input_size",
     "note_trace",
     "noted",
+    "number_if_small",
     "once_in_trace",
     "outside_transforms",
     "process_group",
@@ -214,6 +215,12 @@ def size_hint(value: Any, default: int = 64) -> int:
         hints = {s: env.create_symintnode(s, hint=None).node.hint for s in expression.free_symbols}
         hint = expression.xreplace({s: sympy.Integer(default if h is None else h) for s, h in hints.items()})
     return int(hint)
+
+
+def number_if_small(extent: Any) -> Any:
+    """A global extent; 0 and 1 as numbers, with a guard, as they are where an input has them: a 1 may be broadcast."""
+    small = isinstance(extent, torch.SymInt) and not is_unbacked(extent) and size_hint(extent) in (0, 1)
+    return int(extent) if small else extent
 
 
 def is_specialised(size: Any) -> bool:
@@ -643,7 +650,16 @@ def _retraced(known: dict[Any, Any], size: torch.SymInt) -> Any:
     symbols = {s: known[s] for s in expression.free_symbols if s in known}
     if len(symbols) < len(expression.free_symbols):
         return size
-    return sympy_interp(PythonReferenceAnalysis, symbols, expression)
+    return sympy_interp(_Arithmetic, symbols, expression)
+
+
+class _Arithmetic(PythonReferenceAnalysis):
+    """Formulas on sizes."""
+
+    @staticmethod
+    def trunc_to_int(x: Any, dtype: Any) -> Any:
+        """``int(x)``, for which torch (2.11 - 2.15) would leave a formula in place of a number."""
+        return torch.sym_int(x)
 
 
 _MEMOS: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()

@@ -577,3 +577,29 @@ def test_a_slice_of_a_tensor_that_is_cut_twice_is_turned() -> None:
         torch.testing.assert_close(x.grad.full_tensor(), full.grad, **TIGHT)
     same_everywhere(counter.frame_count)
     assert counter.frame_count == 2  # one for the slice of extent 1
+
+
+@pytest.mark.ranks(4, mesh=(2, 2), timeout=200, processes=False)
+def test_an_extent_that_a_view_works_out_is_broadcast_where_it_is_one() -> None:
+    def least(x: Tensor, y: Tensor) -> Tensor:
+        return torch.minimum(x.view(-1, 1, 2), y.reshape(2, 1, 1))
+
+    run, counter = counted(least, "aot_eager")
+    for columns, rows in (([1, 1], [0, 2]), ([0, 2], [1, 1])):
+        full = [torch.randn(1, 2, dtype=torch.float64), torch.randn(2, dtype=torch.float64)]
+        x = sc.distribute_tensor(full[0], mesh(), [Replicate(), Shard(1)], sharding_shapes={1: columns})
+        y = sc.distribute_tensor(full[1], mesh(), [Shard(0), Replicate()], sharding_shapes={0: rows})
+        torch.testing.assert_close(run(x, y).full_tensor(), least(*full))
+    same_everywhere(counter.frame_count)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_where_a_block_starts_is_refused_in_a_graph_and_sizes_of_an_input_are_known() -> None:
+    mesh = mesh_1d()
+    scaled = torch.compile(lambda x: x * x.sharding.sizes(0)[0], fullgraph=True, backend="aot_eager")
+    for sizes in ([2, 0, 3], [1, 1, 4], [0, 5, 0], [3, 3, 1]):
+        full = torch.randn(sum(sizes), 3)
+        torch.testing.assert_close(scaled(sharded(full, sizes, mesh)).full_tensor(), full * sizes[0])
+    with pytest.raises(Exception, match=r"offsets\(\) of .* inside a compiled function: one graph serves every cut"):
+        torch.compile(lambda x: x * x.offsets(0), backend="aot_eager")(sharded(torch.randn(5, 3), [2, 0, 3], mesh))
