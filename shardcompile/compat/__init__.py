@@ -52,6 +52,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis  # 2.11 - 2.15
 from torch.utils._sympy.symbol import SymT, symbol_is_type  # 2.11 - 2.15
 
 from shardcompile.compat.block_symbols import name_symbols_of_blocks
+from shardcompile.compat.worlds import forget_with_world, note_trace, start_epoch, world_epoch
 
 __all__ = [
     "UNKNOWN_OUTPUT_SHAPE",
@@ -92,7 +93,9 @@ __all__ = [
     "mark_static",
     "mark_weakly_dynamic",
     "note_input_size",
+    "note_trace",
     "noted",
+    "number_if_small",
     "once_in_trace",
     "outside_transforms",
     "process_group",
@@ -111,6 +114,7 @@ __all__ = [
     "trace_size_obliviously",
     "unrecorded_symbols",
     "untraced",
+    "without_base",
     "without_guards",
     "world_epoch",
 ]
@@ -118,43 +122,6 @@ __all__ = [
 
 UNKNOWN_OUTPUT_SHAPE = (DynamicOutputShapeException, DataDependentOutputException)
 """What an op on fake tensors raises whose result depends on values."""
-
-
-_world: Any = None
-_world_epoch = 0
-_BY_MESH: list[Callable[[], None]] = []
-
-
-def forget_with_world(clear: Callable[[], None]) -> None:
-    """Have `clear` called when the process groups change.
-
-    What is kept by mesh keeps the mesh, and with it process groups: their threads and sockets live on when they have
-    been destroyed.
-    """
-    _BY_MESH.append(clear)
-
-
-def world_epoch() -> int:
-    """A number that changes when the default process group does, and with `start_epoch`.
-
-    Meshes are equal by their ranks alone. What is kept by mesh is kept by this number as well, so that a mesh whose
-    process groups are gone does not stand in for a new one.
-    """
-    global _world, _world_epoch
-    world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
-    world = getattr(world, "rooms", world)  # ranks that are threads are of one world
-    if world is not None and (_world is None or _world() is not world):
-        _world = weakref.ref(world)
-        start_epoch()
-    return _world_epoch
-
-
-def start_epoch() -> None:
-    """Say that process groups of meshes were destroyed, though not the default one."""
-    global _world_epoch
-    _world_epoch += 1
-    for clear in _BY_MESH:
-        clear()
 
 
 def process_group(name: str) -> ProcessGroup:
@@ -249,6 +216,12 @@ def size_hint(value: Any, default: int = 64) -> int:
         hints = {s: env.create_symintnode(s, hint=None).node.hint for s in expression.free_symbols}
         hint = expression.xreplace({s: sympy.Integer(default if h is None else h) for s, h in hints.items()})
     return int(hint)
+
+
+def number_if_small(extent: Any) -> Any:
+    """A global extent; 0 and 1 as numbers, with a guard, as they are where an input has them: a 1 may be broadcast."""
+    small = isinstance(extent, torch.SymInt) and not is_unbacked(extent) and size_hint(extent) in (0, 1)
+    return int(extent) if small else extent
 
 
 def is_specialised(size: Any) -> bool:
@@ -532,17 +505,17 @@ def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | Non
     return None
 
 
-def mark_weakly_dynamic(x: torch.Tensor, hints: dict[int, int]) -> None:
+def mark_weakly_dynamic(x: torch.Tensor, hints: Mapping[int, int | None]) -> None:
     """Have Dynamo give these dims symbols of their own, as `torch._dynamo.maybe_mark_dynamic` would.
 
     Set directly: the public function refuses fake tensors, takes no hint, and is a frame of Python for each dim.
 
     Args:
         x: an input of the function that is compiled.
-        hints: by dim, the number to take decisions with in place of the present extent.
+        hints: by dim, the number to take decisions with in place of the present extent; None for that one.
     """
     x._dynamo_weak_dynamic_indices = set(hints)  # type: ignore[attr-defined]
-    x._dynamo_hint_overrides = hints  # type: ignore[attr-defined]
+    x._dynamo_hint_overrides = {d: h for d, h in hints.items() if h is not None}  # type: ignore[attr-defined]
     x._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
 
 
@@ -567,6 +540,11 @@ def share_storage(view: torch.Tensor, base: torch.Tensor) -> None:
 def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors lie in the same memory, or in parts of it."""
     return torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]  # 2.11 - 2.15
+
+
+def without_base(x: torch.Tensor) -> torch.Tensor:
+    """The same memory, not known as a view: Dynamo asks for the sizes of what an input is a view of."""
+    return x.detach() if x._is_view() else x  # 2.11 - 2.15
 
 
 def give_storage(x: torch.Tensor) -> None:
@@ -687,35 +665,62 @@ def _retraced(known: dict[Any, Any], size: torch.SymInt) -> Any:
     symbols = {s: known[s] for s in expression.free_symbols if s in known}
     if len(symbols) < len(expression.free_symbols):
         return size
-    return sympy_interp(PythonReferenceAnalysis, symbols, expression)
+    return sympy_interp(_Arithmetic, symbols, expression)
+
+
+class _Arithmetic(PythonReferenceAnalysis):
+    """Formulas on sizes."""
+
+    @staticmethod
+    def trunc_to_int(x: Any, dtype: Any) -> Any:
+        """``int(x)``, for which torch (2.11 - 2.15) would leave a formula in place of a number."""
+        return torch.sym_int(x)
 
 
 _MEMOS: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-def once_in_trace(what: Any, like: torch.SymInt, make: Callable[[], Sequence[torch.SymInt]]) -> Sequence[Any]:
+def once_in_trace(
+    what: tuple[Any, ...], like: torch.SymInt, make: Callable[[], Sequence[torch.SymInt]]
+) -> Sequence[Any]:
     """Symbols that get their value when the graph runs: made once in a trace, and the same ones in all of its passes.
 
     Dynamo and AOTAutograd run a function several times before they record it, and make the gradients of its results
     of what they found. These have to have the symbols of the recorded graph, and its nodes have to stand for them.
 
     Args:
-        what: names them, hashable.
+        what: names them: strings, numbers, and formulas as `expression_of` gives them.
         like: any symbol of the trace.
         make: makes them.
     """
     mode, shape_env = get_proxy_mode(), like.node.shape_env
     memo = _MEMOS.setdefault(shape_env if mode is None else mode.tracer, {})
+    of_all = _MEMOS.setdefault(shape_env, {})
+    for kept in (memo, of_all):
+        _follow_replacements(kept, what, shape_env)
     if what not in memo:
         symbols = make()
         if mode is not None:
-            for new, known in zip(symbols, _MEMOS.setdefault(shape_env, {}).setdefault(what, symbols), strict=True):
+            for new, known in zip(symbols, of_all.setdefault(what, symbols), strict=True):
                 if not isinstance(_known_value(known), int):
                     _rename(shape_env, new, known)
                     _stand_for(mode.tracer, new)
         memo[what] = symbols
-    first = _MEMOS.setdefault(shape_env, {}).get(what, memo[what])
+    first = of_all.get(what, memo[what])
     return [k if isinstance(k := _known_value(f), int) else s for s, f in zip(memo[what], first, strict=True)]
+
+
+def _follow_replacements(memo: dict[Any, Any], what: Any, shape_env: Any) -> None:
+    """Have a memo find what it has by another name: an extent was a symbol then, and is known as a number by now."""
+    if what in memo:
+        return
+    for name, symbols in list(memo.items()):
+        if len(name) == len(what) and what == tuple(
+            shape_env.replace(part) if isinstance(part, sympy.Basic) else part
+            for part in name  # 2.11 - 2.15
+        ):
+            memo[what] = symbols
+            return
 
 
 _INPUT_SIZES: weakref.WeakKeyDictionary[Any, dict[Any, torch.SymInt]] = weakref.WeakKeyDictionary()

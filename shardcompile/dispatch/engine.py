@@ -47,6 +47,7 @@ _CACHE: dict[Any, _Entry] = {}
 _CACHE_LIMIT = 1 << 15
 _FELL_BACK: set[OpOverload] = set()
 _POINTWISE = Rule(pointwise_rule, None, "torch.Tag.pointwise")
+_VIEWS_TO_A_SHAPE = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default}
 
 
 def clear_cache() -> None:
@@ -491,7 +492,10 @@ def _output_specs(
             return [spec(m, plan) for m in meta]
         if not isinstance(meta, Tensor):
             return None
-        layout = plan.layout(like, compat.retraced(meta.shape), meta.dtype)
+        shape = compat.retraced(meta.shape)
+        if call.op in _VIEWS_TO_A_SHAPE:
+            shape = tuple(compat.number_if_small(n) for n in shape)
+        layout = plan.layout(like, shape, meta.dtype)
         return Spec.of(layout, compat.retraced(meta.stride()))
 
     meta = global_meta(cls, call.op, args, kwargs)

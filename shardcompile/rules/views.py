@@ -68,10 +68,13 @@ def match_dims(src: Sequence[IntLike], dst: Sequence[IntLike]) -> list[tuple[lis
 
 
 def _same(a: IntLike, b: IntLike) -> bool:
-    return a is b or bool(a == b)
+    return compat.same_symbol(a, b)
 
 
 def _smaller(a: IntLike, b: IntLike) -> bool:
+    """Which side of a group to extend. Where a number is one that a run gives, a guess: groups end with equal sides."""
+    if compat.is_unbacked(a) or compat.is_unbacked(b):
+        return compat.size_hint(a) < compat.size_hint(b)
     return bool(a < b)
 
 

@@ -100,6 +100,7 @@ class ShardTensor(torch.Tensor):
 
     def _carry_keys(self) -> None:
         """Inside a trace the tensor that carries the keys is made along with the result, while tracing is on."""
+        compat.note_trace()
         compat.keep_first_proxies()
         self._spec = with_block_symbols(self._spec, self._local_tensor)
         layout = self._spec.layout
@@ -162,13 +163,14 @@ class ShardTensor(torch.Tensor):
         plain = self._holds_values
         self._may_vary = plain and bool(metadata.cuts)
         if self._may_vary:
-            self._local_tensor = with_stated_strides(self._local_tensor, self._spec)
+            self._local_tensor = compat.without_base(with_stated_strides(self._local_tensor, self._spec))
         if plain and 0 in self._spec.shape:
             compat.give_storage(self)
         return ["_local_tensor", "_cut_keys"] if metadata.dynamic_dims else ["_local_tensor"], metadata
 
     def _prepare_trace(self, metadata: Metadata) -> None:
         """Have a trace that is starting treat sharded extents, blocks and keys as dynamic, or as static."""
+        compat.note_trace(guarded=True)  # by the metadata
         if self._is_static:
             compat.mark_static(self._local_tensor)
             if metadata.dynamic_dims:
@@ -178,7 +180,8 @@ class ShardTensor(torch.Tensor):
         compat.mark_weakly_dynamic(self._local_tensor, block_hints(self._spec.layout))
         if metadata.dynamic_dims:
             keys = self._cut_keys
-            compat.mark_weakly_dynamic(keys, {d: keys.shape[d] for d in range(1, keys.ndim)})
+            # Without hints: those are part of what the compiler's caches ask for.
+            compat.mark_weakly_dynamic(keys, dict.fromkeys(range(1, keys.ndim)))
 
     @property
     def _cut_keys(self) -> Tensor:
@@ -192,6 +195,16 @@ class ShardTensor(torch.Tensor):
     def _cut_keys(self, keys: Tensor) -> None:
         """AOTAutograd gives a tangent's inner tensors the strides that it has traced them with."""
         self._keys = keys
+
+    def _is_view(self) -> bool:
+        """Whether autograd has this as a view of another tensor; not what a compiled function gets.
+
+        Torch would make an input that is a view by viewing a stand-in of its base. Which views a block can hold, and
+        what its base is, is a matter of each rank, and a slice along a cut dim is none that memory could have. A copied
+        view stays one: what a graph writes to it would not reach its base.
+        """
+        given = self._copied is None and self._holds_values and compat.is_compiling()
+        return not given and super()._is_view()
 
     # Read by Dynamo on the outer tensor. Properties, so that eager ops do not pay for setting them.
 
@@ -469,8 +482,17 @@ class ShardTensor(torch.Tensor):
 
         Args:
             mesh_dim: only along the tensor dim that this mesh dim shards; for all tensor dims by default.
+
+        Raises:
+            UnsupportedOpError: inside a compiled function, where one graph serves every cut.
         """
         layout = self._spec.layout
+        if layout.is_traced:
+            raise UnsupportedOpError(
+                f"offsets() of {layout.describe()} inside a compiled function: one graph serves every cut, and where "
+                "this rank's block starts is not known in it. Call it outside and pass torch.tensor(x.offsets()), or "
+                "let rows be numbered where they are: torch.ones_like(x).cumsum(dim)"
+            )
         coordinate = compat.coordinate(layout.mesh)
         if mesh_dim is None:
             return layout.offsets(coordinate)

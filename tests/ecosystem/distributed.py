@@ -381,8 +381,7 @@ CASES = [
             TP,
             f"{name}, another mesh dim",
             _styled(plan, False),
-            # Compiled, DTensor's redistribute in this style keeps process groups that ended with an earlier test.
-            compiled="" if "SequenceParallel" in name else RIGHT,
+            compiled=RIGHT,
             ranks=4,
         )
         for name, plan in STYLES.items()

@@ -129,15 +129,42 @@ def test_one_graph_serves_100_layouts(backend: str) -> None:
     same_everywhere(counter.frame_count)
 
 
-@pytest.mark.ranks(3, processes=False)
-def test_two_inputs_whose_cuts_are_sometimes_equal() -> None:
+EQUAL_FIRST = [([5, 0, 2], [5, 0, 2]), ([5, 0, 2], [1, 3, 3]), ([0, 7, 0], [2, 2, 3]), ([1, 1, 7], [1, 1, 7])]
+DIFFERENT_FIRST = [([1, 0, 6], [1, 3, 3]), ([5, 0, 2], [5, 0, 2]), ([9, 0, 0], [2, 2, 5])]
+
+
+def graphs_of_two_inputs(function: Callable[..., Tensor], cuts: list[tuple[list[int], list[int]]]) -> int:
+    """Compile a function of two tensors, compare values and gradients for each pair of cuts, and count the graphs."""
     mesh = mesh_1d()
-    run, counter = counted(lambda x, y: (x * y).sum(1), "aot_eager")
-    for a, b in [([5, 0, 2], [5, 0, 2]), ([5, 0, 2], [1, 3, 3]), ([0, 7, 0], [2, 2, 3]), ([1, 1, 7], [1, 1, 7])]:
-        x, y = torch.randn(sum(a), 3), torch.randn(sum(b), 3)
-        torch.testing.assert_close(run(sharded(x, a, mesh), sharded(y, b, mesh)).full_tensor(), (x * y).sum(1))
-    assert counter.frame_count == 2  # equal or not: that is a difference in what is communicated
+    run, counter = counted(function, "aot_eager")
+    for pair in cuts:
+        full = [torch.randn(sum(sizes), 3, dtype=torch.float64, requires_grad=True) for sizes in pair]
+        cut = [sharded(x.detach(), sizes, mesh).requires_grad_() for x, sizes in zip(full, pair, strict=True)]
+        out, expected = run(*cut), function(*full)
+        torch.testing.assert_close(out.full_tensor(), expected, **TIGHT)
+        out.square().sum().backward(), expected.square().sum().backward()
+        for x, y in zip(cut, full, strict=True):
+            torch.testing.assert_close(x.grad.full_tensor(), y.grad, **TIGHT)
     same_everywhere(counter.frame_count)
+    return counter.frame_count
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("cuts", [EQUAL_FIRST, DIFFERENT_FIRST])
+def test_two_inputs_whose_cuts_are_sometimes_equal(cuts: list[tuple[list[int], list[int]]]) -> None:
+    def combined(x: Tensor, y: Tensor) -> Tensor:
+        return (x * y).softmax(0) + torch.cat([x, y], 1)[:, 1:4] + torch.where(x > 0, y, x)
+
+    # Equal or not: that is a difference in what is communicated.
+    assert graphs_of_two_inputs(combined, cuts) == 2
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_two_inputs_that_never_meet_may_be_cut_alike_first_and_otherwise_later() -> None:
+    def apart(x: Tensor, y: Tensor) -> Tensor:
+        return x.softmax(0).square().sum(0) + y.cos().T @ torch.cat([y, 2 * y]).split(y.shape[0])[1] @ x.mean(0)
+
+    assert graphs_of_two_inputs(apart, [*EQUAL_FIRST, ([5, 1, 2], [0, 9, 1]), ([1, 1, 7], [1, 0, 1])]) == 1
 
 
 @pytest.mark.ranks(3, processes=False)
@@ -492,3 +519,87 @@ def test_one_function_for_many_placements_compiles_alike_on_every_rank() -> None
             torch.testing.assert_close(x.grad.full_tensor(), y.grad, **TIGHT)  # type: ignore[attr-defined]
     same_everywhere(counter.frame_count)
     assert counter.frame_count == 4, "one for each dim"
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x[1:],
+    "turned": lambda x: x.T,
+    "every other": lambda x: x[::2],
+    "columns": lambda x: x[:, 1:],
+}
+
+
+@pytest.mark.ranks(3, timeout=200, processes=False)
+@pytest.mark.parametrize(("name", "dim"), often([("rows", 1), ("turned", 1), ("rows", 0), ("every other", 0)], 2))
+def test_views_of_sharded_tensors_are_inputs_like_others(name: str, dim: int) -> None:
+    mesh, view = mesh_1d(), VIEWS[name]
+    run, counter = counted(lambda x: x.sin() * 2, "aot_eager")
+    for sizes in ([0, 2, 3], [2, 0, 4], [1, 1, 4], [0, 6, 1], [3, 3, 3]):
+        shape = (sum(sizes), 4) if dim == 0 else (4, sum(sizes))
+        full = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        x = sharded(full.detach(), sizes, mesh, dim).requires_grad_()
+        out, expected = run(view(x)), view(full).sin() * 2
+        torch.testing.assert_close(out.full_tensor(), expected, **TIGHT)
+        out.square().sum().backward(), expected.square().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), full.grad, **TIGHT)
+    same_everywhere(counter.frame_count)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.ranks(3, timeout=200, processes=False)
+@pytest.mark.parametrize("name", often(["columns", "rows", "turned"], 1))
+def test_a_compiled_function_writes_through_a_view_that_it_gets(name: str) -> None:
+    mesh, view = mesh_1d(), VIEWS[name]
+
+    def add(x: Tensor) -> Tensor:
+        return x.add_(1) * 2
+
+    run, _ = counted(add, "aot_eager")
+    for sizes in ([0, 2, 3], [2, 0, 4], [1, 1, 4]):
+        full = torch.randn(4, sum(sizes), dtype=torch.float64)
+        x = sharded(full, sizes, mesh, 1)
+        torch.testing.assert_close(run(view(x)).full_tensor(), add(view(full)), **TIGHT)
+        torch.testing.assert_close(x.full_tensor(), full, **TIGHT)
+
+
+@pytest.mark.ranks(4, mesh=(2, 2), timeout=200, processes=False)
+def test_a_slice_of_a_tensor_that_is_cut_twice_is_turned() -> None:
+    run, counter = counted(lambda x: x[None, :-1].permute([2, 1, 0]), "aot_eager")
+    i, j = mesh().get_coordinate()
+    for rows, columns in (([0, 2], [3, 3]), ([1, 3], [0, 4]), ([2, 2], [1, 3]), ([5, 0], [1, 1])):
+        full = torch.randn(sum(rows), sum(columns), dtype=torch.float64, requires_grad=True)
+        block = full.detach().split(rows)[i].split(columns, 1)[j].clone()
+        placed = sc.ShardTensor.from_local(block, mesh(), [Shard(0), Shard(1)], {0: rows, 1: columns})
+        x = placed.detach().requires_grad_()
+        out, expected = run(x), full[None, :-1].permute([2, 1, 0])
+        torch.testing.assert_close(out.full_tensor(), expected, **TIGHT)
+        out.square().sum().backward(), expected.square().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), full.grad, **TIGHT)
+    same_everywhere(counter.frame_count)
+    assert counter.frame_count == 2  # one for the slice of extent 1
+
+
+@pytest.mark.ranks(4, mesh=(2, 2), timeout=200, processes=False)
+def test_an_extent_that_a_view_works_out_is_broadcast_where_it_is_one() -> None:
+    def least(x: Tensor, y: Tensor) -> Tensor:
+        return torch.minimum(x.view(-1, 1, 2), y.reshape(2, 1, 1))
+
+    run, counter = counted(least, "aot_eager")
+    for columns, rows in (([1, 1], [0, 2]), ([0, 2], [1, 1])):
+        full = [torch.randn(1, 2, dtype=torch.float64), torch.randn(2, dtype=torch.float64)]
+        x = sc.distribute_tensor(full[0], mesh(), [Replicate(), Shard(1)], sharding_shapes={1: columns})
+        y = sc.distribute_tensor(full[1], mesh(), [Shard(0), Replicate()], sharding_shapes={0: rows})
+        torch.testing.assert_close(run(x, y).full_tensor(), least(*full))
+    same_everywhere(counter.frame_count)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_where_a_block_starts_is_refused_in_a_graph_and_sizes_of_an_input_are_known() -> None:
+    mesh = mesh_1d()
+    scaled = torch.compile(lambda x: x * x.sharding.sizes(0)[0], fullgraph=True, backend="aot_eager")
+    for sizes in ([2, 0, 3], [1, 1, 4], [0, 5, 0], [3, 3, 1]):
+        full = torch.randn(sum(sizes), 3)
+        torch.testing.assert_close(scaled(sharded(full, sizes, mesh)).full_tensor(), full * sizes[0])
+    with pytest.raises(Exception, match=r"offsets\(\) of .* inside a compiled function: one graph serves every cut"):
+        torch.compile(lambda x: x * x.offsets(0), backend="aot_eager")(sharded(torch.randn(5, 3), [2, 0, 3], mesh))

@@ -156,3 +156,50 @@ def test_strides_that_a_block_of_one_row_makes_equal(backend: str) -> None:
     agrees_with_plain(
         lambda x, weight: weight @ x.mT, lambda n: [random(n, 0)], [random(5, 0)], [[9, 1, 0], *CUTS], backend=backend
     )
+
+
+def mixed_modes(x: Tensor, first: Tensor, first_bias: Tensor, second: Tensor, second_bias: Tensor) -> Tensor:
+    """A block of a neural operator in Fourier space: modes of an image, kept ones through a small complex network."""
+    images, height, width, channels = x.shape
+    modes = torch.fft.rfft2(x, dim=(1, 2), norm="ortho").reshape(images, height, width // 2 + 1, 2, channels // 2)
+    kept = int((height // 2 + 1) * 1.0)
+    rows, columns = slice(height // 2 + 1 - kept, height // 2 + 1 + kept), slice(kept)
+
+    def network(real: Tensor, imaginary: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        def through(z: Tensor, part: int) -> Tensor:
+            return torch.einsum("nyxbi,bio->nyxbo", z, w[part])
+
+        return through(real, 0) - through(imaginary, 1) + b[0], through(imaginary, 0) + through(real, 1) + b[1]
+
+    hidden = [torch.zeros(*modes.shape[:-1], first.shape[-1], dtype=x.dtype, device=x.device) for _ in range(2)]
+    inputs = [part[:, rows, columns] for part in (modes.real, modes.imag)]
+    for buffer, value in zip(hidden, network(*inputs, first, first_bias), strict=True):
+        buffer[:, rows, columns] = value.relu()
+    out = torch.zeros(*modes.shape, 2, dtype=x.dtype, device=x.device)
+    values = network(*(buffer[:, rows, columns] for buffer in hidden), second, second_bias)
+    for part, value in enumerate(values):
+        out[:, rows, columns, ..., part] = value
+    mixed = torch.view_as_complex(nnf.softshrink(out, lambd=0.01)).reshape(images, height, width // 2 + 1, channels)
+    return torch.fft.irfft2(mixed, s=(height, width), dim=(1, 2), norm="ortho") + x
+
+
+@pytest.mark.ranks(3, timeout=300, processes=False)
+def test_modes_of_images_that_are_cut_along_their_height() -> None:
+    mesh = init_device_mesh("cpu", (world_size(),))
+    weights = [random(2, 2, 2, 3), random(2, 2, 3), random(2, 2, 3, 2), random(2, 2, 2)]
+    counter = once(lambda: CompileCounterWithBackend("aot_eager"))
+    run = torch.compile(mixed_modes, fullgraph=True, backend=counter)
+    for sizes in ([3, 0, 2], [1, 4, 3], [0, 1, 7], [2, 2, 2]):
+        full = random(2, sum(sizes), 6, 4).requires_grad_()
+        block = full.detach().split(sizes, 1)[rank()].clone()
+        x = sc.ShardTensor.from_local(block, mesh, [Shard(1)], {0: sizes}).detach().requires_grad_()
+        ours, theirs = ([w.clone().requires_grad_() for w in weights] for _ in range(2))
+        out, expected = run(x, *ours), mixed_modes(full, *theirs)
+        torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-10, atol=1e-10)
+        out.square().sum().backward(), expected.square().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), full.grad, rtol=1e-9, atol=1e-10)
+        for w, v in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(w.grad, v.grad, rtol=1e-9, atol=1e-10)
+    counts = [None] * world_size()
+    dist.all_gather_object(counts, counter.frame_count)
+    assert counts == [1] * world_size(), counts

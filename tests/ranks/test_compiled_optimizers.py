@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,48 @@ def test_a_parameter_meets_inputs_that_are_cut_as_it_is_and_otherwise() -> None:
         torch.testing.assert_close(p.grad.full_tensor(), q.grad, **TIGHT)
         torch.testing.assert_close(p.detach().full_tensor(), q.detach(), **TIGHT)
     assert counter.frame_count == 2  # one for the parameter's cut, one for all others
+
+
+def with_parameters_in_blocks(net: nn.Sequential, mesh: DeviceMesh) -> None:
+    for layer in net:
+        for name, p in list(layer.named_parameters(recurse=False)):
+            cut = {0: [p.shape[0] - 1, 0, 1]}
+            setattr(layer, name, nn.Parameter(sc.distribute_tensor(p.detach(), mesh, [Shard(0)], sharding_shapes=cut)))
+
+
+@pytest.mark.ranks(3, timeout=300, processes=False)
+@pytest.mark.parametrize(("name", "in_blocks"), often([("AdamW", True), ("SGD", False), ("AdamW", False)], 2))
+def test_whole_steps_with_graph_breaks(name: str, in_blocks: bool) -> None:
+    torch.manual_seed(0)
+    mesh = mesh_1d()
+    whole = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    mine = copy.deepcopy(whole)
+    if in_blocks:
+        with_parameters_in_blocks(mine, mesh)
+
+    def step_of(net: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+        optimizer = OPTIMIZERS[name](net.parameters())
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = (net(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    steps = [compiled(step_of(net)) for net in (mine, whole)]
+    graphs = []
+    for sizes in ([5, 0, 2], [1, 3, 3], [0, 1, 6], [4, 4, 4], [9, 0, 1]):
+        full = [torch.randn(sum(sizes), columns, dtype=torch.float64) for columns in (3, 2)]
+        loss = steps[0][0](*(sharded(x, sizes, mesh) for x in full))
+        torch.testing.assert_close(loss.full_tensor(), steps[1][0](*full), **TIGHT)
+        for p, q in zip(mine.parameters(), whole.parameters(), strict=True):
+            ours = p.detach().full_tensor() if in_blocks else p.detach()  # type: ignore[attr-defined]
+            torch.testing.assert_close(ours, q.detach(), **TIGHT)
+        graphs.append(steps[0][1].frame_count)
+    assert graphs[0] > 0 and graphs[1:] == graphs[1:2] * 4, "compiled again after the second step"
 
 
 def step_of(params: list[nn.Parameter]) -> Callable[[Tensor], Tensor]:
