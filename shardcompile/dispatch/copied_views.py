@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardcompile import compat
 from shardcompile.errors import UnsupportedOpError
 
 aten = torch.ops.aten
@@ -102,7 +103,8 @@ class CopiedView:
         """The block, made again if it is out of date."""
         state = self._state()
         if state != self.seen:
-            self.block, self.seen = self.remake(), self._state()
+            with compat.as_functional(self.block):
+                self.block, self.seen = self.remake(), self._state()
         return self.block
 
     def write_back(self, view: Any) -> None:

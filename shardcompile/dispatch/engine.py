@@ -46,6 +46,7 @@ log = logging.getLogger("shardcompile")
 _CACHE: dict[Any, _Entry] = {}
 _CACHE_LIMIT = 1 << 15
 _FELL_BACK: set[OpOverload] = set()
+_FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
 _POINTWISE = Rule(pointwise_rule, None, "torch.Tag.pointwise")
 
 
@@ -344,6 +345,7 @@ def _decide_functional(cls: type, call: OpCall, args: tuple[Any, ...], kwargs: d
 
         if not (choice.communicates and op in DECOMPOSITIONS):
             return as_chosen(args, kwargs)
+        _check_shapes(cls, op, args, kwargs)
         return _Composed(DECOMPOSITIONS[op], as_chosen)
     if op in DECOMPOSITIONS:
         return _Composed(DECOMPOSITIONS[op], lambda *_: _fallback(call))
@@ -382,9 +384,14 @@ def _composite(cls: type, op: OpOverload) -> Callable[..., Any] | None:
 
 def _checked(cls: type, op: OpOverload, decomposition: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A decomposition, of which some leave out what the op itself checks."""
+    _check_shapes(cls, op, args, kwargs)
+    return decomposition(*args, **kwargs)
+
+
+def _check_shapes(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise what plain PyTorch raises for these shapes, where they are known."""
     with contextlib.suppress(*compat.UNKNOWN_OUTPUT_SHAPE, NotImplementedError):
         global_meta(cls, op, args, kwargs)
-    return decomposition(*args, **kwargs)
 
 
 def _layouts(call: OpCall) -> list[Layout]:
@@ -534,8 +541,10 @@ def _decide_mutation(
         return _InPlaceView(call.op, MEMORY_OPS[call.op])
     if torch.Tag.inplace_view in call.op.tags and functional is not None:
         return _InPlaceView(call.op, functional)
-    with contextlib.suppress(*compat.UNKNOWN_OUTPUT_SHAPE):
-        global_meta(cls, call.op, args, kwargs)
+    for target in targets:
+        if type(target) is cls:
+            _refuse_expanded(call.op, target._spec)
+    _check_shapes(cls, call.op, args, kwargs)
     rule = _rule_of(call.op)
     if mutated == [0] and type(targets[0]) is cls and rule is not None:
         choice = choose(_layouts(call), rule.ways(call), len(call.op._schema.returns), in_place=True)
@@ -662,6 +671,22 @@ class _Written(_Entry):
         return targets[0] if len(targets) == 1 else tuple(targets)
 
 
+def _refuse_expanded(op: OpOverload, target: Spec) -> None:
+    """Raise if several elements of what is written to lie in one place; a kernel only says so of a block with several.
+
+    One value everywhere is the same in whatever order it is written.
+    """
+    expanded = any(
+        isinstance(s, int) and s == 0 and not (isinstance(n, int) and n <= 1)
+        for n, s in zip(target.shape, target.stride, strict=True)
+    )
+    if expanded and op not in _FILLS:
+        raise refusal(
+            str(op), f"{target.layout.describe()}, an expanded tensor",
+            "several of its elements lie in one place in memory", "Clone it before it is written to",
+        )  # fmt: skip
+
+
 def _write(cls: type, op: OpOverload, target: Any, value: Any) -> None:
     """Copy a value into a tensor, whatever their layouts; into a plain one on every rank."""
     if tuple(value.shape) != tuple(target.shape):
@@ -677,11 +702,6 @@ def _write(cls: type, op: OpOverload, target: Any, value: Any) -> None:
     if type(target) is not cls:
         target.copy_(run_plan(whole_plan(source), local))
         return
-    if target._spec.is_plain and any(s == 0 and n > 1 for n, s in zip(target.shape, target._spec.stride, strict=True)):
-        raise refusal(  # a kernel would only say so where the block has elements
-            str(op), f"{target._spec.layout.describe()}, an expanded tensor",
-            "several of its elements lie in one place in memory", "Clone it before it is written to",
-        )  # fmt: skip
     wanted = target._spec.layout
     same = [a == b and source.dtype is wanted.dtype for a, b in zip(source.placements, wanted.placements, strict=True)]
     reached = [

@@ -39,6 +39,7 @@ from shardcompile.tensor.metadata import (
     stable_hash,
     with_block_symbols,
     with_stated_strides,
+    without_base,
 )
 
 ShardingShapes = construct.ShardingShapes
@@ -162,7 +163,7 @@ class ShardTensor(torch.Tensor):
         plain = self._holds_values
         self._may_vary = plain and bool(metadata.cuts)
         if self._may_vary:
-            self._local_tensor = with_stated_strides(self._local_tensor, self._spec)
+            self._local_tensor = without_base(with_stated_strides(self._local_tensor, self._spec))
         if plain and 0 in self._spec.shape:
             compat.give_storage(self)
         return ["_local_tensor", "_cut_keys"] if metadata.dynamic_dims else ["_local_tensor"], metadata

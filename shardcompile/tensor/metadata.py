@@ -224,3 +224,14 @@ def with_block_symbols(spec: Spec, local: Tensor) -> Spec:
 
 def _lacks_symbol(cut: Cut | None) -> bool:
     return cut is not None and cut.kind == "chunk" and cut.is_traced and cut.block is None
+
+
+def without_base(local: Tensor) -> Tensor:
+    """The block in the same memory, but no view as autograd knows them.
+
+    Of a view a trace looks at its base as well, whose extents and strides are those of whatever this rank has cut its
+    block out of: what it guards on there holds on this rank alone.
+    """
+    if not local._is_view():
+        return local
+    return local.new_empty(0).set_(local.untyped_storage(), local.storage_offset(), local.shape, local.stride())

@@ -34,11 +34,13 @@ def test_a_sample_of_the_programs() -> None:
     assert tally[RIGHT] >= 9
 
 
-def found(lines: list[str], inputs: list[Input] | None = None, mesh: tuple[int, ...] = (3,)) -> Any:
+def found(
+    lines: list[str], inputs: list[Input] | None = None, mesh: tuple[int, ...] = (3,), backend: str | None = None
+) -> Any:
     given = inputs or [Input("a0", (7, 3), "S(0)", CUT, grad=True), Input("a1", (7, 3), grad=True)]
     program = Program(mesh, given, lines)
     with LocalRanks(program.ranks, processes=False) as ranks:
-        return judge(ranks, program)
+        return judge(ranks, program, backend)
 
 
 def test_a_wrong_value_is_found_and_shrunk() -> None:
@@ -110,3 +112,30 @@ def test_an_op_that_was_decided_on_a_view_does_not_come_back_to_it() -> None:
     """What is kept of a decision was made on one rank's arguments; another rank, or call, has its own."""
     lines = ["v0 = a0.flatten(0, 1)", "a0.mul_(2)", "v1 = v0[torch.tensor([1, 2])]", "v2 = v0[torch.tensor([1, 2])]"]
     assert found(lines, [Input("a0", (3, 1), "S(1)", {0: [1, 0]})], (2,)).kind == RIGHT
+
+
+def test_what_is_expanded_may_be_filled_and_no_more() -> None:
+    inputs = [Input("a0", (1, 7), "S(1)", CUT)]
+    assert found(["v0 = a0.expand([4, 7])", "v0.fill_(2)", "v0.zero_()"], inputs).kind == RIGHT
+    told = found(["v0 = a0.expand([4, 7])", "v0[:] = a0"], inputs)  # to itself, which plain PyTorch leaves as it is
+    assert told.kind == REFUSED
+    assert "Clone it" in told.text
+
+
+@pytest.mark.parametrize("line", ["F.layer_norm(v0, ())", "v0.softmax(2)", "torch.cat([v0, v0[:, 1:]], 0)"])
+def test_what_plain_pytorch_refuses_is_refused_where_rows_would_move(line: str) -> None:
+    program = Program((3,), [Input("a0", (7, 3), "S(0)", CUT)], ["v0 = a0 * 2", line], refused=True)
+    with LocalRanks(3, processes=False) as ranks:
+        assert judge(ranks, program).kind == REFUSED
+
+
+def test_blocks_that_are_views_need_no_graphs_of_their_own() -> None:
+    """The bases of this rank's blocks, of whatever extents, are none of a trace's business."""
+    inputs = [Input("a0", (3, 4), "S(1)", {0: [1, 3, 0]}, grad=True, ways=("turned", "gaps", "odd"))]
+    told = found(["v0 = a0.sin()", "v1 = v0.sum(0)"], inputs, backend="aot_eager")
+    assert (told.kind, told.text) == (RIGHT, "2")
+
+
+def test_a_view_that_had_to_be_copied_is_right_when_a_compiled_function_returns_it() -> None:
+    lines = ["v0 = a0 * 2", "v1 = v0[1:4]", "v2 = v0.diagonal()", "v0.mul_(0.5)"]
+    assert found(lines, backend="aot_eager").kind == RIGHT
