@@ -243,7 +243,8 @@ class _Local(_Entry):
         if self.arguments is not None:
             local_args = self.arguments(local_args)
         if self.mistold is not None and type(local_args[self.mistold]) is not Tensor:
-            out = self.function(*in_one_order(self.op, local_args, self.specs[0].stride), **local_kwargs)
+            stride = next(s.stride for s in self.specs if s is not None)
+            out = self.function(*in_one_order(self.op, local_args, stride), **local_kwargs)
             return all_in_order(out, self.specs)
         return self.function(*local_args, **local_kwargs)
 
@@ -475,7 +476,7 @@ def _local_entry(
 
     simple = arguments is None and not any(p.steps for p in choice.plans) and _is_simple(call, specs)
     mistold = None
-    if isinstance(specs[0], Spec) and may_be_mistold(call.op, [t.ndim for t in call.tensors]):
+    if any(isinstance(s, Spec) for s in specs) and may_be_mistold(call.op, [t.ndim for t in call.tensors]):
         mistold = next((i for i, a in enumerate(args) if isinstance(a, Tensor)), None)
     return (_Direct if simple else _Local)(call.op, choice, specs, arguments, mistold)
 

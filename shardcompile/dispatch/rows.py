@@ -105,12 +105,14 @@ def write_rows(x: Tensor, rows: Tensor, dim: int, first: IntLike, step: int, cou
 
 
 def begin_of(start: IntLike | None, extent: IntLike) -> IntLike:
-    """The row at which a slice begins: where `start` is in front of the first row, that."""
+    """The row at which a slice begins: the first one, or behind the last one, where `start` is beyond it."""
     if start is None:
         return 0
     begin = row_of(start, extent)
-    # Asked of the global extent, so that the guard holds on all ranks or on none.
-    return 0 if compat.guarded(begin < 0) else begin
+    # Asked of the global extent, so that the guards hold on all ranks or on none.
+    if compat.guarded(begin < 0):
+        return 0
+    return extent if compat.guarded(begin > extent) else begin
 
 
 def row_of(index: IntLike, extent: IntLike) -> IntLike:

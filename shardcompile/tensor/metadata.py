@@ -234,4 +234,5 @@ def without_base(local: Tensor) -> Tensor:
     """
     if not local._is_view():
         return local
-    return local.new_empty(0).set_(local.untyped_storage(), local.storage_offset(), local.shape, local.stride())
+    with torch.inference_mode(local.is_inference()):
+        return local.new_empty(0).set_(local.untyped_storage(), local.storage_offset(), local.shape, local.stride())

@@ -139,3 +139,14 @@ def test_blocks_that_are_views_need_no_graphs_of_their_own() -> None:
 def test_a_view_that_had_to_be_copied_is_right_when_a_compiled_function_returns_it() -> None:
     lines = ["v0 = a0 * 2", "v1 = v0[1:4]", "v2 = v0.diagonal()", "v0.mul_(0.5)"]
     assert found(lines, backend="aot_eager").kind == RIGHT
+
+
+@pytest.mark.parametrize("view", ["a0[9:]", "a0[9:, 1:]", "a0[-1:1:2]", "a0[9:-8]"])
+def test_gradients_of_a_slice_that_begins_behind_the_last_row(view: str) -> None:
+    assert found([f"v0 = {view}"], backend="aot_eager").kind == RIGHT
+
+
+def test_a_convolution_of_blocks_that_were_gathered_has_one_graph() -> None:
+    """Rows that arrive from other ranks are first in memory; a trace asked how a block is stored."""
+    inputs = [Input("a0", (3, 6, 6), "S(0) S(1)", {0: [3, 0], 1: [0, 6]}, grad=True)]
+    assert found(["v0 = F.conv1d(a0, weight(2, 6, 3))"], inputs, (2, 2), "aot_eager").kind == RIGHT
