@@ -109,7 +109,7 @@ class Expected:
 
     Attributes:
         values: by name, detached.
-        strides: by name, of those that are stored in the same order whatever the layout.
+        strides: by name.
         wants: names of values that want a gradient, of those that the backward pass starts from.
         first: gradients of the inputs, by name.
         second: gradients of a weighted sum of these; None where torch knows none.
@@ -194,7 +194,7 @@ class Program:
         if refused is not self.refused:
             raise Unfit("plain PyTorch does not refuse it")
         told = {n: x.detach().clone() for n, x in values.items()}
-        strides = {n: x.stride() for n, x in values.items() if n not in self.turned}
+        strides = {n: x.stride() for n, x in values.items()}
         goals = self.goals(values)
         if compiled:
             goals = [n for n in self.results if values[n].requires_grad]
@@ -225,18 +225,6 @@ class Program:
         named = [n for line in self.lines for n in results_of(line)]
         used = {n for line in self.lines for n in names_in(line) - set(results_of(line))}
         return [n for n in named if n not in used or n in named[-2:]]
-
-    @property
-    def turned(self) -> set[str]:
-        """Names of values that may be stored in another order than plain ones, and of all that are made of them.
-
-        Products whose leading dims are cut keep the cut one first in memory, so that the next product need not copy.
-        """
-        found: set[str] = set()
-        for line in self.lines:
-            if "F.linear(" in line or " @ " in line or names_in(line) & found:
-                found |= set(results_of(line))
-        return found
 
     def function(self) -> Callable[..., Any]:
         """The lines as a function of the inputs that returns the values by name."""
@@ -325,10 +313,8 @@ def _compare(name: str, got: Any, want: Tensor | None, near: float) -> None:
 
 def _compare_value(name: str, got: Any, expected: Expected, near: float) -> None:
     """As `_compare`; also how it is stored. Of a gradient, but for those in ``.grad``, torch does not say how it is."""
-    want, strides = expected.values[name], expected.strides.get(name)
+    want, strides = expected.values[name], expected.strides[name]
     _compare(name, got, want, near)
-    if strides is None:
-        return
     told = [n > 1 and a != b for n, a, b in zip(want.shape, got.stride(), strides, strict=True)]
     if want.numel() > 1 and any(told):
         raise _Wrong(f"{name}: strides {got.stride()}, plain {strides}\n{describe_value(got)}")

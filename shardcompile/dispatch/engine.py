@@ -159,18 +159,43 @@ class _Composed(_Entry):
         function: the op in terms of others.
         otherwise: of arguments, what is done where the function returns NotImplemented, as some of torch's do. It is
             kept, and must not hold on to the arguments that it was decided on.
+        strides: that the results of the op have; empty if they are not known, or are views.
     """
 
-    def __init__(self, function: Callable[..., Any], otherwise: Callable[[Any, Any], _Entry] | None = None) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        otherwise: Callable[[Any, Any], _Entry] | None = None,
+        strides: Sequence[Any] = (),
+    ) -> None:
         self.function = function
         self.otherwise = otherwise
+        self.strides = strides
 
     def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             out = self.function(*args, **kwargs)
         if out is not NotImplemented or self.otherwise is None:
-            return out
+            return self._stored(cls, out)
         return self.otherwise(args, kwargs).run(cls, args, kwargs)
+
+    def _stored(self, cls: type, out: Any) -> Any:
+        """The results, stored as those of the op itself: by that later ops decide what can be a view."""
+        if not self.strides:
+            return out
+        if isinstance(out, Tensor):
+            return _with_stride(cls, out, self.strides[0])
+        return type(out)(_with_stride(cls, x, s) for x, s in zip(out, self.strides, strict=True))
+
+
+def _with_stride(cls: Any, x: Any, stride: Any) -> Any:
+    if type(x) is not cls or stride is None:
+        return x
+    pairs = zip(x.shape, x._spec.stride, stride, strict=True)
+    if all(compat.size_hint(n) <= 1 or compat.size_hint(a) == compat.size_hint(b) for n, a, b in pairs):
+        return x
+    stride = compat.retraced(stride)
+    return cls._wrap(in_order(x._local_tensor, stride), Spec.of(x._spec.layout, stride))
 
 
 class _Checked(_Entry):
@@ -346,8 +371,7 @@ def _decide_functional(cls: type, call: OpCall, args: tuple[Any, ...], kwargs: d
 
         if not (choice.communicates and op in DECOMPOSITIONS):
             return as_chosen(args, kwargs)
-        _check_shapes(cls, op, args, kwargs)
-        return _Composed(DECOMPOSITIONS[op], as_chosen)
+        return _Composed(DECOMPOSITIONS[op], as_chosen, _stated_strides(cls, op, args, kwargs))
     if op in DECOMPOSITIONS:
         return _Composed(DECOMPOSITIONS[op], lambda *_: _fallback(call))
     composite = _composite(cls, op)
@@ -387,6 +411,21 @@ def _checked(cls: type, op: OpOverload, decomposition: Callable[..., Any], *args
     """A decomposition, of which some leave out what the op itself checks."""
     _check_shapes(cls, op, args, kwargs)
     return decomposition(*args, **kwargs)
+
+
+def _stated_strides(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Strides of the results of an op, None of what is no tensor; empty if they are not known, or are those of views.
+
+    Errors that plain PyTorch raises for these shapes are raised here.
+    """
+    try:
+        meta = global_meta(cls, op, args, kwargs)
+    except (*compat.UNKNOWN_OUTPUT_SHAPE, NotImplementedError):
+        return []
+    if op.is_view:
+        return []
+    metas = meta if isinstance(meta, (list, tuple)) else [meta]
+    return [m.stride() if isinstance(m, Tensor) else None for m in metas]
 
 
 def _check_shapes(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

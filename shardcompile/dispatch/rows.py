@@ -105,14 +105,12 @@ def write_rows(x: Tensor, rows: Tensor, dim: int, first: IntLike, step: int, cou
 
 
 def begin_of(start: IntLike | None, extent: IntLike) -> IntLike:
-    """The row at which a slice begins: the first one, or behind the last one, where `start` is beyond it."""
+    """The row at which a slice begins: where `start` is in front of the first row, that."""
     if start is None:
         return 0
     begin = row_of(start, extent)
-    # Asked of the global extent, so that the guards hold on all ranks or on none.
-    if compat.guarded(begin < 0):
-        return 0
-    return extent if compat.guarded(begin > extent) else begin
+    # Asked of the global extent, so that the guard holds on all ranks or on none.
+    return 0 if compat.guarded(begin < 0) else begin
 
 
 def row_of(index: IntLike, extent: IntLike) -> IntLike:
@@ -260,7 +258,8 @@ def slice_backward(grad: Any, sizes: Sequence[Any], dim: int, start: Any, end: A
         whole = base[0]
         _, row = derive("sliced", [whole], [begin, step, grad.shape[dim]], grad.shape[dim], grad._spec.layout.mesh)
         return _placed(grad, dim, whole, row, step, 0)
-    return grown(grad, dim, begin, step, extent, 0)
+    # A slice that begins behind the last row has no rows; no guard is asked for, by which traces of it would differ.
+    return grown(grad, dim, torch.sym_min(begin, extent), step, extent, 0)
 
 
 def _surely_same(a: Sequence[IntLike], b: Sequence[IntLike]) -> bool:
