@@ -175,7 +175,7 @@ class _Composed(_Entry):
     def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             out = self.function(*args, **kwargs)
-        if out is not NotImplemented or self.otherwise is None:
+        if self.otherwise is None or out is not NotImplemented:
             return self._stored(cls, out)
         return self.otherwise(args, kwargs).run(cls, args, kwargs)
 
@@ -338,7 +338,8 @@ def _wrap_all(cls: type, out: Any, specs: Sequence[Any]) -> Any:
 def _decide(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
     check_collective(cls, op, args, kwargs)
     if op in ATTENTION_OPS:
-        return _Composed(ATTENTION_OPS[op])
+        forward = "backward" not in op.name()
+        return _Composed(ATTENTION_OPS[op], None, _stated_strides(cls, op, args, kwargs) if forward else ())
     listwise = listwise_form(op)
     if listwise is not None:
         return _Composed(listwise)

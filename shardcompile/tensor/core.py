@@ -647,8 +647,8 @@ def _is_dtensor(a: Tensor) -> bool:
 def _product(func: Callable[..., Any], x: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
     """`linear` and `matmul`, which flatten all leading dims of `x` into one.
 
-    A cut dim can only be flattened as the leading one, so it is moved there first. The result is stored as that of plain
-    tensors: a view of it would be a copy otherwise, and what is written to that would be lost.
+    A cut dim can only be flattened as the leading one, so it is moved there first. The result is stored as that of
+    plain tensors: a view of it would be a copy otherwise, and what is written to that would be lost.
     """
     if isinstance(x, ShardTensor) and x.ndim > 2 and isinstance(weight, Tensor) and weight.ndim <= 2:
         layout = x._spec.layout

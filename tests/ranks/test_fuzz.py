@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from fuzz import REFUSED, RIGHT, Input, Program, draw, judge, search, shrink
 from tiers import often
+from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from shardcompile.testing import LocalRanks
+from shardcompile import ShardTensor, distribute_tensor
+from shardcompile.testing import LocalRanks, mesh, once, rank
 
 CUT = {0: [5, 0, 2]}
 
@@ -161,3 +164,16 @@ def test_a_product_of_cut_rows_is_stored_as_a_plain_one() -> None:
 def test_what_is_added_to_rows_of_a_turned_tensor_is_stored_as_a_plain_result(backend: str | None) -> None:
     lines = ["v0 = a0.mT.contiguous().mT", "v1 = v0.index_add(0, torch.tensor([1, 4]), a1[:2])", "v2 = v1.flatten()"]
     assert found([*lines, "v2.fill_(0.75)"], backend=backend).kind == RIGHT
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_an_extent_of_1_is_broadcast_after_calls_with_other_extents() -> None:
+    """Dynamo has made a symbol of it by then."""
+    compiled = once(lambda: torch.compile(lambda x, y: (x - y).sum(0), fullgraph=True, backend="aot_eager"))
+    for rows, columns in ((7, 6), (7, 3), (1, 6), (7, 1), (1, 1)):
+        full, other = torch.randn(7, 6), torch.randn(rows, columns)
+        if columns == 3:
+            full = full[:, :3]
+        x = ShardTensor.from_local(full.split([5, 0, 2])[rank()], mesh(), [Shard(0)], CUT)
+        y = distribute_tensor(other, mesh(), [Replicate()])
+        torch.testing.assert_close(compiled(x, y).full_tensor(), (full - other).sum(0))
