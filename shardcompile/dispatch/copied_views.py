@@ -199,3 +199,9 @@ viewed."""
 def follow(view: Any, op: Any, args: tuple[Any, ...], index: int | None, remake: Callable[[], Tensor]) -> None:
     """Make a sharded tensor with a block of its own follow what it is a view of."""
     view._copied = CopiedView(op, args, index, view.__dict__.pop("_local_tensor"), remake)
+    args[0]._followers = [*(v for v in args[0]._followers if v() is not None), weakref.ref(view)]
+
+
+def has_followers(x: Any) -> bool:
+    """Whether somebody has a view of a sharded tensor that had to be copied, and is made again from it."""
+    return any(v() is not None for v in x._followers)

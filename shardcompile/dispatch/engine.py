@@ -25,7 +25,7 @@ from shardcompile.collectives import block_shape
 from shardcompile.compat import OpOverload
 from shardcompile.dispatch.attention import ATTENTION_OPS
 from shardcompile.dispatch.choice import Choice, OutputPlan, choose, whole_plan
-from shardcompile.dispatch.copied_views import WATCHED, follow, has_views, note_view, note_write
+from shardcompile.dispatch.copied_views import WATCHED, follow, has_followers, has_views, note_view, note_write
 from shardcompile.dispatch.decompositions import DECOMPOSITIONS, NOT_DECOMPOSED
 from shardcompile.dispatch.foreign import check_collective
 from shardcompile.dispatch.global_meta import global_meta, tensors_of
@@ -676,6 +676,12 @@ class _InPlaceView(_Entry):
             raise refusal(
                 str(self.op), target._spec.layout.describe(),
                 "views of it exist, whose gradients would be those of the same views of what it turns into",
+                "Take the form that is not in place, such as x = x.transpose(0, 1) for x.transpose_(0, 1)",
+            )  # fmt: skip
+        if has_followers(target):
+            raise refusal(
+                str(self.op), target._spec.layout.describe(),
+                "views of it exist that a block cannot hold, and that are made again from it whenever it is written to",
                 "Take the form that is not in place, such as x = x.transpose(0, 1) for x.transpose_(0, 1)",
             )  # fmt: skip
         # A copied view follows what it is a view of: that must not be the target, which is about to change.

@@ -79,6 +79,7 @@ class ShardTensor(torch.Tensor):
     _hints: dict[int, int] | None = None
     _copied: CopiedView | None = None
     _views: list[weakref.ref[Any]] | None = None
+    _followers: Sequence[weakref.ref[Any]] = ()
     _align_grad: bool = False
     _beside_parameter: bool = False
 

@@ -177,3 +177,11 @@ def test_an_extent_of_1_is_broadcast_after_calls_with_other_extents() -> None:
         x = ShardTensor.from_local(full.split([5, 0, 2])[rank()], mesh(), [Shard(0)], CUT)
         y = distribute_tensor(other, mesh(), [Replicate()])
         torch.testing.assert_close(compiled(x, y).full_tensor(), (full - other).sum(0))
+
+
+def test_a_tensor_is_not_turned_in_place_under_a_view_that_is_made_again_from_it() -> None:
+    inputs = [Input("a0", (2, 3), "S(1) P(sum)", {0: [1, 2]})]
+    told = found(["v0 = a0.flatten(0, 1)", "a0.mul_(2)", "a0.unsqueeze_(0)"], inputs, (2, 2))
+    assert told.kind == REFUSED
+    assert "made again from it" in told.text
+    assert found(["v0 = a0.flatten(0, 1).sin()", "a0.mul_(2)", "a0.unsqueeze_(0)"], inputs, (2, 2)).kind == RIGHT
