@@ -519,17 +519,28 @@ def others(program: Program) -> list[Program]:
     """The same lines with other cuts of the same extents, and with other extents where plain PyTorch knows them."""
     rng = random.Random(seed_of(program.lines))
 
-    def cut(given: Input) -> Input:
-        sizes = sizes_for(rng, program.mesh, given.shape, given.layout.split())
-        return dataclasses.replace(given, sizes=sizes)
+    def cut(inputs: Sequence[Input]) -> list[Input]:
+        """Inputs that are cut alike stay so, and others do not: which cuts are the same is part of a program."""
+        made: dict[Any, list[int]] = {}
 
-    found = [dataclasses.replace(program, inputs=[cut(i) for i in program.inputs]) for _ in range(2)]
+        def like(old: list[int], draw: Callable[[], list[int]]) -> list[int]:
+            new = next((new for new in (draw() for _ in range(9)) if new not in made.values()), draw())
+            return made.setdefault((tuple(old), sum(new)), new)
+
+        def one(i: Input) -> Input:
+            drawn = functools.partial(sizes_for, rng, program.mesh, i.shape, i.layout.split())
+            sizes = {m: like(i.sizes[m], lambda m=m: drawn()[m]) for m in drawn()}  # type: ignore[misc]
+            return dataclasses.replace(i, sizes=sizes)
+
+        return [one(i) for i in inputs]
+
+    found = [dataclasses.replace(program, inputs=cut(program.inputs)) for _ in range(2)]
     if any("{" in line for line in program.lines):
         return found  # sizes are stated, for these extents
     extents = {e: e + rng.randint(1, 3) for i in program.inputs for e in i.shape if e > 1}
     for _ in range(2):
         wider = [dataclasses.replace(i, shape=tuple(extents.get(e, e) for e in i.shape)) for i in program.inputs]
-        other = dataclasses.replace(program, inputs=[cut(i) for i in wider])
+        other = dataclasses.replace(program, inputs=cut(wider))
         try:
             other.expect(True)
         except Unfit:
