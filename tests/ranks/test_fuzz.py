@@ -143,9 +143,10 @@ def test_a_view_that_had_to_be_copied_is_right_when_a_compiled_function_returns_
     assert found(lines, backend="aot_eager").kind == RIGHT
 
 
-@pytest.mark.parametrize("view", ["a0[9:]", "a0[9:, 1:]", "a0[-1:1:2]", "a0[9:-8]"])
+@pytest.mark.parametrize("view", ["a0[9:]", "a0[-1:1:2]", "a0[9:-8]"])
 def test_gradients_of_a_slice_that_begins_behind_the_last_row(view: str) -> None:
-    assert found([f"v0 = {view}"], backend="aot_eager").kind == RIGHT
+    told = found([f"v0 = {view}"], backend="aot_eager")
+    assert told.kind == RIGHT, told
 
 
 def test_a_convolution_of_blocks_that_were_gathered_has_one_graph() -> None:
