@@ -109,6 +109,7 @@ class Expected:
 
     Attributes:
         values: by name, detached.
+        strides: by name.
         wants: names of values that want a gradient, of those that the backward pass starts from.
         first: gradients of the inputs, by name.
         second: gradients of a weighted sum of these; None where torch knows none.
@@ -116,6 +117,7 @@ class Expected:
     """
 
     values: dict[str, Tensor]
+    strides: dict[str, tuple[int, ...]]
     goals: list[str]
     first: dict[str, Tensor | None]
     second: dict[str, Tensor | None] | None
@@ -192,6 +194,7 @@ class Program:
         if refused is not self.refused:
             raise Unfit("plain PyTorch does not refuse it")
         told = {n: x.detach().clone() for n, x in values.items()}
+        strides = {n: x.stride() for n, x in values.items()}
         goals = self.goals(values)
         if compiled:
             goals = [n for n in self.results if values[n].requires_grad]
@@ -203,13 +206,13 @@ class Program:
             except RuntimeError as error:
                 if compiled:
                     raise Unfit("no backward pass") from error
-                return Expected(told, [], {}, None, refused)
+                return Expected(told, strides, [], {}, None, refused)
             with contextlib.suppress(RuntimeError):
                 second = twice(copies, first)
             first = {n: None if x is None else x.detach() for n, x in first.items()}
             if not all(map(_tame, itertools.chain(first.values(), (second or {}).values()))):
-                return Expected(told, [], {}, None, refused)
-        return Expected(told, goals, first, second, refused)
+                return Expected(told, strides, [], {}, None, refused)
+        return Expected(told, strides, goals, first, second, refused)
 
     def goals(self, values: dict[str, Tensor]) -> list[str]:
         """Names of values from which the backward pass starts: the last ones that want a gradient."""
@@ -308,6 +311,15 @@ def _compare(name: str, got: Any, want: Tensor | None, near: float) -> None:
         raise _Wrong(f"{name}: {text}\n{describe_value(got)}")
 
 
+def _compare_value(name: str, got: Any, expected: Expected, near: float) -> None:
+    """As `_compare`; also how it is stored. Of a gradient, but for those in ``.grad``, torch does not say how it is."""
+    want, strides = expected.values[name], expected.strides[name]
+    _compare(name, got, want, near)
+    told = [n > 1 and a != b for n, a, b in zip(want.shape, got.stride(), strides, strict=True)]
+    if want.numel() > 1 and any(told):
+        raise _Wrong(f"{name}: strides {got.stride()}, plain {strides}\n{describe_value(got)}")
+
+
 def _end(stage: str, error: BaseException) -> End:
     text = f"{type(error).__name__}: {error}"
     trace = "".join(traceback.format_exception(error))
@@ -343,8 +355,8 @@ def run_on_rank(mesh: DeviceMesh, program: Program, expected: Expected) -> End:
             run_line(line, values)
         stage = "values"
         near = _nearness(program)
-        for name, want in expected.values.items():
-            _compare(name, values[name], want, near)
+        for name in expected.values:
+            _compare_value(name, values[name], expected, near)
         _compare_gradients(leaves, [values[g] for g in expected.goals], expected, near)
     except Exception as error:
         return _end(stage, error)
@@ -417,7 +429,7 @@ def run_compiled_on_rank(
             values = run(*leaves.values())
             near = _nearness(program)
             for name, got in {**values, **leaves}.items():
-                _compare(name, got, want.values[name], near)
+                _compare_value(name, got, want, near)
             _compare_gradients(leaves, [values[g] for g in want.goals], dataclasses.replace(want, second=None), near)
             counts.append(once(graphs_compiled) - before)
         # The first change of sizes may compile once more, and so may that of extents.
@@ -507,17 +519,28 @@ def others(program: Program) -> list[Program]:
     """The same lines with other cuts of the same extents, and with other extents where plain PyTorch knows them."""
     rng = random.Random(seed_of(program.lines))
 
-    def cut(given: Input) -> Input:
-        sizes = sizes_for(rng, program.mesh, given.shape, given.layout.split())
-        return dataclasses.replace(given, sizes=sizes)
+    def cut(inputs: Sequence[Input]) -> list[Input]:
+        """Inputs that are cut alike stay so, and others do not: which cuts are the same is part of a program."""
+        made: dict[Any, list[int]] = {}
 
-    found = [dataclasses.replace(program, inputs=[cut(i) for i in program.inputs]) for _ in range(2)]
+        def like(old: list[int], draw: Callable[[], list[int]]) -> list[int]:
+            new = next((new for new in (draw() for _ in range(9)) if new not in made.values()), draw())
+            return made.setdefault((tuple(old), sum(new)), new)
+
+        def one(i: Input) -> Input:
+            drawn = functools.partial(sizes_for, rng, program.mesh, i.shape, i.layout.split())
+            sizes = {m: like(i.sizes[m], lambda m=m: drawn()[m]) for m in drawn()}  # type: ignore[misc]
+            return dataclasses.replace(i, sizes=sizes)
+
+        return [one(i) for i in inputs]
+
+    found = [dataclasses.replace(program, inputs=cut(program.inputs)) for _ in range(2)]
     if any("{" in line for line in program.lines):
         return found  # sizes are stated, for these extents
     extents = {e: e + rng.randint(1, 3) for i in program.inputs for e in i.shape if e > 1}
     for _ in range(2):
         wider = [dataclasses.replace(i, shape=tuple(extents.get(e, e) for e in i.shape)) for i in program.inputs]
-        other = dataclasses.replace(program, inputs=[cut(i) for i in wider])
+        other = dataclasses.replace(program, inputs=cut(wider))
         try:
             other.expect(True)
         except Unfit:

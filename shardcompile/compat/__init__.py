@@ -31,7 +31,11 @@ from torch._subclasses.fake_tensor import (  # 2.11 - 2.15
     FakeTensorMode,
     is_fake,
 )
-from torch._subclasses.functional_tensor import disable_functional_mode  # 2.11 - 2.15
+from torch._subclasses.functional_tensor import (  # 2.11 - 2.15
+    FunctionalTensor,
+    FunctionalTensorMode,
+    disable_functional_mode,
+)
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources  # 2.11 - 2.15
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group  # 2.11 - 2.15
@@ -60,6 +64,7 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "OpOverloadPacket",
+    "as_functional",
     "coordinate",
     "count_as_collective",
     "current_mesh",
@@ -311,6 +316,20 @@ def inductor_has(option: str) -> bool:
 def is_traced() -> bool:
     """Whether what runs now is written to a graph."""
     return get_proxy_mode() is not None
+
+
+def as_functional(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Compute with a tensor of a trace that has left the mode in which such tensors are computed with.
+
+    AOTAutograd (2.11 - 2.15) leaves it before it asks what it is given for its parts.
+    """
+    if not isinstance(x, FunctionalTensor) or _functional_mode() is not None:
+        return contextlib.nullcontext()
+    return FunctionalTensorMode()
+
+
+def _functional_mode() -> Any:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)  # 2.11 - 2.15
 
 
 def is_compiling() -> bool:

@@ -46,6 +46,10 @@ class _Symbols:
         what = getattr(source, "prop", None)
         of_block = what is not None and getattr(source.base, "member", None) == "_local_tensor"
         if what is TensorProperty.SIZE:
+            if value in (0, 1) and source.idx not in self._hints:
+                # Not cut, so that all ranks see it alike: it may be there to be broadcast. Dynamo would have a symbol
+                # for it if it was of another extent in an earlier call.
+                kwargs["do_not_specialize_zero_one"] = False
             found = (
                 self._of_block(value, source, args, kwargs) if of_block else self._make(value, source, *args, **kwargs)
             )

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch._dynamo.config as _dynamo_config
 import torch._dynamo.symbolic_convert as _symbolic_convert
 import torch._functorch.config as _functorch_config
 from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]  # 2.11 - 2.15
@@ -40,8 +41,8 @@ __all__ = [
     "note_rank_read",
     "repeated_graphs",
     "restore_rank",
+    "settings_of_ranks",
     "use_store",
-    "without_autograd_cache",
 ]
 
 
@@ -244,12 +245,23 @@ def forget_graphs() -> None:
     _OF_ONE_RANK.clear()
 
 
-def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
-    """While it lasts, in this thread: AOTAutograd's cache is not used. It does not say whose rank a trace asked for.
+@contextlib.contextmanager
+def settings_of_ranks(ranks: int = 1) -> Iterator[None]:
+    """While it lasts, in this thread: what the compiler has to know of ranks that share a process.
+
+    AOTAutograd's cache is not used: it does not say whose rank a trace asked for. Each rank may have as many graphs of
+    a function as it could have in a process of its own.
 
     Settings are those of a thread in torch 2.13 - 2.15, and of the process before.
     """
-    return _functorch_config.patch(enable_autograd_cache=False)  # type: ignore[no-any-return]
+    with (
+        _functorch_config.patch(enable_autograd_cache=False),
+        _dynamo_config.patch(recompile_limit=ranks * _RECOMPILES),
+    ):
+        yield
+
+
+_RECOMPILES = _dynamo_config.recompile_limit
 
 
 class Coordinate(tuple[int, ...]):
@@ -368,7 +380,7 @@ def in_rank_threads() -> Iterator[None]:
     _set_thread_isolation_mode(True)
     torch.set_num_threads(1)  # as in ranks that are processes
     try:
-        with without_autograd_cache():
+        with settings_of_ranks():
             yield
     finally:
         _set_thread_isolation_mode(False)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardcompile import compat
 from shardcompile.errors import UnsupportedOpError
 
 aten = torch.ops.aten
@@ -102,7 +103,8 @@ class CopiedView:
         """The block, made again if it is out of date."""
         state = self._state()
         if state != self.seen:
-            self.block, self.seen = self.remake(), self._state()
+            with compat.as_functional(self.block):
+                self.block, self.seen = self.remake(), self._state()
         return self.block
 
     def write_back(self, view: Any) -> None:
@@ -197,3 +199,9 @@ viewed."""
 def follow(view: Any, op: Any, args: tuple[Any, ...], index: int | None, remake: Callable[[], Tensor]) -> None:
     """Make a sharded tensor with a block of its own follow what it is a view of."""
     view._copied = CopiedView(op, args, index, view.__dict__.pop("_local_tensor"), remake)
+    args[0]._followers = [*(v for v in args[0]._followers if v() is not None), weakref.ref(view)]
+
+
+def has_followers(x: Any) -> bool:
+    """Whether somebody has a view of a sharded tensor that had to be copied, and is made again from it."""
+    return any(v() is not None for v in x._followers)

@@ -25,7 +25,7 @@ from shardcompile.collectives import block_shape
 from shardcompile.compat import OpOverload
 from shardcompile.dispatch.attention import ATTENTION_OPS
 from shardcompile.dispatch.choice import Choice, OutputPlan, choose, whole_plan
-from shardcompile.dispatch.copied_views import WATCHED, follow, has_views, note_view, note_write
+from shardcompile.dispatch.copied_views import WATCHED, follow, has_followers, has_views, note_view, note_write
 from shardcompile.dispatch.decompositions import DECOMPOSITIONS, NOT_DECOMPOSED
 from shardcompile.dispatch.foreign import check_collective
 from shardcompile.dispatch.global_meta import global_meta, tensors_of
@@ -46,6 +46,7 @@ log = logging.getLogger("shardcompile")
 _CACHE: dict[Any, _Entry] = {}
 _CACHE_LIMIT = 1 << 15
 _FELL_BACK: set[OpOverload] = set()
+_FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
 _POINTWISE = Rule(pointwise_rule, None, "torch.Tag.pointwise")
 _VIEWS_TO_A_SHAPE = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default}
 
@@ -159,18 +160,43 @@ class _Composed(_Entry):
         function: the op in terms of others.
         otherwise: of arguments, what is done where the function returns NotImplemented, as some of torch's do. It is
             kept, and must not hold on to the arguments that it was decided on.
+        strides: that the results of the op have; empty if they are not known, or are views.
     """
 
-    def __init__(self, function: Callable[..., Any], otherwise: Callable[[Any, Any], _Entry] | None = None) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        otherwise: Callable[[Any, Any], _Entry] | None = None,
+        strides: Sequence[Any] = (),
+    ) -> None:
         self.function = function
         self.otherwise = otherwise
+        self.strides = strides
 
     def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             out = self.function(*args, **kwargs)
-        if out is not NotImplemented or self.otherwise is None:
-            return out
+        if self.otherwise is None or out is not NotImplemented:
+            return self._stored(cls, out)
         return self.otherwise(args, kwargs).run(cls, args, kwargs)
+
+    def _stored(self, cls: type, out: Any) -> Any:
+        """The results, stored as those of the op itself: by that later ops decide what can be a view."""
+        if not self.strides:
+            return out
+        if isinstance(out, Tensor):
+            return _with_stride(cls, out, self.strides[0])
+        return type(out)(_with_stride(cls, x, s) for x, s in zip(out, self.strides, strict=True))
+
+
+def _with_stride(cls: Any, x: Any, stride: Any) -> Any:
+    if type(x) is not cls or stride is None:
+        return x
+    pairs = zip(x.shape, x._spec.stride, stride, strict=True)
+    if all(compat.size_hint(n) <= 1 or compat.size_hint(a) == compat.size_hint(b) for n, a, b in pairs):
+        return x
+    stride = compat.retraced(stride)
+    return cls._wrap(in_order(x._local_tensor, stride), Spec.of(x._spec.layout, stride))
 
 
 class _Checked(_Entry):
@@ -243,7 +269,8 @@ class _Local(_Entry):
         if self.arguments is not None:
             local_args = self.arguments(local_args)
         if self.mistold is not None and type(local_args[self.mistold]) is not Tensor:
-            out = self.function(*in_one_order(self.op, local_args, self.specs[0].stride), **local_kwargs)
+            stride = next(s.stride for s in self.specs if s is not None)
+            out = self.function(*in_one_order(self.op, local_args, stride), **local_kwargs)
             return all_in_order(out, self.specs)
         return self.function(*local_args, **local_kwargs)
 
@@ -312,7 +339,8 @@ def _wrap_all(cls: type, out: Any, specs: Sequence[Any]) -> Any:
 def _decide(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
     check_collective(cls, op, args, kwargs)
     if op in ATTENTION_OPS:
-        return _Composed(ATTENTION_OPS[op])
+        forward = "backward" not in op.name()
+        return _Composed(ATTENTION_OPS[op], None, _stated_strides(cls, op, args, kwargs) if forward else ())
     listwise = listwise_form(op)
     if listwise is not None:
         return _Composed(listwise)
@@ -345,7 +373,7 @@ def _decide_functional(cls: type, call: OpCall, args: tuple[Any, ...], kwargs: d
 
         if not (choice.communicates and op in DECOMPOSITIONS):
             return as_chosen(args, kwargs)
-        return _Composed(DECOMPOSITIONS[op], as_chosen)
+        return _Composed(DECOMPOSITIONS[op], as_chosen, _stated_strides(cls, op, args, kwargs))
     if op in DECOMPOSITIONS:
         return _Composed(DECOMPOSITIONS[op], lambda *_: _fallback(call))
     composite = _composite(cls, op)
@@ -383,9 +411,29 @@ def _composite(cls: type, op: OpOverload) -> Callable[..., Any] | None:
 
 def _checked(cls: type, op: OpOverload, decomposition: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A decomposition, of which some leave out what the op itself checks."""
+    _check_shapes(cls, op, args, kwargs)
+    return decomposition(*args, **kwargs)
+
+
+def _stated_strides(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Strides of the results of an op, None of what is no tensor; empty if they are not known, or are those of views.
+
+    Errors that plain PyTorch raises for these shapes are raised here.
+    """
+    try:
+        meta = global_meta(cls, op, args, kwargs)
+    except (*compat.UNKNOWN_OUTPUT_SHAPE, NotImplementedError):
+        return []
+    if op.is_view:
+        return []
+    metas = meta if isinstance(meta, (list, tuple)) else [meta]
+    return [m.stride() if isinstance(m, Tensor) else None for m in metas]
+
+
+def _check_shapes(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise what plain PyTorch raises for these shapes, where they are known."""
     with contextlib.suppress(*compat.UNKNOWN_OUTPUT_SHAPE, NotImplementedError):
         global_meta(cls, op, args, kwargs)
-    return decomposition(*args, **kwargs)
 
 
 def _layouts(call: OpCall) -> list[Layout]:
@@ -469,7 +517,7 @@ def _local_entry(
 
     simple = arguments is None and not any(p.steps for p in choice.plans) and _is_simple(call, specs)
     mistold = None
-    if isinstance(specs[0], Spec) and may_be_mistold(call.op, [t.ndim for t in call.tensors]):
+    if any(isinstance(s, Spec) for s in specs) and may_be_mistold(call.op, [t.ndim for t in call.tensors]):
         mistold = next((i for i, a in enumerate(args) if isinstance(a, Tensor)), None)
     return (_Direct if simple else _Local)(call.op, choice, specs, arguments, mistold)
 
@@ -538,8 +586,10 @@ def _decide_mutation(
         return _InPlaceView(call.op, MEMORY_OPS[call.op])
     if torch.Tag.inplace_view in call.op.tags and functional is not None:
         return _InPlaceView(call.op, functional)
-    with contextlib.suppress(*compat.UNKNOWN_OUTPUT_SHAPE):
-        global_meta(cls, call.op, args, kwargs)
+    for target in targets:
+        if type(target) is cls:
+            _refuse_expanded(call.op, target._spec)
+    _check_shapes(cls, call.op, args, kwargs)
     rule = _rule_of(call.op)
     if mutated == [0] and type(targets[0]) is cls and rule is not None:
         choice = choose(_layouts(call), rule.ways(call), len(call.op._schema.returns), in_place=True)
@@ -632,6 +682,12 @@ class _InPlaceView(_Entry):
                 "views of it exist, whose gradients would be those of the same views of what it turns into",
                 "Take the form that is not in place, such as x = x.transpose(0, 1) for x.transpose_(0, 1)",
             )  # fmt: skip
+        if has_followers(target):
+            raise refusal(
+                str(self.op), target._spec.layout.describe(),
+                "views of it exist that a block cannot hold, and that are made again from it whenever it is written to",
+                "Take the form that is not in place, such as x = x.transpose(0, 1) for x.transpose_(0, 1)",
+            )  # fmt: skip
         # A copied view follows what it is a view of: that must not be the target, which is about to change.
         view = self.functional(target._stand_in(), *args[1:], **kwargs)
         if view._copied is not None and view._copied.follows(target):
@@ -666,6 +722,22 @@ class _Written(_Entry):
         return targets[0] if len(targets) == 1 else tuple(targets)
 
 
+def _refuse_expanded(op: OpOverload, target: Spec) -> None:
+    """Raise if several elements of what is written to lie in one place; a kernel only says so of a block with several.
+
+    One value everywhere is the same in whatever order it is written.
+    """
+    expanded = any(
+        isinstance(s, int) and s == 0 and not (isinstance(n, int) and n <= 1)
+        for n, s in zip(target.shape, target.stride, strict=True)
+    )
+    if expanded and op not in _FILLS:
+        raise refusal(
+            str(op), f"{target.layout.describe()}, an expanded tensor",
+            "several of its elements lie in one place in memory", "Clone it before it is written to",
+        )  # fmt: skip
+
+
 def _write(cls: type, op: OpOverload, target: Any, value: Any) -> None:
     """Copy a value into a tensor, whatever their layouts; into a plain one on every rank."""
     if tuple(value.shape) != tuple(target.shape):
@@ -681,11 +753,6 @@ def _write(cls: type, op: OpOverload, target: Any, value: Any) -> None:
     if type(target) is not cls:
         target.copy_(run_plan(whole_plan(source), local))
         return
-    if target._spec.is_plain and any(s == 0 and n > 1 for n, s in zip(target.shape, target._spec.stride, strict=True)):
-        raise refusal(  # a kernel would only say so where the block has elements
-            str(op), f"{target._spec.layout.describe()}, an expanded tensor",
-            "several of its elements lie in one place in memory", "Clone it before it is written to",
-        )  # fmt: skip
     wanted = target._spec.layout
     same = [a == b and source.dtype is wanted.dtype for a, b in zip(source.placements, wanted.placements, strict=True)]
     reached = [

@@ -39,6 +39,9 @@ _MISTOLD = {
 }
 """Ops that are not stored in the order of dims that a trace says, unless all their inputs are contiguous."""
 
+_ASKING = {aten.convolution.default, aten.convolution_backward.default}
+"""Ops of which a trace asks how their blocks are stored, and takes the answer for all ranks unless it is as stated."""
+
 
 def in_order(local: Tensor, stride: Sequence[IntLike]) -> Tensor:
     """A block, copied if it is not stored densely in the order of global strides.
@@ -75,7 +78,7 @@ def may_be_mistold(op: Any, ndims: Sequence[int]) -> bool:
     """
     if op.is_view or op._schema.is_mutable:
         return False
-    return op in _MISTOLD or (is_elementwise(op) and sum(n > 1 for n in ndims) > 1)
+    return op in _MISTOLD or op in _ASKING or (is_elementwise(op) and sum(n > 1 for n in ndims) > 1)
 
 
 def in_one_order(op: Any, blocks: Sequence[Any], stride: Sequence[IntLike]) -> list[Any]:

@@ -78,6 +78,7 @@ class ShardTensor(torch.Tensor):
     _hints: dict[int, int] | None = None
     _copied: CopiedView | None = None
     _views: list[weakref.ref[Any]] | None = None
+    _followers: Sequence[weakref.ref[Any]] = ()
     _align_grad: bool = False
     _beside_parameter: bool = False
 
@@ -668,13 +669,14 @@ def _is_dtensor(a: Tensor) -> bool:
 def _product(func: Callable[..., Any], x: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
     """`linear` and `matmul`, which flatten all leading dims of `x` into one.
 
-    A cut dim can only be flattened as the leading one, so it is moved there first.
+    A cut dim can only be flattened as the leading one, so it is moved there first. The result is stored as that of
+    plain tensors: a view of it would be a copy otherwise, and what is written to that would be lost.
     """
     if isinstance(x, ShardTensor) and x.ndim > 2 and isinstance(weight, Tensor) and weight.ndim <= 2:
         layout = x._spec.layout
         cut = [d for d in range(x.ndim - 1) if layout.cuts[d] is not None]
         if cut and any(not isinstance(e, int) or e != 1 for e in layout.shape[: cut[0]]):
-            return func(x.movedim(cut[0], 0), weight, *args, **kwargs).movedim(0, cut[0])
+            return func(x.movedim(cut[0], 0), weight, *args, **kwargs).movedim(0, cut[0]).contiguous()
     return func(x, weight, *args, **kwargs)
 
 

@@ -167,7 +167,7 @@ class RankThreads:
         self._world_size = world_size
         excepthook = sys.excepthook  # torch writes the rank in front of each line of an error, for each rank that joins
         with rank_state.in_rank_threads():
-            self._threads = [_RankThread(rank, self._rooms) for rank in range(world_size)]
+            self._threads = [_RankThread(rank, world_size, self._rooms) for rank in range(world_size)]
             ends = self._on_all(self._join, None)
         sys.excepthook = excepthook
         for end in ends:
@@ -265,10 +265,11 @@ class RankThreads:
 
 
 class _RankThread(threading.Thread):
-    """One rank."""
+    """One rank of some."""
 
-    def __init__(self, rank: int, rooms: Rooms) -> None:
+    def __init__(self, rank: int, ranks: int, rooms: Rooms) -> None:
         super().__init__(name=f"rank {rank}", daemon=True)
+        self._ranks = ranks
         self._state = rank_state.RankState(rank, rooms)
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.start()
@@ -294,7 +295,7 @@ class _RankThread(threading.Thread):
             try:
                 turns.begin(rank)
                 rank_state.restore_rank(kept)
-                with rank_state.without_autograd_cache():
+                with rank_state.settings_of_ranks(self._ranks):
                     end.result = function(rank)
             except RankEnded:
                 return
