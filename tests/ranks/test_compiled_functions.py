@@ -202,4 +202,5 @@ def test_modes_of_images_that_are_cut_along_their_height() -> None:
             torch.testing.assert_close(w.grad, v.grad, rtol=1e-9, atol=1e-10)
     counts = [None] * world_size()
     dist.all_gather_object(counts, counter.frame_count)
-    assert counts == [1] * world_size(), counts
+    # Dynamo takes `kept` for a constant, so that there is a graph for each of three heights; the same on all ranks.
+    assert counts == [3] * world_size(), counts
