@@ -339,8 +339,11 @@ def _wrap_all(cls: type, out: Any, specs: Sequence[Any]) -> Any:
 def _decide(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
     check_collective(cls, op, args, kwargs)
     if op in ATTENTION_OPS:
-        forward = "backward" not in op.name()
-        return _Composed(ATTENTION_OPS[op], None, _stated_strides(cls, op, args, kwargs) if forward else ())
+        if "backward" in op.name():
+            return _Composed(ATTENTION_OPS[op])
+        strides = _stated_strides(cls, op, args, kwargs)
+        # What it gives besides is for its backward alone.
+        return _Composed(ATTENTION_OPS[op], None, [None if n else s for n, s in enumerate(strides)])
     listwise = listwise_form(op)
     if listwise is not None:
         return _Composed(listwise)
