@@ -116,6 +116,7 @@ def test_costs_that_differ_between_ranks_are_found_out() -> None:
     assert disagreements(PROGRAMS["drawn"], range(12), [CostModel(H100), CostModel(slow)])
 
 
+@pytest.mark.nightly
 def test_costs_of_this_ranks_blocks_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Inductor reckons: with the extents in the graph, whether or not they are those of the other ranks."""
     monkeypatch.setattr(blocks, "labels", lambda graph, group_sizes=None: {})

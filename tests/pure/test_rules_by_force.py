@@ -201,12 +201,12 @@ def _wrong(name: str) -> tuple[list[str], int]:
 
 def test_strategies_of_a_sample_of_the_ops() -> None:
     problems, tried = [], 0
-    for name in sorted(op_db.OPS)[::16]:
+    for name in sorted(op_db.OPS)[::24]:
         found, count = _wrong(name)
         problems += [f"{name}: {p}" for p in found]
         tried += count
     assert not problems, "\n".join(problems)
-    assert tried > 500
+    assert tried > 300
 
 
 @pytest.mark.sweep

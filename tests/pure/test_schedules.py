@@ -228,6 +228,7 @@ def test_any_program_keeps_its_values(number: int) -> None:
 # -------------------------------------------------------------------------------------------------- growth
 
 
+@pytest.mark.nightly
 def test_work_of_the_scheduler_grows_no_faster_than_n_log_n() -> None:
     per_node = []
     for layers in (8, 32):

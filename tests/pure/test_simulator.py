@@ -255,6 +255,7 @@ def layers(nodes: int) -> Graph:
     return graph
 
 
+@pytest.mark.nightly
 def test_work_grows_no_faster_than_n_log_n(capsys: pytest.CaptureFixture[str]) -> None:
     steps: dict[str, list[tuple[int, int]]] = {"price": [], "simulate": [], "bound": []}
     lines = ["nodes   price s  simulate s  bound s"]

@@ -161,7 +161,7 @@ def test_a_product_of_cut_rows_is_stored_as_a_plain_one() -> None:
     assert found(["v0 = F.linear(a0, weight(3, 7))", "v1 = v0.flatten()", "v1.fill_(0.75)"], inputs).kind == RIGHT
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", often([None, "aot_eager"], 1))
 def test_what_is_added_to_rows_of_a_turned_tensor_is_stored_as_a_plain_result(backend: str | None) -> None:
     lines = ["v0 = a0.mT.contiguous().mT", "v1 = v0.index_add(0, torch.tensor([1, 4]), a1[:2])", "v2 = v1.flatten()"]
     assert found([*lines, "v2.fill_(0.75)"], backend=backend).kind == RIGHT

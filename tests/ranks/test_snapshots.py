@@ -171,5 +171,7 @@ def test_one_flag_accepts_what_is_found(processes: bool, tmp_path: Path) -> None
     assert accepted.returncode == 0, accepted.stdout
     assert (tmp_path / "snapshots" / "softmax-2.txt").read_text().startswith("1 graph, 2 collectives, 32 B\n")
     assert 'expected="""\n' in path.read_text() and "out of date" not in path.read_text()
-    again = run()
-    assert again.returncode == 0 and "2 passed" in again.stdout, again.stdout + path.read_text()
+    compile(path.read_text(), path, "exec")
+    if processes:  # at night
+        again = run()
+        assert again.returncode == 0 and "2 passed" in again.stdout, again.stdout + path.read_text()
