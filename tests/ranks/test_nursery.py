@@ -66,6 +66,7 @@ def test_another_environment_is_not_that_of_the_nursery(monkeypatch: pytest.Monk
     assert parent != other_parent
 
 
+@pytest.mark.nightly
 def test_ranks_outlive_their_nursery_and_the_next_ones_have_another() -> None:
     with LocalRanks(2) as ranks:
         parent = ranks(origin)[0][0]
@@ -83,6 +84,7 @@ def test_where_nothing_can_be_forked_ranks_are_started(monkeypatch: pytest.Monke
             ranks(ends, "exit")
 
 
+@pytest.mark.nightly
 def test_a_process_with_threads_does_not_fork() -> None:
     code = """if True:
         import threading, time
