@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as nnf
-from programs import parts_in_style
+from programs import joins_along, parts_in_style
 from torch import Tensor
 
 from shardcompile import ShardTensor
@@ -326,12 +326,7 @@ def _cat(d: Draw) -> str:
     x = d.x(1)
     dim = d.dim(x)
 
-    def fits(a: Tensor, b: Tensor) -> bool:
-        return a.ndim == b.ndim and all(
-            m == n for k, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if k != dim % a.ndim
-        )
-
-    return f"torch.cat([{x}, {d.like(x, fits)}{d.rng.choice(['', ', ' + x])}], {dim})"
+    return f"torch.cat([{x}, {d.like(x, joins_along(dim))}{d.rng.choice(['', ', ' + x])}], {dim})"
 
 
 def _stack(d: Draw) -> str:

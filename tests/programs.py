@@ -572,16 +572,22 @@ def _split(d: Draw) -> Step:
 # Joins, padding, rows by number
 
 
-def _cat(d: Draw) -> Step:
-    x = d.number(1)
-    dim = d.dim(x)
+def joins_along(dim: int) -> Callable[[Tensor, Tensor], bool]:
+    """Whether two tensors can be joined along a dim."""
 
     def fits(a: Tensor, b: Tensor) -> bool:
         return a.ndim == b.ndim and all(
             m == n for k, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if k != dim % a.ndim
         )
 
-    y = d.other(x, fits)
+    return fits
+
+
+def _cat(d: Draw) -> Step:
+    x = d.number(1)
+    dim = d.dim(x)
+
+    y = d.other(x, joins_along(dim))
     return step(f"cat({name(x)}, {name(y)}, {dim})", lambda s, t: torch.cat([s, t, s], dim), x, y)
 
 

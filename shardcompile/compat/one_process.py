@@ -30,6 +30,7 @@ from torch.distributed.tensor import _redistribute
 
 from shardcompile import compat, config
 from shardcompile.compat.threads import be_rank
+from shardcompile.compat.worlds import add_condition
 
 __all__ = [
     "RankState",
@@ -217,12 +218,7 @@ def _guard_on_rank(rank: int) -> None:
 
     def create(builder: Any, guard: Any) -> None:
         _OF_ONE_RANK.setdefault(rank, {})[id(guard)] = guard
-        text = [f"rank of this thread == {rank}"]
-        root = builder.guard_manager.root
-        try:
-            root.add_lambda_guard(holds, text, None)  # 2.13 - 2.15
-        except TypeError:
-            root.add_lambda_guard(holds, text)  # 2.11 - 2.12
+        add_condition(builder, holds, f"rank of this thread == {rank}")
 
     context = TracingContext.get()
     guards = context.guards_context.dynamo_guards  # 2.11 - 2.15

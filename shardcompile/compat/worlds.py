@@ -17,7 +17,7 @@ from torch._guards import CompileContext, Guard, TracingContext  # 2.11 - 2.15
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # 2.11 - 2.15
 
-__all__ = ["add_guard", "forget_with_world", "note_trace", "start_epoch", "world_epoch"]
+__all__ = ["add_condition", "add_guard", "forget_with_world", "note_trace", "start_epoch", "world_epoch"]
 
 _world: Any = None
 _world_epoch = 0
@@ -119,14 +119,25 @@ def add_guard(holds: Callable[[Any], bool], text: str) -> None:
     """
 
     def create(builder: Any, _: Any) -> None:
-        root = builder.guard_manager.root
-        try:
-            root.add_lambda_guard(holds, [text], None)  # 2.13 - 2.15
-        except TypeError:
-            root.add_lambda_guard(holds, [text])  # 2.11 - 2.12
+        add_condition(builder, holds, text)
 
     guards = TracingContext.get().guards_context.dynamo_guards  # 2.11 - 2.15
     guards.add(Guard(GlobalStateSource(), create), collect_debug_stack=False)
+
+
+def add_condition(builder: Any, holds: Callable[[Any], bool], text: str) -> None:
+    """Add a condition to the guards that torch is building.
+
+    Args:
+        builder: torch's.
+        holds: gets the function's variables.
+        text: what `holds` asks, for logs.
+    """
+    root = builder.guard_manager.root
+    try:
+        root.add_lambda_guard(holds, [text], None)  # 2.13 - 2.15
+    except TypeError:
+        root.add_lambda_guard(holds, [text])  # 2.11 - 2.12
 
 
 def _forget_compiled() -> None:

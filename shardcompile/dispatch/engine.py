@@ -47,6 +47,7 @@ _CACHE: dict[Any, _Entry] = {}
 _CACHE_LIMIT = 1 << 15
 _FELL_BACK: set[OpOverload] = set()
 _FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
+_NOT_IN_PLACE = "Take the form that is not in place, such as x = x.transpose(0, 1) for x.transpose_(0, 1)"
 _POINTWISE = Rule(pointwise_rule, None, "torch.Tag.pointwise")
 _VIEWS_TO_A_SHAPE = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default}
 
@@ -683,13 +684,13 @@ class _InPlaceView(_Entry):
             raise refusal(
                 str(self.op), target._spec.layout.describe(),
                 "views of it exist, whose gradients would be those of the same views of what it turns into",
-                "Take the form that is not in place, such as x = x.transpose(0, 1) for x.transpose_(0, 1)",
+                _NOT_IN_PLACE,
             )  # fmt: skip
         if has_followers(target):
             raise refusal(
                 str(self.op), target._spec.layout.describe(),
                 "views of it exist that a block cannot hold, and that are made again from it whenever it is written to",
-                "Take the form that is not in place, such as x = x.transpose(0, 1) for x.transpose_(0, 1)",
+                _NOT_IN_PLACE,
             )  # fmt: skip
         # A copied view follows what it is a view of: that must not be the target, which is about to change.
         view = self.functional(target._stand_in(), *args[1:], **kwargs)

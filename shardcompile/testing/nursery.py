@@ -22,15 +22,33 @@ import traceback
 from collections.abc import Mapping
 from typing import NoReturn
 
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "import shardcompile.testing.nursery as nursery; nursery.serve(int(sys.argv[2]))"
-)
+# The interpreter starts fresh, so it must be told where this process finds modules before it can import ours.
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import {} as run; run(int(sys.argv[2]))"
 _START_SECONDS = 120.0
 _MESSAGE_BYTES = 1 << 16
 _YES, _NO = b"forks", b"does not fork"
 _CODE = struct.Struct("i")
 _UNKNOWN_CODE = 255
+
+
+def start_fresh(function: str, descriptor: int, environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
+    """A new interpreter, which calls a function of a module of ours with a descriptor.
+
+    Args:
+        function: as ``module:name``; takes the descriptor.
+        descriptor: stays open in the new process.
+        environment: of the process.
+        output: descriptor that takes stdout and stderr.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", _BOOT.format(*function.split(":")), json.dumps(sys.path), str(descriptor)],
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=[descriptor],
+        start_new_session=True,  # Ctrl-C is for pytest; and a session of its own can be killed as one
+    )
 
 
 class ForkedProcess:
@@ -88,15 +106,8 @@ class Nursery:
         self.made_for = _surroundings(environment)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())],
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            served = "shardcompile.testing.nursery:serve"
+            self._process = start_fresh(served, theirs.fileno(), environment, subprocess.DEVNULL)
         self._socket.settimeout(_START_SECONDS)
         self._forks: bool | None = None
         self._one_at_a_time = threading.Lock()

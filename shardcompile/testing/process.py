@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -14,16 +13,10 @@ from collections.abc import Mapping
 from multiprocessing import Pipe
 
 from shardcompile.testing.messages import Kind, Outcome
-from shardcompile.testing.nursery import ForkedProcess, nursery_for
+from shardcompile.testing.nursery import ForkedProcess, nursery_for, start_fresh
 
 _OUTPUT_BYTES = 64 * 1024  # kept of the output, from its end
 _DEATH_SECONDS = 2.0  # between a closed connection and the end of the process
-
-# The interpreter starts fresh, so it must be told where pytest finds modules before it can import ours.
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "import shardcompile.testing.worker as worker; worker.main(int(sys.argv[2]))"
-)
 
 
 class RankProcess:
@@ -39,7 +32,9 @@ class RankProcess:
         self._output = _nameless_file()
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         with theirs:
-            self._process = _forked(own, theirs.fileno(), self._output) or _started(own, theirs.fileno(), self._output)
+            self._process = _forked(own, theirs.fileno(), self._output) or start_fresh(
+                "shardcompile.testing.worker:main", theirs.fileno(), _environment() | own, self._output
+            )
 
     @property
     def alive(self) -> bool:
@@ -117,18 +112,6 @@ def _forked(own: Mapping[str, str], connection: int, output: int) -> ForkedProce
     with contextlib.suppress(OSError):  # it has died
         return None if nursery is None else nursery.fork(own, connection, output)
     return None
-
-
-def _started(own: Mapping[str, str], connection: int, output: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-u", "-c", _BOOT, json.dumps(sys.path), str(connection)],
-        env=_environment() | dict(own),
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        pass_fds=[connection],
-        start_new_session=True,  # Ctrl-C is for pytest; and a session of its own can be killed as one
-    )
 
 
 def _environment() -> dict[str, str]:
