@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
+
+import pytest
 
 # As in the ranks, see `shardcompile.testing.cleanup`: tracing makes millions of objects that stay.
 gc.set_threshold(200_000, 50, 100)
@@ -12,3 +15,8 @@ def pytest_collection_finish() -> None:
     """Have the collector leave alone what was imported: it stays, and is most of what there is."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the folder of sweeps alone unless sweeps are asked for: to list its cases takes longer than most tests."""
+    return True if collection_path.name == "sweeps" and "not sweep" in config.option.markexpr else None

@@ -1,6 +1,6 @@
 """The table of a sweep over the operator database: ``python tests/op_table.py RESULTS [--totals | --families]``.
 
-RESULTS is what OP_DB_RESULTS named, see tests/ranks/test_op_db.py.
+RESULTS is what OP_DB_RESULTS named, see tests/op_sweep.py.
 """
 
 from __future__ import annotations

@@ -79,7 +79,9 @@ def _settings_of_ranks(ranks: int) -> Iterator[None]:
     """Environment and signals that the processes started inside inherit."""
     ours = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of compilers inside each rank
+        # C++ kernels of a graph compile side by side, in threads; no rank starts a pool of processes before it needs one.
+        "TORCHINDUCTOR_COMPILE_THREADS": "2",
+        "TORCH_WARM_POOL": "0",
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     }
     added = {name: value for name, value in ours.items() if name not in os.environ}

@@ -44,7 +44,7 @@ def gradients(net: nn.Module, how: dict[str, Any]) -> tuple[list[Tensor], int]:
     return [p.grad for p in net.parameters()], traffic.collectives
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 def test_bucketed_reductions_give_the_same_gradients() -> None:
     same_gradients(lambda off: {"backend": graph_after_passes(off)}, 6)
 
