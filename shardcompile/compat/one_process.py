@@ -76,6 +76,7 @@ class RankState:
         rank: in the default process group.
         rooms: where groups are made; of all ranks.
         meshes: that this rank has made, since the last `forget`.
+        standing: a mesh over all ranks that `forget` leaves alone: its only process group is the default one.
         twins: by identity, meshes of other ranks, and the equal ones of this rank.
         siblings: name, and ranks so far, of the groups that are being made for one mesh dim.
     """
@@ -83,15 +84,17 @@ class RankState:
     rank: int
     rooms: Any
     meshes: list[DeviceMesh] = field(default_factory=list)
+    standing: DeviceMesh | None = None
     twins: dict[int, tuple[DeviceMesh, DeviceMesh]] = field(default_factory=dict)
     siblings: tuple[str, frozenset[int]] = ("", frozenset())
 
     def forget(self) -> None:
-        """Forget process groups and meshes of a test, but the default group."""
+        """Forget process groups and meshes of a test, but the default group and the standing mesh."""
         world = _WORLD
         default = world.default_pg
         for group, name in list(world.pg_names.items()):
             if group is not default:
+                self.standing = None  # it may know a mesh that has this group
                 _c10d._unregister_process_group(name)  # type: ignore[arg-type,attr-defined]  # 2.11 - 2.15
                 tables: Sequence[dict[Any, Any]] = (
                     world.pg_map,
@@ -105,7 +108,7 @@ class RankState:
                     table.pop(group, None)
         world.tags_to_pg.clear()
         world.group_count = 1
-        self.meshes.clear()
+        self.meshes = [] if self.standing is None else [self.standing]
         self.twins.clear()
         self.siblings = ("", frozenset())
 

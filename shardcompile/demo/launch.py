@@ -79,7 +79,7 @@ def _settings_of_ranks(ranks: int) -> Iterator[None]:
     """Environment and signals that the processes started inside inherit."""
     ours = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
-        # C++ kernels of a graph compile side by side, in threads; no rank starts a pool of processes before it needs one.
+        # C++ kernels of a graph compile side by side, in threads; no pool of processes starts before it is needed.
         "TORCHINDUCTOR_COMPILE_THREADS": "2",
         "TORCH_WARM_POOL": "0",
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",

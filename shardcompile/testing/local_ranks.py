@@ -14,9 +14,8 @@ from typing import Any
 
 import cloudpickle
 
-from shardcompile.testing.here import default_mesh
 from shardcompile.testing.messages import Kind, Outcome, RunFunction
-from shardcompile.testing.one_process import RankThreads, raise_worst
+from shardcompile.testing.one_process import RankThreads, raise_worst, standing_mesh
 from shardcompile.testing.pool import RankPool
 from shardcompile.testing.report import describe
 
@@ -80,7 +79,7 @@ class LocalRanks:
         if not self._pool.usable:
             self._pool = self._start()
         if isinstance(self._pool, RankThreads):
-            ends = self._pool.run(lambda _: fn(default_mesh(), *args), timeout)
+            ends = self._pool.run(lambda _: fn(standing_mesh(), *args), timeout)
             raise_worst(ends)
             return [end.result for end in ends]
         run = self._pool.run(RunFunction(_pickled((fn, args)), _sources_of_cells(), tuple(sys.path)), timeout)

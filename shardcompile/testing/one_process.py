@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
 from shardcompile.compat import one_process as rank_state
 from shardcompile.testing.cleanup import forget_compiled, seed
-from shardcompile.testing.here import set_mesh_shape
+from shardcompile.testing.here import default_mesh, set_mesh_shape
 from shardcompile.testing.meetings import MeetingError
 from shardcompile.testing.thread_group import BACKEND, Rooms
 from shardcompile.testing.turns import RankEnded, RanksWaitError, Turns
@@ -152,6 +153,13 @@ def _attempt(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         return action(), None
     except Exception as error:
         return None, error
+
+
+def standing_mesh() -> DeviceMesh:
+    """A mesh of one dim over all ranks, which this rank makes once: torch takes a millisecond to make one."""
+    state = rank_state.here()
+    state.standing = state.standing or default_mesh()
+    return state.standing
 
 
 class RankThreads:

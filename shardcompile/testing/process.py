@@ -121,7 +121,7 @@ def _environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in of_pytest}
     ours = {
         "OMP_NUM_THREADS": "1",
-        # C++ kernels of a graph compile side by side, in threads; no rank starts a pool of processes before it needs one.
+        # C++ kernels of a graph compile side by side, in threads; no pool of processes starts before it is needed.
         "TORCHINDUCTOR_COMPILE_THREADS": "2",
         "TORCH_WARM_POOL": "0",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
