@@ -43,8 +43,7 @@ def traced(rank: int, world_size: int) -> list[list[str]]:
 
 
 def test_graphs_are_the_same_at_any_world_size_and_on_any_rank() -> None:
-    small, first, last = traced(0, 4), traced(0, 1024), traced(1023, 1024)
+    small, large = traced(0, 4), traced(1023, 1024)
     assert len(small) == 2  # one forward and one backward for three layouts
     assert any("all_to_all_v" in target for target in small[0])
-    assert small == first  # the same ops, and no symbol more
-    assert first == last
+    assert small == large  # the same ops, and no symbol more

@@ -150,7 +150,7 @@ def graphs_of_two_inputs(function: Callable[..., Tensor], cuts: list[tuple[list[
 
 
 @pytest.mark.ranks(3, processes=False)
-@pytest.mark.parametrize("cuts", [EQUAL_FIRST, DIFFERENT_FIRST])
+@pytest.mark.parametrize("cuts", often([EQUAL_FIRST, DIFFERENT_FIRST], 1))
 def test_two_inputs_whose_cuts_are_sometimes_equal(cuts: list[tuple[list[int], list[int]]]) -> None:
     def combined(x: Tensor, y: Tensor) -> Tensor:
         return (x * y).softmax(0) + torch.cat([x, y], 1)[:, 1:4] + torch.where(x > 0, y, x)
@@ -449,7 +449,7 @@ NESTED = [Shard(1), Shard(1)]
             ([Shard(1), Shard(0)], [Replicate(), Shard(0)]),
             ([Shard(1), Shard(0)], [Shard(0), Shard(0)]),
         ],
-        2,
+        1,
     ),
 )
 def test_dims_cut_twice_are_redistributed_inside_a_compiled_function(before: list[Any], after: list[Any]) -> None:

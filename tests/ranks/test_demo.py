@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiers import often
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardcompile.__main__ import main
@@ -115,9 +116,10 @@ def run_demo(*options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
 
 
-def test_command_runs_and_leaves_report_and_picture(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compare", often([["--no-compare"], []], 1), ids=["untimed", "timed"])
+def test_command_runs_and_leaves_report_and_picture(compare: list[str], tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
-    run = run_demo("--ranks", 2, "--steps", 3, "--compile-backend", "aot_eager", "--out", tmp_path)
+    run = run_demo("--ranks", 2, "--steps", 3, "--compile-backend", "aot_eager", "--out", tmp_path, *compare)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.rstrip().endswith("all checks passed")
     assert "step   3/3" in run.stdout
