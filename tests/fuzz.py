@@ -27,6 +27,7 @@ import sys
 import time
 import traceback
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -202,7 +203,7 @@ class Program:
         second: dict[str, Tensor | None] | None = None
         if goals and not refused:
             try:
-                first = gradients(copies, [values[g] for g in goals], True)
+                first = gradients(copies, {g: values[g] for g in goals}, True)
             except RuntimeError as error:
                 if compiled:
                     raise Unfit("no backward pass") from error
@@ -249,17 +250,17 @@ def _tame(x: Tensor | None) -> bool:
     return x is None or not x.is_floating_point() or bool((x.abs() < 1e5).all())
 
 
-def _weighted(values: Sequence[Tensor]) -> Tensor:
-    """A weighted sum of the elements of values, plain or sharded alike."""
+def _weighted(values: dict[str, Tensor]) -> Tensor:
+    """A weighted sum of the elements of values, plain or sharded alike. The weights follow from the names."""
     total: Any = 0
-    for n, x in enumerate(values):
-        generator = torch.Generator().manual_seed(n)
+    for name, x in values.items():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         weights = torch.randn(tuple(x.shape), generator=generator, dtype=torch.float64).to(x.dtype)
         total = total + (x * weights).sum().double()
     return total  # type: ignore[no-any-return]
 
 
-def gradients(leaves: dict[str, Tensor], values: Sequence[Tensor], again: bool) -> dict[str, Tensor | None]:
+def gradients(leaves: dict[str, Tensor], values: dict[str, Tensor], again: bool) -> dict[str, Tensor | None]:
     """Of the leaves, from a weighted sum of values."""
     wanting = {n: x for n, x in leaves.items() if x.requires_grad}
     found = torch.autograd.grad(_weighted(values), list(wanting.values()), create_graph=again, allow_unused=True)
@@ -268,7 +269,7 @@ def gradients(leaves: dict[str, Tensor], values: Sequence[Tensor], again: bool) 
 
 def twice(leaves: dict[str, Tensor], first: dict[str, Tensor | None]) -> dict[str, Tensor | None] | None:
     """Of the leaves, from a weighted sum of their gradients; None if these are constant."""
-    given = [x for x in first.values() if x is not None and x.requires_grad]
+    given = {n: x for n, x in first.items() if x is not None and x.requires_grad}
     return gradients(leaves, given, False) if given else None
 
 
@@ -357,7 +358,7 @@ def run_on_rank(mesh: DeviceMesh, program: Program, expected: Expected) -> End:
         near = _nearness(program)
         for name in expected.values:
             _compare_value(name, values[name], expected, near)
-        _compare_gradients(leaves, [values[g] for g in expected.goals], expected, near)
+        _compare_gradients(leaves, {g: values[g] for g in expected.goals}, expected, near)
     except Exception as error:
         return _end(stage, error)
     return End(RIGHT)
@@ -375,7 +376,7 @@ def _refuses(line: str, values: dict[str, Any]) -> End:
     return End("accepted", line, "plain PyTorch refuses this line")
 
 
-def _compare_gradients(leaves: dict[str, Tensor], goals: list[Tensor], expected: Expected, near: float) -> None:
+def _compare_gradients(leaves: dict[str, Tensor], goals: dict[str, Tensor], expected: Expected, near: float) -> None:
     if not goals:
         return
     try:
@@ -430,7 +431,7 @@ def run_compiled_on_rank(
             near = _nearness(program)
             for name, got in {**values, **leaves}.items():
                 _compare_value(name, got, want, near)
-            _compare_gradients(leaves, [values[g] for g in want.goals], dataclasses.replace(want, second=None), near)
+            _compare_gradients(leaves, {g: values[g] for g in want.goals}, dataclasses.replace(want, second=None), near)
             counts.append(once(graphs_compiled) - before)
         # The first change of sizes may compile once more, and so may that of extents.
         if counts[1] != counts[2] or counts[2] > 2 or counts[-1] > counts[min(3, len(counts) - 1)] or counts[-1] > 3:

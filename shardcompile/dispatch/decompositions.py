@@ -19,7 +19,8 @@ from shardcompile.dispatch.copied_views import follow, note_view
 from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.dispatch.group_norm import group_norm, group_norm_backward
 from shardcompile.dispatch.interpolation import INTERPOLATION_OPS
-from shardcompile.dispatch.precision import HALVES, wide_dtype, widened
+from shardcompile.dispatch.logsumexp import logsumexp
+from shardcompile.dispatch.precision import wide_dtype, widened
 from shardcompile.dispatch.windows import WINDOW_OPS
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout, Spec
@@ -111,14 +112,7 @@ def _norm_of_sizes(size: Tensor, ord: float, dims: list[int], keepdim: bool) -> 
 
 
 def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    dims = _dims(x, dim)
-    x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
-    if x.dtype in HALVES:
-        return _logsumexp(x.float(), dims, keepdim).to(x.dtype)
-    top = aten.amax.default(x, dims, True)
-    top = torch.where(top.abs() == math.inf, torch.zeros_like(top), top)
-    out = aten.sum.dim_IntList((x - top).exp(), dims, True).log() + top
-    return out if keepdim or not x.ndim else aten.squeeze.dims(out, dims)
+    return logsumexp(x, _dims(x, dim), keepdim, aten.amax.default)
 
 
 def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:

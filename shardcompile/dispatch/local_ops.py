@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
+from shardcompile.dispatch.logsumexp import logsumexp
 from shardcompile.dispatch.strides import in_one_order
 from shardcompile.rules import images
 
@@ -61,6 +62,17 @@ def _whole_extremum(op: Any, neutral: Callable[[torch.dtype], Any]) -> Callable[
         return op(padded(x, list(range(x.ndim)), neutral(x.dtype)), [], False) if x.ndim else x.clone()
 
     return local
+
+
+_block_amax = _extremum(aten.amax.default, lowest)
+
+
+def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    """`logsumexp` of a block. In a trace torch's own asks whether there are elements."""
+    if all(isinstance(n, int) for n in x.shape):
+        return aten.logsumexp.default(x, dim, keepdim)
+    dims = list(dim) if len(dim) else list(range(x.ndim))
+    return logsumexp(x, dims, keepdim, _block_amax)
 
 
 def _view(x: Tensor, shape: Sequence[Any]) -> Tensor:
@@ -191,8 +203,9 @@ running_maximum = _running_extremum(aten.cummax.default, lowest)
 running_minimum = _running_extremum(aten.cummin.default, highest)
 
 LOCAL_OPS: dict[Any, Callable[..., Any]] = {
-    aten.amax.default: _extremum(aten.amax.default, lowest),
+    aten.amax.default: _block_amax,
     aten.amin.default: _extremum(aten.amin.default, highest),
+    aten.logsumexp.default: _logsumexp,
     aten.max.default: _whole_extremum(aten.amax.default, lowest),
     aten.min.default: _whole_extremum(aten.amin.default, highest),
     aten.cummax.default: running_maximum,

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor as distribute_dtensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
@@ -220,6 +221,61 @@ def test_training_resumes_on_other_ranks_as_if_it_had_not_stopped(tmp_path: Path
         three(begin, str(tmp_path))
         for found, expected in zip(two(resume, str(tmp_path)), two(without_a_stop), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+class Mixed(nn.Module):
+    """Weights in blocks, beside plain ones that FSDP2 shards."""
+
+    def __init__(self, mesh: DeviceMesh, sizes: list[int]) -> None:
+        super().__init__()
+        self.net = Net(mesh, sizes)
+        torch.manual_seed(1)
+        self.head = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.head(x))
+
+
+def sharded_by_fsdp(mesh: DeviceMesh, sizes: list[int]) -> nn.Module:
+    model = Mixed(mesh, sizes)
+    own = {p for p in model.parameters() if isinstance(p, sc.ShardTensor)}
+    fully_shard(model.head, mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params=own)
+    return model
+
+
+def _fsdp_begin(mesh: DeviceMesh, folder: str) -> None:
+    model = sharded_by_fsdp(mesh, [4, 0, 3])
+    optimizer = adamw(model)
+    trained(model, optimizer, range(3))
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+
+
+def _fsdp_resume(mesh: DeviceMesh, folder: str) -> list[Tensor]:
+    model = sharded_by_fsdp(mesh, [1, 6])
+    optimizer = adamw(model)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    trained(model, optimizer, range(3, 6))
+    return full_values(model, optimizer)
+
+
+def _without_fsdp(mesh: DeviceMesh) -> list[Tensor]:
+    model = Mixed(mesh, [1, 6])
+    optimizer = adamw(model)
+    trained(model, optimizer, range(6))
+    return full_values(model, optimizer)
+
+
+def test_training_under_fsdp_resumes_on_other_ranks(tmp_path: Path) -> None:
+    with LocalRanks(3) as three, LocalRanks(2) as two:
+        three(_fsdp_begin, str(tmp_path))
+        found, expected = two(_fsdp_resume, str(tmp_path)), two(_without_fsdp)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.ranks(3)

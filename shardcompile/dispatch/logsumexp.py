@@ -1,0 +1,39 @@
+"""``logsumexp`` from other ops: on sharded tensors that are cut where it sums, and on blocks inside a trace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcompile.dispatch.precision import HALVES
+
+aten = torch.ops.aten
+
+
+def logsumexp(x: Tensor, dims: list[int], keepdim: bool, amax: Callable[[Tensor, list[int], bool], Tensor]) -> Tensor:
+    """The logarithm of a sum of exponentials, of what is left of the largest term.
+
+    Args:
+        x: a sharded tensor, or a block.
+        dims: that are summed over.
+        keepdim: whether they stay, with an extent of 1.
+        amax: the largest elements along dims, which stay.
+    """
+    x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
+    if x.dtype in HALVES:
+        return logsumexp(x.float(), dims, keepdim, amax).to(x.dtype)
+    if any(_is_nothing(x.shape[d]) for d in dims):
+        return aten.sum.dim_IntList(x.exp(), dims, keepdim).log()
+    top = amax(x, dims, True)
+    top = torch.where(top.abs() == math.inf, torch.zeros_like(top), top)
+    out = aten.sum.dim_IntList((x - top).exp(), dims, True).log() + top
+    return out if keepdim or not x.ndim else aten.squeeze.dims(out, dims)
+
+
+def _is_nothing(extent: Any) -> bool:
+    """Whether there is nothing along a dim on any rank; such an extent is static in a trace as well."""
+    return isinstance(extent, int) and extent == 0
