@@ -189,7 +189,8 @@ class Program:
                     raise Unfit(line)
                 run_line(line, values)
             except (RuntimeError, IndexError, ValueError, TypeError, NameError) as error:
-                if n < len(self.lines) - 1 or not self.refused:
+                shared = "single memory location" in str(error)  # nobody needs that refused: it has one meaning
+                if n < len(self.lines) - 1 or not self.refused or shared:
                     raise Unfit(line) from error
                 refused = True
         if refused is not self.refused:

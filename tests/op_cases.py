@@ -169,7 +169,7 @@ def _inplace() -> list[Case]:
         "scatter_": (lambda x, i, s: x.scatter_(1, i, s), (_X, I(4, 5, 1), F(5, 1))),
         "index_add_": (lambda x, i, s: x.index_add_(0, i, s), (_X, I(5, 3), F(3, 4))),
         "index_put_": (lambda x, i, s: x.index_put_((i,), s, accumulate=True), (_X, I(5, 3), F(3, 4))),
-        "squeeze_": (lambda x: x.unsqueeze(1).squeeze_(1).mul_(2), (_X,)),
+        "squeeze_": (lambda x: x.unsqueeze(1).clone().squeeze_(1).mul_(2), (_X,)),
         "masked rows": (lambda x, m: operator.setitem(x, m, 0.0), (_X, B(5))),
         "masked elements": (lambda x: operator.setitem(x, x > 0, 1.5), (_X,)),
         "masked elements from": (lambda x, m, y: operator.setitem(x, m, y[m]), (_X, B(5, 4), _X)),

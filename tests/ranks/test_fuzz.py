@@ -81,7 +81,17 @@ def test_a_tensor_whose_views_have_gradients_is_not_turned_in_place(view: str, t
     assert "views of it exist" in told.text
     assert found(["v0 = a0 * 2", turn]).kind == RIGHT
     assert found(["v0 = a0 * 2", "v1 = v0[1:].sum()", turn]).kind == RIGHT
-    assert found(["v0 = a0 * 2", view, turn.replace("v0", "v1")]).kind == RIGHT
+
+
+@pytest.mark.parametrize("turn", ["v1.transpose_(0, 1)", "v1.unsqueeze_(0)"])
+@pytest.mark.parametrize("view", ["v1 = v0[:]", "v1 = v0.mT"])
+def test_a_view_is_not_turned_in_place(view: str, turn: str) -> None:
+    """A write after it would give a gradient that is turned, on a square tensor without a word."""
+    inputs = [Input("a0", (4, 4), "S(0)", {0: [3, 0, 1]}, grad=True), Input("a1", (4, 4), grad=True)]
+    told = found(["v0 = a0 * 2", view, turn, "v1.mul_(a1)"], inputs)
+    assert told.kind == REFUSED
+    assert "it is a view" in told.text and "Take the form that is not in place" in told.text
+    assert found(["v0 = a0 * 2", turn.replace("v1", "v0"), "v0.mul_(a1)"], inputs).kind == RIGHT
 
 
 @pytest.mark.parametrize(
