@@ -561,6 +561,16 @@ def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]  # 2.11 - 2.15
 
 
+def forbid_writes_with_gradients(view: torch.Tensor) -> None:
+    """Have autograd refuse to write to a view, and to what it is a view of, where gradients are wanted.
+
+    For one that was turned in place: autograd knows by which view op it came, not where it lies in memory, and would
+    repeat that op after a write, as if the view had not been turned. What it says then is what it says of views that
+    `split` returns: the write is to be replaced by a function that returns its result.
+    """
+    torch._C._autograd._set_creation_meta(view, torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE)  # 2.11 - 2.15
+
+
 def without_base(x: torch.Tensor) -> torch.Tensor:
     """The same memory, not known as a view: Dynamo asks for the sizes of what an input is a view of."""
     return x.detach() if x._is_view() else x  # 2.11 - 2.15

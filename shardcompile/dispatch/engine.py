@@ -679,14 +679,7 @@ class _InPlaceView(_Entry):
 
     def run(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = args[0]
-        if target._is_view():
-            # Autograd knows by which view ops it comes, not where it lies in memory: it repeats them after a write.
-            raise refusal(
-                str(self.op), target._spec.layout.describe(),
-                "it is a view, whose gradient after a write would be that of the view as it was before",
-                _NOT_IN_PLACE,
-            )  # fmt: skip
-        if target.requires_grad and has_views(target):
+        if target.requires_grad and not target._is_view() and has_views(target):
             # Of a plain tensor's views autograd knows where they lie in memory; of these it calls the view op again.
             raise refusal(
                 str(self.op), target._spec.layout.describe(),
@@ -707,6 +700,8 @@ class _InPlaceView(_Entry):
                 "clone the view first"
             )
         target._turn_into(view)
+        if target._is_view():
+            compat.forbid_writes_with_gradients(target)
         compat.follow_view(self.op, args, kwargs)
         return target
 
