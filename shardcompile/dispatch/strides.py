@@ -18,11 +18,20 @@ from shardcompile.rules import is_elementwise
 
 aten = torch.ops.aten
 
-_MISTOLD = {
+STORED_AS_A_SUM = {
+    *(aten.logaddexp.default, aten.logaddexp2.default, aten.copysign.Tensor, aten.heaviside.default),
+    *(aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default, aten.floor_divide.default),
+    *(aten.xlogy.Tensor, aten.special_xlog1py.default, aten.logit_backward.default),
+    aten.native_dropout_backward.default,
+}
+"""Ops of two tensors of which torch's fake kernels (2.11 - 2.15) give other strides than its kernels, which store what
+they compute in the order in which the sum of the two is stored."""
+
+_MISTOLD = STORED_AS_A_SUM | {
     op.default
     for op in (
         *(aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data),
-        *(aten.native_dropout_backward, aten._fused_rms_norm, aten._fused_rms_norm_backward, aten.native_layer_norm),
+        *(aten._fused_rms_norm, aten._fused_rms_norm_backward, aten.native_layer_norm),
         *(aten.triu, aten.tril, aten.renorm, aten.diag_embed, aten.index_add, aten.unfold_backward),
         *(aten.pixel_shuffle, aten.pixel_unshuffle, aten.linalg_vector_norm, aten.native_group_norm),
         *(aten.native_layer_norm_backward, aten.native_group_norm_backward, aten.native_batch_norm_backward),
