@@ -10,7 +10,6 @@ import torch
 from ecosystem.case import RIGHT, Case, Setting, gradients, net, values
 from shardcompile.compat.testing import graphs_compiled
 
-
 Call = tuple[int, int]
 """Number of rows of the input, and the dim that is cut: another one needs another graph."""
 

@@ -31,7 +31,14 @@ def of_two_tensors() -> Iterator[OpOverload]:
 
 def operands(dtype: torch.dtype) -> list[Tensor]:
     rows = torch.ones(5, 4, dtype=dtype)
-    return [rows, torch.ones(4, 5, dtype=dtype).t(), rows[:1], rows[:, :1].contiguous(), rows[0, 0], rows.new_ones(2, 5, 4)]
+    return [
+        rows,
+        torch.ones(4, 5, dtype=dtype).t(),
+        rows[:1],
+        rows[:, :1].contiguous(),
+        rows[0, 0],
+        rows.new_ones(2, 5, 4),
+    ]
 
 
 @pytest.mark.parametrize("dtype", often([torch.float64, torch.bool], 1))
