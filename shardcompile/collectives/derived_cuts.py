@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,8 @@ def derive(
         not known, both hold symbols.
     """
     like = next(c for c in cuts if isinstance(c, Cut))
+    if isinstance(extent, int) and extent == 0:  # a trace would learn that its block is 0, and take that for a guess
+        return Cut.of_sizes(like.mesh_dims, like.parts, (0,) * math.prod(like.parts), "fixed"), 0
     known = all(isinstance(c, int) if not isinstance(c, Cut) else c.blocks is not None for c in cuts)
     if known and all(isinstance(n, int) for n in numbers):
         sizes, rows = DERIVATIONS[how]([c.sizes if isinstance(c, Cut) else (int(c),) for c in cuts], *numbers)

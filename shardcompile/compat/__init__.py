@@ -78,6 +78,7 @@ __all__ = [
     "from_first_symbols",
     "functional_variant",
     "give_storage",
+    "global_extents",
     "group_name_of",
     "guarded",
     "has_guarded_address",
@@ -100,7 +101,6 @@ __all__ = [
     "note_input_size",
     "note_trace",
     "noted",
-    "number_if_small",
     "once_in_trace",
     "outside_transforms",
     "process_group",
@@ -223,8 +223,17 @@ def size_hint(value: Any, default: int = 64) -> int:
     return int(hint)
 
 
-def number_if_small(extent: Any) -> Any:
-    """A global extent; 0 and 1 as numbers, with a guard, as they are where an input has them: a 1 may be broadcast."""
+def global_extents(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """The global extents of a result, which were computed while nothing was traced, computed again: see `retraced`.
+
+    Those of 0 and 1 are numbers, with a guard, as they are where an input has them. A 1 may be broadcast. And where a
+    formula is 0 on this call only, torch (2.11 - 2.15) divides by it: from ``rows * columns == rows`` it takes that
+    there is one column.
+    """
+    return tuple(_number_if_small(n) for n in retraced(shape))
+
+
+def _number_if_small(extent: Any) -> Any:
     small = isinstance(extent, torch.SymInt) and not is_unbacked(extent) and size_hint(extent) in (0, 1)
     return int(extent) if small else extent
 

@@ -326,7 +326,7 @@ def _strided_view(op: Any) -> Callable[..., Any]:
     def view(x: Any, *args: Any) -> Any:
         meta = global_meta(type(x), op, (x, *args), {})
         (start,) = compat.retraced([meta.storage_offset()])
-        return _strided_whole(x, op, args, compat.retraced(meta.shape), compat.retraced(meta.stride()), start)
+        return _strided_whole(x, op, args, compat.global_extents(meta.shape), compat.retraced(meta.stride()), start)
 
     return view
 

@@ -49,7 +49,6 @@ _FELL_BACK: set[OpOverload] = set()
 _FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
 _NOT_IN_PLACE = "Take the form that is not in place, such as x = x.transpose(0, 1) for x.transpose_(0, 1)"
 _POINTWISE = Rule(pointwise_rule, None, "torch.Tag.pointwise")
-_VIEWS_TO_A_SHAPE = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default}
 
 
 def clear_cache() -> None:
@@ -544,10 +543,7 @@ def _output_specs(
             return [spec(m, plan) for m in meta]
         if not isinstance(meta, Tensor):
             return None
-        shape = compat.retraced(meta.shape)
-        if call.op in _VIEWS_TO_A_SHAPE:
-            shape = tuple(compat.number_if_small(n) for n in shape)
-        layout = plan.layout(like, shape, meta.dtype)
+        layout = plan.layout(like, compat.global_extents(meta.shape), meta.dtype)
         return Spec.of(layout, compat.retraced(meta.stride()))
 
     meta = global_meta(cls, call.op, args, kwargs)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.compat import OpOverload
+from shardcompile.dispatch.strides import STORED_AS_A_SUM
 from shardcompile.errors import refusal
 
 
@@ -73,7 +74,11 @@ def _worked_out(mode: Any, cls: type, op: OpOverload, args: tuple[Any, ...], kwa
     known = compat.refusing_unknown_shapes(mode, op)
     with compat.untraced(), mode, known, torch._C.DisableTorchFunctionSubclass():
         try:
-            return op(*[fake(a) for a in args], **{k: fake(a) for k, a in kwargs.items()})
+            given = [fake(a) for a in args]
+            out = op(*given, **{k: fake(a) for k, a in kwargs.items()})
+            if op in STORED_AS_A_SUM:
+                out = out.new_empty_strided(out.shape, torch.add(*tensors_of(given)).stride())
+            return out
         except ValueError as error:
             if op is not torch.ops.aten.view.default:
                 raise

@@ -111,7 +111,7 @@ def _linear(op: Any) -> Callable[..., Any]:
         if not x.dtype.is_floating_point or not _is_linear(coarse, output_size, align, scales):
             return NotImplemented
         pairs = list(zip(coarse, output_size, strict=True))
-        windows = Windows.of(x, [_window(n, m, align) for n, m in pairs], compat.retraced(meta.shape), True)
+        windows = Windows.of(x, [_window(n, m, align) for n, m in pairs], compat.global_extents(meta.shape), True)
         if windows is None:
             return NotImplemented
         block = widened(windows.fetch(x))
@@ -134,7 +134,9 @@ def _linear_backward(op: Any) -> Callable[..., Any]:
         if not _is_linear(coarse, output_size, align, scales):
             return NotImplemented
         pairs = list(zip(coarse, output_size, strict=True))
-        windows = Windows.of(grad, [_window_back(n, m, align) for n, m in pairs], compat.retraced(meta.shape), True)
+        windows = Windows.of(
+            grad, [_window_back(n, m, align) for n, m in pairs], compat.global_extents(meta.shape), True
+        )
         if windows is None:
             return NotImplemented
         block = widened(windows.fetch(grad))

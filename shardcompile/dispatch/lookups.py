@@ -115,7 +115,7 @@ def embedding(weight: Any, indices: Any, *options: Any) -> Any:
     table = padded(weight._local_tensor, [0], 0)
     mine, local = _own(index, cut, layout, 0, wraps=False)
     values = aten.embedding.default(table, local)
-    shape, stride = compat.retraced(meta.shape), compat.retraced(meta.stride())
+    shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
     return _finish(weight, cut, values, mine.unsqueeze(-1), placed, shape, stride)
 
 
@@ -152,7 +152,7 @@ def _index(x: Any, indices: Sequence[Any], op: Any, args: tuple[Any, ...]) -> An
     (dim,) = cut_dims
     cut = layout.cut_of(dim)
     meta = global_meta(type(x), op, args, {})
-    shape, stride = compat.retraced(meta.shape), compat.retraced(meta.stride())
+    shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
     rank = len(shape) - (x.ndim - len(at))
     if not _is_worth_it(x, shape) or (len(at) > 1 and len({indices[d].ndim for d in at}) > 1):
         return NotImplemented
@@ -187,4 +187,4 @@ def gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     mine, local = _own(whole, cut, layout, dim, wraps=False)
     values = aten.gather.default(rows, dim, local)
     placed = ([Replicate()] * len(layout.placements), [None] * x.ndim)
-    return _finish(x, cut, values, mine, placed, compat.retraced(meta.shape), compat.retraced(meta.stride()))
+    return _finish(x, cut, values, mine, placed, compat.global_extents(meta.shape), compat.retraced(meta.stride()))

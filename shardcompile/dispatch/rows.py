@@ -66,6 +66,8 @@ def has_known_blocks(x: Any) -> bool:
 def sliced_cut(cut: Cut, start: IntLike, step: int, count: IntLike, mesh: Any) -> tuple[Cut, IntLike]:
     """The cut of rows ``start, start + step, ...``, `count` of them, and the first one in this rank's block."""
     found, row = derive("sliced", [cut], [start, step, count], count, mesh)
+    if found.blocks is not None and cut.blocks is None:
+        return found, row  # no rows at all; what is known is not made of symbols
     depth, base = 1, cut.origin
     while base is not None:
         depth, base = depth + 1, base[0].origin
@@ -125,7 +127,7 @@ def slice_rows(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: i
         return NotImplemented
     args = (x, dim, start, end, step)
     meta = global_meta(type(x), aten.slice.Tensor, args, {})
-    shape, stride = compat.retraced(meta.shape), compat.retraced(meta.stride())
+    shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
     begin = begin_of(start, x.shape[dim])
     return _view(x, aten.slice.Tensor, args, dim, begin, step, shape[dim], stride)
 
@@ -252,7 +254,7 @@ def slice_backward(grad: Any, sizes: Sequence[Any], dim: int, start: Any, end: A
     if cut is None:
         return NotImplemented
     meta = global_meta(type(grad), aten.slice_backward.default, (grad, sizes, dim, start, end, step), {})
-    extent, begin = compat.retraced(meta.shape)[dim], begin_of(start, sizes[dim])
+    extent, begin = compat.global_extents(meta.shape)[dim], begin_of(start, sizes[dim])
     base = cut.origin
     if base is not None and _surely_same((base[0].extent, base[1], base[2]), (extent, begin, step)):
         whole = base[0]
@@ -346,7 +348,7 @@ def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     for t, cut in zip(kept, pieces, strict=True):
         target = Layout.of(mesh, placements, t.shape, t.dtype, _replaced(others, dim, cut))
         blocks.append(moved(t, target).to(meta.dtype))
-    layout = Layout.of(mesh, placements, compat.retraced(meta.shape), meta.dtype, _replaced(others, dim, joined))
+    layout = Layout.of(mesh, placements, compat.global_extents(meta.shape), meta.dtype, _replaced(others, dim, joined))
     return wrap(
         like, _as_block(aten.cat.default(blocks, dim), dim, joined, mesh), layout, compat.retraced(meta.stride())
     )

@@ -18,25 +18,38 @@ from shardcompile.rules import is_elementwise
 
 aten = torch.ops.aten
 
-_MISTOLD = {
-    op.default
-    for op in (
-        *(aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data),
-        *(aten.native_dropout_backward, aten._fused_rms_norm, aten._fused_rms_norm_backward, aten.native_layer_norm),
-        *(aten.triu, aten.tril, aten.renorm, aten.diag_embed, aten.index_add, aten.unfold_backward),
-        *(aten.pixel_shuffle, aten.pixel_unshuffle, aten.linalg_vector_norm, aten.native_group_norm),
-        *(aten.native_layer_norm_backward, aten.native_group_norm_backward, aten.native_batch_norm_backward),
-        *(aten.binary_cross_entropy, aten.binary_cross_entropy_backward, aten.log_sigmoid_forward),
-        *(aten.mse_loss_backward, aten.huber_loss_backward, aten.smooth_l1_loss_backward),
-        *(aten.soft_margin_loss_backward, aten.glu_backward, aten._weight_norm_interface),
-    )
-} | {
-    aten.isin.Tensor_Tensor,
-    aten.isin.Tensor_Scalar,
-    aten.pow.Scalar,
-    aten.masked_fill.Scalar,
-    aten.masked_fill.Tensor,
+STORED_AS_A_SUM = {
+    *(aten.logaddexp.default, aten.logaddexp2.default, aten.copysign.Tensor, aten.heaviside.default),
+    *(aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default, aten.floor_divide.default),
+    *(aten.xlogy.Tensor, aten.special_xlog1py.default, aten.logit_backward.default),
+    aten.native_dropout_backward.default,
 }
+"""Ops of two tensors of which torch's fake kernels (2.11 - 2.15) give other strides than its kernels, which store what
+they compute in the order in which the sum of the two is stored."""
+
+_MISTOLD = (
+    STORED_AS_A_SUM
+    | {
+        op.default
+        for op in (
+            *(aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data),
+            *(aten._fused_rms_norm, aten._fused_rms_norm_backward, aten.native_layer_norm),
+            *(aten.triu, aten.tril, aten.renorm, aten.diag_embed, aten.index_add, aten.unfold_backward),
+            *(aten.pixel_shuffle, aten.pixel_unshuffle, aten.linalg_vector_norm, aten.native_group_norm),
+            *(aten.native_layer_norm_backward, aten.native_group_norm_backward, aten.native_batch_norm_backward),
+            *(aten.binary_cross_entropy, aten.binary_cross_entropy_backward, aten.log_sigmoid_forward),
+            *(aten.mse_loss_backward, aten.huber_loss_backward, aten.smooth_l1_loss_backward),
+            *(aten.soft_margin_loss_backward, aten.glu_backward, aten._weight_norm_interface),
+        )
+    }
+    | {
+        aten.isin.Tensor_Tensor,
+        aten.isin.Tensor_Scalar,
+        aten.pow.Scalar,
+        aten.masked_fill.Scalar,
+        aten.masked_fill.Tensor,
+    }
+)
 """Ops that are not stored in the order of dims that a trace says, unless all their inputs are contiguous."""
 
 _ASKING = {aten.convolution.default, aten.convolution_backward.default}

@@ -166,7 +166,7 @@ def convolution(x: Any, weight: Any, bias: Any, *options: Any) -> Any:
     """``aten.convolution`` of images of which a spatial dim is cut."""
     spatial = x.ndim - 2
     meta = global_meta(_class(x, weight, bias), aten.convolution.default, (x, weight, bias, *options), {})
-    windows = Windows.of(x, _convolution_windows(weight, options, spatial), compat.retraced(meta.shape), False)
+    windows = Windows.of(x, _convolution_windows(weight, options, spatial), compat.global_extents(meta.shape), False)
     if windows is None:
         return NotImplemented
     stride = compat.retraced(meta.stride())
@@ -261,7 +261,7 @@ def _max_pool(spatial: int, op: Any) -> Callable[..., Any]:
         pool = _Pool.of(spatial, *options)
         if not x.dtype.is_floating_point:
             return NotImplemented
-        windows = Windows.of(x, pool.windows, compat.retraced(values.shape), True)
+        windows = Windows.of(x, pool.windows, compat.global_extents(values.shape), True)
         if windows is None:
             return NotImplemented
         padding = windows.without_padding(pool.padding)
@@ -347,7 +347,7 @@ def _avg_pool(spatial: int, op: Any) -> Callable[..., Any]:
     def run(x: Any, *options: Any) -> Any:
         meta = global_meta(type(x), op, (x, *options), {})
         pool, count_outside, divisor = _average(spatial, options)
-        windows = Windows.of(x, pool.windows, compat.retraced(meta.shape), True)
+        windows = Windows.of(x, pool.windows, compat.global_extents(meta.shape), True)
         if windows is None or not x.dtype.is_floating_point:
             return NotImplemented
         one = _divisor(pool, count_outside, divisor)

@@ -253,9 +253,9 @@ class ShardTensor(torch.Tensor):
         self._local_tensor, self._spec = local, spec
         if compat.is_compiling():
             self._keys = keys
-        elif keys is not None:
+        elif metadata.has_stated_sizes:
             self._align_grad = True
-            if keys.ndim == 1 + len(metadata.dynamic_dims):
+            if keys is not None and keys.ndim == 1 + len(metadata.dynamic_dims):
                 self._keys = keys
         return self
 

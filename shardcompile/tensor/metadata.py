@@ -44,6 +44,11 @@ class Metadata:
         """Tensor dims whose key is in the shape of the inner tensor ``_cut_keys``."""
         return [dim for dim, kind, *_ in self.cuts if kind == "dynamic"]
 
+    @property
+    def has_stated_sizes(self) -> bool:
+        """Whether there is a cut that does not follow from the extent and the placements."""
+        return any(kind != "chunk" for _, kind, *_ in self.cuts)
+
     def stable_text(self) -> str:
         """The same text for the same metadata in every process; tells ranks of a mesh apart."""
         mesh = self.mesh

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ecosystem import distributed, functional, libraries, optimizers, training
+from ecosystem import distributed, functional, libraries, optimizers, stances, training
 from ecosystem.case import Case
 
 CASES: dict[str, Case] = {
     f"{case.section}: {case.feature}": case
-    for module in (training, optimizers, functional, distributed, libraries)
+    for module in (training, optimizers, functional, stances, distributed, libraries)
     for case in module.CASES
 }

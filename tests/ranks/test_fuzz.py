@@ -11,6 +11,7 @@ from tiers import often
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from shardcompile import ShardTensor, distribute_tensor
+from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import LocalRanks, mesh, once, rank
 
 CUT = {0: [5, 0, 2]}
@@ -161,6 +162,28 @@ def test_a_view_that_had_to_be_copied_is_right_when_a_compiled_function_returns_
 def test_gradients_of_a_slice_that_begins_behind_the_last_row(view: str) -> None:
     told = found([f"v0 = {view}"], backend="aot_eager")
     assert told.kind == RIGHT, told
+
+
+NO_ROWS = ["a[9:, 1:]", "torch.cat([a[9:, 1:], a[:, 1:]])", "a[3:-9, 1:].flip(0).cumsum(0)", "a[9:, 1:].reshape(-1)"]
+
+
+@pytest.mark.parametrize(("line", "dim"), often([(line, dim) for line in NO_ROWS for dim in (0, 1)], 2))
+@pytest.mark.ranks(3, processes=False)
+def test_no_rows_of_columns_that_vary(line: str, dim: int) -> None:
+    """An extent that is a formula, and 0 on this call, is no formula: torch would divide by it."""
+    function = once(lambda: eval(f"lambda a: {line}", {"torch": torch}))
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    before = once(graphs_compiled)
+    for sizes, others in (([5, 0, 2], 3), ([1, 3, 3], 3), ([4, 4, 0], 5)):
+        shape = (sum(sizes), others) if dim == 0 else (others, sum(sizes))
+        full = torch.randn(shape, dtype=torch.float64).requires_grad_()
+        block = full.detach().split(sizes, dim)[rank()].clone()
+        x = ShardTensor.from_local(block, mesh(), [Shard(dim)], {0: sizes}).requires_grad_()
+        out, expected = compiled(x), function(full)
+        torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-12, atol=1e-12)
+        (out.full_tensor() ** 2).sum().backward(), (expected**2).sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), full.grad, rtol=1e-12, atol=1e-12)
+    assert graphs_compiled() - before == 1
 
 
 def test_a_convolution_of_blocks_that_were_gathered_has_one_graph() -> None:
