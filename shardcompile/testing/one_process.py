@@ -162,6 +162,9 @@ def standing_mesh() -> DeviceMesh:
     return state.standing
 
 
+_SECONDS_TO_END = 5.0
+
+
 class RankThreads:
     """The ranks of a world, as threads that stay from call to call.
 
@@ -227,9 +230,11 @@ class RankThreads:
         return ends
 
     def close(self) -> None:
-        """Let the threads end."""
+        """End the threads, and wait until they have: one that still runs when Python ends may take the process down."""
         for thread in self._threads:
             thread.leave()
+        for thread in self._threads:
+            thread.join(_SECONDS_TO_END)
         self._threads = []
 
     def _join(self, rank: int) -> None:
