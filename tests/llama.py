@@ -82,6 +82,11 @@ class Writer(suite.Writer):
     def cast(self, x: Node, dtype: torch.dtype) -> Node:
         return self.call(_cast, x, dtype)
 
+    def contiguous(self, x: Node) -> Node:
+        node = self.graph.call_function(aten.clone.default, (x,), {"memory_format": torch.contiguous_format})
+        node.meta["val"] = x.meta["val"].clone(memory_format=torch.contiguous_format)
+        return node
+
     # ------------------------------------------------------------------------------------- weights
 
     def weight(self, rows: int, *rest: int, whole: bool = False) -> tuple[Node, tuple[int, ...], list[int]]:
@@ -185,8 +190,7 @@ class Writer(suite.Writer):
     def _repeated(self, x: Node, times: int) -> Node:
         shape = list(x.meta["val"].shape)
         wide = self.call(aten.expand.default, self.call(aten.unsqueeze.default, x, 3), [*shape[:3], times, shape[3]])
-        copied = self.call(aten.clone.default, wide)
-        return self.call(aten.view.default, copied, [*shape[:2], shape[2] * times, shape[3]])
+        return self.call(aten.view.default, self.contiguous(wide), [*shape[:2], shape[2] * times, shape[3]])
 
     @property
     def _tokens(self) -> int:
@@ -208,7 +212,7 @@ class Writer(suite.Writer):
                 grouped = self.call(aten.view.default, x, [1, tokens, shared, heads // shared, -1])
                 x = self.call(aten.sum.dim_IntList, grouped, [3])
             x = self.rotated(x, angles) if i < 2 else x
-            found.append(self.call(aten.view.default, self.call(aten.clone.default, x), [tokens, -1]))
+            found.append(self.call(aten.view.default, self.contiguous(x), [tokens, -1]))
         return found
 
     def angles(self) -> tuple[Node, Node]:
