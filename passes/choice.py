@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from torch.fx import Graph, Node
 
 from shardcompile.passes import blocks
@@ -122,7 +121,7 @@ class Choice:
         self._look()
         chosen: dict[Hashable, _Option] = {}
         for key in sorted(self.divisible, key=lambda key: -_latencies(self.divisible[key])):
-            if _latencies(self.divisible[key]) > WORTH * self.best[1]:
+            if _latencies(self.divisible[key]) >= WORTH * self.best[1]:
                 self._improve(key, chosen)
         return [[c.collective.node for c in bucket] for bucket in self._divided(chosen)]
 
@@ -186,9 +185,7 @@ class Choice:
         return self._scored(outline, quick_plans(outline, self.limit)[self.plan])
 
     def _scored(self, outline: Outline, plan: Plan) -> Score:
-        found = Scheduler(outline, plan).run()
-        busy = sum(price.seconds for price in outline.tasks.price.values())
-        return found.peak_bytes > self.limit, found.total + CONTENTION * busy
+        return score(outline, plan, self.limit)
 
     # --------------------------------------------------------------------------------------- dividing
 
@@ -245,6 +242,19 @@ class Choice:
             return self.model.price_of(group_name, Traffic(NOMINAL_BYTES, NOMINAL_BYTES * n))
         total = loads[0] if len(loads) == 1 else Load.together(loads)
         return self.model.price_of(group_name, self.traffic([c.collective for c in bucket], total))
+
+
+def score(outline: Outline, plan: Plan, limit: float) -> Score:
+    """What a plan comes to.
+
+    Args:
+        outline: of the tasks.
+        plan: to schedule them by.
+        limit: bytes.
+    """
+    found = Scheduler(outline, plan).run()
+    busy = sum(price.seconds for price in outline.tasks.price.values())
+    return found.peak_bytes > limit, found.total + CONTENTION * busy
 
 
 def _latencies(candidates: Sequence[Candidate]) -> float:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
@@ -81,10 +82,10 @@ class CostModel:
 
     Attributes:
         device: what every rank computes with.
-        ranks_per_node: groups up to this size use the device's link within a node.
+        ranks_per_node: of every node; ranks are numbered node by node.
         group_sizes: numbers of ranks by the group's name, where there are no such process groups.
-        group_links: links by the group's name, in place of the device's: calibrated ones, or that of a small group
-            which spans nodes.
+        group_links: links by the group's name, in place of the device's, such as calibrated ones. Groups whose links
+            have one name share it.
     """
 
     device: Device
@@ -107,10 +108,15 @@ class CostModel:
         return blocks.size_of_group(name, self.group_sizes)
 
     def link(self, group_name: str) -> Link:
-        """The link that a group uses."""
+        """The link that a group uses: told from where its ranks are, or from how many there are if that is unknown."""
         if group_name in self.group_links:
             return self.group_links[group_name]
-        return links.link_of(self.device, self.group_size(group_name) or NOMINAL_RANKS, self.ranks_per_node)
+        ranks = None if group_name in self.group_sizes else blocks.ranks_of_group(group_name)
+        spread = None
+        if ranks is not None:
+            spread = links.spans_nodes(ranks, dist.get_world_size(), self.ranks_per_node)
+        size = self.group_size(group_name) or NOMINAL_RANKS
+        return links.link_of(self.device, size, self.ranks_per_node, spread)
 
     def collective_seconds(self, c: Collective, labels: Mapping[Node, set[str]] | None = None) -> float:
         """How long a collective is on its way that runs alone. What it copies before and after is not in it.

@@ -21,6 +21,10 @@ from shardcompile.passes.simulator import Streams
 from shardcompile.passes.tasks import START, WAIT, WORK, Tasks
 
 
+LEADS = 4.0
+"""A collective leads if so many times its own time is left to do after it: then the path through it matters."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a scheduler goes by.
@@ -28,16 +32,20 @@ class Plan:
     Attributes:
         rank: by task: of two at work that could be next, the one of lower rank is taken.
         urgency: by task: the same, for the collectives of one group.
-        haste: how much earlier than just in time a collective starts at most, in multiples of its own time.
-        window: a task at work may overtake one less of those that are left.
+        due: by task: a collective that grows does not start before the compute has come so far in `Outline.clock`,
+            of those that lead.
+        window: a task at work may overtake one less of those that are left, of those that lead.
         limit: bytes that should be held at most.
+        leads: whether tasks that no later work waits for, such as the gradients of weights, fill gaps: they run when
+            nothing else can, or when memory is scarce. Otherwise all tasks lead.
     """
 
     rank: Sequence[float]
     urgency: Sequence[float]
-    haste: float
+    due: Sequence[float]
     window: int
     limit: float
+    leads: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,8 +69,11 @@ class Outline:
     """What many schedules of the same tasks have in common.
 
     Attributes:
-        work: the tasks on the compute stream, in order; waits are not among them.
+        prepares: tasks on the compute stream that need nothing but inputs, and that only collectives need, such as the
+            cast of a weight that is gathered: they run when their collective starts, whatever their place.
+        work: the other tasks on the compute stream, in order; waits are not among them.
         work_place: by task at work: its place among them.
+        fillers: those of them that no collective leads from to much later work.
         clock: by place: when it would begin if nothing held compute up; at last, when all would have ended.
         first_use: by start: the place of the first task at work that needs its result.
         grows: by start: whether it holds more than it frees.
@@ -71,12 +82,14 @@ class Outline:
 
     def __init__(self, tasks: Tasks) -> None:
         self.tasks = tasks
-        self.work = [n for n, kind in enumerate(tasks.kind) if kind == WORK]
+        self.prepares = _preparations(tasks)
+        self.work = [n for n, kind in enumerate(tasks.kind) if kind == WORK and n not in self.prepares]
         self.work_place = {n: i for i, n in enumerate(self.work)}
         self.clock = [0.0]
         for n in self.work:
             self.clock.append(self.clock[-1] + tasks.seconds[n])
         self.first_use = self._first_uses()
+        self.fillers = self._fillers()
         self.payload = {s: tasks.payload_bytes(s) for s in tasks.stream}
         self.grows = {s: tasks.alloc[s] > self.payload[s] for s in tasks.stream}
         self.curve = self._curve()
@@ -95,6 +108,15 @@ class Outline:
                 first[start] = min(first[start], use[n])
         return first
 
+    def _fillers(self) -> set[int]:
+        tasks, tail = self.tasks, tails(self.tasks)
+        leads = [False] * len(tasks.nodes)
+        for n in range(len(tasks.nodes) - 1, -1, -1):
+            leads[n] = any(leads[a] for a in tasks.after[n])
+            if tasks.kind[n] == START and not leads[n]:
+                leads[n] = any(tail[wait] > LEADS * tasks.price[n].seconds for wait in tasks.after[n])
+        return {n for n in self.work if not leads[n]}
+
     def _curve(self) -> np.ndarray:
         """Grows and falls by what is made at a place and what is read there last."""
         tasks, end = self.tasks, len(self.work)
@@ -103,9 +125,10 @@ class Outline:
         place = [0] * len(tasks.nodes)
         reached = 0
         for n, kind in enumerate(tasks.kind):
-            if kind == WORK:
-                reached = self.work_place[n]
-                place[n] = reached
+            if n in self.work_place:
+                reached = place[n] = self.work_place[n]
+            elif n in self.prepares:
+                place[n] = min((self.first_use[a] for a in tasks.after[n] if a in self.first_use), default=reached)
             elif kind == START:
                 needed = self.first_use[n]
                 place[n] = max(reached, needed if self.grows[n] and needed < end else 0)
@@ -124,6 +147,27 @@ class Outline:
         return np.cumsum(steps)[: end + 1] + tasks.fixed
 
 
+def tails(tasks: Tasks) -> list[float]:
+    """By task: the least time from its start to the end of everything, packing and travelling included."""
+    found = [0.0] * len(tasks.nodes)
+    for n in range(len(tasks.nodes) - 1, -1, -1):
+        after = max((found[a] for a in tasks.after[n]), default=0.0)
+        travel = tasks.price[n].seconds if tasks.kind[n] == START else 0.0
+        found[n] = after + tasks.seconds[n] + travel
+    return found
+
+
+def _preparations(tasks: Tasks) -> set[int]:
+    found: set[int] = set()
+    for n, kind in enumerate(tasks.kind):
+        if kind == WORK and tasks.after[n] and found.issuperset(tasks.before[n]):
+            found.add(n)
+    for n in sorted(found, reverse=True):
+        if not all(tasks.kind[a] == START or a in found for a in tasks.after[n]):
+            found.remove(n)
+    return found
+
+
 class Scheduler:
     """Makes one schedule.
 
@@ -139,10 +183,15 @@ class Scheduler:
         self.order: list[int] = []
         self.begins = [0.0] * len(tasks.nodes)
         self._taken = [False] * len(tasks.nodes)
-        self._missing = [len(b) for b in tasks.before]
+        prepares = outline.prepares
+        self._missing = [len(b) - len(prepares.intersection(b)) for b in tasks.before]
         self._readers = list(tasks.readers)
         self._held = self.peak = tasks.fixed
-        self._first = 0  # of the tasks at work, the first one that is left
+        fillers = outline.fillers if plan.leads else set()
+        self._leading = [n for n in outline.work if n not in fillers]
+        self._lead_place = {n: i for i, n in enumerate(self._leading)}
+        self._first = 0  # of the tasks that lead, the first one that is left
+        self._fill: list[tuple[int, int]] = []  # tasks that fill gaps
         self._beyond: list[tuple[int, int]] = []  # ready, but further than the window reaches
         self._work: list[tuple[float, int, int]] = []
         self._streams = Streams(tasks.link)
@@ -161,7 +210,7 @@ class Scheduler:
     def run(self) -> Schedule:
         """The schedule."""
         for n, missing in enumerate(list(self._missing)):
-            if not missing:
+            if not missing and n not in self.outline.prepares:
                 self._sort_in(n)
         while len(self.order) < len(self._taken):
             self._reach_further()
@@ -177,6 +226,8 @@ class Scheduler:
         tasks, kind = self.tasks, self.tasks.kind[n]
         if kind == WAIT:
             self.now = max(self.now, self._ends[tasks.start_of[n]])
+        elif kind == START:
+            self._prepare(n)
         self.begins[n] = self.now
         self.now += tasks.seconds[n]
         if kind == START:
@@ -184,16 +235,24 @@ class Scheduler:
         self.order.append(n)
         self._taken[n] = True
         self._hold(n)
+        if n in self.outline.prepares:
+            return  # nothing waited for it
         for a in tasks.after[n]:
             self._missing[a] -= 1
             if not self._missing[a]:
                 self._sort_in(a)
 
+    def _prepare(self, start: int) -> None:
+        for n in self.tasks.before[start]:
+            if n in self.outline.prepares and not self._taken[n]:
+                self._prepare(n)
+                self._take(n)
+
     def _run_collective(self, n: int) -> None:
         price = self.tasks.price[n]
         self.begins[n], end = self._streams.run(self.tasks.stream[n], self.now, price.latency, price.seconds)
         self._ends[n] = end
-        here, outline = self._first, self.outline
+        here, outline = self._here(), self.outline
         if outline.grows[n]:
             needed = outline.first_use[n]
             if needed > here:
@@ -223,44 +282,43 @@ class Scheduler:
     def _sort_in(self, n: int) -> None:
         tasks, outline = self.tasks, self.outline
         if tasks.kind[n] == WORK:
-            heapq.heappush(self._beyond, (outline.work_place[n], n))
+            place = self._lead_place.get(n)
+            heapq.heappush(self._fill if place is None else self._beyond, (outline.work_place[n] if place is None else place, n))
         elif tasks.kind[n] == WAIT:
             item = (self._ends[tasks.start_of[n]], n)
             heapq.heappush(self._waits, item)
             if not outline.grows[tasks.start_of[n]]:
                 heapq.heappush(self._freeing, item)
         elif outline.grows[n]:
-            heapq.heappush(self._early, (self._due(n), n))
+            heapq.heappush(self._early, (self.plan.due[n], n))
         else:
             self._queued += outline.payload[n]
             heapq.heappush(self._shrinking[tasks.stream[n]], (self.plan.urgency[n], n))
 
-    def _due(self, n: int) -> float:
-        """How far the compute has to have come before a collective that grows may start."""
-        if math.isinf(self.plan.haste):
-            return -math.inf
-        needed = self.outline.clock[min(self.outline.first_use[n], len(self.outline.work))]
-        return needed - (1 + self.plan.haste) * self.tasks.price[n].seconds
-
     def _reach_further(self) -> None:
-        work = self.outline.work
-        while self._first < len(work) and self._taken[work[self._first]]:
+        leading = self._leading
+        while self._first < len(leading) and self._taken[leading[self._first]]:
             self._first += 1
         while self._beyond and self._beyond[0][0] < self._first + self.plan.window:
             place, n = heapq.heappop(self._beyond)
             heapq.heappush(self._work, (self.plan.rank[n], place, n))
 
+    def _here(self) -> int:
+        """How far the compute has come: the place of the first task that is left of those that lead."""
+        outline = self.outline
+        return outline.work_place[self._leading[self._first]] if self._first < len(self._leading) else len(outline.work)
+
     # ----------------------------------------------------------------------------------- collectives
 
     def _start_one(self) -> bool:
         """Start one collective whose group would be idle, and for which there is memory; whether there was one."""
-        progress = self.outline.clock[min(self._first + 1, len(self.outline.work))]
+        # What could only start while the next task is at work is decided upon after it.
+        horizon = self.now + (self.tasks.seconds[self._work[0][2]] if self._work else 0.0)
+        progress = self.outline.clock[min(self._here() + 1, len(self.outline.work))]
         while self._early and self._early[0][0] <= progress:
             n = heapq.heappop(self._early)[1]
             if not self._taken[n]:
                 heapq.heappush(self._growing[self.tasks.stream[n]], (self.plan.urgency[n], n))
-        # What could only start while the next task is at work is decided upon after it.
-        horizon = self.now + (self.tasks.seconds[self._work[0][2]] if self._work else 0.0)
         for group, growing in self._growing.items():
             if self._streams.free_at(group) > horizon:
                 continue
@@ -283,9 +341,11 @@ class Scheduler:
 
     def _fits(self, n: int) -> bool:
         """Whether a result may be held from now to its first use."""
-        here, needed = self._first, self.outline.first_use[n]
+        here, needed = self._here(), self.outline.first_use[n]
         if needed <= here or math.isinf(self.plan.limit):
             return True
+        if self.plan.leads:  # not in the order that the curve is of
+            return self._held + self.tasks.alloc[n] <= self.plan.limit
         if here < self._not_before.get(n, 0):
             return False
         room = self.plan.limit - self.tasks.alloc[n]
@@ -310,15 +370,19 @@ class Scheduler:
         """The best task at work that is ready; where memory is scarce, what frees some, or the first that is left."""
         while self._work and self._taken[self._work[0][2]]:
             heapq.heappop(self._work)
-        if not self._work:
-            return self._blocking()
-        best = self._work[0][2]
-        if self._held + self.tasks.alloc[best] <= self.plan.limit:
+        while self._fill and self._taken[self._fill[0][1]]:
+            heapq.heappop(self._fill)
+        best = self._work[0][2] if self._work else None
+        if best is not None and self._held + self.tasks.alloc[best] <= self.plan.limit:
             return best
+        if self._fill:
+            return self._fill[0][1]
+        if best is None:
+            return self._blocking()
         freeing = self._frees_memory()
         if freeing is not None:
             return freeing
-        first = self.outline.work[self._first]
+        first = self._leading[self._first]
         return self._blocking() if self._missing[first] else first
 
     def _frees_memory(self) -> int | None:
@@ -337,13 +401,19 @@ class Scheduler:
 
         Of those that run, the one that ends first is awaited, whoever needs it: what it holds up may be next.
         """
-        starts = self._starts_before(self.outline.work[self._first])
+        starts = self._starts_before(self._goal())
         if starts:
             return min(starts, key=lambda n: (self.plan.urgency[n], n))
         while self._waits and self._taken[self._waits[0][1]]:
             heapq.heappop(self._waits)
         assert self._waits, "tasks whose first one at work is held up by nothing that runs close a circle"
         return self._waits[0][1]
+
+    def _goal(self) -> int:
+        """The first task that is left, of those that lead if there is one."""
+        if self._first < len(self._leading):
+            return self._leading[self._first]
+        return next(n for n in self.outline.work if not self._taken[n])
 
     def _starts_before(self, n: int) -> list[int]:
         """The collectives that could be started, and that a task needs."""

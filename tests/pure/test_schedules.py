@@ -20,13 +20,16 @@ from torch.fx import Graph
 from work import calls
 
 from shardcompile.collectives.buckets import _cuts
-from shardcompile.passes import Pipeline, bucket
+from shardcompile.passes import Pipeline, choice
 from shardcompile.passes.collective import WAIT, Collective, collectives
 from shardcompile.passes.cost import CostModel, Prices
 from shardcompile.passes.edges import Edges
 from shardcompile.passes.links import CPU_CORE, H100
-from shardcompile.passes.overlap import ScheduleOverlap, _Held, best_order
+from shardcompile.passes.overlap import ScheduleOverlap, best_order
+from shardcompile.passes.scheduler import Outline, Scheduler
+from shardcompile.passes.search import quick_plans
 from shardcompile.passes.simulator import known_peak, lower_bound, peak_memory, simulate
+from shardcompile.passes.tasks import Tasks, nodes_in_order
 
 RANKS = 8
 MODEL = CostModel(H100)
@@ -116,16 +119,18 @@ def test_the_memory_limit_is_of_the_graph_before_buckets() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000), st.integers(2, 4))
-def test_memory_is_counted_alike_while_an_order_is_made(number: int, ranks: int) -> None:
+def test_a_schedule_comes_to_what_its_replay_comes_to(number: int, ranks: int) -> None:
+    """Time and memory, while it is made of tasks by number, and of the nodes that it stands for."""
     with world_of(ranks):
         place = suite.Place(ranks, 0, "g", lambda e, i: suite.random_cut(e, ranks, random.Random(f"{number} {e} {i}")))
         graph = suite.drawn(place, random.Random(number))
         prices, edges = Prices.of(graph, MODEL), Edges.of(graph)
-    held, most = _Held(edges, prices), 0
-    for node in edges.order:
-        most = max(most, held.with_(node))
-        held.take(node)
-    assert most == peak_memory(edges.order, prices)
+    tasks = Tasks.of(edges, prices)
+    for plan in quick_plans(Outline(tasks), 1.1 * known_peak(graph, prices)):
+        schedule = Scheduler(Outline(tasks), plan).run()
+        replayed = simulate(nodes_in_order(edges, tasks, schedule.order), prices)
+        assert schedule.total == pytest.approx(replayed.total)
+        assert schedule.peak_bytes == replayed.peak_bytes
 
 
 def test_large_members_stay_alone_and_small_ones_meet_across_them() -> None:
@@ -194,7 +199,7 @@ def buckets_play(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     monkeypatch.setattr(lockstep, "_PLAYED", lockstep._PLAYED | played)
     monkeypatch.setattr(lockstep, "signature", lambda node: f"{node.target} {node.args[-1]} {Collective.of(node).kind}")
-    monkeypatch.setattr(bucket, "_outlook", lambda graph, model: (False, 0.0))
+    monkeypatch.setattr(choice, "score", lambda outline, plan, limit: (False, 0.0))
 
 
 def inputs_of(graph: Graph, rank: int) -> list[Tensor]:
