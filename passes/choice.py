@@ -13,6 +13,7 @@ All of it reads `Prices` only, which are the same on every rank.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -112,7 +113,7 @@ class Choice:
 
     def _may_meet(self, group: Sequence[Collective]) -> bool:
         """Whether there are two next to each other that do not depend on each other."""
-        return any(self.closure.independent(b.node, [a.node]) for a, b in zip(group, group[1:], strict=False))
+        return any(self.closure.independent(b.node, [a.node]) for a, b in itertools.pairwise(group))
 
     def buckets(self) -> list[list[Node]]:
         """The buckets, each by its members' starts; none if the graph is best without."""
@@ -139,8 +140,8 @@ class Choice:
             for c in group:
                 task = number[c.node]
                 candidate = Candidate(c, task, self._load(c, labels), self.tasks.price[task], outline.first_use[task])
-                # What is ready at the start meets only its like: it would wait for the others for nothing.
-                early = ready[task] <= EARLY * candidate.price.latency
+                # A gather that could run at the start meets only its like: it would wait for the others for nothing.
+                early = outline.grows[task] and ready[task] <= EARLY * candidate.price.latency
                 self.divisible.setdefault((key, early), []).append(candidate)
         for candidates in self.divisible.values():
             candidates.sort(key=lambda c: (c.needed, c.task))

@@ -71,7 +71,11 @@ def best_order(graph: Graph, prices: Prices, memory_limit: float = MEMORY_LIMIT)
     found = search(tasks, limit, lower_bound(graph, prices))
     order = nodes_in_order(edges, tasks, found.order)
     timeline = simulate(order, prices)
-    if (timeline.peak_bytes > limit, timeline.total, timeline.peak_bytes) < (came.peak_bytes > limit, came.total, came.peak_bytes):
+    if (timeline.peak_bytes > limit, timeline.total, timeline.peak_bytes) < (
+        came.peak_bytes > limit,
+        came.total,
+        came.peak_bytes,
+    ):
         return order, timeline
     return own, came
 

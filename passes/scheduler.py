@@ -20,7 +20,6 @@ import numpy as np
 from shardcompile.passes.simulator import Streams
 from shardcompile.passes.tasks import START, WAIT, WORK, Tasks
 
-
 LEADS = 4.0
 """A collective leads if so many times its own time is left to do after it: then the path through it matters."""
 
@@ -282,8 +281,10 @@ class Scheduler:
     def _sort_in(self, n: int) -> None:
         tasks, outline = self.tasks, self.outline
         if tasks.kind[n] == WORK:
-            place = self._lead_place.get(n)
-            heapq.heappush(self._fill if place is None else self._beyond, (outline.work_place[n] if place is None else place, n))
+            if n in self._lead_place:
+                heapq.heappush(self._beyond, (self._lead_place[n], n))
+            else:
+                heapq.heappush(self._fill, (outline.work_place[n], n))
         elif tasks.kind[n] == WAIT:
             item = (self._ends[tasks.start_of[n]], n)
             heapq.heappush(self._waits, item)

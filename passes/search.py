@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from shardcompile.passes.scheduler import Outline, Plan, Schedule, Scheduler, tails
@@ -12,13 +11,16 @@ from shardcompile.passes.tasks import START, Tasks
 HASTE = (math.inf, 8.0, 1.0)
 """How much earlier a collective is started than just in time, in multiples of the time that it takes."""
 
-WINDOWS = (1, 16, 64, 256)
+HASTE_OF_LEADING = (32.0, 128.0, 8.0)
+"""The same where fillers are left for gaps: the compute gets further ahead then, in its order."""
+
+WINDOWS = (16, 64, 256)
 """How far tasks may overtake others, in places of the original order, where the compute is reordered as well."""
 
 JUSTIFICATIONS = 3
 """How often the best schedule is made anew from the latest times at which it could have done everything."""
 
-QUICK_WINDOW, QUICK_HASTE = 16, 8.0
+QUICK_WINDOW, QUICK_HASTE = 64, 32.0
 """Those of them that are taken where a few attempts have to do."""
 
 NARROWER = (1.0, 0.96, 0.9)
@@ -48,8 +50,8 @@ def search(tasks: Tasks, limit: float, bound: float) -> Schedule:
     for haste in HASTE:
         finder.attempt(Plan(place, needed, due_times(outline, haste), 1, limit))
     urgent = [-tail for tail in tails(tasks)]
-    for haste in HASTE:
-        for leads in (True, False):
+    for leads, hastes in ((True, HASTE_OF_LEADING), (False, HASTE)):
+        for haste in hastes:
             finder.widen(Plan(urgent, needed, due_times(outline, haste), 1, limit, leads))
     for _ in range(JUSTIFICATIONS):
         late = latest(tasks, finder.best)
@@ -63,7 +65,7 @@ class _Finder:
 
     def __init__(self, outline: Outline, limit: float, bound: float) -> None:
         self.outline, self.limit, self.bound = outline, limit, bound
-        self.plan = Plan([], [], math.inf, 1, limit)
+        self.plan = Plan([], [], [], 1, limit)
         self.best = Schedule([], math.inf, 0, [])
 
     @property
@@ -115,7 +117,7 @@ def quick_plans(outline: Outline, limit: float) -> list[Plan]:
     urgent, needed = [-tail for tail in tails(tasks)], _needed(outline)
     return [
         Plan(_places(tasks), needed, at_once, 1, limit),
-        Plan(urgent, needed, due_times(outline, QUICK_HASTE), QUICK_WINDOW, limit),
+        Plan(urgent, needed, due_times(outline, QUICK_HASTE), QUICK_WINDOW, limit, leads=True),
     ]
 
 

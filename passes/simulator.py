@@ -236,7 +236,7 @@ def _once_each(prices: Prices) -> list[float]:
         transfers[group] = transfers.get(group, 0.0) + prices.seconds[node] - latency
         kind = (group, str(node.target))
         latencies[kind] = min(latency, latencies.get(kind, math.inf))
-    return [seconds + sum(l for (g, _), l in latencies.items() if g == group) for group, seconds in transfers.items()]
+    return [seconds + sum(least for (g, _), least in latencies.items() if g == of) for of, seconds in transfers.items()]
 
 
 _Job = tuple[float, float, float]
@@ -263,7 +263,9 @@ def _link_jobs(prices: Prices, heads: Mapping[Node, float], tails: Mapping[Node,
         latency = prices.latency.get(node, 0.0)
         start = heads[node] + prices.packing.get(node, 0.0) + latency
         # A group without a link of that name has one for itself.
-        jobs.setdefault(prices.link.get(group, f"of {group}"), []).append((start, prices.seconds[node] - latency, tails[node]))
+        jobs.setdefault(prices.link.get(group, f"of {group}"), []).append(
+            (start, prices.seconds[node] - latency, tails[node])
+        )
     return jobs
 
 

@@ -205,7 +205,7 @@ class _Joining:
 
 
 def _sorted(first: Sequence[int], before: Sequence[set[int]], kind: Sequence[int]) -> list[int]:
-    """A valid order, in which starts come as soon as they can and the others stay where they are, as far as possible."""
+    """A valid order, in which starts come as soon as they can and the others stay where they are if they can."""
     left = {n for n in range(len(first)) if first[n] == n}
     missing = {n: len(before[n]) for n in left}
     after: dict[int, list[int]] = {n: [] for n in left}

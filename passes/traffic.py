@@ -57,7 +57,7 @@ class Load:
         if kind == "all_to_all_v":
             return Load(np.array(_sent_and_received(members, n)))
         times = n if kind == "all_gather" else 1  # its members are blocks
-        return Load(sum(np.array([shares(m.put or m.get, n)]) * (times * m.nbytes) for m in members))
+        return Load(np.sum([np.array([shares(m.put or m.get, n)]) * (times * m.nbytes) for m in members], axis=0))
 
     @staticmethod
     def together(loads: Sequence[Load]) -> Load:

@@ -171,7 +171,9 @@ class Writer(suite.Writer):
         first = self.call(aten.slice.Tensor, wide, 3, 0, half)
         second = self.call(aten.slice.Tensor, wide, 3, half, 2 * half)
         turned = self.call(aten.cat.default, [self.call(aten.neg.default, second), first], 3)
-        both = self.call(aten.add.Tensor, self.call(aten.mul.Tensor, wide, cos), self.call(aten.mul.Tensor, turned, sin))
+        both = self.call(
+            aten.add.Tensor, self.call(aten.mul.Tensor, wide, cos), self.call(aten.mul.Tensor, turned, sin)
+        )
         return self.cast(both, BF16)
 
     def attention(self, qkv: Sequence[Node], angles: tuple[Node, Node]) -> list[Node]:
