@@ -39,6 +39,9 @@ STEP = 4.0
 EARLY = 1.0
 """A payload that is ready after so many latencies counts as ready at the start, such as a weight that is cast."""
 
+GATHERS = ("all_gather", "all_gather_v")
+"""Collectives that may run long before their results are needed."""
+
 CONTENTION = 0.01
 """How much a running collective slows the compute down that hides it, an estimate: less of them is better."""
 
@@ -141,7 +144,7 @@ class Choice:
                 task = number[c.node]
                 candidate = Candidate(c, task, self._load(c, labels), self.tasks.price[task], outline.first_use[task])
                 # A gather that could run at the start meets only its like: it would wait for the others for nothing.
-                early = outline.grows[task] and ready[task] <= EARLY * candidate.price.latency
+                early = c.kind in GATHERS and ready[task] <= EARLY * candidate.price.latency
                 self.divisible.setdefault((key, early), []).append(candidate)
         for candidates in self.divisible.values():
             candidates.sort(key=lambda c: (c.needed, c.task))

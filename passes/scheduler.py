@@ -190,6 +190,7 @@ class Scheduler:
         self._leading = [n for n in outline.work if n not in fillers]
         self._lead_place = {n: i for i, n in enumerate(self._leading)}
         self._first = 0  # of the tasks that lead, the first one that is left
+        self._oldest = 0  # of all tasks at work, where the first one that is left may be
         self._fill: list[tuple[int, int]] = []  # tasks that fill gaps
         self._beyond: list[tuple[int, int]] = []  # ready, but further than the window reaches
         self._work: list[tuple[float, int, int]] = []
@@ -414,10 +415,21 @@ class Scheduler:
         """The first task that is left, of those that lead if there is one."""
         if self._first < len(self._leading):
             return self._leading[self._first]
-        return next(n for n in self.outline.work if not self._taken[n])
+        work = self.outline.work
+        while self._taken[work[self._oldest]]:
+            self._oldest += 1
+        return work[self._oldest]
+
+    def _front(self, heap: list[tuple[float, int]]) -> int | None:
+        while heap and self._taken[heap[0][1]]:
+            heapq.heappop(heap)
+        return heap[0][1] if heap else None
 
     def _starts_before(self, n: int) -> list[int]:
         """The collectives that could be started, and that a task needs."""
+        if n == self.outline.work[-1] and not self.tasks.after[n]:  # the end needs all: look no further than the heaps
+            heaps = (self._early, *self._growing.values(), *self._shrinking.values())
+            return [h for heap in heaps if (h := self._front(heap)) is not None]
         pending, seen, starts = [n], {n}, []
         while pending:
             n = pending.pop()
