@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import llama
 import lockstep
 import pytest
 import suite
@@ -20,11 +21,11 @@ from torch.fx import Graph
 from work import calls
 
 from shardcompile.collectives.buckets import _cuts
-from shardcompile.passes import Pipeline, choice
+from shardcompile.passes import BucketReduceScatters, Pipeline, choice
 from shardcompile.passes.collective import WAIT, Collective, collectives
 from shardcompile.passes.cost import CostModel, Prices
 from shardcompile.passes.edges import Edges
-from shardcompile.passes.links import CPU_CORE, H100
+from shardcompile.passes.links import CPU_CORE, H100, INFINIBAND_NDR
 from shardcompile.passes.overlap import ScheduleOverlap, best_order
 from shardcompile.passes.scheduler import Outline, Scheduler
 from shardcompile.passes.search import quick_plans
@@ -33,6 +34,7 @@ from shardcompile.passes.tasks import Tasks, nodes_in_order
 
 RANKS = 8
 MODEL = CostModel(H100)
+ACROSS = CostModel(H100, group_links={"g": INFINIBAND_NDR})
 SIZE = suite.Size(4, width=1024, tokens=4096, heads=8)
 PROGRAMS: dict[str, Callable[[suite.Place], Graph]] = {
     "layers in blocks, forward": lambda place: suite.fsdp_forward(place, SIZE),
@@ -106,8 +108,9 @@ def test_a_graph_that_no_order_fits_is_left_as_it_is() -> None:
 
 def test_the_memory_limit_is_of_the_graph_before_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "score", lambda outline, plan, limit: (False, 0.0))  # every legal bucket is kept
+    monkeypatch.setattr(choice, "FIRST_SPAN", math.inf)
     with world_of(RANKS):
-        graph = suite.fsdp_backward(place_of("even"), SIZE)
+        graph = suite.fsdp_forward(place_of("even"), SIZE)
         peak = peak_memory(list(graph.nodes), Prices.of(graph, MODEL))
         bucketed = passes()
         bucketed.passes = [p for p in bucketed.passes if p.name == "bucket_all_gathers"]
@@ -256,3 +259,70 @@ def test_waits_follow_their_starts() -> None:
     for node in graph.nodes:
         assert node.target is not WAIT or node.args[0] in seen
         seen.add(node)
+
+
+# ------------------------------------------------------------------------------------- graphs of other programs
+
+
+def foreign(rank: int, side: str, parts: int = 1, uneven: bool = False, layers: int = 3) -> Graph:
+    """Of a small transformer that others trained: weights over eight ranks, products over so many."""
+    groups = llama.Groups("g", RANKS, "p" if parts > 1 else "", parts)
+    shape = llama.Shape(layers, 4096, 1024, 4096, 8, 8, words=8192)
+    return getattr(llama, side)(place_of("log-normal", rank=rank), shape, groups, uneven)
+
+
+@pytest.mark.parametrize("parts", [1, 8])
+@pytest.mark.parametrize("side", ["forward", "backward"])
+def test_graphs_of_others_are_bucketed_and_scheduled_as_ours_are(side: str, parts: int) -> None:
+    with world_of(RANKS):
+        graph = foreign(0, side, parts)
+        prices = Prices.of(graph, ACROSS)
+        came, started = simulate(list(graph.nodes), prices), len(collectives(graph))
+        passes(ACROSS)(graph)
+        graph.lint()
+        ours = simulate(list(graph.nodes), Prices.of(graph, ACROSS))
+    assert ours.total < 0.9 * came.total
+    assert ours.peak_bytes <= 1.1 * came.peak_bytes
+    assert len(collectives(graph)) < started
+    if side == "backward":
+        # Torch's even reductions stay torch's.
+        scatters = [c for c in collectives(graph) if c.kind == "reduce_scatter"]
+        assert any(c.node.args[0].target is torch.ops.aten.view.default for c in scatters)
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_the_first_and_the_last_rank_make_the_same_plan_of_graphs_of_others(uneven: bool) -> None:
+    plans = []
+    for rank in (0, RANKS - 1):
+        with world_of(RANKS) as world:
+            world.here = rank
+            graph = foreign(rank, "backward", 8, uneven, layers=2)
+            passes(ACROSS)(graph)
+            plans.append([n.name for n in graph.nodes])
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.usefixtures("buckets_play")
+@pytest.mark.parametrize("kinds", ["even even", "even uneven", "uneven even even"])
+def test_even_and_uneven_reductions_share_a_bucket_and_keep_their_values(kinds: str) -> None:
+    def written(rank: int) -> Graph:
+        b = lockstep.Builder()
+        results = []
+        for i, kind in enumerate(kinds.split()):
+            x = b.input(6, 2 + i)
+            if kind == "even":
+                results.append(b.done(lockstep.REDUCE_SCATTER, x, "sum", 2, "g"))
+            else:
+                cut = ([5, 1], 0, [], "g")
+                results.append(b.done(torch.ops.shardcompile.reduce_scatter_v.default, x, 0, [5, 1][rank], "sum", *cut))
+        return b.output(*results)
+
+    with world_of(2) as world:
+        plain, changed = ([written(rank) for rank in world.each()] for _ in range(2))
+        inputs = [inputs_of(graph, rank) for rank, graph in enumerate(plain)]
+        inputs = [[x.double() for x in rank] for rank in inputs]
+        lockstep.apply(world, BucketReduceScatters(model=MODEL), changed)
+        assert [len(collectives(graph)) for graph in changed] == [1, 1]
+        before, after = (play(world, graphs, inputs) for graphs in (plain, changed))
+    for a, b in zip(before, after, strict=True):
+        assert all(torch.equal(x, y) and x.shape == y.shape for x, y in zip(a, b, strict=True))
