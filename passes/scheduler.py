@@ -324,9 +324,9 @@ class Scheduler:
         for group, growing in self._growing.items():
             if self._streams.free_at(group) > horizon:
                 continue
-            n = self._best(growing, self._shrinking[group])
-            if n is not None:
-                self._take(n)
+            best = self._best(growing, self._shrinking[group])
+            if best is not None:
+                self._take(best)
                 return True
         return False
 

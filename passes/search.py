@@ -8,10 +8,10 @@ from dataclasses import replace
 from shardcompile.passes.scheduler import Outline, Plan, Schedule, Scheduler, tails
 from shardcompile.passes.tasks import START, Tasks
 
-HASTE = (math.inf, 8.0, 1.0)
+HASTE = (math.inf, 1.0)
 """How much earlier a collective is started than just in time, in multiples of the time that it takes."""
 
-HASTE_OF_LEADING = (32.0, 128.0, 8.0)
+HASTE_OF_LEADING = (32.0, 128.0)
 """The same where fillers are left for gaps: the compute gets further ahead then, in its order."""
 
 WINDOWS = (16, 64, 256)
@@ -50,7 +50,7 @@ def search(tasks: Tasks, limit: float, bound: float) -> Schedule:
     for haste in HASTE:
         finder.attempt(Plan(place, needed, due_times(outline, haste), 1, limit))
     urgent = [-tail for tail in tails(tasks)]
-    for leads, hastes in ((True, HASTE_OF_LEADING), (False, HASTE)):
+    for leads, hastes in ((True, HASTE_OF_LEADING), (False, HASTE[:1])):
         for haste in hastes:
             finder.widen(Plan(urgent, needed, due_times(outline, haste), 1, limit, leads))
     for _ in range(JUSTIFICATIONS):

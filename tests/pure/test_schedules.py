@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import llama
@@ -108,7 +109,6 @@ def test_a_graph_that_no_order_fits_is_left_as_it_is() -> None:
 
 def test_the_memory_limit_is_of_the_graph_before_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "score", lambda outline, plan, limit: (False, 0.0))  # every legal bucket is kept
-    monkeypatch.setattr(choice, "FIRST_SPAN", math.inf)
     with world_of(RANKS):
         graph = suite.fsdp_forward(place_of("even"), SIZE)
         peak = peak_memory(list(graph.nodes), Prices.of(graph, MODEL))
@@ -117,8 +117,9 @@ def test_the_memory_limit_is_of_the_graph_before_buckets(monkeypatch: pytest.Mon
         bucketed(graph)
         assert any(c.kind == "all_gather_bucket" for c in collectives(graph))
         prices = Prices.of(graph, MODEL)
-        assert known_peak(graph, prices) == peak
-        assert peak_memory(list(graph.nodes), prices) != peak
+        weightless = replace(prices, nbytes=dict.fromkeys(prices.nbytes, 0))
+        assert known_peak(graph, weightless) == peak  # what the first pass found, whatever became of the graph since
+        assert peak_memory(list(graph.nodes), weightless) == 0
 
 
 @settings(max_examples=30, deadline=None)
@@ -290,13 +291,13 @@ def test_graphs_of_others_are_bucketed_and_scheduled_as_ours_are(side: str, part
         assert any(c.node.args[0].target is torch.ops.aten.view.default for c in scatters)
 
 
-@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("uneven", often([True, False], 1))
 def test_the_first_and_the_last_rank_make_the_same_plan_of_graphs_of_others(uneven: bool) -> None:
     plans = []
     for rank in (0, RANKS - 1):
         with world_of(RANKS) as world:
             world.here = rank
-            graph = foreign(rank, "backward", 8, uneven, layers=2)
+            graph = foreign(rank, "backward", 8, uneven, layers=1)
             passes(ACROSS)(graph)
             plans.append([n.name for n in graph.nodes])
     assert plans[0] == plans[1]
