@@ -158,11 +158,15 @@ class _Joining:
         for wait, start in old.start_of.items():
             waits.setdefault(start, []).append(wait)
         self.unpacks: dict[int, float] = {}
+        self.makes: dict[int, int] = {}
         for bucket in buckets:
             first = bucket.members[0]
+            made = [old.makes[m] for m in bucket.members if old.makes[m] >= 0]  # an empty result takes no memory
+            self.makes[first] = made[0] if made else -1
+            for t in made:
+                self.tensor[t] = made[0]
             for m in bucket.members:
                 self.first[m] = first
-                self.tensor[old.makes[m]] = old.makes[first]
                 for wait in waits[m]:
                     self.first[wait] = waits[first][0]
             self.unpacks[waits[first][0]] = bucket.price.unpacking
@@ -196,7 +200,7 @@ class _Joining:
         new.after.append([])
         for b in before:
             new.after[b].append(here)
-        makes = old.makes[n]
+        makes = self.makes.get(n, old.makes[n])
         new.makes.append(makes)
         new.alloc.append(new.nbytes[makes] if makes >= 0 else 0)
         new.reads.append(reads)
