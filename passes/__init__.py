@@ -27,7 +27,7 @@ from shardcompile.passes.lower import LowerEvenGathers
 from shardcompile.passes.normalise import NormaliseChains
 from shardcompile.passes.overlap import ScheduleOverlap
 from shardcompile.passes.pipeline import Pass, Pipeline, Step, default_passes
-from shardcompile.passes.simulator import Timeline, lower_bound, perfetto, simulate
+from shardcompile.passes.simulator import Timeline, bucket_bound, lower_bound, perfetto, simulate
 
 __all__ = [
     "BucketAllGathers",
@@ -52,6 +52,7 @@ __all__ = [
     "ShareEqualCollectives",
     "Step",
     "Timeline",
+    "bucket_bound",
     "collectives",
     "compile_with_passes",
     "default_passes",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.fx import Graph, Node
 
 from shardcompile import compat
@@ -379,6 +380,14 @@ def size_of_group(name: str, group_sizes: Mapping[str, int]) -> int | None:
         return group_sizes[name]
     try:
         return compat.process_group(name).size()
+    except (RuntimeError, ValueError, LookupError):
+        return None
+
+
+def ranks_of_group(name: str) -> list[int] | None:
+    """The ranks of a group, by their number in the world; None if it is no process group of this process."""
+    try:
+        return dist.get_process_group_ranks(compat.process_group(name))
     except (RuntimeError, ValueError, LookupError):
         return None
 

@@ -1,12 +1,12 @@
 """Buckets: many collectives in one.
 
 A small collective costs its latency, so that the gradients of a model's parameters, reduced one by one, cost a
-multiple of what their bytes do; the same holds for the gathers of parameters that are kept in blocks.
+multiple of what their bytes do; the same holds for the gathers of parameters that are kept in blocks. Torch's own even
+collectives meet as ours do, and each other.
 
-What meets in a bucket follows from the program and from sizes that all ranks of a group share:
-`Collective.global_bytes`, never the bytes of this rank's block. The buckets are put into a copy of the graph first, and
-kept if that is faster when it is ordered for overlap, within the memory that it may take. A bucket is issued where its
-last member was; what reads the first member's result moves behind it.
+What meets in a bucket follows from the program and from sizes that all ranks of a group share, never from the bytes of
+this rank's block: see `shardcompile.passes.choice`. A bucket is issued where its last member was; what reads the first
+member's result moves behind it.
 """
 
 from __future__ import annotations
@@ -20,41 +20,38 @@ import torch
 from torch.fx import Graph, Node
 
 from shardcompile.collectives import flat_cuts
-from shardcompile.passes.benefit import SATURATIONS, Benefit
+from shardcompile.collectives.transport import check_reduction
+from shardcompile.errors import CollectiveError
+from shardcompile.passes.choice import Choice
 from shardcompile.passes.collective import WAIT, Collective, add_node, collectives, inherit
-from shardcompile.passes.cost import CostModel, Prices
-from shardcompile.passes.dependencies import Dependencies, ordered_inputs, reorder
-from shardcompile.passes.overlap import best_order, byte_limit
+from shardcompile.passes.cost import CostModel
+from shardcompile.passes.dependencies import ordered_inputs, reorder
+from shardcompile.passes.traffic import (
+    Load,
+    Traffic,
+    exchanged_in_a_bucket,
+    gathered_in_a_bucket,
+    reduced_in_a_bucket,
+    scattered_in_a_bucket,
+)
 
 aten = torch.ops.aten
 _ours = torch.ops.shardcompile
-
-DEFAULT_BYTES = 25 << 20
-"""DDP's default for the same trade of latency against overlap."""
-
-
-THOROUGH_NODES = 2000
-"""Up to so many nodes several ways to choose buckets are compared, beyond only one and none at all."""
-
-CONTENTION = 0.01
-"""How much a running collective slows the compute down that hides it, an estimate: less of them is better."""
-
-Outlook = tuple[bool, float]
-"""Whether a graph is beyond the memory limit however it is ordered, and its seconds, `CONTENTION` included."""
+_c10d = torch.ops._c10d_functional
 
 
 class Bucketing:
     """What the bucketing passes share: which collectives meet, and how a graph is put in order again.
 
     Args:
-        bucket_bytes: no bucket holds more, over all ranks.
-        model: the costs, by which members are chosen, see `Benefit`; None for those of the device that the graph runs
+        bucket_bytes: no bucket holds more, over all ranks; None for as much as makes the graph faster.
+        model: the costs, by which members are chosen, see `Choice`; None for those of the device that the graph runs
             on.
     """
 
     name = ""
 
-    def __init__(self, bucket_bytes: int = DEFAULT_BYTES, model: CostModel | None = None) -> None:
+    def __init__(self, bucket_bytes: int | None = None, model: CostModel | None = None) -> None:
         self.bucket_bytes = bucket_bytes
         self.model = model
 
@@ -62,50 +59,19 @@ class Bucketing:
         return f"{type(self).__name__}(bucket_bytes={self.bucket_bytes}, model={self.model})"
 
     def __call__(self, graph: Graph) -> None:
-        candidates = [c for c in collectives(graph) if _is_simple(c) and self._key(c) is not None]
-        if len(candidates) < 2:
-            return
-        model = self.model or CostModel.of(graph)
-        benefit = Benefit(graph, model, self.bucket_bytes)
-        best = _outlook(graph, model)
-        buckets: list[list[Node]] = []
-        tried: list[list[list[Node]]] = []
-        for saturation in SATURATIONS if len(graph.nodes) <= THOROUGH_NODES else SATURATIONS[:1]:
-            benefit.saturation = saturation
-            chosen = self._chosen(graph, candidates, benefit)
-            if not chosen or chosen in tried:
-                continue
-            tried.append(chosen)
-            outlook = self._outlook_with(graph, chosen, model)
-            if outlook < best or (outlook == best and not buckets):
-                best, buckets = outlook, chosen
-        self._replace(graph, buckets)
+        groups: dict[Any, list[Collective]] = {}
+        for c in collectives(graph):
+            key = self._key(c) if _is_simple(c) else None
+            if key is not None:
+                groups.setdefault((key, c.group_name, c.backward), []).append(c)
+        groups = {key: group for key, group in groups.items() if len(group) > 1}
+        if groups:
+            model = self.model or CostModel.of(graph)
+            self._replace(graph, Choice(graph, groups, model, self._traffic, self.bucket_bytes).buckets())
 
-    def _chosen(self, graph: Graph, candidates: Sequence[Collective], benefit: Benefit) -> list[list[Node]]:
-        """The buckets by what each member saves and delays."""
-        dependencies = Dependencies(graph)
-        open_buckets: dict[Any, list[Collective]] = {}
-        full: list[list[Node]] = []
-        for c in candidates:
-            bucket = open_buckets.setdefault((self._key(c), c.group_name, c.backward), [])
-            free = dependencies.independent(c.node, [b.node for b in bucket])
-            pays = not bucket or benefit.pays(bucket, c)
-            if not pays and c.global_bytes > sum(b.global_bytes for b in bucket):
-                continue  # it is too large for any bucket; the small ones wait for the next small one
-            if bucket and not (pays and free and benefit.joins(bucket, c)):
-                full.append(_tied(bucket, dependencies))
-                bucket.clear()
-            bucket.append(c)
-        full += [_tied(bucket, dependencies) for bucket in open_buckets.values()]
-        return [bucket for bucket in full if len(bucket) > 1]
-
-    def _outlook_with(self, graph: Graph, buckets: Sequence[Sequence[Node]], model: CostModel) -> Outlook:
-        copy = Graph()
-        copies: dict[Node, Node] = {}
-        output = copy.output(copy.graph_copy(graph, copies))
-        output.meta = dict(next(n for n in reversed(graph.nodes) if n.op == "output").meta)
-        self._replace(copy, [[copies[node] for node in bucket] for bucket in buckets])
-        return _outlook(copy, model)
+    def _traffic(self, members: Sequence[Collective], load: Load) -> Traffic:
+        """What a bucket of these members moves, by what each rank has of all of them."""
+        raise NotImplementedError
 
     def _key(self, c: Collective) -> Any:
         """What members of a bucket have in common besides their group, or None for what cannot join one."""
@@ -161,9 +127,12 @@ class BucketAllReduces(Bucketing):
     name = "bucket_all_reduces"
 
     def _key(self, c: Collective) -> Any:
-        if c.kind != "all_reduce" or c.value.ndim > 1:
+        if c.kind != "all_reduce" or (c.value.ndim > 1 and not (_is_static(c) and c.value.is_contiguous())):
             return None
         return c.node.args[1], c.value.dtype, c.value.device
+
+    def _traffic(self, members: Sequence[Collective], load: Load) -> Traffic:
+        return reduced_in_a_bucket(load, passes=2)
 
     def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
         flat = [_flat(graph, m.payload) for m in members]
@@ -192,6 +161,9 @@ class BucketAllGathers(Bucketing):
             return c.value.device, None
         return None
 
+    def _traffic(self, members: Sequence[Collective], load: Load) -> Traffic:
+        return gathered_in_a_bucket(load)
+
     def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
         arguments = [_gather_of(m) for m in members]
         inputs = [m.payload for m in members]
@@ -205,23 +177,39 @@ class BucketAllGathers(Bucketing):
 class BucketReduceScatters(Bucketing):
     """Reduce many tensors, and leave each rank its blocks, in one collective.
 
-        reduce_scatter_v(a, ...); reduce_scatter_v(b, ...)   ->   reduce_scatter_bucket([a, b], ...), split
+        reduce_scatter_v(a, ...); reduce_scatter_v(b, ...)           ->   reduce_scatter_bucket([a, b], ...), split
+        reduce_scatter_tensor(a); reduce_scatter_tensor(b)           ->   reduce_scatter_tensor(cat(a, b)), split
+        reduce_scatter_v(a, ...); reduce_scatter_tensor(b)           ->   reduce_scatter_bucket([a, b], ...), split
 
-    Legal because the reduction works element by element, and in rank order as that of a single one does: the results
-    are the same bit for bit. Members have one group, one reduction and one dtype.
+    Legal because the reduction works element by element. Members have one group, one reduction and one dtype. Ours
+    reduce in rank order, in a bucket as alone: the results are the same bit for bit. Even ones of torch's stay torch's
+    as long as they meet no others; the order in which a backend adds up the ranks' terms may depend on the length of
+    the message, so floats can differ in their last bit from those without the bucket, and from those of torch's where
+    an even one meets uneven ones. Two terms add up the same in either order.
     """
 
     name = "bucket_reduce_scatters"
 
     def _key(self, c: Collective) -> Any:
-        return (c.node.args[3], c.value.dtype, c.value.device) if c.kind == "reduce_scatter_v" else None
+        if c.kind == "reduce_scatter_v":
+            return c.node.args[3], c.value.dtype, c.value.device, True
+        if c.kind != "reduce_scatter" or not c.value.ndim or not _is_static(c):
+            return None
+        return c.node.args[1], c.value.dtype, c.value.device, _is_known(str(c.node.args[1]), c.value.dtype)
+
+    def _traffic(self, members: Sequence[Collective], load: Load) -> Traffic:
+        even = all(m.kind == "reduce_scatter" for m in members)
+        return reduced_in_a_bucket(load, passes=1) if even else scattered_in_a_bucket(load)
 
     def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
-        inputs, args = [m.payload for m in members], [m.node.args for m in members]
-        cuts = flat_cuts([a[4:7] for a in args])  # type: ignore[misc]
-        target = _ours.reduce_scatter_bucket.default
-        dims, blocks = [a[1] for a in args], [a[2] for a in args]
-        start = add_node(graph, target, inputs, dims, blocks, args[-1][3], *cuts, members[-1].group_name)
+        if all(m.kind == "reduce_scatter" for m in members):
+            start = _even_scatter(graph, members)
+        else:
+            arguments, inputs = [_scatter_of(m) for m in members], [m.payload for m in members]
+            cuts = flat_cuts([a[2:] for a in arguments])
+            dims, blocks, op = [a[0] for a in arguments], [a[1] for a in arguments], _reduction_of(members[-1])
+            target, group_name = _ours.reduce_scatter_bucket.default, members[-1].group_name
+            start = add_node(graph, target, inputs, dims, blocks, op, *cuts, group_name)
         dtype = start.meta["val"].dtype
         return start, [_length(graph, m, dtype) for m in members], dtype
 
@@ -239,6 +227,9 @@ class BucketAllToAlls(Bucketing):
     def _key(self, c: Collective) -> Any:
         return (c.value.dtype, c.value.device) if c.kind == "all_to_all_v" else None
 
+    def _traffic(self, members: Sequence[Collective], load: Load) -> Traffic:
+        return exchanged_in_a_bucket(load)
+
     def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
         inputs, args = [m.payload for m in members], [m.node.args for m in members]
         cuts = flat_cuts([cut for a in args for cut in (a[5:8], a[8:11])])  # type: ignore[misc]
@@ -248,31 +239,9 @@ class BucketAllToAlls(Bucketing):
         return start, [_length(graph, m, dtype) for m in members], dtype
 
 
-def _outlook(graph: Graph, model: CostModel) -> Outlook:
-    """What comes of a graph when it is ordered for overlap."""
-    prices = Prices.of(graph, model)
-    timeline = best_order(graph, prices, quick=True)[1]
-    seconds = timeline.total + CONTENTION * sum(timeline.communication.values())
-    return timeline.peak_bytes > byte_limit(graph, prices), seconds
-
-
 def _is_simple(c: Collective) -> bool:
     """Whether it writes to nothing, has one payload, and only its waits read its result."""
     return c.functional and len(c.payloads) == 1 and 0 < len(c.waits) == len(c.node.users)
-
-
-def _tied(bucket: Sequence[Collective], dependencies: Dependencies) -> list[Node]:
-    """The members of a bucket, as far as they still are independent, from now on as one.
-
-    They were when they were chosen, but other buckets that were filled at the same time may have tied them together.
-    """
-    free: list[Node] = []
-    for c in bucket:
-        if dependencies.independent(c.node, free):
-            free.append(c.node)
-    if len(free) > 1:
-        dependencies.tie(free)
-    return free
 
 
 def _is_static(c: Collective) -> bool:
@@ -287,6 +256,47 @@ def _gather_of(c: Collective) -> tuple[Any, ...]:
     return 0, ranks * rows, [rows] * ranks, 0, []  # type: ignore[operator, list-item]
 
 
+def _scatter_of(c: Collective) -> tuple[Any, ...]:
+    """Dim, extent of a block, sizes, key and nest of a reduce-scatter, ours or torch's."""
+    args = c.node.args
+    if c.kind == "reduce_scatter_v":
+        return args[1], args[2], *args[4:7]  # type: ignore[misc]
+    ranks = args[2]
+    rows = c.value.shape[0] // ranks  # type: ignore[operator]
+    return 0, rows, [rows] * ranks, 0, []  # type: ignore[operator, list-item]
+
+
+def _reduction_of(c: Collective) -> Any:
+    return c.node.args[3 if c.kind == "reduce_scatter_v" else 1]
+
+
+def _is_known(reduce_op: str, dtype: torch.dtype) -> bool:
+    """Whether a reduction is one of ours."""
+    try:
+        check_reduction(reduce_op, dtype)
+    except CollectiveError:
+        return False
+    return True
+
+
+def _even_scatter(graph: Graph, members: Sequence[Collective]) -> Node:
+    """Torch's collective of even members: what belongs to a rank, of all members, lies together."""
+    target, ranks = members[-1].node.target, members[-1].node.args[2]
+    rows = [_rows_of(graph, m.payload, ranks) for m in members]
+    packed = add_node(graph, aten.cat.default, rows, 1)
+    flat = add_node(graph, aten.view.default, packed, [packed.meta["val"].numel()])
+    return add_node(graph, target, flat, *members[-1].node.args[1:])
+
+
+def _rows_of(graph: Graph, payload: Node, ranks: Any) -> Node:
+    """A payload as a matrix of one row for each rank."""
+    if not payload.meta["val"].is_contiguous():
+        copied = graph.call_function(aten.clone.default, (payload,), {"memory_format": torch.contiguous_format})
+        copied.meta["val"] = payload.meta["val"].clone(memory_format=torch.contiguous_format)
+        payload = copied
+    return add_node(graph, aten.view.default, payload, [ranks, payload.meta["val"].numel() // ranks])
+
+
 def _sort(graph: Graph, place: dict[Node, float]) -> None:
     """Restore a valid order: new nodes where they were put, early users of the members' results after them."""
     priority: dict[Node, float] = {}
@@ -298,7 +308,8 @@ def _sort(graph: Graph, place: dict[Node, float]) -> None:
 
 
 def _flat(graph: Graph, payload: Node) -> Node:
-    return payload if payload.meta["val"].ndim == 1 else add_node(graph, aten.view.default, payload, [1])
+    value = payload.meta["val"]
+    return payload if value.ndim == 1 else add_node(graph, aten.view.default, payload, [value.numel()])
 
 
 def _numel(graph: Graph, flat: Node) -> Any:

@@ -9,20 +9,21 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 from shardcompile import compat
-from shardcompile.collectives.transport import running_ends
 from shardcompile.passes import blocks, links
 from shardcompile.passes.blocks import Member, shares
 from shardcompile.passes.collective import WAIT, Collective
 from shardcompile.passes.links import Device, Link
+from shardcompile.passes.traffic import TRAFFIC, Traffic
 
 aten = torch.ops.aten
 _LOG = logging.getLogger("shardcompile")
@@ -54,18 +55,25 @@ _ALLOCATIONS = {aten.empty.memory_format, aten.empty_strided.default, aten.new_e
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """What a collective moves.
+class Price:
+    """Seconds of a collective.
 
     Attributes:
-        busiest: bytes that the rank sends or receives that has most to.
-        total: bytes that all ranks send.
-        copied: bytes that the busiest rank reads and writes in its own memory besides.
+        latency: that it takes however little it moves.
+        transfer: that its bytes take on the link.
+        packing: of compute before it starts.
+        unpacking: of compute when it is awaited.
     """
 
-    busiest: float
-    total: float
-    copied: float = 0.0
+    latency: float
+    transfer: float
+    packing: float = 0.0
+    unpacking: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """From start to end."""
+        return self.latency + self.transfer
 
 
 @dataclass(frozen=True)
@@ -74,10 +82,10 @@ class CostModel:
 
     Attributes:
         device: what every rank computes with.
-        ranks_per_node: groups up to this size use the device's link within a node.
+        ranks_per_node: of every node; ranks are numbered node by node.
         group_sizes: numbers of ranks by the group's name, where there are no such process groups.
-        group_links: links by the group's name, in place of the device's: calibrated ones, or that of a small group
-            which spans nodes.
+        group_links: links by the group's name, in place of the device's, such as calibrated ones. Groups whose links
+            have one name share it.
     """
 
     device: Device
@@ -100,35 +108,53 @@ class CostModel:
         return blocks.size_of_group(name, self.group_sizes)
 
     def link(self, group_name: str) -> Link:
-        """The link that a group uses."""
+        """The link that a group uses: told from where its ranks are, or from how many there are if that is unknown."""
         if group_name in self.group_links:
             return self.group_links[group_name]
-        return links.link_of(self.device, self.group_size(group_name) or NOMINAL_RANKS, self.ranks_per_node)
+        ranks = None if group_name in self.group_sizes else blocks.ranks_of_group(group_name)
+        spread = None
+        if ranks is not None:
+            spread = links.spans_nodes(ranks, dist.get_world_size(), self.ranks_per_node)
+        size = self.group_size(group_name) or NOMINAL_RANKS
+        return links.link_of(self.device, size, self.ranks_per_node, spread)
 
     def collective_seconds(self, c: Collective, labels: Mapping[Node, set[str]] | None = None) -> float:
-        """How long a collective takes that runs alone.
+        """How long a collective is on its way that runs alone. What it copies before and after is not in it.
 
         Args:
             c: any.
             labels: of the graph, see `shardcompile.passes.blocks.labels`; left out, they are looked for.
         """
+        return self.price(c, labels).seconds
+
+    def price(self, c: Collective, labels: Mapping[Node, set[str]] | None = None) -> Price:
+        """What a collective costs.
+
+        Args:
+            c: any.
+            labels: as for `collective_seconds`.
+        """
         labels = blocks.labels(c.node.graph, self.group_sizes) if labels is None else labels
         n = self.group_size(c.group_name)
-        moved = None if n is None else _TRAFFIC.get(c.kind)
+        moved = None if n is None else TRAFFIC.get(c.kind)
         if n is None or moved is None:
             _say_once(f"{c.kind} over group {c.group_name} of {n or 'unknown'} ranks has no price; a default stands in")
-            return self._wire_seconds(c.group_name, NOMINAL_RANKS, Traffic(NOMINAL_BYTES, NOMINAL_BYTES))
+            return self.price_of(c.group_name, Traffic(NOMINAL_BYTES, NOMINAL_BYTES))
         if any(compat.is_unbacked(s) for p in c.payloads for t in blocks.tensors(p) for s in t.shape):
             _say_once("collectives of sizes that are known at run time only are priced as if these were 64")
         members = blocks.members(c, n)
         if not readable(c, members, labels):
-            return self._wire_seconds(c.group_name, n, Traffic(NOMINAL_BYTES, NOMINAL_BYTES * n))
-        return self._wire_seconds(c.group_name, n, moved(members, n))
+            return self.price_of(c.group_name, Traffic(NOMINAL_BYTES, NOMINAL_BYTES * n))
+        return self.price_of(c.group_name, moved(members, n))
 
-    def _wire_seconds(self, group_name: str, n: int, traffic: Traffic) -> float:
+    def price_of(self, group_name: str, traffic: Traffic) -> Price:
+        """What it costs to move so much over a group."""
+        n = self.group_size(group_name) or NOMINAL_RANKS
         link = self.link(group_name)
         wire = traffic.busiest if link.medium == "ports" else traffic.total / n
-        return link.seconds(wire, n) + traffic.copied / (self.device.memory * self.device.share)
+        latency = link.seconds(0, n)
+        rate = self.device.memory * self.device.share
+        return Price(latency, link.seconds(wire, n) - latency, traffic.packed / rate, traffic.unpacked / rate)
 
     def compute_seconds(self, node: Node, labels: Mapping[Node, set[str]] | None = None) -> float:
         """How long a node takes on the compute stream: 0 for what runs no kernel, and for collectives.
@@ -175,12 +201,16 @@ class Prices:
     """What every node of a graph costs, worked out once.
 
     Attributes:
-        seconds: by node: on the compute stream, or of a collective from start to end.
+        seconds: by node: on the compute stream, or of a collective from start to end. Of a wait: what its collective
+            unpacks.
         nbytes: by node: the memory that it allocates.
         storage: by node: the node that allocated what it holds; views hold what their base does.
         group: by collective: the name of its group, which has a stream of its own.
         awaits: by wait: the collective that it completes.
         inputs: by node: the nodes that it reads.
+        packing: by collective: compute before it starts; left out where there is none.
+        latency: by collective: the part of its seconds in which it uses no link; left out where it is none.
+        link: by group: the name of the link that it uses; left out where it has one for itself.
     """
 
     seconds: Mapping[Node, float]
@@ -189,6 +219,9 @@ class Prices:
     group: Mapping[Node, str]
     awaits: Mapping[Node, Node]
     inputs: Mapping[Node, tuple[Node, ...]]
+    packing: Mapping[Node, float] = field(default_factory=dict)
+    latency: Mapping[Node, float] = field(default_factory=dict)
+    link: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(graph: Graph, model: CostModel) -> Prices:
@@ -206,6 +239,8 @@ class Prices:
         group: dict[Node, str] = {}
         awaits: dict[Node, Node] = {}
         inputs: dict[Node, tuple[Node, ...]] = {}
+        packing: dict[Node, float] = {}
+        latency: dict[Node, float] = {}
         for node in graph.nodes:
             inputs[node] = tuple(node.all_input_nodes)
             base = _base(node)
@@ -215,11 +250,17 @@ class Prices:
                 nbytes[node] = largest.get(node, NOMINAL_BYTES) if node in labels else blocks.nbytes_of(node)
             c = Collective.of(node)
             if c is None:
-                seconds[node] = model.compute_seconds(node, labels)
+                seconds.setdefault(node, model.compute_seconds(node, labels))
                 continue
-            seconds[node], group[node] = model.collective_seconds(c, labels), c.group_name
+            price = model.price(c, labels)
+            seconds[node], latency[node], group[node] = price.seconds, price.latency, c.group_name
+            if price.packing:
+                packing[node] = price.packing
+            if price.unpacking and c.waits:
+                seconds[c.waits[0]] = price.unpacking
             awaits.update(dict.fromkeys(c.waits, node))
-        return Prices(seconds, nbytes, storage, group, awaits, inputs)
+        link = {name: model.link(name).name for name in group.values()}
+        return Prices(seconds, nbytes, storage, group, awaits, inputs, packing, latency, link)
 
 
 def _largest_blocks(graph: Graph, model: CostModel, labels: Mapping[Node, set[str]]) -> dict[Node, int]:
@@ -240,142 +281,6 @@ def _largest_blocks(graph: Graph, model: CostModel, labels: Mapping[Node, set[st
             columns = zip(*([m.nbytes * s for s in shares(m.get, n)] for m in members), strict=True)
             found[node] = int(max(sum(column) for column in columns))
     return found
-
-
-# Traffic. An even collective moves what a ring or pairwise exchange does, which is the least possible
-# (Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005; nccl-tests,
-# PERFORMANCE.md). Uneven blocks are sent directly, as `shardcompile.collectives.transport` does: a rank sends its block
-# to each of the n-1 others, so that the owner of the largest one decides where every rank has its own link, with
-# (n-1) max(block); that is also what a gather padded to the largest block moves. Where all share one the sum decides.
-
-
-def _block_traffic(members: Sequence[Member], n: int) -> Traffic:
-    """all_gather_v: each block goes to the n-1 others. reduce_scatter_v: the same backwards, and the sum of n terms."""
-    largest, whole = _largest_and_whole(members, n)
-    reduced = (n + 1) * largest if members[0].get is not None else 0.0
-    return Traffic((n - 1) * largest, (n - 1) * whole, reduced)
-
-
-def _block_bucket_traffic(members: Sequence[Member], n: int) -> Traffic:
-    """As without a bucket, and members are packed by rank and unpacked: the whole is read and written once more."""
-    alone = _block_traffic(members, n)
-    largest, whole = _largest_and_whole(members, n)
-    return Traffic(alone.busiest, alone.total, alone.copied + 2 * (largest + whole))
-
-
-def _largest_and_whole(members: Sequence[Member], n: int) -> tuple[float, float]:
-    """Bytes of the rank that holds most, and of all ranks."""
-    columns = zip(*([m.nbytes * s for s in shares(m.put or m.get, n)] for m in members), strict=True)
-    return max(sum(column) for column in columns), sum(m.nbytes for m in members)
-
-
-def _even_gather_traffic(members: Sequence[Member], n: int) -> Traffic:
-    """all_gather of equal blocks: `nbytes` are those of one block."""
-    whole = n * sum(m.nbytes for m in members)
-    return Traffic((n - 1) / n * whole, (n - 1) * whole)
-
-
-def _even_scatter_traffic(members: Sequence[Member], n: int) -> Traffic:
-    whole = sum(m.nbytes for m in members)
-    return Traffic((n - 1) / n * whole, (n - 1) * whole)
-
-
-def _all_reduce_traffic(members: Sequence[Member], n: int) -> Traffic:
-    """A reduce-scatter and an all-gather."""
-    half = _even_scatter_traffic(members, n)
-    return Traffic(2 * half.busiest, 2 * half.total)
-
-
-def _broadcast_traffic(members: Sequence[Member], n: int) -> Traffic:
-    """Pipelined: each rank receives all and passes it on."""
-    whole = sum(m.nbytes for m in members)
-    return Traffic(whole, (n - 1) * whole)
-
-
-def _even_exchange_traffic(members: Sequence[Member], n: int) -> Traffic:
-    """all_to_all_single: of its payload each rank keeps one part in n."""
-    payload = sum(m.nbytes for m in members)
-    return Traffic((n - 1) / n * payload, (n - 1) * payload)
-
-
-def _mirror_traffic(members: Sequence[Member], n: int) -> Traffic:
-    payload = sum(m.nbytes for m in members)
-    return Traffic(payload, n * payload)
-
-
-def _turn_traffic(members: Sequence[Member], n: int) -> Traffic:
-    """all_to_all_v: rank p sends the part of its block that belongs to rank q's."""
-    sent, received = [0.0] * n, [0.0] * n
-    for m in members:
-        for r, (put, get) in enumerate(zip(shares(m.put, n), shares(m.get, n), strict=True)):
-            sent[r] += m.nbytes * put * (1 - get)
-            received[r] += m.nbytes * get * (1 - put)
-    return Traffic(max(*sent, *received), sum(sent))
-
-
-def _turn_bucket_traffic(members: Sequence[Member], n: int) -> Traffic:
-    """As without a bucket, and what is sent is packed, what is received unpacked."""
-    alone = _turn_traffic(members, n)
-    return Traffic(alone.busiest, alone.total, 4 * alone.busiest)
-
-
-def _fetch_traffic(members: Sequence[Member], n: int) -> Traffic:
-    """fetch_ranges and return_ranges: what a rank wants and does not hold."""
-    (m,) = members
-    assert m.put is not None and m.get is not None
-    narrow, wide = (m.put, m.get) if m.get.halo or not m.put.halo else (m.get, m.put)
-    held, wanted = narrow.sizes or narrow.assumed, wide.sizes or wide.assumed
-    if held is None or wanted is None:
-        # Cuts that are known at run time only: all but one part in n may have to move.
-        return Traffic((n - 1) / n * m.nbytes / n, (n - 1) / n * m.nbytes)
-    rows = max(sum(held), 1)
-    taken, given = _moved_rows(held, wanted, wide.halo)
-    return Traffic(m.nbytes * max(*taken, *given) / rows, m.nbytes * sum(taken) / rows)
-
-
-def _moved_rows(held: Sequence[int], wanted: Sequence[int], halo: int) -> tuple[list[int], list[int]]:
-    """Rows that each rank takes from others and gives to others. A halo counts half on either side."""
-    before, after = halo - halo // 2, halo // 2
-    total = sum(held)
-    own = running_ends(held)
-    taken, given = [0] * len(held), [0] * len(held)
-    first = 0
-    for r, (start, end) in enumerate(running_ends(wanted)):
-        if end == start:
-            continue
-        start, end = max(start - before, 0), min(end + after, total)
-        while first and own[first][0] > start:
-            first -= 1
-        while own[first][1] <= start:
-            first += 1
-        for p in range(first, len(own)):
-            a, b = own[p]
-            if a >= end:
-                break
-            rows = min(b, end) - max(a, start)
-            if p != r and rows > 0:
-                taken[r] += rows
-                given[p] += rows
-    return taken, given
-
-
-_TRAFFIC: dict[str, Callable[[Sequence[Member], int], Traffic]] = {
-    "all_gather": _even_gather_traffic,
-    "reduce_scatter": _even_scatter_traffic,
-    "all_reduce": _all_reduce_traffic,
-    "all_to_all": _even_exchange_traffic,
-    "broadcast": _broadcast_traffic,
-    "all_gather_v": _block_traffic,
-    "reduce_scatter_v": _block_traffic,
-    "all_to_all_v": _turn_traffic,
-    "fetch_ranges": _fetch_traffic,
-    "return_ranges": _fetch_traffic,
-    "mirror_blocks": _mirror_traffic,
-    "gather_cut": _even_gather_traffic,
-    "all_gather_bucket": _block_bucket_traffic,
-    "reduce_scatter_bucket": _block_bucket_traffic,
-    "all_to_all_bucket": _turn_bucket_traffic,
-}
 
 
 @functools.cache

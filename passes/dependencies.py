@@ -10,28 +10,40 @@ import torch
 from torch.fx import Graph, Node
 
 
-class Dependencies:
-    """The nodes that each node depends on, directly or through others, as sets of bits.
+class Closure:
+    """Which of some nodes depend on which others of them, directly or through any nodes, as sets of bits.
 
     A node that writes to memory keeps its place among all others, and random ops their order among each other: what
     they do is not told by their arguments.
 
     Args:
         graph: in a valid order.
+        nodes: that are asked about. Time and memory grow with the graph's edges times their number (in words of bits).
     """
 
-    def __init__(self, graph: Graph) -> None:
-        self.position = {node: i for i, node in enumerate(graph.nodes)}
-        self._ancestors: dict[Node, int] = {}
-        for node, before in ordered_inputs(graph).items():
-            ancestors = 0
-            for b in before:
-                ancestors |= self._ancestors[b] | 1 << self.position[b]
-            self._ancestors[node] = ancestors
+    def __init__(self, graph: Graph, nodes: Iterable[Node]) -> None:
+        self._number = {node: i for i, node in enumerate(nodes)}
+        self._ancestors = [0] * len(self._number)
+        behind: dict[Node, int] = {}
+        for node, inputs in ordered_inputs(graph).items():
+            before = 0
+            for i in inputs:
+                before |= behind[i]
+            here = self._number.get(node)
+            if here is not None:
+                self._ancestors[here] = before
+                before |= 1 << here
+            behind[node] = before
+
+    def copy(self) -> Closure:
+        """The same, to tie nodes in."""
+        new = object.__new__(Closure)
+        new._number, new._ancestors = self._number, list(self._ancestors)
+        return new
 
     def needs(self, node: Node, other: Node) -> bool:
         """Whether `node` must come after `other`."""
-        return bool(self._ancestors[node] >> self.position[other] & 1)
+        return bool(self._ancestors[self._number[node]] >> self._number[other] & 1)
 
     def independent(self, node: Node, others: Iterable[Node]) -> bool:
         """Whether `node` may run before each of the others as well as after it."""
@@ -39,15 +51,15 @@ class Dependencies:
 
     def tie(self, nodes: Iterable[Node]) -> None:
         """Reckon with independent nodes as one from now on: what needs one of them needs all, and all their inputs."""
-        nodes = list(nodes)
-        members = sum(1 << self.position[n] for n in nodes)
+        numbers = [self._number[n] for n in nodes]
+        members = sum(1 << n for n in numbers)
         before = 0
-        for n in nodes:
+        for n in numbers:
             before |= self._ancestors[n]
-        for node, ancestors in self._ancestors.items():
+        for i, ancestors in enumerate(self._ancestors):
             if ancestors & members:
-                self._ancestors[node] = ancestors | before | members
-        for n in nodes:
+                self._ancestors[i] = ancestors | before | members
+        for n in numbers:
             self._ancestors[n] |= before
 
 

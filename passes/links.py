@@ -6,7 +6,7 @@ Times are in seconds, sizes in bytes, rates in bytes or floating point operation
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -162,15 +162,38 @@ def device_of(kind: str) -> Device:
     return CPU_CORE if kind == "cpu" else H100
 
 
-def link_of(device: Device, group_size: int, ranks_per_node: int = RANKS_PER_NODE) -> Link:
-    """The link that limits a group: within a node if the group fits into one.
+def link_of(device: Device, group_size: int, ranks_per_node: int = RANKS_PER_NODE, spread: bool | None = None) -> Link:
+    """The link that limits a group: within a node if the group is in one.
 
-    Reads nothing that could differ between ranks. A small group that spans nodes is told apart by
-    `CostModel.group_links` only.
+    Reads nothing that could differ between ranks. Between nodes a rank is taken to have an adapter of its own, whatever
+    the number of ranks of its node that are in the group.
 
     Args:
         device: of every rank.
         group_size: ranks in the group.
         ranks_per_node: of every node.
+        spread: whether the group, or another one along the same mesh dim, has ranks on several nodes, see
+            `spans_nodes`; None if that is not known: then a group is in one node if it fits.
     """
-    return device.intra if group_size <= ranks_per_node else device.inter
+    spread = group_size > ranks_per_node if spread is None else spread
+    return device.inter if spread else device.intra
+
+
+def spans_nodes(ranks: Sequence[int], world_size: int, ranks_per_node: int = RANKS_PER_NODE) -> bool:
+    """Whether a group has ranks on several nodes, or could have: the same for all groups along a mesh dim.
+
+    Ranks are numbered node by node. The groups along a mesh dim have the same number of ranks, at the same distance
+    from each other, so that none crosses the border of a node if their reach divides a node. Otherwise some do, and all
+    ranks have to reckon with the slower link. So they do for a group whose ranks are not at equal distances.
+
+    Args:
+        ranks: of the group, by their number in the world.
+        world_size: ranks in all.
+        ranks_per_node: of every node.
+    """
+    if world_size <= ranks_per_node or len(ranks) < 2:
+        return False
+    step = ranks[1] - ranks[0]
+    if step <= 0 or list(ranks) != list(range(ranks[0], ranks[0] + step * len(ranks), step)):
+        return True
+    return ranks_per_node % (step * len(ranks)) != 0

@@ -1,13 +1,16 @@
 """Replays a schedule: one stream for compute, one for each group's collectives.
 
 Nodes run in the order given. A collective starts when the compute stream has reached it and its group's stream is
-free; a wait holds up the compute stream until its collective has ended. What is not modelled: kernels that a running
-collective slows down, ranks that arrive late, and links that several groups share.
+free; a wait holds up the compute stream until its collective has ended. What a collective packs and unpacks is compute.
+Groups that use the same link take turns on it, in the order in which they start: while one transfers, the latency of
+another passes, but not its transfer. Two that would share a link's bandwidth end together when the second of these
+does. What is not modelled: kernels that a running collective slows down, and ranks that arrive late.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -60,9 +63,9 @@ def simulate(order: Sequence[Node], prices: Prices) -> Timeline:
         prices: of that graph.
     """
     _check_order(order, prices)
-    seconds, group, awaits = prices.seconds, prices.group, prices.awaits
+    seconds, group, awaits, packing = prices.seconds, prices.group, prices.awaits, prices.packing
     events: list[Event] = []
-    free_at: dict[str, float] = {}
+    streams = Streams(prices.link)
     communication: dict[str, float] = {}
     ended: dict[Node, float] = {}
     stalls: dict[Node, float] = {}
@@ -70,22 +73,58 @@ def simulate(order: Sequence[Node], prices: Prices) -> Timeline:
     for node in order:
         took = seconds[node]
         stream = group.get(node)
-        if stream is not None:
-            start = max(now, free_at.get(stream, 0.0))
-            ended[node] = free_at[stream] = start + took
-            communication[stream] = communication.get(stream, 0.0) + took
-            events.append(Event(node, stream, start, start + took))
-            continue
+        copying = took if stream is None else packing.get(node, 0.0)
         if node in awaits:
             until = ended[awaits[node]]
             if until > now:
                 stalls[awaits[node]] = until - now
                 now = until
-        if took:
-            events.append(Event(node, COMPUTE, now, now + took))
-            now, compute = now + took, compute + took
-    total = max([now, *free_at.values()])
+        if copying:
+            events.append(Event(node, COMPUTE, now, now + copying))
+            now, compute = now + copying, compute + copying
+        if stream is not None:
+            start, ended[node] = streams.run(stream, now, prices.latency.get(node, 0.0), took)
+            communication[stream] = communication.get(stream, 0.0) + took
+            events.append(Event(node, stream, start, ended[node]))
+    total = max([now, *ended.values()])
     return Timeline(total, compute, communication, total - compute, stalls, peak_memory(order, prices), events)
+
+
+class Streams:
+    """When collectives run: one at a time of each group, and one transfer at a time on each link.
+
+    Args:
+        link: by group, the name of its link; a group that is left out has one for itself.
+    """
+
+    def __init__(self, link: Mapping[str, str]) -> None:
+        self._link = link
+        self._free_at: dict[str, float] = {}
+        self._link_free_at: dict[str, float] = {}
+
+    def free_at(self, group: str) -> float:
+        """When a group could start its next collective."""
+        return self._free_at.get(group, 0.0)
+
+    def run(self, group: str, now: float, latency: float, seconds: float) -> tuple[float, float]:
+        """Start a collective; returns its start and its end.
+
+        Args:
+            group: that it runs on.
+            now: before which it does not start.
+            latency: the part of its seconds in which it uses no link.
+            seconds: that it takes alone.
+        """
+        link = self._link.get(group, "")
+        start = max(now, self._free_at.get(group, 0.0))
+        end = start + seconds
+        if link:
+            busy = self._link_free_at.get(link, 0.0)
+            if start + latency < busy:
+                end = busy + seconds - latency
+            self._link_free_at[link] = max(end, busy)
+        self._free_at[group] = end
+        return start, end
 
 
 def _check_order(order: Sequence[Node], prices: Prices) -> None:
@@ -154,23 +193,80 @@ def _last_uses(order: Sequence[Node], prices: Prices) -> dict[Node, int]:
 def lower_bound(graph: Graph, prices: Prices) -> float:
     """Seconds that no order of a graph can beat in `simulate`.
 
-    The largest of three, none of which an order has a say in:
+    The largest of four, none of which an order has a say in:
 
     * the longest path through the graph, where a collective's time lies between its start and its waits: a node starts
       after its inputs, and after the collective that it awaits;
-    * of the compute stream, and of each group's: its work, one piece at a time, none before the longest path to it and
-      the last one before the longest path from it. With preemption allowed (and it is not), this is solved exactly by
-      Jackson's rule (Carlier, "The one-machine sequencing problem", 1982), so that it is at least the sum of the
-      work, the whole compute and a group's whole communication.
+    * of the compute stream, of each group's, and of each link that several groups share: its work, one piece at a
+      time, none before the longest path to it and the last one before the longest path from it. With preemption allowed
+      (and it is not), this is solved exactly by Jackson's rule (Carlier, "The one-machine sequencing problem", 1982),
+      so that it is at least the sum of the work, the whole compute and a group's whole communication.
     """
     heads, tails = _heads(graph, prices), tails_of(graph, prices)
-    jobs: dict[str, list[tuple[float, float, float]]] = {}
-    for node in graph.nodes:
+    jobs = _compute_jobs(graph, prices, heads, tails)
+    for node, group in prices.group.items():
         if prices.seconds[node]:
-            job = (heads[node], prices.seconds[node], tails[node])
-            jobs.setdefault(prices.group.get(node, ""), []).append(job)  # no group has an empty name
+            start = heads[node] + prices.packing.get(node, 0.0)
+            jobs.setdefault(group, []).append((start, prices.seconds[node], tails[node]))
     path = max((sum(job) for work in jobs.values() for job in work), default=0.0)
-    return max([path, *map(_one_machine_bound, jobs.values())])
+    links = _link_jobs(prices, heads, tails)
+    return max([path, *map(_one_machine_bound, jobs.values()), *map(_one_machine_bound, links.values())])
+
+
+def bucket_bound(graph: Graph, prices: Prices) -> float:
+    """Seconds that no order of a graph can beat in `simulate`, whichever of its collectives share buckets.
+
+    As `lower_bound`, but of latencies only those count that no bucket saves: those along a path, one before the first
+    transfer of each link, and one for each kind and dtype of collective of a group. Packing and unpacking are free.
+    """
+    heads, tails = _heads(graph, prices), tails_of(graph, prices)
+    jobs = _compute_jobs(graph, prices, heads, tails)
+    path = max((sum(job) for work in jobs.values() for job in work), default=0.0)
+    ends = [heads[n] + prices.seconds[n] + tails[n] for n in prices.group]
+    links = _link_jobs(prices, heads, tails)
+    return max([path, *ends, *map(_one_machine_bound, [*jobs.values(), *links.values()]), *_once_each(prices)])
+
+
+def _once_each(prices: Prices) -> list[float]:
+    """By group: its transfers, and one latency for each kind of collective."""
+    transfers: dict[str, float] = {}
+    latencies: dict[tuple[str, str], float] = {}
+    for node, group in prices.group.items():
+        latency = prices.latency.get(node, 0.0)
+        transfers[group] = transfers.get(group, 0.0) + prices.seconds[node] - latency
+        kind = (group, str(node.target))
+        latencies[kind] = min(latency, latencies.get(kind, math.inf))
+    return [seconds + sum(least for (g, _), least in latencies.items() if g == of) for of, seconds in transfers.items()]
+
+
+_Job = tuple[float, float, float]
+"""The least time before a piece of work, its time, and the least time after it."""
+
+
+def _compute_jobs(
+    graph: Graph, prices: Prices, heads: Mapping[Node, float], tails: Mapping[Node, float]
+) -> dict[str, list[_Job]]:
+    jobs: list[_Job] = []
+    for node in graph.nodes:
+        if node in prices.group:
+            if node in prices.packing:
+                jobs.append((heads[node], prices.packing[node], prices.seconds[node] + tails[node]))
+        elif prices.seconds[node]:
+            jobs.append((heads[node], prices.seconds[node], tails[node]))
+    return {"": jobs} if jobs else {}  # no group has an empty name
+
+
+def _link_jobs(prices: Prices, heads: Mapping[Node, float], tails: Mapping[Node, float]) -> dict[str, list[_Job]]:
+    """By link: the transfers on it, each after the latency of its collective."""
+    jobs: dict[str, list[_Job]] = {}
+    for node, group in prices.group.items():
+        latency = prices.latency.get(node, 0.0)
+        start = heads[node] + prices.packing.get(node, 0.0) + latency
+        # A group without a link of that name has one for itself.
+        jobs.setdefault(prices.link.get(group, f"of {group}"), []).append(
+            (start, prices.seconds[node] - latency, tails[node])
+        )
+    return jobs
 
 
 def _heads(graph: Graph, prices: Prices) -> dict[Node, float]:
@@ -180,11 +276,11 @@ def _heads(graph: Graph, prices: Prices) -> dict[Node, float]:
         earliest = 0.0
         for x in prices.inputs[node]:
             # Only the wait is held up by a collective; other users of its unfinished result are not.
-            took = 0.0 if x in prices.group else prices.seconds[x]
+            took = prices.packing.get(x, 0.0) if x in prices.group else prices.seconds[x]
             earliest = max(earliest, heads[x] + took)
         if node in prices.awaits:
             start = prices.awaits[node]
-            earliest = max(earliest, heads[start] + prices.seconds[start])
+            earliest = max(earliest, heads[start] + prices.packing.get(start, 0.0) + prices.seconds[start])
         heads[node] = earliest
     return heads
 
@@ -196,6 +292,7 @@ def tails_of(graph: Graph, prices: Prices) -> dict[Node, float]:
     for node in reversed(graph.nodes):
         if node in prices.group:
             from_start[node] = max(from_start[node], prices.seconds[node] + tails[node])
+            from_start[node] += prices.packing.get(node, 0.0)
         else:
             from_start[node] = prices.seconds[node] + tails[node]
         if node in prices.awaits:

@@ -440,3 +440,20 @@ def test_a_halo_makes_even_blocks_uneven() -> None:
     found = rank_dependent(b.output(b.call(WAIT, fetched), b.call(WAIT, moved)), GROUPS)
     assert fetched in found
     assert moved not in found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "world", "spread"),
+    [
+        (range(8), 64, False),
+        (range(0, 64, 8), 64, True),  # eight ranks on eight nodes
+        (range(2, 8, 4), 64, False),
+        (range(16), 64, True),
+        (range(3), 6, False),  # all in one node
+        (range(3), 9, True),  # another group along the same mesh dim crosses the border
+        ([0, 1, 3], 64, True),
+        ([5], 64, False),
+    ],
+)
+def test_whether_a_group_is_in_one_node_is_told_by_its_ranks(ranks: list[int], world: int, spread: bool) -> None:
+    assert links.spans_nodes(list(ranks), world) is spread

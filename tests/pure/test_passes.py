@@ -19,9 +19,9 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 import shardcompile.passes as passes
 from shardcompile.collectives.buckets import bucket_dtype
 from shardcompile.errors import PassError
-from shardcompile.passes import bucket
+from shardcompile.passes import bucket, choice
 from shardcompile.passes.collective import WAIT, collectives
-from shardcompile.passes.dependencies import Dependencies
+from shardcompile.passes.dependencies import Closure
 
 aten = torch.ops.aten
 
@@ -53,7 +53,7 @@ def reductions(graph: Graph) -> int:
 def bucketed(graph: Graph, kind: type[bucket.Bucketing] = passes.BucketAllReduces, **options: Any) -> Graph:
     """Put into all buckets that are legal, whether or not the graph gets faster by them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucket, "_outlook", lambda graph, model: (False, 0.0))
+        patch.setattr(choice, "score", lambda outline, plan, limit: (False, 0.0))
         kind(**options)(graph)
     graph.lint()
     return graph
@@ -180,7 +180,7 @@ def test_dependencies_reach_through_other_nodes() -> None:
     x, y = b.input(3), b.input(3)
     doubled = b.call(aten.mul.Tensor, x, 2.0)
     last = b.call(aten.neg.default, doubled)
-    dependencies = Dependencies(b.output(last))
+    dependencies = Closure(b.output(last), [x, y, last])
     assert dependencies.needs(last, x)
     assert not dependencies.needs(last, y)
     assert not dependencies.needs(x, last)

@@ -8,6 +8,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from work import calls
 from shardcompile.passes.collective import WAIT, add_node
 from shardcompile.passes.cost import CostModel, Prices
 from shardcompile.passes.links import H100
-from shardcompile.passes.simulator import COMPUTE, Timeline, lower_bound, perfetto, simulate
+from shardcompile.passes.simulator import COMPUTE, Timeline, bucket_bound, lower_bound, perfetto, simulate
 
 aten = torch.ops.aten
 REDUCE = torch.ops._c10d_functional.all_reduce.default
@@ -279,3 +280,35 @@ def test_work_grows_no_faster_than_n_log_n(capsys: pytest.CaptureFixture[str]) -
     for name, counts in steps.items():
         per_node = [work / (n * math.log2(n)) for n, work in counts]
         assert max(per_node) < 1.2 * per_node[0], (name, counts)
+
+
+def test_groups_that_share_a_link_take_turns_on_it() -> None:
+    """Latencies pass side by side, transfers one after the other."""
+    p = Program()
+    x = p.input()
+    first, second = p.start(5.0, x, "g"), p.start(5.0, x, "h")
+    prices = p.prices(p.wait(first), p.wait(second))
+    shared = replace(prices, latency={first: 1.0, second: 1.0}, link={"g": "wire", "h": "wire"})
+    assert simulate(list(p.graph.nodes), prices).total == 5.0
+    assert simulate(list(p.graph.nodes), shared).total == 1 + 4 + 4
+    assert lower_bound(p.graph, shared) == 1 + 4 + 4
+
+
+def test_the_bound_with_perfect_buckets_counts_one_latency_for_a_group() -> None:
+    p = Program()
+    x = p.input()
+    starts = [p.start(3.0, x) for _ in range(4)]
+    prices = replace(p.prices(*(p.wait(s) for s in starts)), latency=dict.fromkeys(starts, 1.0))
+    assert lower_bound(p.graph, prices) == 4 * 3.0
+    assert bucket_bound(p.graph, prices) == 1 + 4 * 2.0
+
+
+def test_what_is_packed_and_unpacked_is_compute() -> None:
+    p = Program()
+    start = p.start(3.0, p.input())
+    wait = p.wait(start)
+    prices = p.prices(wait)
+    prices = replace(prices, packing={start: 2.0}, seconds={**prices.seconds, wait: 4.0})
+    timeline = simulate(list(p.graph.nodes), prices)
+    assert (timeline.total, timeline.compute) == (9.0, 6.0)
+    assert lower_bound(p.graph, prices) == 9.0

@@ -1,0 +1,278 @@
+"""Which collectives meet in buckets: those that make the schedule faster.
+
+A bucket saves the latency of all its members but one. It costs copies, to pack and to unpack, and overlap: it starts
+when the last of its payloads is ready, and what needs its first member waits for all of them. Which of the two weighs
+more cannot be told from a collective alone, so the buckets are tried: collectives of one kind and group are divided by
+how long a bucket may transfer, the tasks of the graph are joined accordingly (`Tasks.joined`), scheduled within the
+limit of memory, and the division that comes out fastest is taken. Buckets are smaller at the start, where nothing is
+there yet to hide them behind, and at the end, where nothing is left: each transfers no longer than all before it, and
+no longer than all after it.
+
+All of it reads `Prices` only, which are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from shardcompile.passes import blocks
+from shardcompile.passes.collective import Collective
+from shardcompile.passes.cost import NOMINAL_BYTES, CostModel, Price, Prices, readable
+from shardcompile.passes.dependencies import Closure
+from shardcompile.passes.edges import Edges
+from shardcompile.passes.overlap import byte_limit
+from shardcompile.passes.scheduler import Outline, Plan, Scheduler
+from shardcompile.passes.search import quick_plans
+from shardcompile.passes.tasks import WAIT, Bucket, Tasks
+from shardcompile.passes.traffic import Load, Traffic
+
+FIRST_SPAN = 16.0
+"""For how many latencies a bucket may transfer, the first that is tried: latency is then a 17th of its time."""
+
+STEP = 4.0
+"""By what that is multiplied or divided to find a better one."""
+
+EARLY = 1.0
+"""A payload that is ready after so many latencies counts as ready at the start, such as a weight that is cast."""
+
+GATHERS = ("all_gather", "all_gather_v")
+"""Collectives that may run long before their results are needed."""
+
+CONTENTION = 0.01
+"""How much a running collective slows the compute down that hides it, an estimate: less of them is better."""
+
+WORTH = 1e-3
+"""Of a schedule's time: what the latencies of a kind and group have to come to for buckets to be tried."""
+
+Score = tuple[bool, float]
+"""Whether a schedule is beyond the memory limit, and its seconds, `CONTENTION` included."""
+
+Divided = list[list["Candidate"]]
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A collective that could join a bucket.
+
+    Attributes:
+        collective: which.
+        task: its start.
+        load: what each rank has of it; None if ranks would not agree on that.
+        price: of it alone.
+        needed: the place of the first work that needs its result.
+    """
+
+    collective: Collective
+    task: int
+    load: Load | None
+    price: Price
+    needed: int
+
+
+@dataclass(frozen=True)
+class _Option:
+    """How to divide the candidates of a group.
+
+    Attributes:
+        span: seconds that a bucket may transfer.
+        all_sizes: whether those join that take longer to copy than a latency.
+    """
+
+    span: float
+    all_sizes: bool
+
+
+Pricing = Callable[[Sequence[Collective], Load], Traffic]
+"""What a bucket of these collectives moves, by what each rank has of all of them."""
+
+
+class Choice:
+    """Chooses the buckets of one graph.
+
+    Args:
+        graph: in a valid order.
+        groups: collectives that may meet, by what they have in common.
+        model: the costs.
+        traffic: of a bucket.
+        bucket_bytes: no bucket holds more, over all ranks; None for no limit.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        groups: Mapping[Hashable, Sequence[Collective]],
+        model: CostModel,
+        traffic: Pricing,
+        bucket_bytes: int | None,
+    ) -> None:
+        self.graph, self.model, self.traffic, self.bucket_bytes = graph, model, traffic, bucket_bytes
+        self._tried: list[list[list[int]]] = []
+        self.closure = Closure(graph, [c.node for group in groups.values() for c in group])
+        self.groups = {key: group for key, group in groups.items() if self._may_meet(group)}
+
+    def _may_meet(self, group: Sequence[Collective]) -> bool:
+        """Whether there are two next to each other that do not depend on each other."""
+        return any(self.closure.independent(b.node, [a.node]) for a, b in itertools.pairwise(group))
+
+    def buckets(self) -> list[list[Node]]:
+        """The buckets, each by its members' starts; none if the graph is best without."""
+        if not self.groups:
+            return []
+        self._look()
+        chosen: dict[Hashable, _Option] = {}
+        for key in sorted(self.divisible, key=lambda key: -_latencies(self.divisible[key])):
+            if _latencies(self.divisible[key]) >= WORTH * self.best[1]:
+                self._improve(key, chosen)
+        return [[c.collective.node for c in bucket] for bucket in self._divided(chosen)]
+
+    def _look(self) -> None:
+        """Price and schedule the graph as it is."""
+        prices, edges = Prices.of(self.graph, self.model), Edges.of(self.graph)
+        self.limit = byte_limit(self.graph, prices)
+        self.tasks = Tasks.of(edges, prices)
+        outline = Outline(self.tasks)
+        number = {node: n for n, node in enumerate(self.tasks.nodes)}
+        labels = blocks.labels(self.graph, self.model.group_sizes)
+        ready = heads(self.tasks)
+        self.divisible: dict[Hashable, list[Candidate]] = {}
+        for key, group in self.groups.items():
+            for c in group:
+                task = number[c.node]
+                candidate = Candidate(c, task, self._load(c, labels), self.tasks.price[task], outline.first_use[task])
+                # A gather that could run at the start meets only its like: it would wait for the others for nothing.
+                early = c.kind in GATHERS and ready[task] <= EARLY * candidate.price.latency
+                self.divisible.setdefault((key, early), []).append(candidate)
+        for candidates in self.divisible.values():
+            candidates.sort(key=lambda c: (c.needed, c.task))
+        scores = [(self._scored(outline, plan), i) for i, plan in enumerate(quick_plans(outline, self.limit))]
+        self.best, self.plan = min(scores)
+
+    def _load(self, c: Collective, labels: Mapping[Node, set[str]]) -> Load | None:
+        n = self.model.group_size(c.group_name)
+        if n is None:
+            return None
+        members = blocks.members(c, n)
+        return Load.of(c.kind, members, n) if readable(c, members, labels) else None
+
+    def _improve(self, key: Hashable, chosen: dict[Hashable, _Option]) -> None:
+        """Try divisions of one group, from `FIRST_SPAN` to where it gets no better."""
+        span = FIRST_SPAN * max(c.price.latency for c in self.divisible[key])
+        self._attempt(key, _Option(span, True), chosen)
+        factor = 1 / STEP
+        if self._attempt(key, _Option(span * STEP, True), chosen):
+            factor, span = STEP, span * STEP
+        while self._attempt(key, _Option(span * factor, True), chosen):
+            span *= factor
+        if not all(map(self._pays, self.divisible[key])):
+            self._attempt(key, _Option(chosen[key].span if key in chosen else span, False), chosen)
+
+    def _attempt(self, key: Hashable, option: _Option, chosen: dict[Hashable, _Option]) -> bool:
+        """Divide one group differently, and keep that if it is better; whether it was."""
+        divided = self._divided(chosen | {key: option})
+        named = [[c.task for c in bucket] for bucket in divided]
+        if not divided or named in self._tried:
+            return False
+        self._tried.append(named)
+        score = self._score(divided)
+        if score > self.best or (score == self.best and key in chosen):
+            return False
+        self.best, chosen[key] = score, option
+        return True
+
+    def _score(self, divided: Divided) -> Score:
+        buckets = [Bucket(tuple(c.task for c in bucket), self._price(bucket)) for bucket in divided]
+        outline = Outline(self.tasks.joined(buckets))
+        return self._scored(outline, quick_plans(outline, self.limit)[self.plan])
+
+    def _scored(self, outline: Outline, plan: Plan) -> Score:
+        return score(outline, plan, self.limit)
+
+    # --------------------------------------------------------------------------------------- dividing
+
+    def _divided(self, chosen: Mapping[Hashable, _Option]) -> Divided:
+        """The buckets, as some groups are to be divided; the others stay as they are."""
+        closure = self.closure.copy()
+        found: Divided = []
+        for key, option in chosen.items():
+            candidates = self.divisible[key]
+            if not option.all_sizes:
+                candidates = [c for c in candidates if self._pays(c)]
+            found += self._parts(candidates, option.span, closure)
+        return found
+
+    def _parts(self, candidates: Sequence[Candidate], span: float, closure: Closure) -> Divided:
+        least = max((c.price.latency for c in candidates), default=0.0)
+        before, after = 0.0, sum(c.price.transfer for c in candidates)
+        found: Divided = []
+        bucket: list[Candidate] = []
+        transfer, nbytes = 0.0, 0
+
+        def close() -> None:
+            nonlocal bucket, transfer, nbytes, before
+            if len(bucket) > 1:
+                closure.tie([c.collective.node for c in bucket])
+                found.append(bucket)
+            before += transfer
+            bucket, transfer, nbytes = [], 0.0, 0
+
+        for c in candidates:
+            most = min(span, max(least, before), max(least, after))
+            full = transfer + c.price.transfer > most or not self._has_room(nbytes, c)
+            if bucket and (full or not closure.independent(c.collective.node, [b.collective.node for b in bucket])):
+                close()
+            bucket.append(c)
+            transfer, nbytes = transfer + c.price.transfer, nbytes + c.collective.global_bytes
+            after -= c.price.transfer
+        close()
+        return found
+
+    def _has_room(self, nbytes: int, c: Candidate) -> bool:
+        return self.bucket_bytes is None or nbytes + c.collective.global_bytes <= self.bucket_bytes
+
+    def _pays(self, c: Candidate) -> bool:
+        """Whether it is copied into a bucket and out of it in less than a latency."""
+        price = self._price([c])
+        return price.packing + price.unpacking < c.price.latency
+
+    def _price(self, bucket: Sequence[Candidate]) -> Price:
+        loads = [c.load for c in bucket if c.load is not None]
+        group_name = bucket[0].collective.group_name
+        if len(loads) < len(bucket):
+            n = self.model.group_size(group_name) or 1
+            return self.model.price_of(group_name, Traffic(NOMINAL_BYTES, NOMINAL_BYTES * n))
+        total = loads[0] if len(loads) == 1 else Load.together(loads)
+        return self.model.price_of(group_name, self.traffic([c.collective for c in bucket], total))
+
+
+def score(outline: Outline, plan: Plan, limit: float) -> Score:
+    """What a plan comes to.
+
+    Args:
+        outline: of the tasks.
+        plan: to schedule them by.
+        limit: bytes.
+    """
+    found = Scheduler(outline, plan).run()
+    busy = sum(price.seconds for price in outline.tasks.price.values())
+    return found.peak_bytes > limit, found.total + CONTENTION * busy
+
+
+def _latencies(candidates: Sequence[Candidate]) -> float:
+    """What one bucket of all would save."""
+    return sum(c.price.latency for c in candidates[1:])
+
+
+def heads(tasks: Tasks) -> list[float]:
+    """By task: the least time before its start."""
+    found = [0.0] * len(tasks.nodes)
+    for n, before in enumerate(tasks.before):
+        for b in before:
+            found[n] = max(found[n], found[b] + tasks.seconds[b])
+        if tasks.kind[n] == WAIT:
+            start = tasks.start_of[n]
+            found[n] = max(found[n], found[start] + tasks.seconds[start] + tasks.price[start].seconds)
+    return found

@@ -1,0 +1,269 @@
+"""A graph as schedules are searched for: only what takes time or memory, by number.
+
+Nodes that take neither (views, parts of results, sizes) are left out; what depends on one depends on what it depends
+on. `nodes_in_order` puts them back. Collectives can be joined here before they are in the graph, so that many ways to
+put them into buckets can be tried.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch.fx import Node
+
+from shardcompile.passes.cost import Price, Prices
+from shardcompile.passes.edges import Edges
+
+WORK, START, WAIT = range(3)
+
+
+@dataclass
+class Tasks:
+    """Tasks by number, in a valid order, and the tensors that they make and read, by number as well.
+
+    Attributes:
+        nodes: by task: the node; of a bucket that of its last member.
+        kind: by task: `WORK` on the compute stream, `START` of a collective, or `WAIT` for one.
+        seconds: by task: on the compute stream. Of a start what it packs, of a wait what it unpacks.
+        before: by task: those that it must follow.
+        after: by task: those that must follow it.
+        alloc: by task: bytes that it allocates.
+        makes: by task: the tensor that it allocates, or -1.
+        reads: by task: the tensors that it reads. Those of a start are held until its first wait.
+        nbytes: by tensor.
+        readers: by tensor: how many tasks read it.
+        start_of: by wait: the collective that it completes.
+        stream: by start: its group.
+        price: by start.
+        link: by group, see `Prices`.
+        fixed: bytes of the inputs, which are never freed.
+        awaited: the starts that have a wait.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    kind: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    before: list[list[int]] = field(default_factory=list)
+    after: list[list[int]] = field(default_factory=list)
+    alloc: list[int] = field(default_factory=list)
+    makes: list[int] = field(default_factory=list)
+    reads: list[list[int]] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+    readers: list[int] = field(default_factory=list)
+    start_of: dict[int, int] = field(default_factory=dict)
+    stream: dict[int, str] = field(default_factory=dict)
+    price: dict[int, Price] = field(default_factory=dict)
+    link: Mapping[str, str] = field(default_factory=dict)
+    fixed: int = 0
+
+    @staticmethod
+    def of(edges: Edges, prices: Prices) -> Tasks:
+        """The tasks of a graph."""
+        tasks = Tasks(link=prices.link)
+        number: dict[Node, int] = {}
+        behind: dict[Node, set[int]] = {}  # of nodes that are no tasks: the tasks that they follow
+        tensor: dict[Node, int] = {}
+        for node in edges.order:
+            if node.op == "placeholder":
+                tasks.fixed += prices.nbytes[node]
+                behind[node] = set()
+                continue
+            before: set[int] = set()
+            for b in edges.before[node]:
+                if b in number:
+                    before.add(number[b])
+                else:
+                    before |= behind[b]
+            if not _is_task(node, prices):
+                behind[node] = before
+                continue
+            number[node] = tasks._add(node, sorted(before), prices, number)
+            if prices.nbytes[node]:
+                tensor[node] = tasks._made(number[node], prices.nbytes[node])
+            read = dict.fromkeys(tensor[b] for x in prices.inputs[node] if (b := prices.storage[x]) in tensor)
+            tasks.reads[-1] = list(read)
+            for t in read:
+                tasks.readers[t] += 1
+        return tasks
+
+    def _add(self, node: Node, before: list[int], prices: Prices, number: Mapping[Node, int]) -> int:
+        n = len(self.nodes)
+        self.nodes.append(node)
+        is_start = node in prices.group
+        self.kind.append(START if is_start else WAIT if node in prices.awaits else WORK)
+        self.seconds.append(prices.packing.get(node, 0.0) if is_start else prices.seconds[node])
+        self.before.append(before)
+        self.after.append([])
+        for b in before:
+            self.after[b].append(n)
+        self.alloc.append(0)
+        self.makes.append(-1)
+        self.reads.append([])
+        if is_start:
+            latency = prices.latency.get(node, 0.0)
+            self.stream[n] = prices.group[node]
+            self.price[n] = Price(latency, prices.seconds[node] - latency)
+        elif node in prices.awaits:
+            self.start_of[n] = number[prices.awaits[node]]
+        return n
+
+    def _made(self, task: int, nbytes: int) -> int:
+        self.makes[task], self.alloc[task] = len(self.nbytes), nbytes
+        self.nbytes.append(nbytes)
+        self.readers.append(0)
+        return self.makes[task]
+
+    @property
+    def awaited(self) -> set[int]:
+        return set(self.start_of.values())
+
+    def payload_bytes(self, start: int) -> int:
+        """Bytes that a collective holds besides its result, until it is awaited."""
+        return sum(self.nbytes[t] for t in self.reads[start])
+
+    def joined(self, buckets: Sequence[Bucket]) -> Tasks:
+        """The tasks when some collectives are put into buckets. What a bucket makes is one tensor.
+
+        Args:
+            buckets: of collectives that do not depend on each other, also through other buckets.
+        """
+        new = _Joining(self, buckets)
+        return new.tasks()
+
+
+class Bucket(NamedTuple):
+    """Collectives that become one.
+
+    Attributes:
+        members: their starts, by task.
+        price: of the one.
+    """
+
+    members: tuple[int, ...]
+    price: Price
+
+
+class _Joining:
+    """Makes the tasks of a graph with buckets, see `Tasks.joined`: those of the first member stand for the bucket's."""
+
+    def __init__(self, old: Tasks, buckets: Sequence[Bucket]) -> None:
+        self.old, self.buckets = old, buckets
+        self.first = list(range(len(old.nodes)))  # by task: the one that stands for it
+        self.tensor = list(range(len(old.nbytes)))
+        self.prices = {bucket.members[0]: bucket.price for bucket in buckets}
+        waits: dict[int, list[int]] = {}
+        for wait, start in old.start_of.items():
+            waits.setdefault(start, []).append(wait)
+        self.unpacks: dict[int, float] = {}
+        self.makes: dict[int, int] = {}
+        for bucket in buckets:
+            first = bucket.members[0]
+            made = [old.makes[m] for m in bucket.members if old.makes[m] >= 0]  # an empty result takes no memory
+            self.makes[first] = made[0] if made else -1
+            for t in made:
+                self.tensor[t] = made[0]
+            for m in bucket.members:
+                self.first[m] = first
+                for wait in waits[m]:
+                    self.first[wait] = waits[first][0]
+            self.unpacks[waits[first][0]] = bucket.price.unpacking
+
+    def tasks(self) -> Tasks:
+        old, first = self.old, self.first
+        before: list[set[int]] = [set() for _ in first]
+        reads: list[dict[int, None]] = [{} for _ in first]
+        for n, inputs in enumerate(old.before):
+            before[first[n]].update([first[b] for b in inputs])
+            reads[first[n]].update(dict.fromkeys([self.tensor[t] for t in old.reads[n]]))
+        order = _sorted(first, before, old.kind)
+        number = {n: i for i, n in enumerate(order)}
+        new = Tasks(link=old.link, fixed=old.fixed, nbytes=[0] * len(old.nbytes), readers=[0] * len(old.nbytes))
+        for t, nbytes in enumerate(old.nbytes):
+            new.nbytes[self.tensor[t]] += nbytes
+        for n in order:
+            self._put(new, n, [number[b] for b in before[n]], list(reads[n]))
+        new.start_of = {number[w]: number[first[s]] for w, s in old.start_of.items() if first[w] == w}
+        new.stream = {number[s]: group for s, group in old.stream.items() if first[s] == s}
+        new.price = {number[s]: self.prices.get(s, p) for s, p in old.price.items() if first[s] == s}
+        return new
+
+    def _put(self, new: Tasks, n: int, before: list[int], reads: list[int]) -> None:
+        old, here = self.old, len(new.nodes)
+        new.nodes.append(old.nodes[n])
+        new.kind.append(old.kind[n])
+        copied = self.prices[n].packing if n in self.prices else self.unpacks.get(n, old.seconds[n])
+        new.seconds.append(copied)
+        new.before.append(before)
+        new.after.append([])
+        for b in before:
+            new.after[b].append(here)
+        makes = self.makes.get(n, old.makes[n])
+        new.makes.append(makes)
+        new.alloc.append(new.nbytes[makes] if makes >= 0 else 0)
+        new.reads.append(reads)
+        for t in reads:
+            new.readers[t] += 1
+
+
+def _sorted(first: Sequence[int], before: Sequence[set[int]], kind: Sequence[int]) -> list[int]:
+    """A valid order, in which starts come as soon as they can and the others stay where they are if they can."""
+    left = {n for n in range(len(first)) if first[n] == n}
+    missing = {n: len(before[n]) for n in left}
+    after: dict[int, list[int]] = {n: [] for n in left}
+    for n in left:
+        for b in before[n]:
+            after[b].append(n)
+
+    def place(n: int) -> tuple[bool, int]:
+        return kind[n] != START, n
+
+    ready = [place(n) for n in left if not missing[n]]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        n = heapq.heappop(ready)[1]
+        order.append(n)
+        for a in after[n]:
+            missing[a] -= 1
+            if not missing[a]:
+                heapq.heappush(ready, place(a))
+    assert len(order) == len(left), "the buckets close a circle"
+    return order
+
+
+def _is_task(node: Node, prices: Prices) -> bool:
+    takes = prices.seconds[node] or prices.nbytes[node]
+    return bool(takes) or node in prices.group or node in prices.awaits or node.op == "output"
+
+
+def nodes_in_order(edges: Edges, tasks: Tasks, order: Sequence[int]) -> list[Node]:
+    """All nodes of a graph in the order of its tasks; the others as soon as they can come.
+
+    Args:
+        edges: of the graph.
+        tasks: of the graph.
+        order: all tasks.
+    """
+    found = [n for n in edges.order if n.op == "placeholder"]
+    missing = {node: len(inputs) for node, inputs in edges.before.items()}
+    is_task = set(tasks.nodes)
+
+    def settle(ready: list[Node]) -> None:
+        while ready:
+            found.append(ready.pop())
+            ready += released(found[-1])
+
+    def released(node: Node) -> list[Node]:
+        for user in edges.after[node]:
+            missing[user] -= 1
+        return [u for u in edges.after[node] if not missing[u] and u not in is_task]
+
+    for node in list(found):
+        settle(released(node))
+    settle([n for n in edges.order if n.op != "placeholder" and not edges.before[n] and n not in is_task])
+    for n in order:
+        settle([tasks.nodes[n]])
+    return found
