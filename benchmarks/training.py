@@ -41,7 +41,8 @@ def graphs(ranks: int, kind: str, layers: int) -> Iterator[tuple[str, Graph]]:
         if kind == "2-D":
             groups, shape = llama.Groups(names[0], ranks // PARTS, names[1], PARTS), llama.Shape(layers, 2 * 8192)
         else:
-            groups, shape = llama.Groups(names[0], ranks), llama.Shape(layers)
+            words = -(-llama.Shape.words // ranks) * ranks  # padded, so that even gathers of all sizes fit
+            groups, shape = llama.Groups(names[0], ranks), llama.Shape(layers, words=words)
         place = suite.Place(groups.ranks, 0, groups.weights, lambda e, i: suite.cut(e, ranks, "log-normal", i), "cuda")
         for side, write in (("forward", llama.forward), ("backward", llama.backward)):
             yield side, write(place, shape, groups, kind == "uneven")
