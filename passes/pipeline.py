@@ -27,6 +27,7 @@ from shardcompile.passes.collective import collectives
 from shardcompile.passes.cost import CostModel
 from shardcompile.passes.hold import HoldOrder
 from shardcompile.passes.lower import LowerEvenGathers
+from shardcompile.passes.merge import MergeReductions
 from shardcompile.passes.normalise import NormaliseChains
 from shardcompile.passes.overlap import ScheduleOverlap
 from shardcompile.passes.verify import agreed, is_record, record_of, verify
@@ -76,6 +77,7 @@ def default_passes(model: CostModel | None = None) -> list[Pass]:
         CancelRoundTrips(),
         DropOwnSlice(),
         ReduceThenSlice(),
+        MergeReductions(model=model),
         BucketAllGathers(model=model),
         BucketAllToAlls(model=model),
         BucketReduceScatters(model=model),
@@ -203,7 +205,7 @@ def before_division(pipeline: Pipeline, foreign: bool = False) -> Pipeline:
         pipeline: what runs on the divided graphs.
         foreign: whether the chains of others are made one collective first.
     """
-    kinds = (ShareEqualCollectives, DropRepeatedWaits, CancelRoundTrips)
+    kinds = (ShareEqualCollectives, DropRepeatedWaits, CancelRoundTrips, MergeReductions)
     early = [p for kind in kinds for p in pipeline.passes if isinstance(p, kind)]
     return Pipeline([*(foreign_passes() if foreign else ()), *early], in_step=foreign, final=False)
 
