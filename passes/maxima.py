@@ -71,7 +71,7 @@ class Maximum:
 
 
 def _is_full(node: Node) -> bool:
-    return node.target in (aten.full.default, aten.scalar_tensor.default)
+    return node.target in (aten.full.default, aten.full_like.default, aten.scalar_tensor.default)
 
 
 def _flattened(node: Node) -> Node:
