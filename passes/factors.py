@@ -147,23 +147,24 @@ class Factors:
 
     def _product(self, node: Node) -> Term | None:
         left, right = node.args
-        if node.target is aten.mul.Tensor and isinstance(right, Node) and self._is_factor(left) and self._is_open(left):  # type: ignore[arg-type]
+        if node.target is aten.mul.Tensor and isinstance(right, Node) and self._is_open_factor(left):
             left, right = right, left
         inner = self.term(left) if isinstance(left, Node) else None
         if inner is None or not _same_shape(left, node):
             return None
         if isinstance(right, Node) and self._is_open(right):
-            if not self._is_factor(right):
+            if not self._is_open_factor(right):
                 return None
             return replace(inner, factors=(*inner.factors, Factor(node.target, right, _broadcast_axes(right, node))))
         return replace(inner, base=Call(node.target, (inner.base, right)))
 
-    def _is_factor(self, node: Any) -> bool:
-        return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor) and self.is_uniform(node)
+    def _is_open_factor(self, node: Any) -> bool:
+        is_tensor = isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+        return is_tensor and self._is_open(node) and self.is_uniform(node)
 
     def _sum(self, node: Node) -> Term | None:
         """Of two values with the same factors."""
-        if len(node.args) != 2 or node.kwargs or not all(isinstance(a, Node) and _same_shape(a, node) for a in node.args):
+        if len(node.args) != 2 or node.kwargs or not all(_same_shape(a, node) for a in node.args):
             return None
         left, right = (self.term(a) for a in node.args)  # type: ignore[arg-type]
         if left is None or right is None or left.factors != right.factors:
@@ -255,7 +256,7 @@ def origin(node: Node) -> tuple[Node, tuple[int, ...]]:
         if node.target is aten.permute.default:
             dims = [d % len(order) for d in node.args[1]]  # type: ignore[union-attr, arg-type, operator]
             order = tuple(dims[d] for d in order)
-        elif not (node.target in _SAME or (node.target in (*RESHAPES, aten.expand.default) and _same_shape(source, node))):
+        elif node.target not in (*_SAME, *RESHAPES, aten.expand.default) or not _same_shape(source, node):
             break
         node = source  # type: ignore[assignment]
     return node, order
@@ -348,7 +349,7 @@ def _summed(node: Node, axes: Axes) -> Axes | None:
 
 
 def _reshaped(node: Node, axes: Axes) -> Axes | None:
-    """Where dims become one or are parted: a factor has to run along all of what becomes one, or along nothing of it."""
+    """Where dims become one or are parted: a factor runs along all of what becomes one, or along nothing of it."""
     old, new = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
     if equal(old, new):
         return axes

@@ -47,7 +47,7 @@ class Maximum:
             return None
         payload = _flattened(c.payload)
         largest = payload if payload.meta["val"].is_floating_point() else _encoded(payload)
-        if largest is None or largest.target is not aten.amax.default or not (len(largest.args) > 2 and largest.args[2]):
+        if largest is None or largest.target is not aten.amax.default or largest.args[2:3] != (True,):
             return None
         results = tuple(c.waits) if largest is payload else _decoded(c, largest.meta["val"].dtype)
         of, order = origin(largest.args[0])  # type: ignore[arg-type]
@@ -119,8 +119,8 @@ def _bits(turned: Any) -> Node | None:
     """Of ``where(bits < 0, bits ^ max, bits)`` the bits."""
     match _parts(turned, aten.where.self):
         case (negative, flipped, Node() as bits):
-            limit = torch.iinfo(bits.meta["val"].dtype).max
-            told = _parts(negative, aten.lt.Scalar) == (bits, 0) and _parts(flipped, aten.bitwise_xor.Scalar) == (bits, limit)
+            flip = (bits, torch.iinfo(bits.meta["val"].dtype).max)
+            told = _parts(negative, aten.lt.Scalar) == (bits, 0) and _parts(flipped, aten.bitwise_xor.Scalar) == flip
             return bits if told else None
         case _:
             return None

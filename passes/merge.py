@@ -6,6 +6,7 @@ weighted sum. None of them can hide behind the other, and no order helps.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -73,8 +74,8 @@ class MergeReductions:
        which is the way of the online softmax (Milakov and Gimelshein, "Online normalizer calculation for softmax",
        2018, arXiv:1805.02867). The same holds for what else is subtracted, such as the finite part of the maximum in
        ``logsumexp``. A rank whose block is empty, or -inf, has ``m_r = -inf``: it subtracts 0, so that its terms are 0
-       and no NaN, and has the weight ``exp(-inf - max)``, which is 0 where any rank has more; where none has, it is NaN,
-       as in plain PyTorch. A NaN or inf on any rank passes through its weight.
+       and no NaN, and has the weight ``exp(-inf - max)``, which is 0 where any rank has more; where none has, it is
+       NaN, as in plain PyTorch. A NaN or inf on any rank passes through its weight.
 
     A gather moves the partial results once for each rank, a reduction about twice in all; so step 3 is done where the
     gather takes less time than the maximum and a reduction of all sums together. That is told by the prices of the
@@ -276,10 +277,10 @@ def _gather(graph: Graph, most: Maximum, sums: Sequence[Sum]) -> None:
     c = most.collective
     place = {node: float(i) for i, node in enumerate(graph.nodes)}
     last = max((c.node, *(s.collective.node for s in sums)), key=place.__getitem__)
-    dtype = most.largest.meta["val"].dtype
     ranks = c.group_size
     with graph.inserting_before(last):
         parts = [most.largest, *(emit(graph, s.term.base) for s in sums)]
+        dtype = functools.reduce(torch.promote_types, (p.meta["val"].dtype for p in parts))
         flat = [_flat(graph, _cast(graph, p, dtype), None) for p in parts]
         packed = add_node(graph, aten.cat.default, flat, 0)
         start = add_node(graph, _c10d.all_gather_into_tensor.default, packed, ranks, c.group_name)
@@ -290,6 +291,7 @@ def _gather(graph: Graph, most: Maximum, sums: Sequence[Sum]) -> None:
         columns = _columns(graph, rows, lengths, parts)
         largest = columns[0]
         whole = add_node(graph, aten.amax.default, largest, [0], False)
+        whole = _cast(graph, whole, most.largest.meta["val"].dtype)
         results = {r: whole if equal(r.meta["val"].shape, whole.meta["val"].shape) else None for r in most.results}
         results = {r: n or _flat(graph, whole, None) for r, n in results.items()}
     for result, node in results.items():

@@ -35,7 +35,9 @@ class Softmax(Builder):
         if plain:
             return self.call(aten.view.default, self.summed_up(own, "max"), [1, *shape[1:]])
         ordered = self.turned(self.call(aten.view.dtype, own, torch.int64))
-        limit = self.graph.call_function(aten.scalar_tensor.default, (torch.iinfo(torch.int64).max,))
+        limit = self.graph.call_function(
+            aten.scalar_tensor.default, (torch.iinfo(torch.int64).max,), {"dtype": torch.int64}
+        )
         with self.mode:
             limit.meta["val"] = torch.tensor(torch.iinfo(torch.int64).max)
         encoded = self.call(aten.where.self, self.call(aten.isnan.default, own), limit, ordered)
@@ -179,7 +181,8 @@ def test_an_equal_reduction_in_another_order_of_dims_is_not_repeated() -> None:
 
     def write(b: Any, x: Node, v: Node) -> list[Node]:
         own = b.call(aten.mm.default, b.call(aten.permute.default, x, [1, 0]), v)
-        turned = b.call(aten.clone.default, b.call(aten.permute.default, own, [1, 0]), memory_format=torch.contiguous_format)
+        turned = b.call(aten.permute.default, own, [1, 0])
+        turned = b.call(aten.clone.default, turned, memory_format=torch.contiguous_format)
         return [b.summed_up(own), b.summed_up(turned)]
 
     for out, turned in merged(write, divided(x, v, CUTS[0]), 1):
