@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from shardcompile.passes.blocks import labels
-from shardcompile.passes.collective import WAIT, Collective, add_node, collectives, inherit
+from shardcompile.passes.collective import NOTES, WAIT, Collective, add_node, collectives, inherit
 from shardcompile.passes.cost import CostModel
 from shardcompile.passes.dependencies import ordered_inputs, reorder, writes
 from shardcompile.passes.factors import (
@@ -285,6 +285,7 @@ def _gather(graph: Graph, most: Maximum, sums: Sequence[Sum]) -> None:
         packed = add_node(graph, aten.cat.default, flat, 0)
         start = add_node(graph, _c10d.all_gather_into_tensor.default, packed, ranks, c.group_name)
         inherit(start, [c, *(s.collective for s in sums)])
+        _tell(start, [c, *(s.collective for s in sums)])
         (total,) = extents(graph, packed)
         rows = add_node(graph, aten.view.default, add_node(graph, WAIT, start), [ranks, total])
         lengths = [extents(graph, f)[0] for f in flat]
@@ -306,6 +307,18 @@ def _gather(graph: Graph, most: Maximum, sums: Sequence[Sum]) -> None:
     for each in (*(s.collective for s in sums), c):
         _erase(graph, each)
     _sort(graph, place)
+
+
+def _tell(start: Node, members: Sequence[Collective]) -> None:
+    """Write down for reports what a gather stands for."""
+    c = Collective.of(start)
+    assert c is not None
+    side = f"{NOTES}_backward" if c.backward else NOTES
+    known = [m.notes.get("redistribution", "") for m in members]
+    reasons = ", ".join(dict.fromkeys(r for r in known if r)) or f"{len(members)} reductions"
+    custom = start.meta.get("custom") or {}
+    notes = {**custom.get(side, {}), "redistribution": f"{reasons} (merge_reductions)"}
+    start.meta["custom"] = {**custom, side: notes}
 
 
 def _columns(graph: Graph, rows: Node, lengths: Sequence[Any], parts: Sequence[Node]) -> list[Node]:
