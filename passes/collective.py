@@ -234,6 +234,12 @@ def origins(start: Node) -> tuple[str, ...]:
     return start.meta.get(_ORIGINS, (start.name,))
 
 
+def forget_origins(graph: Graph) -> None:
+    """Take the collectives of a graph as what the next passes start from."""
+    for c in collectives(graph):
+        c.node.meta.pop(_ORIGINS, None)
+
+
 def add_node(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     """A call at the graph's insertion point, with the fake value that later passes and Inductor read."""
     node = graph.call_function(target, args, kwargs)

@@ -254,7 +254,8 @@ def origin(node: Node) -> tuple[Node, tuple[int, ...]]:
     while _is_call(node):
         source = node.args[0] if node.args else None
         if node.target is aten.permute.default:
-            dims = [d % len(order) for d in node.args[1]]  # type: ignore[union-attr, arg-type, operator]
+            given: Any = node.args[1]
+            dims = [d % len(order) for d in given]
             order = tuple(dims[d] for d in order)
         elif node.target not in (*_SAME, *RESHAPES, aten.expand.default) or not _same_shape(source, node):
             break

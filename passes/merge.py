@@ -133,25 +133,23 @@ def _share_equal_terms(graph: Graph) -> None:
         value = _shaped(c.payload)
         source, order = origin(value)
         key = (source, c.node.args[1:], value.meta["val"].dtype)
-        start, before = first_of.setdefault(key, (c.node, (value, order)))
+        start, (before, its_order) = first_of.setdefault(key, (c.node, (value, order)))
         if start is not c.node:
-            _replace_permuted(graph, c, start, *before, value, order)
+            _replace_permuted(graph, c, start, before, [its_order.index(d) for d in order])
 
 
 def _shapes_agree(a: Maximum, b: Maximum) -> bool:
     return all(equal(r.meta["val"].shape, b.results[0].meta["val"].shape) for r in a.results)
 
 
-def _replace_permuted(
-    graph: Graph, c: Collective, start: Node, first: Node, order: Sequence[int], value: Node, new: Sequence[int]
-) -> None:
+def _replace_permuted(graph: Graph, c: Collective, start: Node, first: Node, dims: list[int]) -> None:
     """Take a reduction's result from that of the same elements in another order."""
     wait = next(u for u in start.users if u.target is WAIT)
     if not wait < min(c.waits):
         return
     with graph.inserting_before(min(c.waits)):
         whole = _in_shape_of(graph, wait, first)
-        turned = add_node(graph, aten.permute.default, whole, [list(order).index(d) for d in new])
+        turned = add_node(graph, aten.permute.default, whole, dims)
         flat = _flat(graph, turned, c.payload)
     for wait in c.waits:
         wait.replace_all_uses_with(flat)
@@ -293,8 +291,8 @@ def _gather(graph: Graph, most: Maximum, sums: Sequence[Sum]) -> None:
         largest = columns[0]
         whole = add_node(graph, aten.amax.default, largest, [0], False)
         whole = _cast(graph, whole, most.largest.meta["val"].dtype)
-        results = {r: whole if equal(r.meta["val"].shape, whole.meta["val"].shape) else None for r in most.results}
-        results = {r: n or _flat(graph, whole, None) for r, n in results.items()}
+        in_shape = {r: equal(r.meta["val"].shape, whole.meta["val"].shape) for r in most.results}
+        results = {r: whole if same else _flat(graph, whole, None) for r, same in in_shape.items()}
     for result, node in results.items():
         result.replace_all_uses_with(node)
     for s, column in zip(sums, columns[1:], strict=True):

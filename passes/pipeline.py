@@ -23,7 +23,7 @@ from shardcompile.passes.cleanup import (
     ReduceThenSlice,
     ShareEqualCollectives,
 )
-from shardcompile.passes.collective import collectives
+from shardcompile.passes.collective import collectives, forget_origins
 from shardcompile.passes.cost import CostModel
 from shardcompile.passes.hold import HoldOrder
 from shardcompile.passes.lower import LowerEvenGathers
@@ -154,6 +154,8 @@ class Pipeline(compat.CustomGraphPass):
                 self.history[-1].append(_step(graph_pass.name, before, _described(graph)))
         for watcher in watchers:
             watcher.ended(graph)
+        if not self.final:
+            forget_origins(graph)
         if self.is_verified:
             look_at_notes(_before_first_run)
             leave_note(graph, record_of(graph))
