@@ -124,10 +124,10 @@ class LinearAttention(nn.Module):
         return x + self.out((q.softmax(-1) @ context).transpose(0, 1).flatten(1))
 
 
-def layers(number: int) -> Callable[[DeviceMesh], Any]:
+def layers(number: int, rows: int = 4099, channels: int = 32) -> Callable[[DeviceMesh], Any]:
     def build(on: DeviceMesh) -> Any:
-        net = nn.Sequential(*(LinearAttention() for _ in range(number)))
-        return (lambda x: net(x).square().mean()), (sc.rand(4099, 32, device_mesh=on, placements=[Shard(0)]),)
+        net = nn.Sequential(*(LinearAttention(channels) for _ in range(number)))
+        return (lambda x: net(x).square().mean()), (sc.rand(rows, channels, device_mesh=on, placements=[Shard(0)]),)
 
     return build
 
