@@ -38,10 +38,11 @@ def graphs(ranks: int, kind: str, layers: int) -> Iterator[tuple[str, Graph]]:
     """The forward and the backward graph of the first rank, in the world that they are for."""
     with offline_world(ranks, mesh_shape=(ranks // PARTS, PARTS) if kind == "2-D" else (ranks,)) as world:
         names = [world.mesh.get_group(dim).group_name for dim in range(world.mesh.ndim)]
+        words = -(-llama.Shape.words // ranks) * ranks  # padded, so that even gathers of all sizes fit
         if kind == "2-D":
-            groups, shape = llama.Groups(names[0], ranks // PARTS, names[1], PARTS), llama.Shape(layers, 2 * 8192)
+            groups = llama.Groups(names[0], ranks // PARTS, names[1], PARTS)
+            shape = llama.Shape(layers, 2 * 8192, words=words)
         else:
-            words = -(-llama.Shape.words // ranks) * ranks  # padded, so that even gathers of all sizes fit
             groups, shape = llama.Groups(names[0], ranks), llama.Shape(layers, words=words)
         place = suite.Place(groups.ranks, 0, groups.weights, lambda e, i: suite.cut(e, ranks, "log-normal", i), "cuda")
         for side, write in (("forward", llama.forward), ("backward", llama.backward)):

@@ -24,6 +24,7 @@ from shardcompile.passes.cost import CostModel, Prices
 from shardcompile.passes.hold import HoldOrder
 from shardcompile.passes.links import Device, Link
 from shardcompile.passes.lower import LowerEvenGathers
+from shardcompile.passes.merge import MergeReductions
 from shardcompile.passes.normalise import NormaliseChains
 from shardcompile.passes.overlap import ScheduleOverlap
 from shardcompile.passes.pipeline import Pass, Pipeline, Step, default_passes
@@ -43,6 +44,7 @@ __all__ = [
     "HoldOrder",
     "Link",
     "LowerEvenGathers",
+    "MergeReductions",
     "NormaliseChains",
     "Pass",
     "Pipeline",

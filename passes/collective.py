@@ -234,14 +234,20 @@ def origins(start: Node) -> tuple[str, ...]:
     return start.meta.get(_ORIGINS, (start.name,))
 
 
-def add_node(graph: Graph, target: Any, *args: Any) -> Node:
+def forget_origins(graph: Graph) -> None:
+    """Take the collectives of a graph as what the next passes start from."""
+    for c in collectives(graph):
+        c.node.meta.pop(_ORIGINS, None)
+
+
+def add_node(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     """A call at the graph's insertion point, with the fake value that later passes and Inductor read."""
-    node = graph.call_function(target, args)
-    values = torch.fx.map_arg(args, lambda n: n.meta["val"])
-    mode = compat.detect_fake_mode(_tensors(values))
+    node = graph.call_function(target, args, kwargs)
+    values, named = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    mode = compat.detect_fake_mode(_tensors((values, named)))
     assert mode is not None, "a collective's payload is a fake tensor"
     with mode:
-        node.meta["val"] = target(*values)
+        node.meta["val"] = target(*values, **named)
     return node
 
 

@@ -23,10 +23,11 @@ from shardcompile.passes.cleanup import (
     ReduceThenSlice,
     ShareEqualCollectives,
 )
-from shardcompile.passes.collective import collectives
+from shardcompile.passes.collective import collectives, forget_origins
 from shardcompile.passes.cost import CostModel
 from shardcompile.passes.hold import HoldOrder
 from shardcompile.passes.lower import LowerEvenGathers
+from shardcompile.passes.merge import MergeReductions
 from shardcompile.passes.normalise import NormaliseChains
 from shardcompile.passes.overlap import ScheduleOverlap
 from shardcompile.passes.verify import agreed, is_record, record_of, verify
@@ -76,6 +77,7 @@ def default_passes(model: CostModel | None = None) -> list[Pass]:
         CancelRoundTrips(),
         DropOwnSlice(),
         ReduceThenSlice(),
+        MergeReductions(model=model),
         BucketAllGathers(model=model),
         BucketAllToAlls(model=model),
         BucketReduceScatters(model=model),
@@ -152,6 +154,8 @@ class Pipeline(compat.CustomGraphPass):
                 self.history[-1].append(_step(graph_pass.name, before, _described(graph)))
         for watcher in watchers:
             watcher.ended(graph)
+        if not self.final:
+            forget_origins(graph)
         if self.is_verified:
             look_at_notes(_before_first_run)
             leave_note(graph, record_of(graph))
@@ -203,7 +207,7 @@ def before_division(pipeline: Pipeline, foreign: bool = False) -> Pipeline:
         pipeline: what runs on the divided graphs.
         foreign: whether the chains of others are made one collective first.
     """
-    kinds = (ShareEqualCollectives, DropRepeatedWaits, CancelRoundTrips)
+    kinds = (ShareEqualCollectives, DropRepeatedWaits, CancelRoundTrips, MergeReductions)
     early = [p for kind in kinds for p in pipeline.passes if isinstance(p, kind)]
     return Pipeline([*(foreign_passes() if foreign else ()), *early], in_step=foreign, final=False)
 

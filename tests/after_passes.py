@@ -5,23 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
 from shardcompile.passes import Pipeline
+from shardcompile.passes.pipeline import before_division
 
 
 def graph_after_passes(off: Sequence[str]) -> Any:
     """A backend that runs the passes and then the graph, node by node: no fusion changes the last bit of anything.
 
+    As in a compilation by Inductor, some passes run on the graph of forward and backward together as well.
+
     Args:
         off: names of passes to leave out.
     """
+
+    def partition(joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        before_division(Pipeline(off=off))(joint.graph)
+        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
     def compiler(module: GraphModule, _: Any) -> Any:
         Pipeline(off=off)(module.graph)
         module.recompile()
         return make_boxed_func(module.forward)
 
-    return aot_autograd(fw_compiler=compiler)
+    return aot_autograd(fw_compiler=compiler, partition_fn=partition)

@@ -39,8 +39,8 @@ class Builder:
             node.meta["val"] = torch.empty(shape, dtype=dtype)
         return node
 
-    def call(self, target: Any, *args: Any) -> Node:
-        return add_node(self.graph, target, *args)
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        return add_node(self.graph, target, *args, **kwargs)
 
     def done(self, target: Any, *args: Any) -> Node:
         """A collective and its wait."""
@@ -155,6 +155,8 @@ def _flat(x: Tensor, dim: int) -> Tensor:
 
 def _reduced(terms: Sequence[Tensor], reduce_op: str) -> Tensor:
     stacked = torch.stack(list(terms))
+    if reduce_op == "max":
+        return stacked.amax(0)
     return {"sum": stacked.sum(0), "avg": stacked.mean(0) if stacked.is_floating_point() else None}[reduce_op]
 
 
