@@ -101,7 +101,6 @@ def test_in_single_and_half_precision(dtype: torch.dtype, tolerance: float) -> N
     same_as_plain(by_heads, on, inputs(dtype, False), {"backend": graph_after_passes([])}, tolerance)
 
 
-@pytest.mark.nightly
 @pytest.mark.ranks(2, timeout=600)
 def test_through_inductor() -> None:
     on = init_device_mesh("cpu", (world_size(),))
