@@ -19,7 +19,7 @@ from shardcompile.dispatch.copied_views import follow, note_view
 from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.dispatch.group_norm import group_norm, group_norm_backward
 from shardcompile.dispatch.interpolation import INTERPOLATION_OPS
-from shardcompile.dispatch.logsumexp import logsumexp
+from shardcompile.dispatch.logsumexp import is_nothing, logsumexp
 from shardcompile.dispatch.precision import wide_dtype, widened
 from shardcompile.dispatch.windows import WINDOW_OPS
 from shardcompile.errors import UnsupportedOpError
@@ -117,7 +117,7 @@ def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
 
 def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     wide = widened(x)
-    if _is_nothing(x, dim):
+    if is_nothing(x, dim):
         return wide.clone() if half_to_float else x.clone()
     unnormalised = (wide - aten.amax.default(wide, [dim], True)).exp()
     out = unnormalised / aten.sum.dim_IntList(unnormalised, [dim], True)
@@ -126,16 +126,11 @@ def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
 
 def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     wide = widened(x)
-    if _is_nothing(x, dim):
+    if is_nothing(x, dim):
         return wide.clone() if half_to_float else x.clone()
     shifted = wide - aten.amax.default(wide, [dim], True)
     out = shifted - aten.sum.dim_IntList(shifted.exp(), [dim], True).log()
     return out if half_to_float else out.to(x.dtype)
-
-
-def _is_nothing(x: Tensor, dim: int) -> bool:
-    """Whether there is nothing along a dim on any rank; such an extent is static in a trace as well."""
-    return x.ndim > 0 and isinstance(x.shape[dim], int) and x.shape[dim] == 0
 
 
 def _softmax_backward(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ def logsumexp(x: Tensor, dims: list[int], keepdim: bool, amax: Callable[[Tensor,
     x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
     if x.dtype in HALVES:
         return logsumexp(x.float(), dims, keepdim, amax).to(x.dtype)
-    if any(_is_nothing(x.shape[d]) for d in dims):
+    if any(is_nothing(x, d) for d in dims):
         return aten.sum.dim_IntList(x.exp(), dims, keepdim).log()
     top = amax(x, dims, True)
     top = torch.where(top.abs() == math.inf, torch.zeros_like(top), top)
@@ -34,6 +33,6 @@ def logsumexp(x: Tensor, dims: list[int], keepdim: bool, amax: Callable[[Tensor,
     return out if keepdim or not x.ndim else aten.squeeze.dims(out, dims)
 
 
-def _is_nothing(extent: Any) -> bool:
+def is_nothing(x: Tensor, dim: int) -> bool:
     """Whether there is nothing along a dim on any rank; such an extent is static in a trace as well."""
-    return isinstance(extent, int) and extent == 0
+    return x.ndim > 0 and isinstance(x.shape[dim], int) and x.shape[dim] == 0

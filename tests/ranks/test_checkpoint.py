@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -193,34 +194,48 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(net.parameters(), lr=1e-2)
 
 
-def test_training_resumes_on_other_ranks_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    def begin(mesh: DeviceMesh, folder: str) -> None:
-        net = Net(mesh, [4, 0, 3])
-        optimizer = adamw(net)
-        trained(net, optimizer, range(3))
-        model_state, optimizer_state = get_state_dict(net, optimizer)
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+Build = Callable[[DeviceMesh, list[int]], nn.Module]
 
-    def resume(mesh: DeviceMesh, folder: str) -> list[Tensor]:
-        net = Net(mesh, [1, 6])
-        optimizer = adamw(net)
-        model_state, optimizer_state = get_state_dict(net, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state}
-        dcp.load(state, checkpoint_id=folder)
-        set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        trained(net, optimizer, range(3, 6))
-        return full_values(net, optimizer)
 
-    def without_a_stop(mesh: DeviceMesh) -> list[Tensor]:
-        net = Net(mesh, [1, 6])
-        optimizer = adamw(net)
-        trained(net, optimizer, range(6))
-        return full_values(net, optimizer)
+def begin(mesh: DeviceMesh, folder: str, build: Build) -> None:
+    """Train three steps, and save."""
+    net = build(mesh, [4, 0, 3])
+    optimizer = adamw(net)
+    trained(net, optimizer, range(3))
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
 
-    with LocalRanks(3, processes=False) as three, LocalRanks(2, processes=False) as two:
-        three(begin, str(tmp_path))
-        for found, expected in zip(two(resume, str(tmp_path)), two(without_a_stop), strict=True):
+
+def resume(mesh: DeviceMesh, folder: str, build: Build) -> list[Tensor]:
+    """Load, and train three more steps."""
+    net = build(mesh, [1, 6])
+    optimizer = adamw(net)
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    trained(net, optimizer, range(3, 6))
+    return full_values(net, optimizer)
+
+
+def without_a_stop(mesh: DeviceMesh, build: Build) -> list[Tensor]:
+    """Train six steps."""
+    net = build(mesh, [1, 6])
+    optimizer = adamw(net)
+    trained(net, optimizer, range(6))
+    return full_values(net, optimizer)
+
+
+def same_after_resuming(folder: Path, build: Build, whole: Build, processes: bool) -> None:
+    """Save on 3 ranks and resume on 2; compare with a run of `whole` that is not interrupted."""
+    with LocalRanks(3, processes=processes) as three, LocalRanks(2, processes=processes) as two:
+        three(begin, str(folder), build)
+        for found, expected in zip(two(resume, str(folder), build), two(without_a_stop, whole), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_training_resumes_on_other_ranks_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    same_after_resuming(tmp_path, Net, Net, processes=False)
 
 
 class Mixed(nn.Module):
@@ -244,38 +259,8 @@ def sharded_by_fsdp(mesh: DeviceMesh, sizes: list[int]) -> nn.Module:
     return model
 
 
-def _fsdp_begin(mesh: DeviceMesh, folder: str) -> None:
-    model = sharded_by_fsdp(mesh, [4, 0, 3])
-    optimizer = adamw(model)
-    trained(model, optimizer, range(3))
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-
-
-def _fsdp_resume(mesh: DeviceMesh, folder: str) -> list[Tensor]:
-    model = sharded_by_fsdp(mesh, [1, 6])
-    optimizer = adamw(model)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    trained(model, optimizer, range(3, 6))
-    return full_values(model, optimizer)
-
-
-def _without_fsdp(mesh: DeviceMesh) -> list[Tensor]:
-    model = Mixed(mesh, [1, 6])
-    optimizer = adamw(model)
-    trained(model, optimizer, range(6))
-    return full_values(model, optimizer)
-
-
 def test_training_under_fsdp_resumes_on_other_ranks(tmp_path: Path) -> None:
-    with LocalRanks(3) as three, LocalRanks(2) as two:
-        three(_fsdp_begin, str(tmp_path))
-        found, expected = two(_fsdp_resume, str(tmp_path)), two(_without_fsdp)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    same_after_resuming(tmp_path, sharded_by_fsdp, Mixed, processes=True)
 
 
 @pytest.mark.ranks(3)
