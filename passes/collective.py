@@ -39,6 +39,8 @@ KINDS = {
     _ours.return_ranges.default: "return_ranges",
     _ours.mirror_blocks.default: "mirror_blocks",
     _ours.gather_cut.default: "gather_cut",
+    _ours.gather_counts.default: "gather_counts",
+    _ours.exchange_rows.default: "exchange_rows",
     _ours.all_gather_bucket.default: "all_gather_bucket",
     _ours.reduce_scatter_bucket.default: "reduce_scatter_bucket",
     _ours.all_to_all_bucket.default: "all_to_all_bucket",
@@ -47,6 +49,9 @@ KINDS = {
 
 _CUT_AT = {"all_gather_v": 3, "reduce_scatter_v": 4, "all_to_all_v": 5, "fetch_ranges": 4, "return_ranges": 4}
 """Which of the arguments is the first of the (source) cut: sizes, key and nest."""
+
+OF_ONE_RANK = {"all_to_all", "mirror_blocks", "gather_cut", "gather_counts", "exchange_rows"}
+"""Kinds of which a graph tells what this rank puts in only. What all of them do is taken for as much from each."""
 
 WAIT = _c10d.wait_tensor.default
 
@@ -137,7 +142,7 @@ class Collective:
             values = [p.meta["val"] for p in self.payloads]
             return sum(_with_extent(v, d, t) for v, d, t in zip(values, dims, totals, strict=True))
         whole = sum(_nbytes(p.meta["val"]) for p in self.payloads)
-        return whole * self.group_size if self.kind in ("all_to_all", "mirror_blocks", "gather_cut") else whole
+        return whole * self.group_size if self.kind in OF_ONE_RANK else whole
 
     @property
     def global_bytes(self) -> int:

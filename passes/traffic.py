@@ -148,7 +148,7 @@ def _broadcast_traffic(members: Sequence[Member], n: int) -> Traffic:
 
 
 def _even_exchange_traffic(members: Sequence[Member], n: int) -> Traffic:
-    """all_to_all_single: of its payload each rank keeps one part in n."""
+    """all_to_all_single, and rows that go where data says: of its payload each rank keeps one part in n."""
     payload = sum(m.nbytes for m in members)
     return Traffic((n - 1) / n * payload, (n - 1) * payload)
 
@@ -230,6 +230,8 @@ TRAFFIC: dict[str, Callable[[Sequence[Member], int], Traffic]] = {
     "return_ranges": _fetch_traffic,
     "mirror_blocks": _mirror_traffic,
     "gather_cut": _even_gather_traffic,
+    "gather_counts": _even_gather_traffic,
+    "exchange_rows": _even_exchange_traffic,
     "all_gather_bucket": _gather_bucket_traffic,
     "reduce_scatter_bucket": _scatter_bucket_traffic,
     "all_to_all_bucket": _turn_bucket_traffic,

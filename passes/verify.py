@@ -29,7 +29,7 @@ from torch.fx import Graph
 
 from shardcompile import compat, config
 from shardcompile.errors import PassError
-from shardcompile.passes.collective import Collective, collectives
+from shardcompile.passes.collective import OF_ONE_RANK, Collective, collectives
 
 _POLL_SECONDS = 0.01
 
@@ -67,16 +67,12 @@ def _progress() -> _Progress:
 
 def signature(c: Collective) -> str:
     """What has to be the same on every rank of a group: a line of text."""
-    size = None if c.kind in _OF_THIS_RANK else c.global_size
+    size = None if c.kind in OF_ONE_RANK else c.global_size
     nbytes = f"{size} B" if isinstance(size, int) else "size not known"
     dtypes = " ".join(str(p.meta["val"].dtype).removeprefix("torch.") for p in c.payloads)
     words = [a for a in c.node.args[1:-1] if isinstance(a, str)]
-    sizes = [] if c.sizes is None or c.kind in _OF_THIS_RANK else ["in blocks of", ",".join(map(str, c.sizes))]
+    sizes = [] if c.sizes is None or c.kind in OF_ONE_RANK else ["in blocks of", ",".join(map(str, c.sizes))]
     return " ".join([c.kind, *words, dtypes, nbytes, *sizes])
-
-
-_OF_THIS_RANK = {"mirror_blocks", "all_to_all", "gather_cut"}
-"""Kinds of which a graph tells the size of this rank's block only."""
 
 
 Record = tuple[tuple[str, str], ...]

@@ -26,6 +26,8 @@ from shardcompile.errors import UnsupportedOpError as UnsupportedOpError
 from shardcompile.layout import Layout as Layout
 from shardcompile.reports import capture as capture
 from shardcompile.reports import explain as explain
+from shardcompile.routing import Route as Route
+from shardcompile.routing import route_rows as route_rows
 from shardcompile.tensor import ShardTensor as ShardTensor
 from shardcompile.visualize import visualize_sharding as visualize_sharding
 

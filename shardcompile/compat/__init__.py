@@ -115,6 +115,7 @@ __all__ = [
     "stands_for_itself",
     "start_epoch",
     "store",
+    "suggest_hint",
     "surely",
     "trace_size_obliviously",
     "unrecorded_symbols",
@@ -183,7 +184,8 @@ def settle(size: Any, number: int) -> None:
     """
     if not isinstance(size, torch.SymInt) or is_unbacked(size) or size.node.expr.is_number:
         return
-    expression, env = size.node.expr, size.node.shape_env
+    expression: Any = size.node.expr
+    env: Any = size.node.shape_env
     symbol, *others = expression.free_symbols
     factor, rest = expression.coeff(symbol), expression.xreplace({symbol: sympy.Integer(0)})
     if others or expression != factor * symbol + rest or factor == 0:
@@ -218,9 +220,21 @@ def size_hint(value: Any, default: int = 64) -> int:
     hint = value.node.hint
     if hint is None:
         expression, env = value.node.expr, value.node.shape_env
-        hints = {s: env.create_symintnode(s, hint=None).node.hint for s in expression.free_symbols}
+        suggested = env.var_to_hint_override  # 2.11 - 2.15
+        hints = {s: suggested.get(s, env.create_symintnode(s, hint=None).node.hint) for s in expression.free_symbols}
         hint = expression.xreplace({s: sympy.Integer(default if h is None else h) for s, h in hints.items()})
     return int(hint)
+
+
+def suggest_hint(size: Any, number: int) -> None:
+    """Have `size_hint`, and Inductor, reckon with a number for a symbol that gets its value when the graph runs.
+
+    Args:
+        size: anything; only such a symbol is changed.
+        number: the same on every rank.
+    """
+    if is_unbacked(size) and size.node.expr.is_symbol:
+        size.node.shape_env.var_to_hint_override[size.node.expr] = max(number, 2)  # 2.11 - 2.15
 
 
 def global_extents(shape: Sequence[Any]) -> tuple[Any, ...]:
@@ -259,13 +273,13 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch._utils._flatten_dense_tensors(tensors)
 
 
-def lowered_when_traced(op: torch._ops.OpOverload, fake: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def lowered_when_traced(op: torch._ops.OpOverload, fake: Callable[..., Any]) -> Callable[..., Any]:
     """The fake kernel of a collective, which teaches Inductor the op when a trace meets it for the first time.
 
     Inductor's lowerings take more than a second to import, which eager programs need not pay.
     """
 
-    def traced(*args: Any) -> torch.Tensor:
+    def traced(*args: Any) -> Any:
         _lower_as_collective(op)
         return fake(*args)
 
@@ -283,7 +297,7 @@ def _lower_as_collective(op: torch._ops.OpOverload) -> None:
 
     def lowering(*args: Any) -> Any:
         kernel: Any = ir._CollectiveKernel.create_out_of_place(op, *args)
-        return ir.TensorBox.create(kernel)
+        return torch.utils._pytree.tree_map(ir.TensorBox.create, kernel)
 
     # No constraint on strides: to ask for those of the trace, Inductor would compare symbolic strides, and so
     # specialise on the size of this rank's block.

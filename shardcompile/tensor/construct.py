@@ -14,12 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import all_gather_even
+from shardcompile.collectives import all_gather_even, cut_of_sizes
 from shardcompile.collectives.ops import symbolic_cut
 from shardcompile.errors import LayoutError
 from shardcompile.layout import Cut, IntLike, Layout, Spec, digest_of, normalize_placements
 
-ShardingShapes = Literal["infer", "chunk"] | Mapping[int, Sequence[Any]]
+Sizes = Sequence[Any] | Tensor
+"""Of all blocks along a dim: ints, whole block shapes, or a tensor of whole numbers, the same on every rank."""
+
+ShardingShapes = Literal["infer", "chunk"] | Mapping[int, Sizes]
 _Blocks = dict[tuple[int, ...], list[int]]
 """Shapes of blocks by mesh coordinate."""
 
@@ -147,14 +150,14 @@ def _problem(local: Tensor, layout: Layout, global_shape: Sequence[int] | None) 
 
 
 def stated_cuts(
-    now: Layout, placements: Sequence[Placement], shapes: Mapping[int, Sequence[Any]] | None, fixed: bool
+    now: Layout, placements: Sequence[Placement], shapes: Mapping[int, Sizes] | None, fixed: bool
 ) -> dict[int, Cut]:
     """Cuts by tensor dim that a mapping from mesh dim to block sizes stands for.
 
     Args:
         now: for the mesh and the global shape.
         placements: of the layout that is described.
-        shapes: as a user gives them: ints, or whole block shapes.
+        shapes: as a user gives them, see `Sizes`.
         fixed: whether the sizes become part of the program, as they do inside a trace.
 
     Raises:
@@ -163,7 +166,7 @@ def stated_cuts(
     cuts: dict[int, Cut] = {}
     for mesh_dim, values in (shapes or {}).items():
         dim = _require_shard(placements, mesh_dim)
-        cut = _stated_cut(now.mesh, placements, dim, values, fixed)
+        cut = _stated_cut(now.mesh, placements, dim, values, fixed, now.shape[dim])
         if isinstance(now.shape[dim], int) and cut.extent != now.shape[dim]:
             raise LayoutError(
                 f"sharding_shapes {list(cut.sizes)} for mesh dim {mesh_dim} add up to {cut.extent}, but tensor dim "
@@ -181,8 +184,18 @@ def _require_shard(placements: Sequence[Placement], mesh_dim: int) -> int:
     return placement.dim
 
 
-def _stated_cut(mesh: DeviceMesh, placements: Sequence[Placement], dim: int, values: Sequence[Any], fixed: bool) -> Cut:
+def _stated_cut(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    dim: int,
+    values: Sizes,
+    fixed: bool,
+    extent: IntLike | None = None,
+    block: IntLike | None = None,
+) -> Cut:
     mesh_dims = [m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
+    if isinstance(values, Tensor):
+        return cut_of_sizes(values, mesh, mesh_dims, extent, block)
     sizes = [_size(v, dim, values) for v in values]
     return Cut.of_sizes(mesh_dims, [mesh.shape[m] for m in mesh_dims], sizes, "fixed" if fixed else "dynamic")
 
@@ -202,9 +215,7 @@ def _size(value: Any, dim: int, among: Sequence[Any]) -> int:
         ) from None
 
 
-def _stated(
-    local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shapes: Mapping[int, Sequence[Any]]
-) -> Layout:
+def _stated(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shapes: Mapping[int, Sizes]) -> Layout:
     shape = list(local.shape)
     cuts: list[Cut | None] = [None] * local.ndim
     for mesh_dim in shapes:
@@ -219,7 +230,8 @@ def _stated(
                 f"sharding_shapes {dict(shapes)} says nothing of mesh dim {mesh_dim}, which shards "
                 f"tensor dim {placement.dim}"
             )
-        cut = _stated_cut(mesh, placements, placement.dim, values, fixed=False)
+        block = local.shape[placement.dim] if compat.is_fake(local) else None  # else it is compared with all others
+        cut = _stated_cut(mesh, placements, placement.dim, values, fixed=False, block=block)
         cuts[placement.dim] = cut
         shape[placement.dim] = cut.extent  # type: ignore[assignment]
     return Layout.of(mesh, placements, shape, local.dtype, cuts)

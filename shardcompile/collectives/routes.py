@@ -1,0 +1,291 @@
+"""Rows that go where data says: how many, how they are cut then, and the exchange that moves them.
+
+`counts` is a table, the same on every rank of a group: counts[s, d] rows go from rank s to rank d. It lies on the CPU,
+since messages are sent from there. Rows that leave a rank are in the order of their destinations; rows that arrive are
+in the order of their sources.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcompile import compat
+from shardcompile.collectives import scratch, transport
+from shardcompile.collectives.ops import wait
+from shardcompile.errors import CollectiveError, LayoutError
+from shardcompile.layout import Cut, IntLike, digest_of
+from shardcompile.watch import Call, enter
+
+OUT_OF_RANGE = -1
+"""What a rank says in place of each of its counts if one of its destinations is no rank of the group."""
+
+_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
+_TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]
+for _schema in (
+    "gather_counts(Tensor input, str group_name) -> Tensor",
+    "exchange_rows(Tensor[] inputs, Tensor counts, SymInt block, bool back, str group_name) -> Tensor[]",
+    "rows_from(Tensor counts, str group_name) -> Tensor",
+    "cut_of_sizes(Tensor sizes, int[] parts, SymInt extent, SymInt block, str group_names) -> Tensor",
+):
+    _LIBRARY.define(_schema, tags=_TAGS)
+
+_ops = torch.ops.shardcompile
+ROUTES = (_ops.gather_counts, _ops.exchange_rows)
+"""The ops of this module that communicate."""
+
+
+def gather_counts(mine: Tensor, group_name: str) -> Tensor:
+    """The table of how many rows go from where to where: [ranks, ranks], int64, on the CPU.
+
+    Args:
+        mine: rows that this rank sends to each rank of the group: [ranks], or `OUT_OF_RANGE` throughout.
+        group_name: the ranks.
+
+    Raises:
+        CollectiveError: on every rank, if a rank has said `OUT_OF_RANGE`.
+    """
+    return wait(_ops.gather_counts(mine, group_name))
+
+
+def exchange_rows(
+    inputs: Sequence[Tensor], counts: Tensor, block: IntLike, group_name: str, *, back: bool = False
+) -> list[Tensor]:
+    """Send rows to the ranks that `counts` says, those of all tensors in one message to each. Differentiable.
+
+    Args:
+        inputs: each [n, ...], rows in the order of their destinations; any dtypes.
+        counts: as `gather_counts` gives it.
+        block: how many rows arrive.
+        group_name: the ranks.
+        back: the other way: rows in the order of the ranks that they came from go back there.
+
+    Returns:
+        Each [block, ...], rows in the order of the ranks that sent them.
+
+    Raises:
+        CollectiveError: there are not as many rows as `counts` says.
+    """
+    flat = _ops.exchange_rows(list(inputs), counts, block, back, group_name)
+    return [wait(f).view([block, *x.shape[1:]]) for f, x in zip(flat, inputs, strict=True)]
+
+
+def rows_from(counts: Tensor, group_name: str) -> Tensor:
+    """How many rows come to this rank from each: [ranks]. An op, since a graph must not name the rank it is for."""
+    return _ops.rows_from(counts, group_name)
+
+
+def cut_of_sizes(
+    sizes: Tensor,
+    mesh: DeviceMesh,
+    mesh_dims: Sequence[int],
+    extent: IntLike | None = None,
+    block: IntLike | None = None,
+    about: IntLike | None = None,
+) -> Cut:
+    """The cut with block sizes that a tensor holds, which may be known only when a graph runs.
+
+    Args:
+        sizes: of all blocks, outermost mesh dim slowest, the same on every rank; whole numbers.
+        mesh: the mesh.
+        mesh_dims: that cut, outermost first.
+        extent: what the sizes have to add up to; anything if None.
+        block: how large this rank's block is, if that is known.
+        about: what they add up to as a rule: compilers and costs reckon with it.
+
+    Raises:
+        LayoutError: they do not, a size is negative, there are not as many as blocks, or this rank's is another one.
+    """
+    parts = [mesh.shape[m] for m in mesh_dims]
+    if sizes.dtype.is_floating_point or sizes.dtype.is_complex or sizes.dtype is torch.bool or sizes.ndim != 1:
+        raise LayoutError(
+            f"block sizes are whole numbers, one for each of {math.prod(parts)} blocks; got a tensor of "
+            f"{sizes.dtype} of shape {tuple(sizes.shape)}"
+        )
+    groups = ",".join(compat.group_name_of(mesh, m) for m in mesh_dims)
+    wanted, here = (-1 if n is None else n for n in (extent, block))
+    if not compat.is_fake(sizes):
+        return _checked_cut(sizes, mesh_dims, parts, wanted, here, groups)[0]
+    total, key, size = _ops.cut_of_sizes(sizes.detach(), parts, wanted, here, groups).unbind()
+    symbol = compat.keep_symbol(key.item())
+    extent = compat.keep_symbol(total.item()) if extent is None else extent
+    block = compat.keep_symbol(size.item()) if block is None else block
+    torch._check(block >= 0)
+    torch._check(extent >= block)
+    likely = compat.size_hint(extent if about is None else about)
+    compat.suggest_hint(extent, likely)
+    compat.suggest_hint(block, -(-likely // math.prod(parts)))
+    return Cut.traced(mesh_dims, parts, extent, symbol, block)
+
+
+def _checked_cut(
+    sizes: Tensor, mesh_dims: Sequence[int], parts: Sequence[int], extent: Any, block: Any, group_names: str
+) -> tuple[Cut, int]:
+    """A cut, and this rank's block of it. What is not known of them is -1."""
+    cut = Cut.of_sizes(mesh_dims, parts, sizes.tolist())
+    if extent not in (-1, cut.extent):
+        raise LayoutError(f"block sizes {list(cut.sizes)} add up to {cut.extent}, but the dim has extent {extent}")
+    index = 0
+    for count, name in zip(parts, group_names.split(","), strict=True):
+        index = index * count + compat.process_group(name).rank()
+    if block not in (-1, cut.sizes[index]):
+        raise LayoutError(f"this rank's block has {block} rows; block sizes {list(cut.sizes)} say {cut.sizes[index]}")
+    return cut, cut.sizes[index]
+
+
+def _cut_of_sizes(sizes: Tensor, parts: list[int], extent: int, block: int, group_names: str) -> Tensor:
+    """Extent, key and this rank's block: [3], int64, on the CPU."""
+    cut, size = _checked_cut(sizes, range(len(parts)), parts, extent, block, group_names)
+    return torch.tensor([cut.extent, cut.key, size], device="cpu")
+
+
+def _gather_counts(mine: Tensor, group_name: str) -> Tensor:
+    group = compat.process_group(group_name)
+    call = enter(group, "gather_counts", mine.dtype, ("ranks",), group.size())
+    call.agree()
+    start = torch.ops._c10d_functional.all_gather_into_tensor(mine, group.size(), group_name)
+    counts: Tensor = call.run([functools.partial(wait, start)])[0].view(group.size(), group.size()).cpu()
+    bad = (counts < 0).any(1).nonzero().view(-1).tolist()
+    if bad:
+        raise CollectiveError(
+            f"destinations are ranks 0 to {group.size() - 1} of the mesh dim, or -1 for rows that are dropped; ranks "
+            f"{bad} of the group have others. No row was moved"
+        )
+    return counts
+
+
+def _peers(counts: Tensor, back: bool, group: ProcessGroup) -> tuple[list[int], list[int]]:
+    """Rows that this rank sends to each rank, and receives from each."""
+    if tuple(counts.shape) != (group.size(), group.size()):
+        raise CollectiveError(
+            f"exchange_rows: the route is one of {tuple(counts.shape)} ranks, the group has {group.size()}"
+        )
+    out, back_in = counts[group.rank()].tolist(), counts[:, group.rank()].tolist()
+    return (back_in, out) if back else (out, back_in)
+
+
+def _exchange_rows(inputs: list[Tensor], counts: Tensor, block: int, back: bool, group_name: str) -> list[Tensor]:
+    group = compat.process_group(group_name)
+    sent, received = _peers(counts, back, group)
+    for x in inputs:
+        if x.shape[0] != sum(sent) or block != sum(received):
+            raise CollectiveError(
+                f"exchange_rows: rank {group.rank()} of the group has {x.shape[0]} rows (shape {tuple(x.shape)}) and "
+                f"is to get {block}; its route sends {sum(sent)} and brings {sum(received)}"
+            )
+    call = _call(group, inputs, counts, back)
+    outs = [x.new_empty([block * math.prod(x.shape[1:])]) for x in inputs]
+    to_peers, from_peers = transport.running_ends(sent), transport.running_ends(received)
+    if len(inputs) == 1:
+        target = outs[0].view([block, *inputs[0].shape[1:]])
+        works = transport.send_ranges(call, transport.rows_first(inputs[0], 0), to_peers, target, from_peers)
+        transport.complete(outs[0], call, works)
+        return outs
+    rows = [_bytes(transport.rows_first(x, 0)) for x in inputs]
+    packed = torch.cat([r[a:b].reshape(-1) for a, b in to_peers for r in rows])
+    widths = [r.shape[1] for r in rows]
+    memory = scratch.borrow(block * sum(widths), packed)
+    places = [[(a * sum(widths), b * sum(widths)) for a, b in peers] for peers in (to_peers, from_peers)]
+    works = transport.send_ranges(call, packed, places[0], memory, places[1])
+
+    def unpack() -> None:
+        shares = zip(memory.split(_lengths(places[1])), received, strict=True)
+        parts = [share.split([n * w for w in widths]) for share, n in shares]
+        for out, of_peers in zip(outs, zip(*parts, strict=True), strict=True):
+            torch.cat(of_peers, out=out.view(torch.uint8))
+        scratch.give_back(memory)
+
+    once = _Once(unpack)
+    for out in outs:
+        transport.complete(out, call, works, once)
+    return outs
+
+
+class _Once:
+    """A last step that several results wait for."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self._step: Callable[[], None] | None = step
+
+    def __call__(self) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            step()
+
+
+def _lengths(ranges: Sequence[tuple[int, int]]) -> list[int]:
+    return [b - a for a, b in ranges]
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    """Rows as bytes: [n, width]."""
+    flat = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
+    return flat.view(torch.uint8) if flat.shape[1] else flat.to(torch.uint8)
+
+
+def _call(group: ProcessGroup, inputs: Sequence[Tensor], counts: Tensor, back: bool) -> Call:
+    """State an exchange: what arrives where, a digest of the table, and what a row is."""
+    arriving = tuple(counts.sum(1 if back else 0).tolist())
+    table = digest_of(repr(counts.tolist()))
+    rows = tuple((str(x.dtype), *x.shape[1:]) for x in inputs)
+    row = digest_of(repr(rows))
+    return enter(group, "exchange_rows", inputs[0].dtype, ("rows", "route", "row"), arriving, table, row)
+
+
+def _rows_from(counts: Tensor, group_name: str) -> Tensor:
+    return counts[:, compat.process_group(group_name).rank()].clone()
+
+
+def _fake_exchange(inputs: list[Tensor], counts: Tensor, block: Any, *_: Any) -> list[Tensor]:
+    return [x.new_empty([block * math.prod(x.shape[1:])]) for x in inputs]
+
+
+def _fake_counts(mine: Tensor, group_name: str) -> Tensor:
+    ranks = compat.process_group(group_name).size()
+    return torch.empty([ranks, ranks], dtype=torch.int64, device="cpu")
+
+
+def _keep_route(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, counts, ctx.block, ctx.back, ctx.group_name = inputs
+    ctx.save_for_backward(counts)
+    ctx.shapes = [x.shape for x in tensors]
+
+
+def _exchange_rows_grad(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    (counts,) = ctx.saved_tensors
+    pairs = [(i, g.view([ctx.block, *ctx.shapes[i][1:]])) for i, g in enumerate(grads) if g is not None]
+    out: list[Tensor | None] = [None] * len(grads)
+    sent = ctx.shapes[0][0]
+    returned = exchange_rows([g for _, g in pairs], counts, sent, ctx.group_name, back=not ctx.back)
+    for (i, _), grad in zip(pairs, returned, strict=True):
+        out[i] = grad
+    return out, None, None, None, None
+
+
+_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "gather_counts": (_gather_counts, _fake_counts),
+    "exchange_rows": (_exchange_rows, _fake_exchange),
+}
+for _name, (_real, _fake) in _IMPLEMENTATIONS.items():
+    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    _fake = compat.lowered_when_traced(getattr(_ops, _name).default, _fake)
+    torch.library.register_fake(f"shardcompile::{_name}", _fake, lib=_LIBRARY)
+_LIBRARY.impl("rows_from", _rows_from, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "shardcompile::rows_from", lambda counts, _: counts.new_empty(counts.shape[:1]), lib=_LIBRARY
+)
+_LIBRARY.impl("cut_of_sizes", _cut_of_sizes, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "shardcompile::cut_of_sizes", lambda *_: torch.empty([3], dtype=torch.int64, device="cpu"), lib=_LIBRARY
+)
+torch.library.register_autograd(
+    "shardcompile::exchange_rows", _exchange_rows_grad, setup_context=_keep_route, lib=_LIBRARY
+)
+compat.count_as_collective(ROUTES)

@@ -1,0 +1,262 @@
+"""Rows that go to the ranks that data says: experts' tokens, nodes of a graph, particles that cross a border.
+
+    rows, route = route_rows(x, destination)  # each row of x to the rank that destination says
+    y = route.back(expert(rows), weights)     # and home again
+
+The sizes of the blocks of `rows` are known only when it runs. They are a cut like any other, so that all ops work on
+`rows`, and one graph serves every routing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+from shardcompile import compat
+from shardcompile.collectives import OUT_OF_RANGE, cut_of_sizes, exchange_rows, gather_counts, rows_from
+from shardcompile.errors import LayoutError
+from shardcompile.layout import Cut, Layout, Spec, contiguous_stride
+from shardcompile.tensor import ShardTensor
+from shardcompile.tensor.autograd import FromLocal, ToLocal, redistributed
+
+_Rows = TypeVar("_Rows", Tensor, Sequence[Tensor])
+
+
+class Route(NamedTuple):
+    """Where rows have gone. Made of tensors, so that it can be kept, and given to and returned by compiled functions.
+
+    Attributes:
+        destination: where each row goes: [n] or [n, k], cut as the rows were.
+        counts: counts[s, d] rows go from rank s of the mesh dim to rank d: [ranks, ranks], int64, on the CPU.
+        order: of each copy that a rank sends its number among the copies of the rank's rows: [m], int64; a rank's block
+            holds those that it sends, in the order of their destinations.
+        source: of each row that has arrived the rank that it came from: [m], int64, cut as the rows that arrive.
+    """
+
+    destination: Tensor
+    counts: Tensor
+    order: Tensor
+    source: Tensor
+
+    def send(self, x: _Rows) -> _Rows:
+        """Other rows by the same route: x[i] goes where row i went. Differentiable.
+
+        Args:
+            x: [n, ...], or several such tensors, which travel in one exchange.
+
+        Returns:
+            [m, ...], cut as the rows that arrived.
+
+        Raises:
+            LayoutError: there are not as many rows as destinations, or they lie on another mesh.
+        """
+        return _each(x, lambda xs: _send(self.destination, self.counts, self.order, self.source, *xs))
+
+    def back(self, y: _Rows, weights: Tensor | None = None) -> _Rows:
+        """Rows go back to where they came from. Differentiable, and the adjoint of `send` where there are no weights.
+
+        Args:
+            y: [m, ...], one for each row that has arrived, in their order; or several such tensors.
+            weights: what the copies of a row are multiplied by before they are added up, in the shape of `destination`;
+                1 by default.
+
+        Returns:
+            [n, ...], cut as `destination`. Of rows that were dropped: zeros.
+
+        Raises:
+            LayoutError: the rows or weights are not as many as the route has.
+        """
+        return _each(y, lambda ys: _back(self.destination, self.counts, self.order, self.source, weights, *ys))
+
+
+@overload
+def route_rows(x: Tensor, destination: Tensor) -> tuple[Tensor, Route]: ...
+@overload
+def route_rows(x: Sequence[Tensor], destination: Tensor) -> tuple[Sequence[Tensor], Route]: ...
+def route_rows(x: Any, destination: Tensor) -> tuple[Any, Route]:
+    """Send each row to the rank, or the ranks, that data says. Differentiable.
+
+    Two collectives: a table of how many rows go from where to where, and the rows themselves, exactly. In a compiled
+    function one graph serves every routing, also one that sends nothing to a rank, or nothing at all.
+
+    Args:
+        x: [n, ...], cut along dim 0 by one mesh dim; or several such tensors, which travel in one exchange.
+        destination: a rank of that mesh dim for each row, or -1 for a row that is dropped: [n], or [n, k] for k copies
+            of each row; whole numbers.
+
+    Returns:
+        The rows that arrive, [m, ...], cut along dim 0 by what arrives where, in the order of the rank that they come
+        from, of its rows, and of their copies; and the route.
+
+    Raises:
+        LayoutError: `x` is not cut along dim 0 by one mesh dim, or `destination` does not fit to it.
+        CollectiveError: on every rank, before any row is moved, if a destination is no rank of the mesh dim.
+    """
+    first = x if isinstance(x, Tensor) else x[0]
+    route = Route(*_route(first, destination))
+    return route.send(x), route
+
+
+def _each(x: Any, run: Any) -> Any:
+    return run([x])[0] if isinstance(x, Tensor) else list(run(list(x)))
+
+
+def _mesh_dim(x: Any, what: str) -> int:
+    """The mesh dim that cuts dim 0.
+
+    Raises:
+        LayoutError: there is none, or there are several.
+    """
+    if not isinstance(x, ShardTensor):
+        raise LayoutError(
+            f"{what} takes sharded tensors, got a plain one of shape {tuple(x.shape)}; see ShardTensor.from_local and "
+            "distribute_tensor"
+        )
+    layout = x._spec.layout
+    cut = layout.cuts[0] if x.ndim else None
+    if cut is None or len(cut.mesh_dims) > 1:
+        raise LayoutError(
+            f"{what} sends rows along the mesh dim that cuts dim 0, and {layout.describe()} has "
+            f"{'several' if cut else 'none'}; redistribute it to Shard(0) on one mesh dim first"
+        )
+    return cut.mesh_dims[0]
+
+
+def _rows_layout(like: Layout, mesh_dim: int, cut: Cut | None, of: Layout) -> Layout:
+    """The layout of `of`, with dim 0 cut by a mesh dim as in `like`, or as a given cut."""
+    cut = like.cuts[0] if cut is None else cut
+    assert cut is not None, "rows are cut"
+    placements = list(of.placements)
+    placements[mesh_dim] = Shard(0)
+    shape = (cut.extent, *of.shape[1:])
+    return Layout.of(of.mesh, placements, shape, of.dtype, [cut, *of.cuts[1:]])
+
+
+def _beside(a: Any, layout: Layout, mesh_dim: int, what: str) -> Any:
+    """A tensor of one entry for each row, cut as rows are along dim 0 and whole along all else."""
+    if not isinstance(a, ShardTensor):
+        replicated = [Replicate()] * layout.mesh.ndim
+        a = ShardTensor.from_local(a, layout.mesh, replicated)
+    now = a._spec.layout
+    if now.mesh != layout.mesh or not a.ndim or not _same(now.shape[0], layout.shape[0]):
+        raise LayoutError(f"{what} {now.describe()} does not belong to the rows of {layout.describe()}")
+    placements = [Shard(0) if m == mesh_dim else Replicate() for m in range(now.mesh.ndim)]
+    wanted = Layout.of(now.mesh, placements, now.shape, now.dtype, [layout.cuts[0], *[None] * (a.ndim - 1)])
+    return redistributed(a, wanted)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return compat.same_symbol(a, b)
+
+
+def _wrapped(local: Tensor, layout: Layout) -> Any:
+    layout = layout.with_dtype(local.dtype)
+    return FromLocal.apply(local, ShardTensor, Spec.of(layout, contiguous_stride(layout.shape)))
+
+
+@torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
+def _route(x: Any, destination: Any) -> tuple[Any, ...]:
+    """The parts of a `Route`."""
+    mesh_dim = _mesh_dim(x, "route_rows")
+    layout = x._spec.layout
+    if destination.dtype.is_floating_point or destination.dtype.is_complex or destination.dtype is torch.bool:
+        raise LayoutError(f"destinations are ranks, which are whole numbers; got {destination.dtype}")
+    if destination.ndim not in (1, 2):
+        raise LayoutError(f"destinations are [n] or [n, k], got {tuple(destination.shape)}")
+    destination = _beside(destination, layout, mesh_dim, "destination")
+    ranks, group_name = layout.mesh.shape[mesh_dim], compat.group_name_of(layout.mesh, mesh_dim)
+    asked = ToLocal.apply(destination, None).reshape(-1).long()
+    bad = ((asked < -1) | (asked >= ranks)).any()
+    last = torch.where((asked < 0) | bad, ranks, asked)
+    mine = torch.zeros([ranks + 1], dtype=torch.int64, device=asked.device).scatter_add(0, last, torch.ones_like(asked))
+    counts = gather_counts(torch.where(bad, OUT_OF_RANGE, mine[:-1]), group_name)
+    about = compat.size_hint(destination.shape[0]) * (destination.shape[1] if destination.ndim == 2 else 1)
+    sent = cut_of_sizes(counts.sum(1), layout.mesh, [mesh_dim], about=about)
+    came = cut_of_sizes(counts.sum(0), layout.mesh, [mesh_dim], about=about)
+    place = compat.coordinate(layout.mesh)
+    leaving, arriving = sent.local_size(place), came.local_size(place)
+    order = last.argsort(stable=True)
+    torch._check(leaving <= order.shape[0])
+    order = order.narrow(0, 0, leaving).clone()
+    numbers = torch.arange(ranks, device=asked.device)
+    received = rows_from(counts, group_name).to(asked.device)
+    source = torch.repeat_interleave(numbers, received, output_size=arriving)
+    flat = _beside_rows(destination._spec.layout)
+    return (
+        destination,
+        counts,
+        _wrapped(order, _rows_layout(flat, mesh_dim, sent, flat)),
+        _wrapped(source, _rows_layout(flat, mesh_dim, came, flat)),
+    )
+
+
+def _beside_rows(layout: Layout) -> Layout:
+    """The layout of the first column of a layout."""
+    return Layout.of(layout.mesh, layout.placements, layout.shape[:1], torch.int64, layout.cuts[:1])
+
+
+@torch.compiler.allow_in_graph
+def _send(destination: Any, counts: Tensor, order: Any, source: Any, *xs: Any) -> tuple[Any, ...]:
+    home = destination._spec.layout
+    mesh_dim = _mesh_dim(destination, "Route.send")
+    copies = destination.shape[1] if destination.ndim == 2 else 1
+    came = source._spec.layout
+    numbers = ToLocal.apply(order, None) // copies
+    given = []
+    for x in xs:
+        x = _cut_alike(x, home, mesh_dim, "Route.send")
+        given.append((ToLocal.apply(x, None).index_select(0, numbers), x._spec.layout))
+    group_name = compat.group_name_of(home.mesh, mesh_dim)
+    block = came.local_shape(compat.coordinate(home.mesh))[0]
+    rows = exchange_rows([g for g, _ in given], counts, block, group_name)
+    return tuple(_wrapped(r, _rows_layout(came, mesh_dim, None, of)) for r, (_, of) in zip(rows, given, strict=True))
+
+
+def _cut_alike(x: Any, like: Layout, mesh_dim: int, what: str) -> Any:
+    """Rows in the blocks that a layout has along dim 0; all else stays as it is."""
+    if not isinstance(x, ShardTensor):
+        x = ShardTensor.from_local(x, like.mesh, [Replicate()] * like.mesh.ndim)
+    x = redistributed(x, x._spec.layout.reduced())
+    now = x._spec.layout
+    if now.mesh != like.mesh or not x.ndim or not _same(now.shape[0], like.shape[0]):
+        raise LayoutError(f"{what}: {now.describe()} does not have the rows of the route, {like.describe()}")
+    if now.cuts[0] is not None and now.cuts[0].mesh_dims != (mesh_dim,):
+        raise LayoutError(
+            f"{what}: dim 0 of {now.describe()} is cut by mesh dims {now.cuts[0].mesh_dims}, the route goes along "
+            f"mesh dim {mesh_dim}; redistribute it first"
+        )
+    return redistributed(x, _rows_layout(like, mesh_dim, None, now))
+
+
+@torch.compiler.allow_in_graph
+def _back(destination: Any, counts: Tensor, order: Any, source: Any, weights: Any, *ys: Any) -> tuple[Any, ...]:
+    home = destination._spec.layout
+    mesh_dim = _mesh_dim(destination, "Route.back")
+    place = compat.coordinate(home.mesh)
+    n, sent = home.local_shape(place)[0], order._spec.layout.local_shape(place)[0]
+    copies = destination.shape[1] if destination.ndim == 2 else 1
+    given = [_cut_alike(y, source._spec.layout, mesh_dim, "Route.back") for y in ys]
+    group_name = compat.group_name_of(home.mesh, mesh_dim)
+    returned = exchange_rows([ToLocal.apply(y, None) for y in given], counts, sent, group_name, back=True)
+    numbers = ToLocal.apply(order, None)
+    factors = None
+    if weights is not None:
+        if tuple(weights.shape[1:]) != tuple(destination.shape[1:]):
+            raise LayoutError(
+                f"Route.back: weights have the shape of the destinations, {tuple(destination.shape)}; got "
+                f"{tuple(weights.shape)}"
+            )
+        factors = ToLocal.apply(_beside(weights, home, mesh_dim, "weights"), None).reshape([n, copies])
+    out = []
+    for rows, y in zip(returned, given, strict=True):
+        whole = rows.new_zeros([n * copies, *rows.shape[1:]]).index_copy(0, numbers, rows)
+        whole = whole.view([n, copies, *rows.shape[1:]])
+        if factors is not None:
+            whole = whole * factors.view([n, copies, *[1] * (rows.ndim - 1)])
+        whole = whole.sum(1) if copies > 1 else whole.squeeze(1)
+        out.append(_wrapped(whole, _rows_layout(home, mesh_dim, None, y._spec.layout)))
+    return tuple(out)
