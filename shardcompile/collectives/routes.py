@@ -43,10 +43,10 @@ ROUTES = (_ops.gather_counts, _ops.exchange_rows)
 
 
 def gather_counts(mine: Tensor, group_name: str) -> Tensor:
-    """The table of how many rows go from where to where: [ranks, ranks], int64, on the CPU.
+    """The counts that each rank of a group has: [ranks, k], int64, on the CPU.
 
     Args:
-        mine: rows that this rank sends to each rank of the group: [ranks], or `OUT_OF_RANGE` throughout.
+        mine: this rank's: [k]; of a route the rows that it sends to each rank, or `OUT_OF_RANGE` throughout.
         group_name: the ranks.
 
     Raises:
@@ -151,7 +151,7 @@ def _gather_counts(mine: Tensor, group_name: str) -> Tensor:
     call = enter(group, "gather_counts", mine.dtype, ("ranks",), group.size())
     call.agree()
     start = torch.ops._c10d_functional.all_gather_into_tensor(mine, group.size(), group_name)
-    counts: Tensor = call.run([functools.partial(wait, start)])[0].view(group.size(), group.size()).cpu()
+    counts: Tensor = call.run([functools.partial(wait, start)])[0].view(group.size(), mine.shape[0]).cpu()
     bad = (counts < 0).any(1).nonzero().view(-1).tolist()
     if bad:
         raise CollectiveError(
@@ -249,7 +249,7 @@ def _fake_exchange(inputs: list[Tensor], counts: Tensor, block: Any, *_: Any) ->
 
 def _fake_counts(mine: Tensor, group_name: str) -> Tensor:
     ranks = compat.process_group(group_name).size()
-    return torch.empty([ranks, ranks], dtype=torch.int64, device="cpu")
+    return torch.empty([ranks, mine.shape[0]], dtype=torch.int64, device="cpu")
 
 
 def _keep_route(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

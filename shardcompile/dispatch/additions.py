@@ -52,8 +52,13 @@ def scatter_add(x: Any, dim: int, index: Any, source: Any) -> Any:
 
 
 def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
-    """``aten.index_put`` that adds, by numbers of one dim."""
+    """``aten.index_put`` that adds, by numbers of one dim, or that writes one value where a mask says."""
     at = [d for d, index in enumerate(indices) if index is not None]
+    if at == [0] and indices[0].dtype is torch.bool and values.ndim == 0 and not accumulate and indices[0].ndim:
+        mask = indices[0]
+        if mask.ndim > x.ndim or not _same(mask.shape, x.shape[: mask.ndim]):
+            return NotImplemented
+        return torch.where(mask[(..., *[None] * (x.ndim - mask.ndim))], values.to(x.dtype), x)
     if not accumulate or len(at) != 1 or indices[at[0]].ndim != 1:
         return NotImplemented
     index = indices[at[0]]

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.dispatch import additions, lookups, rows, scans
+from shardcompile.dispatch import additions, counts, lookups, rows, scans
 from shardcompile.dispatch.copied_views import follow, note_view
 from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.dispatch.group_norm import group_norm, group_norm_backward
 from shardcompile.dispatch.interpolation import INTERPOLATION_OPS
-from shardcompile.dispatch.logsumexp import is_nothing, logsumexp
+from shardcompile.dispatch.logsumexp import is_nothing, largest, logsumexp
 from shardcompile.dispatch.precision import wide_dtype, widened
 from shardcompile.dispatch.windows import WINDOW_OPS
 from shardcompile.errors import UnsupportedOpError
@@ -112,14 +112,14 @@ def _norm_of_sizes(size: Tensor, ord: float, dims: list[int], keepdim: bool) -> 
 
 
 def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    return logsumexp(x, _dims(x, dim), keepdim, aten.amax.default)
+    return logsumexp(x, _dims(x, dim), keepdim, largest)
 
 
 def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     wide = widened(x)
     if is_nothing(x, dim):
         return wide.clone() if half_to_float else x.clone()
-    unnormalised = (wide - aten.amax.default(wide, [dim], True)).exp()
+    unnormalised = (wide - largest(wide, [dim], True)).exp()
     out = unnormalised / aten.sum.dim_IntList(unnormalised, [dim], True)
     return out if half_to_float else out.to(x.dtype)
 
@@ -128,7 +128,7 @@ def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     wide = widened(x)
     if is_nothing(x, dim):
         return wide.clone() if half_to_float else x.clone()
-    shifted = wide - aten.amax.default(wide, [dim], True)
+    shifted = wide - largest(wide, [dim], True)
     out = shifted - aten.sum.dim_IntList(shifted.exp(), [dim], True).log()
     return out if half_to_float else out.to(x.dtype)
 
@@ -449,6 +449,8 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.index_add.default: additions.index_add,
     aten.index_put.default: additions.index_put,
     aten.scatter_add.default: additions.scatter_add,
+    aten.bincount.default: counts.bincount,
+    aten.histc.default: counts.histc,
     aten.cumsum.default: scans.cumsum,
     aten.cumprod.default: scans.cumprod,
     aten.logcumsumexp.default: scans.logcumsumexp,

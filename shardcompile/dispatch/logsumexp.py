@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from shardcompile import compat
 from shardcompile.dispatch.precision import HALVES
 
 aten = torch.ops.aten
@@ -31,6 +32,15 @@ def logsumexp(x: Tensor, dims: list[int], keepdim: bool, amax: Callable[[Tensor,
     top = torch.where(top.abs() == math.inf, torch.zeros_like(top), top)
     out = aten.sum.dim_IntList((x - top).exp(), dims, True).log() + top
     return out if keepdim or not x.ndim else aten.squeeze.dims(out, dims)
+
+
+def largest(x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+    """``amax``, which is -inf where a run finds nothing along a dim. Torch's asserts that there is something."""
+    unknown = [d % x.ndim for d in dims if compat.is_unbacked(x.shape[d])]
+    if unknown:
+        row = [int(side == 1 and d in unknown) for d in reversed(range(x.ndim)) for side in (0, 1)]
+        x = aten.constant_pad_nd.default(x, row, -math.inf)
+    return aten.amax.default(x, dims, keepdim)
 
 
 def is_nothing(x: Tensor, dim: int) -> bool:

@@ -22,7 +22,7 @@ from shardcompile.dispatch.strides import in_order
 from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpError
 from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, normalize_placements
 from shardcompile.plan import target_layout
-from shardcompile.tensor import checkpoint, construct
+from shardcompile.tensor import checkpoint, construct, masks
 from shardcompile.tensor.autograd import FromLocal, Promote, Redistribute, ToLocal, gradient_layout, redistributed
 from shardcompile.tensor.bags import embedding_bag
 from shardcompile.tensor.borders import pad
@@ -298,6 +298,8 @@ class ShardTensor(torch.Tensor):
             if handler is not None:
                 return handler(func, types, args, kwargs or {})
         special = _FUNCTIONS.get(func)
+        if special is masks.getitem and not masks.is_mask(args[1]):
+            special = None
         if not kwargs and special is None:
             for a in args:
                 if type(a) is not cls or a._align_grad:
@@ -825,6 +827,11 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.scaled_dot_product_attention: _attend,
     torch.nn.functional.embedding_bag: embedding_bag,
     torch.nn.functional.pad: pad,
+    torch.Tensor.__getitem__: masks.getitem,
+    torch.Tensor.masked_select: masks.masked_select,
+    torch.masked_select: masks.masked_select,
+    torch.Tensor.nonzero: masks.nonzero,
+    torch.nonzero: masks.nonzero,
     torch.cumprod: cumprod,
     torch.Tensor.cumprod: cumprod,
     torch.nn.functional.linear: _product,

@@ -1,0 +1,147 @@
+"""Rows that a mask keeps stay where they are, and what is counted is counted where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiers import often
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+import shardcompile as sc
+from shardcompile.compat.testing import graphs_compiled
+from shardcompile.testing import mesh, once
+
+TIGHT = {"rtol": 1e-12, "atol": 1e-12}
+
+KEPT: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x[x[:, 0] > 0],
+    "elements": lambda x: x[x > 0.3],
+    "masked_select": lambda x: x.masked_select(x < 0.1),
+    "column": lambda x: torch.masked_select(x[:, 1], x[:, 0] > 0),
+    "numbers": lambda x: (x > 0).nonzero().to(x.dtype) * x.sum(),
+    "columns of numbers": lambda x: torch.nonzero(x > 0, as_tuple=True)[1] * x.sum(),
+    "twice": lambda x: (lambda y: y[y[:, 1] > 0])(x[x[:, 0] > 0]),
+    "then softmax": lambda x: x[x[:, 0] > 0].softmax(0),
+    "then a product": lambda x: x[x[:, 0] > 0] @ x.mT @ x,
+    "then joined": lambda x: torch.cat([x[x[:, 0] > 0], x]),
+    "rows of three dims": lambda x: x.unflatten(1, (2, 2))[x[:, 0] > 0].flatten(1),
+}
+
+
+def inputs() -> list[tuple[list[int], Tensor]]:
+    """Blocks, and rows of which some are kept, all, none, or those of one rank."""
+    torch.manual_seed(0)
+    some = torch.randn(7, 4, dtype=torch.float64)
+    one = some.abs().neg()
+    one[4:] *= -1
+    return [
+        ([3, 0, 4], some),
+        ([1, 5, 1], -some),
+        ([2, 2, 3], some.abs()),
+        ([4, 1, 2], one),
+        ([0, 7, 0], torch.randn(7, 4, dtype=torch.float64)),
+        ([6, 1, 2], torch.randn(9, 4, dtype=torch.float64)),
+        ([2, 2, 3], -some.abs()),
+    ]
+
+
+def check(run: Any, plain: Callable[[Tensor], Tensor], sizes: list[int], full: Tensor) -> Any:
+    def expected() -> tuple[Tensor, Tensor]:
+        x = full.clone().requires_grad_()
+        y = plain(x)
+        y.sin().sum().backward()
+        return y.detach(), x.grad
+
+    x = sc.distribute_tensor(full, mesh(), [Shard(0)], sharding_shapes={0: sizes}).requires_grad_()
+    y = run(x)
+    y.sin().sum().backward()
+    for ours, theirs in zip((y.detach(), x.grad), once(expected), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs, **TIGHT)
+    return y
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("name", KEPT)
+def test_rows_that_a_mask_keeps(name: str) -> None:
+    for sizes, full in inputs():
+        check(KEPT[name], KEPT[name], sizes, full)
+
+
+_COMPILED = [("rows", "aot_eager"), ("then softmax", "aot_eager"), ("numbers", "aot_eager")]
+_COMPILED += [(name, "aot_eager") for name in KEPT if name not in ("rows", "then softmax", "numbers")]
+_COMPILED += [(name, "inductor") for name in KEPT]
+
+
+@pytest.mark.ranks(3, timeout=300, processes=False)
+@pytest.mark.parametrize(("name", "backend"), often(_COMPILED, 3))
+def test_one_graph_serves_every_mask(name: str, backend: str) -> None:
+    compiled = torch.compile(KEPT[name], fullgraph=True, backend=backend, dynamic=True)
+    worked = [(s, f) for s, f in inputs() if len(f) == 7]
+    check(compiled, KEPT[name], *worked[0])
+    before = once(graphs_compiled)
+    for sizes, full in worked[1:]:
+        check(compiled, KEPT[name], sizes, full)
+    assert graphs_compiled() == before
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_rows_stay_on_their_ranks() -> None:
+    full = torch.arange(14.0).view(7, 2)
+    x = sc.distribute_tensor(full, mesh(), [Shard(0)], sharding_shapes={0: [3, 0, 4]})
+    plain = torch.tensor([True, False, True, False, True, False, False])
+    mask = sc.distribute_tensor(plain, mesh(), [Shard(0)], sharding_shapes={0: [0, 7, 0]})
+    for given in (plain, mask):
+        y = x[given]
+        assert y.sharding.cuts[0].sizes == (2, 0, 1) and torch.equal(y.full_tensor(), full[plain])
+    numbers = (x > 5).nonzero()
+    assert numbers.sharding.cuts[0].sizes == (0, 0, 8) and torch.equal(numbers.full_tensor(), (full > 5).nonzero())
+
+
+@pytest.mark.ranks(4, processes=False)
+@pytest.mark.parametrize("columns", [Replicate(), Shard(1)], ids=str)
+def test_rows_of_a_tensor_that_two_mesh_dims_cut(columns: Any) -> None:
+    on = init_device_mesh("cpu", (2, 2))
+    full = torch.randn(7, 4)
+    x = sc.distribute_tensor(full, on, [Shard(0), Replicate()], sharding_shapes={0: [5, 2]})
+    x = x.redistribute(placements=[Shard(0), columns])
+    mask = full[:, 0] > 0
+    y = x[sc.distribute_tensor(mask, on, [Replicate(), Shard(0)])]
+    assert y.placements == (Shard(0), columns)
+    assert torch.equal(y.full_tensor(), full[mask])
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_a_value_is_written_where_a_mask_says() -> None:
+    for sizes, full in inputs():
+        rows, elements = full[:, 0] > 0, full > 0.2
+        for mask in (rows, elements):
+            x = sc.distribute_tensor(full, mesh(), [Shard(0)], sharding_shapes={0: sizes})
+            given = sc.distribute_tensor(mask, mesh(), [Shard(0)], sharding_shapes={0: sizes})
+            expected = full.clone()
+            expected[mask] = 3.0
+            x[given] = 3.0
+            assert x.sharding.cuts[0].sizes == tuple(sizes) and torch.equal(x.full_tensor(), expected)
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_counts_are_added_up() -> None:
+    for sizes, full in inputs():
+        numbers, weights = (full[:, 0] * 3).long().abs(), full[:, 1]
+        x, n, w = (
+            sc.distribute_tensor(t, mesh(), [Shard(0)], sharding_shapes={0: sizes}) for t in (full, numbers, weights)
+        )
+        for ours, theirs in (
+            (n.bincount(), numbers.bincount()),
+            (n.bincount(minlength=20), numbers.bincount(minlength=20)),
+            (n.bincount(w), numbers.bincount(weights)),
+            (x.histc(5, -1, 1), full.histc(5, -1, 1)),
+        ):
+            assert ours.sharding.is_partial
+            torch.testing.assert_close(ours.full_tensor(), theirs, **TIGHT)
+        with pytest.raises(RuntimeError, match="non-negative"):
+            (n - 100).bincount()
