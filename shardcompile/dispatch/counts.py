@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
-    """``aten.bincount`` of numbers that are cut; in a trace, which does not know the largest, it is left to the rules."""
+    """``aten.bincount`` of numbers that are cut; in a trace, where none is known, it is left to the rules."""
     if not hasattr(x, "_spec") or x.ndim != 1 or x.dtype.is_floating_point or compat.is_fake(x._local_tensor):
         return NotImplemented
     x = reduced(x)

@@ -36,7 +36,7 @@ def logsumexp(x: Tensor, dims: list[int], keepdim: bool, amax: Callable[[Tensor,
 
 def largest(x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
     """``amax``, which is -inf where a run finds nothing along a dim. Torch's asserts that there is something."""
-    unknown = [d % x.ndim for d in dims if compat.is_unbacked(x.shape[d])]
+    unknown = [d % x.ndim for d in dims if x.ndim and compat.is_unbacked(x.shape[d])]
     if unknown:
         row = [int(side == 1 and d in unknown) for d in reversed(range(x.ndim)) for side in (0, 1)]
         x = aten.constant_pad_nd.default(x, row, -math.inf)
