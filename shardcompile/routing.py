@@ -1,7 +1,7 @@
 """Rows that go to the ranks that data says: experts' tokens, nodes of a graph, particles that cross a border.
 
-    rows, route = route_rows(x, destination)  # each row of x to the rank that destination says
-    y = route.back(expert(rows), weights)     # and home again
+    rows, route = route_rows(x, destination)       # each row of x to the rank that destination says
+    y = route.back(expert(rows), weights=weights)  # and home again
 
 The sizes of the blocks of `rows` are known only when it runs. They are a cut like any other, so that all ops work on
 `rows`, and one graph serves every routing.
@@ -10,7 +10,7 @@ The sizes of the blocks of `rows` are known only when it runs. They are a cut li
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,6 @@ from shardcompile.errors import LayoutError
 from shardcompile.layout import Cut, Layout, Spec, contiguous_stride
 from shardcompile.tensor import ShardTensor
 from shardcompile.tensor.autograd import FromLocal, ToLocal, redistributed
-
-_Rows = TypeVar("_Rows", Tensor, Sequence[Tensor])
 
 
 class Route(NamedTuple):
@@ -42,67 +40,67 @@ class Route(NamedTuple):
     order: Tensor
     source: Tensor
 
-    def send(self, x: _Rows) -> _Rows:
-        """Other rows by the same route: x[i] goes where row i went. Differentiable.
+    def send(self, *rows: Tensor, each: Sequence[Tensor] = ()) -> Any:
+        """Other rows by the same route: x[i] goes where row i went. All of them in one exchange. Differentiable.
 
         Args:
-            x: [n, ...], or several such tensors, which travel in one exchange.
+            rows: each [n, ...].
+            each: each [n, k, ...], where each copy of a row has an entry of its own, as the number of its expert.
 
         Returns:
-            [m, ...], cut as the rows that arrived.
+            For each of `rows`, then for each of `each`, what has arrived: [m, ...]. One tensor if one was given.
 
         Raises:
             LayoutError: there are not as many rows as destinations, or they lie on another mesh.
         """
-        return _each(x, lambda xs: _send(self.destination, self.counts, self.order, self.source, *xs))
+        return _one_or_all(_send(self.destination, self.counts, self.order, self.source, len(rows), *rows, *each))
 
-    def back(self, y: _Rows, weights: Tensor | None = None) -> _Rows:
+    def back(self, *rows: Tensor, weights: Tensor | None = None) -> Any:
         """Rows go back to where they came from. Differentiable, and the adjoint of `send` where there are no weights.
 
         Args:
-            y: [m, ...], one for each row that has arrived, in their order; or several such tensors.
+            rows: each [m, ...], one for each row that has arrived, in their order. All of them in one exchange.
             weights: what the copies of a row are multiplied by before they are added up, in the shape of `destination`;
                 1 by default.
 
         Returns:
-            [n, ...], cut as `destination`. Of rows that were dropped: zeros.
+            For each of `rows` [n, ...], cut as `destination`. Of rows that were dropped: zeros. One tensor if one was
+            given.
 
         Raises:
             LayoutError: the rows or weights are not as many as the route has.
         """
-        return _each(y, lambda ys: _back(self.destination, self.counts, self.order, self.source, weights, *ys))
+        return _one_or_all(_back(self.destination, self.counts, self.order, self.source, weights, *rows))
 
 
-@overload
-def route_rows(x: Tensor, destination: Tensor) -> tuple[Tensor, Route]: ...
-@overload
-def route_rows(x: Sequence[Tensor], destination: Tensor) -> tuple[Sequence[Tensor], Route]: ...
-def route_rows(x: Any, destination: Tensor) -> tuple[Any, Route]:
+def route_rows(x: Tensor, destination: Tensor, *also: Tensor, each: Sequence[Tensor] = ()) -> tuple[Any, ...]:
     """Send each row to the rank, or the ranks, that data says. Differentiable.
 
     Two collectives: a table of how many rows go from where to where, and the rows themselves, exactly. In a compiled
     function one graph serves every routing, also one that sends nothing to a rank, or nothing at all.
 
     Args:
-        x: [n, ...], cut along dim 0 by one mesh dim; or several such tensors, which travel in one exchange.
+        x: [n, ...], cut along dim 0 by one mesh dim.
         destination: a rank of that mesh dim for each row, or -1 for a row that is dropped: [n], or [n, k] for k copies
             of each row; whole numbers.
+        also: other tensors of n rows, which travel with those of `x`.
+        each: tensors [n, k, ...] with an entry for each copy of a row, which travel with them, too.
 
     Returns:
-        The rows that arrive, [m, ...], cut along dim 0 by what arrives where, in the order of the rank that they come
-        from, of its rows, and of their copies; and the route.
+        The rows of `x` that arrive, [m, ...], cut along dim 0 by what arrives where, in the order of the rank that
+        they come from, of its rows, and of their copies; the same of each of `also` and `each`; and the route.
 
     Raises:
         LayoutError: `x` is not cut along dim 0 by one mesh dim, or `destination` does not fit to it.
         CollectiveError: on every rank, before any row is moved, if a destination is no rank of the mesh dim.
     """
-    first = x if isinstance(x, Tensor) else x[0]
-    route = Route(*_route(first, destination))
-    return route.send(x), route
+    route = Route(*_route(x, destination))
+    sent = _send(*route, 1 + len(also), x, *also, *each)
+    return *sent, route
 
 
-def _each(x: Any, run: Any) -> Any:
-    return run([x])[0] if isinstance(x, Tensor) else list(run(list(x)))
+def _one_or_all(results: tuple[Any, ...]) -> Any:
+    return results[0] if len(results) == 1 else results
 
 
 def _mesh_dim(x: Any, what: str) -> int:
@@ -200,20 +198,46 @@ def _beside_rows(layout: Layout) -> Layout:
 
 
 @torch.compiler.allow_in_graph
-def _send(destination: Any, counts: Tensor, order: Any, source: Any, *xs: Any) -> tuple[Any, ...]:
+def _send(destination: Any, counts: Tensor, order: Any, source: Any, shared: int, *xs: Any) -> tuple[Any, ...]:
+    """`Route.send`; of the tensors `xs` the first `shared` have one entry for all copies of a row."""
     home = destination._spec.layout
     mesh_dim = _mesh_dim(destination, "Route.send")
     copies = destination.shape[1] if destination.ndim == 2 else 1
     came = source._spec.layout
-    numbers = ToLocal.apply(order, None) // copies
+    numbers = ToLocal.apply(order, None)
     given = []
-    for x in xs:
+    for i, x in enumerate(xs):
         x = _cut_alike(x, home, mesh_dim, "Route.send")
-        given.append((ToLocal.apply(x, None).index_select(0, numbers), x._spec.layout))
+        block, layout = ToLocal.apply(x, None), x._spec.layout
+        if i < shared:
+            given.append((block.index_select(0, numbers // copies), layout))
+            continue
+        if tuple(x.shape[1 : destination.ndim]) != tuple(destination.shape[1:]):
+            raise LayoutError(
+                f"Route.send: {layout.describe()} has no entry for each of {copies} copies of a row; destinations are "
+                f"{tuple(destination.shape)}"
+            )
+        entries = block.flatten(0, 1) if destination.ndim == 2 else block
+        given.append((entries.index_select(0, numbers), _of_entries(layout, destination.ndim)))
     group_name = compat.group_name_of(home.mesh, mesh_dim)
     block = came.local_shape(compat.coordinate(home.mesh))[0]
     rows = exchange_rows([g for g, _ in given], counts, block, group_name)
     return tuple(_wrapped(r, _rows_layout(came, mesh_dim, None, of)) for r, (_, of) in zip(rows, given, strict=True))
+
+
+def _of_entries(layout: Layout, dims: int) -> Layout:
+    """The layout of the entries that lie in the first dims of a tensor, of which the first alone is cut.
+
+    Raises:
+        LayoutError: another one is.
+    """
+    if dims == 1:
+        return layout
+    if layout.cuts[1] is not None:
+        raise LayoutError(f"the copies of a row lie on different ranks in {layout.describe()}; make dim 1 whole first")
+    placements = [Shard(p.dim - 1) if p.is_shard() and p.dim else p for p in layout.placements]  # type: ignore[attr-defined]
+    cuts = [layout.cuts[0], *layout.cuts[2:]]
+    return Layout.of(layout.mesh, placements, (layout.shape[0], *layout.shape[2:]), layout.dtype, cuts)
 
 
 def _cut_alike(x: Any, like: Layout, mesh_dim: int, what: str) -> Any:

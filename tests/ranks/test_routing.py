@@ -66,7 +66,7 @@ def and_back(of: Case, rows: Tensor, weights: Tensor, ranks: int) -> Tensor:
 
 def step(x: Tensor, destination: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     rows, route = sc.route_rows(x, destination)
-    return rows, route.back(rows.sin() * 2, weights)
+    return rows, route.back(rows.sin() * 2, weights=weights)
 
 
 def check(run: Any, of: Case, on: DeviceMesh) -> None:
@@ -163,8 +163,8 @@ def test_several_tensors_travel_in_one_exchange() -> None:
         return sc.distribute_tensor(x, mesh(), [Shard(0)], sharding_shapes={0: sizes})
 
     def both(x: Any, d: Any, *rest: Any) -> Any:
-        rows, route = sc.route_rows([x, *rest], d)
-        return rows, route.back([rows[0] * 2, rows[1]])
+        *rows, route = sc.route_rows(x, d, *rest)
+        return rows, route.back(rows[0] * 2, rows[1])
 
     for run in (both, torch.compile(both, fullgraph=True, backend="aot_eager")):
         x = cut(full).requires_grad_()
@@ -175,6 +175,29 @@ def test_several_tensors_travel_in_one_exchange() -> None:
         used = home[0].sin().sum() + rows[0].square().sum()
         (used + sum(r.double().sum() for r in rows[1:] if r.requires_grad)).backward()  # all of them: pytorch#172556
         torch.testing.assert_close(x.grad.full_tensor(), 2 * (2 * full).cos() + 2 * full, **TIGHT)
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_each_copy_of_a_row_has_an_entry_of_its_own(compiled: bool) -> None:
+    of = case([3, 0, 4], torch.tensor([[2, 0], [1, -1], [1, 2], [0, 0], [2, 2], [0, 1], [-1, -1]]))
+    numbers = there(of, 3)[1]
+    full = torch.randn(7, 2, 3, dtype=torch.float64)
+
+    def run(x: Any, d: Any, e: Any) -> Any:
+        rows, entries, route = sc.route_rows(x, d, each=[e])
+        return rows, entries, route.send(each=[e * 2])
+
+    x, d, e = (
+        sc.distribute_tensor(t, mesh(), [Shard(0)], sharding_shapes={0: of.sizes})
+        for t in (of.rows, of.destination, full)
+    )
+    rows, entries, twice = (torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run)(x, d, e)
+    assert torch.equal(rows.full_tensor(), of.rows[numbers // 2])
+    assert torch.equal(entries.full_tensor(), full.flatten(0, 1)[numbers])
+    assert torch.equal(twice.full_tensor(), 2 * full.flatten(0, 1)[numbers])
+    with pytest.raises(sc.LayoutError, match="no entry for each of 2 copies"):
+        sc.route_rows(x, d, each=[x])
 
 
 @pytest.mark.ranks(3, processes=False)
@@ -260,7 +283,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(sc.LayoutError, match="does not have the rows of the route"):
         route.back(rows[:6])
     with pytest.raises(sc.LayoutError, match="weights have the shape of the destinations"):
-        route.back(rows, sc.randn(7, 2, device_mesh=mesh(), placements=[Shard(0)]))
+        route.back(rows, weights=sc.randn(7, 2, device_mesh=mesh(), placements=[Shard(0)]))
 
 
 @pytest.mark.ranks(3, processes=False)
