@@ -202,22 +202,8 @@ def _exchange_rows(inputs: list[Tensor], counts: Tensor, block: int, back: bool,
             torch.cat(of_peers, out=out.view(torch.uint8))
         scratch.give_back(memory)
 
-    once = _Once(unpack)
-    for out in outs:
-        transport.complete(out, call, works, once)
+    transport.complete(outs, call, works, unpack)
     return outs
-
-
-class _Once:
-    """A last step that several results wait for."""
-
-    def __init__(self, step: Callable[[], None]) -> None:
-        self._step: Callable[[], None] | None = step
-
-    def __call__(self) -> None:
-        step, self._step = self._step, None
-        if step is not None:
-            step()
 
 
 def _lengths(ranges: Sequence[tuple[int, int]]) -> list[int]:

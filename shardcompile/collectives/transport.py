@@ -44,8 +44,9 @@ class CallWork(Work):
         self._then = then
 
     def wait(self, timeout: object = None) -> bool:
-        """Wait for the messages, then run the last step, once."""
-        self._call.run([work.wait for work in self._works])
+        """Wait for the messages, then run the last step, once: a message that is waited for twice never comes."""
+        works, self._works = self._works, []
+        self._call.run([work.wait for work in works])
         if self._then is not None:
             self._then()
             self._then = None
@@ -216,7 +217,18 @@ def shifted(a: Range, by: int) -> Range:
     return (a[0] + by, a[1] + by)
 
 
-def complete(out: Tensor, call: Call, works: Sequence[Work], then: Callable[[], object] | None = None) -> None:
-    """Have `wait_tensor(out)` wait for the messages of a call, and take a last local step."""
+def complete(
+    out: Tensor | Sequence[Tensor], call: Call, works: Sequence[Work], then: Callable[[], object] | None = None
+) -> None:
+    """Have `wait_tensor(out)` wait for the messages of a call, and take a last local step.
+
+    Args:
+        out: what is waited for; of several tensors the first one waits for all.
+        call: what the messages belong to.
+        works: the messages.
+        then: the last step.
+    """
     if works or then is not None:
-        register_work(out, CallWork(call, works, then))
+        work = CallWork(call, works, then)
+        for tensor in [out] if isinstance(out, Tensor) else out:
+            register_work(tensor, work)

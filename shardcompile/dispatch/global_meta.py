@@ -77,7 +77,8 @@ def _worked_out(mode: Any, cls: type, op: OpOverload, args: tuple[Any, ...], kwa
             given = [fake(a) for a in args]
             out = op(*given, **{k: fake(a) for k, a in kwargs.items()})
             if op in STORED_AS_A_SUM:
-                out = out.new_empty_strided(out.shape, torch.add(*tensors_of(given)).stride())
+                first, *others = tensors_of(given)  # no other one where that is a number with a symbol
+                out = out.new_empty_strided(out.shape, torch.add(first, others[0] if others else 0).stride())
             return out
         except ValueError as error:
             if op is not torch.ops.aten.view.default:

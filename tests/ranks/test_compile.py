@@ -603,3 +603,16 @@ def test_where_a_block_starts_is_refused_in_a_graph_and_sizes_of_an_input_are_kn
         torch.testing.assert_close(scaled(sharded(full, sizes, mesh)).full_tensor(), full * sizes[0])
     with pytest.raises(Exception, match=r"offsets\(\) of .* inside a compiled function: one graph serves every cut"):
         torch.compile(lambda x: x * x.offsets(0), backend="aot_eager")(sharded(torch.randn(5, 3), [2, 0, 3], mesh))
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_arithmetic_with_a_size_that_is_a_symbol() -> None:
+    def calculated(x: Tensor, like: Tensor) -> list[Tensor]:
+        n = like.shape[0]
+        return [x // n, n // (x + 1), x % n, x + n, n - x, x * n, x / n, x**n, x < n, x.floor_divide(n), x.clamp(max=n)]
+
+    full = torch.arange(14).view(7, 2)
+    x = sharded(full, [5, 0, 2], mesh_1d())
+    run = torch.compile(calculated, fullgraph=True, dynamic=True, backend="aot_eager")
+    for ours, theirs in zip(run(x, torch.ones(3, 2)), calculated(full, torch.ones(3, 2)), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs, rtol=0, atol=0)
