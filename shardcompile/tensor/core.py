@@ -167,6 +167,9 @@ class ShardTensor(torch.Tensor):
             self._local_tensor = compat.without_base(with_stated_strides(self._local_tensor, self._spec))
         if plain and 0 in self._spec.shape:
             compat.give_storage(self)
+        if plain and metadata.dynamic_dims and self._keys is None:
+            with compat.outside_transforms():
+                self._keys = keys_tensor(self._spec.layout, metadata, self._local_tensor)
         return ["_local_tensor", "_cut_keys"] if metadata.dynamic_dims else ["_local_tensor"], metadata
 
     def _prepare_trace(self, metadata: Metadata) -> None:
@@ -188,8 +191,10 @@ class ShardTensor(torch.Tensor):
     def _cut_keys(self) -> Tensor:
         if self._keys is None:
             layout = self._spec.layout
-            with compat.outside_transforms() if self._holds_values else contextlib.nullcontext():
-                self._keys = keys_tensor(layout, metadata_of(layout), self._local_tensor)
+            keys = keys_tensor(layout, metadata_of(layout), self._local_tensor, with_extents=self._holds_values)
+            if self._holds_values:
+                return keys  # a graph of Dynamo's that runs as it is reads the extents here that a run gives
+            self._keys = keys
         return self._keys
 
     @_cut_keys.setter

@@ -88,7 +88,7 @@ def metadata_of(layout: Layout) -> Metadata:
     return intern_metadata(layout.mesh, layout.placements, layout.dtype, cuts)
 
 
-def keys_tensor(layout: Layout, metadata: Metadata, like: Tensor) -> Tensor:
+def keys_tensor(layout: Layout, metadata: Metadata, like: Tensor, with_extents: bool = False) -> Tensor:
     """An empty tensor whose shape carries the keys of the dynamic cuts into a graph.
 
     The zero comes first and strides are 0, so that no storage size overflows. Inside a trace the tensor that brought
@@ -97,7 +97,7 @@ def keys_tensor(layout: Layout, metadata: Metadata, like: Tensor) -> Tensor:
     """
     cuts = [layout.cut_of(d) for d in metadata.dynamic_dims]
     keys = [c.key for c in cuts]
-    if any(compat.is_unbacked(c.extent) for c in cuts):
+    if with_extents or any(compat.is_unbacked(c.extent) for c in cuts):
         keys += [c.extent for c in cuts]
     carrier = cuts[0].carrier
     if isinstance(carrier, Tensor) and carrier.ndim == 1 + len(keys):

@@ -115,7 +115,8 @@ def one_graph(backend: str, cases: Iterator[Case]) -> None:
 
 @pytest.mark.ranks(3, timeout=900, processes=False)
 @pytest.mark.parametrize(
-    ("backend", "copies", "count"), often([("aot_eager", 2, 30), ("aot_eager", 1, 1000), ("inductor", 2, 1000)], 1)
+    ("backend", "copies", "count"),
+    often([("aot_eager", 2, 30), ("eager", 2, 10), ("aot_eager", 1, 1000), ("inductor", 2, 1000)], 2),
 )
 def test_one_graph_serves_every_routing(backend: str, copies: int, count: int) -> None:
     worked = [c for c in (drawn(3, seed, copies) for seed in range(2 * count)) if len(c.rows) > 1]
@@ -302,7 +303,7 @@ def test_another_route_on_one_rank_is_an_error_on_all() -> None:
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
-@pytest.mark.parametrize("backend", [None, *often(["aot_eager", "inductor"], 1)])
+@pytest.mark.parametrize("backend", [None, *often(["aot_eager", "eager", "inductor"], 2)])
 def test_a_tensor_says_the_sizes_of_blocks(backend: str | None) -> None:
     on = mesh()
 
