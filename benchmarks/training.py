@@ -1,22 +1,28 @@
-"""Schedules of training graphs of Llama-3-8B's shape, by our passes and by Inductor's, against two bounds.
+"""Schedules of training graphs by our passes and by Inductor's, against two bounds.
 
-    python benchmarks/training.py [--layers 32] [--worlds 64 256 1024] [--only 1-D 2-D uneven] [--no-inductor]
+    python benchmarks/training.py [--traced | --written] [--layers N] [--worlds 64 256 1024] [--only NAME ...]
+                                  [--no-inductor] [--json FILE]
 
-Needs neither ranks nor a GPU: graphs are for CUDA, costs those of H100s, eight in a node. The graphs are written down
-(`tests/llama.py`), not traced: weights in float32 over all ranks, cast and gathered one by one (1-D); the same over the
+Needs neither ranks nor a GPU: graphs are for CUDA, costs those of H100s, eight in a node. Traced graphs are those of
+the models in `tests/scale_models.py`, as `shardcompile.offline` gives them. Written ones have Llama-3-8B's shape and 32
+layers (`tests/llama.py`): weights in float32 over all ranks, cast and gathered one by one (1-D); the same over the
 nodes, with tensor parallelism within each (2-D); weights in uneven blocks, log-normal, by our collectives (uneven).
 
 `bound` is what no order of the graph as it came can beat. `buckets` is what no order can beat whatever shares buckets:
-all bytes, one latency for each kind of collective and group, and the longest path. Ratios are bound to time: 1 is
-optimal. Inductor's overlap scheduling is given the same prices, replayed in the same simulator, and counts with the
-best of its settings that keeps to our limit of memory.
+all bytes, of uneven blocks those of one rank, one latency for each kind of collective and group, and the longest path;
+it is of the graph without what is sent twice or not needed. Ratios are bound to time: 1 is optimal. Inductor's overlap
+scheduling is given the same prices and replayed in the same simulator, with its defaults and with the best of several
+settings that keeps to our limit of memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import schedules  # finds the suite
 import torch
@@ -24,12 +30,15 @@ from common import duration, print_table
 from torch.fx import Graph
 
 import llama  # isort: skip
+import scale_models  # isort: skip
 import suite  # isort: skip
 
 from shardcompile.offline import offline_world
+from shardcompile.passes import Pipeline
+from shardcompile.passes.bounds import bucket_bound, lower_bound
 from shardcompile.passes.collective import collectives
 from shardcompile.passes.cost import CostModel, Prices
-from shardcompile.passes.simulator import bucket_bound, lower_bound, simulate
+from shardcompile.passes.simulator import simulate
 
 PARTS = 8
 
@@ -50,59 +59,107 @@ def graphs(ranks: int, kind: str, layers: int) -> Iterator[tuple[str, Graph]]:
 
 
 COLUMNS = [
-    *[
-        "",
-        "nodes",
-        "collectives",
-        "as it came",
-        "bound",
-        "buckets",
-        "ours",
-        "to bound",
-        "to buckets",
-        "memory",
-        "CPU s",
-    ],
-    *["CPU s", "Inductor", "which", "ours ahead", "its memory"],
+    *["", "nodes", "collectives", "as it came", "bound", "buckets", "ours", "to bound", "to buckets", "memory"],
+    *["CPU s", "Inductor", "ahead", "its memory", "at best", "which", "ahead", "its memory"],
 ]
 
 
-def row(name: str, graph: Graph, inductor: bool) -> list[str]:
+def row(name: str, graph: Graph, inductor: bool) -> dict[str, Any]:
     """Schedule one graph in all ways."""
     prices = Prices.of(graph, CostModel.of(graph))
     came = simulate(list(graph.nodes), prices)
-    bounds = lower_bound(graph, prices), bucket_bound(graph, prices)
     ours, seconds = schedules.scheduled(graph)
     timeline = schedules.timeline(ours)
-    cells = [name, str(len(graph.nodes)), f"{len(collectives(graph))} > {len(collectives(ours))}", duration(came.total)]
-    cells += [*map(duration, bounds), duration(timeline.total), *(f"{b / timeline.total:.3f}" for b in bounds)]
-    cells += [f"{timeline.peak_bytes / came.peak_bytes:.3f}", f"{seconds:.1f}"]
-    found = schedules.inductors(graph, "", came) if inductor else {}
-    fits = [v for v, t in found.items() if t.peak_bytes <= schedules.MEMORY_BAR * came.peak_bytes] or list(found)
-    if not fits:
-        return [*cells, "", "", "", ""]
-    best = min(fits, key=lambda v: found[v].total)
-    memory = found[best].peak_bytes / came.peak_bytes
-    return [*cells, duration(found[best].total), best, f"{found[best].total / timeline.total:.3f}", f"{memory:.3f}"]
+    found: dict[str, Any] = {
+        "name": name,
+        "nodes": len(graph.nodes),
+        "collectives": (len(collectives(graph)), len(collectives(ours))),
+        "came": came.total,
+        "bound": lower_bound(graph, prices),
+        "buckets": perfect(graph),
+        "ours": timeline.total,
+        "memory": timeline.peak_bytes / came.peak_bytes,
+        "seconds": seconds,
+    }
+    if not inductor:
+        return found
+    default = schedules.inductor(graph)
+    others = {"default": default, **schedules.inductors(graph, "", came)}
+    times = {v: t for v, t in others.items() if t is not None}
+    fits = [v for v, t in times.items() if t.peak_bytes <= schedules.MEMORY_BAR * came.peak_bytes] or list(times)
+    if fits:
+        best = min(fits, key=lambda v: times[v].total)
+        found |= {"best": times[best].total, "which": best, "best memory": times[best].peak_bytes / came.peak_bytes}
+    if default is not None:
+        found |= {"default": default.total, "default memory": default.peak_bytes / came.peak_bytes}
+    return found
+
+
+def perfect(graph: Graph) -> float:
+    """The bound with perfect buckets, of a graph without what is sent twice or not needed."""
+    copy = suite.copied(graph)
+    names = [p.name for p in Pipeline().passes]
+    Pipeline(Pipeline().passes[: names.index("bucket_all_gathers")])(copy)
+    bounds = [bucket_bound(g, Prices.of(g, CostModel.of(g)), CostModel.of(g)) for g in (graph, copy)]
+    return min(bounds)
+
+
+def cells(found: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    ours = found["ours"]
+    shown = [found["name"], str(found["nodes"]), "{} > {}".format(*found["collectives"])]
+    shown += [duration(found[k]) for k in ("came", "bound", "buckets", "ours")]
+    shown += [f"{found[k] / ours:.3f}" for k in ("bound", "buckets")] + [f"{found['memory']:.3f}"]
+    shown += [f"{found['seconds']:.1f}"]
+    for key in ("default", "best"):
+        if key not in found:
+            shown += [""] * (3 if key == "default" else 4)
+            continue
+        shown += [duration(found[key])] + ([found["which"]] if key == "best" else [])
+        shown += [f"{found[key] / ours:.3f}", f"{found[key + ' memory']:.3f}"]
+    return shown
+
+
+def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All rows."""
+    if not options.traced:
+        for kind in [k for k in ("1-D", "2-D", "uneven") if k in (options.only or [k])]:
+            for ranks in options.worlds:
+                for side, graph in graphs(ranks, kind, options.layers or 32):
+                    yield row(f"{side} {ranks}, written {kind}", graph, not options.no_inductor)
+    if options.written:
+        return
+    for name, model in scale_models.models(options.layers).items():
+        if name not in (options.only or [name]):
+            continue
+        for ranks in options.worlds:
+            with scale_models.traced(model, ranks) as both:
+                for side, graph in zip(("forward", "backward"), both, strict=True):
+                    if collectives(graph):
+                        yield row(f"{side} {ranks}, {name}", graph, not options.no_inductor)
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--traced", action="store_true", help="traced graphs only")
+    parser.add_argument("--written", action="store_true", help="written graphs only")
+    parser.add_argument("--layers", type=int, help="at most so many; 32 of written graphs")
     parser.add_argument("--worlds", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--only", nargs="+", default=["1-D", "2-D", "uneven"])
+    parser.add_argument("--only", nargs="+", help="names of models, or 1-D, 2-D, uneven of written ones")
     parser.add_argument("--no-inductor", action="store_true")
+    parser.add_argument("--json", type=Path, help="a file to which each row is added as a line")
     options = parser.parse_args()
     logging.getLogger("torch._inductor.fx_passes.fsdp").addFilter(lambda record: False)
     torch.set_num_threads(1)
     rows = []
-    for kind in options.only:
-        for ranks in options.worlds:
-            for side, graph in graphs(ranks, kind, options.layers):
-                rows.append(row(f"{side} {ranks}, {kind}", graph, not options.no_inductor))
-                print("  ".join(rows[-1]), flush=True)
-    print_table(f"{options.layers} layers", COLUMNS, rows)
+    for found in measured(options):
+        rows.append(cells(found))
+        print("  ".join(rows[-1]), flush=True)
+        if options.json:
+            with options.json.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+    print_table("training graphs", COLUMNS, rows)
 
 
 if __name__ == "__main__":

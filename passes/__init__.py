@@ -10,6 +10,7 @@ same, and each can be switched off by its name.
 """
 
 from shardcompile.passes.backend import compile_with_passes, inductor_options
+from shardcompile.passes.bounds import bucket_bound, lower_bound
 from shardcompile.passes.bucket import BucketAllGathers, BucketAllReduces, BucketAllToAlls, BucketReduceScatters
 from shardcompile.passes.calibrate import measure_link
 from shardcompile.passes.cleanup import (
@@ -28,7 +29,7 @@ from shardcompile.passes.merge import MergeReductions
 from shardcompile.passes.normalise import NormaliseChains
 from shardcompile.passes.overlap import ScheduleOverlap
 from shardcompile.passes.pipeline import Pass, Pipeline, Step, default_passes
-from shardcompile.passes.simulator import Timeline, bucket_bound, lower_bound, perfetto, simulate
+from shardcompile.passes.simulator import Timeline, perfetto, simulate
 
 __all__ = [
     "BucketAllGathers",

@@ -12,11 +12,12 @@ import itertools
 
 from torch.fx import Graph, Node
 
+from shardcompile.passes.bounds import lower_bound
 from shardcompile.passes.collective import collectives
 from shardcompile.passes.cost import CostModel, Prices
 from shardcompile.passes.edges import Edges
 from shardcompile.passes.search import search
-from shardcompile.passes.simulator import Timeline, known_peak, lower_bound, simulate
+from shardcompile.passes.simulator import Timeline, known_peak, simulate
 from shardcompile.passes.tasks import Tasks, nodes_in_order
 
 MEMORY_LIMIT = 1.1

@@ -47,7 +47,7 @@ def cut(total: int, ranks: int, imbalance: str, number: int = 0) -> list[int]:
     Args:
         total: extent of the dim.
         ranks: how many blocks.
-        imbalance: one of `IMBALANCES`. Of 1:9 it is the first rank that has nine times as much as the others, whichever
+        imbalance: one of `IMBALANCES`, or "mild", by which the largest block is about twice the mean. Of 1:9 it is the first rank that has nine times as much as the others, whichever
             tensor it is; single owners and log-normal sizes are other ones for each tensor; of empty blocks every
             second one is.
         number: of the tensor.
@@ -57,6 +57,7 @@ def cut(total: int, ranks: int, imbalance: str, number: int = 0) -> list[int]:
         "even": lambda: [1.0] * ranks,
         "1:9": lambda: [9.0] + [1.0] * (ranks - 1),
         "log-normal": lambda: [numbers.lognormvariate(0, 1) for _ in range(ranks)],
+        "mild": lambda: [numbers.lognormvariate(0, 0.3) for _ in range(ranks)],
         "one owner": lambda: [float(r == number % ranks) for r in range(ranks)],
         "empty blocks": lambda: [float(r % 2 == number % 2) for r in range(ranks)],
     }[imbalance]()

@@ -12,10 +12,11 @@ from torch.fx import Graph, Node
 
 from shardcompile import compat
 from shardcompile.passes import blocks
+from shardcompile.passes.bounds import lower_bound
 from shardcompile.passes.collective import Collective, collectives, origins
 from shardcompile.passes.cost import CostModel, Prices
 from shardcompile.passes.hold import ANCHORS
-from shardcompile.passes.simulator import COMPUTE, Timeline, lower_bound, simulate
+from shardcompile.passes.simulator import COMPUTE, Timeline, simulate
 from shardcompile.reports.report import IssuedCollective, Span, TracedCollective
 
 

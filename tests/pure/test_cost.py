@@ -18,10 +18,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from shardcompile.passes import cost, links
 from shardcompile.passes.blocks import labels, rank_dependent
+from shardcompile.passes.bounds import lower_bound
 from shardcompile.passes.collective import WAIT, Collective, add_node
 from shardcompile.passes.cost import NOMINAL_BYTES, CostModel, Prices
 from shardcompile.passes.links import CPU_CORE, H100, Device, Link
-from shardcompile.passes.simulator import lower_bound, simulate
+from shardcompile.passes.simulator import simulate
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

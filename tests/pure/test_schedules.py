@@ -23,6 +23,7 @@ from work import calls
 
 from shardcompile.collectives.buckets import _cuts
 from shardcompile.passes import BucketReduceScatters, Pipeline, choice
+from shardcompile.passes.bounds import lower_bound
 from shardcompile.passes.collective import WAIT, Collective, collectives
 from shardcompile.passes.cost import CostModel, Prices
 from shardcompile.passes.edges import Edges
@@ -30,7 +31,7 @@ from shardcompile.passes.links import CPU_CORE, H100, INFINIBAND_NDR
 from shardcompile.passes.overlap import ScheduleOverlap, best_order
 from shardcompile.passes.scheduler import Outline, Scheduler
 from shardcompile.passes.search import quick_plans
-from shardcompile.passes.simulator import known_peak, lower_bound, peak_memory, simulate
+from shardcompile.passes.simulator import known_peak, peak_memory, simulate
 from shardcompile.passes.tasks import Tasks, nodes_in_order
 
 RANKS = 8

@@ -19,10 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from work import calls
 
+from shardcompile.passes.bounds import bucket_bound, lower_bound
 from shardcompile.passes.collective import WAIT, add_node
 from shardcompile.passes.cost import CostModel, Prices
 from shardcompile.passes.links import H100
-from shardcompile.passes.simulator import COMPUTE, Timeline, bucket_bound, lower_bound, perfetto, simulate
+from shardcompile.passes.simulator import COMPUTE, Timeline, perfetto, simulate
 
 aten = torch.ops.aten
 REDUCE = torch.ops._c10d_functional.all_reduce.default
