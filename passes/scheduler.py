@@ -14,11 +14,14 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from shardcompile.passes.simulator import Streams
 from shardcompile.passes.tasks import START, WAIT, WORK, Tasks
+
+_AT_ONCE = 1e-12
 
 LEADS = 4.0
 """A collective leads if so many times its own time is left to do after it: then the path through it matters."""
@@ -69,7 +72,8 @@ class Outline:
 
     Attributes:
         prepares: tasks on the compute stream that need nothing but inputs, and that only collectives need, such as the
-            cast of a weight that is gathered: they run when their collective starts, whatever their place.
+            cast of a weight that is gathered: they run when their collective starts, whatever their place. They may be
+            results as well, as casts are that are saved for the backward pass.
         work: the other tasks on the compute stream, in order; waits are not among them.
         work_place: by task at work: its place among them.
         fillers: those of them that no collective leads from to much later work.
@@ -161,9 +165,16 @@ def _preparations(tasks: Tasks) -> set[int]:
     for n, kind in enumerate(tasks.kind):
         if kind == WORK and tasks.after[n] and found.issuperset(tasks.before[n]):
             found.add(n)
-    for n in sorted(found, reverse=True):
-        if not all(tasks.kind[a] == START or a in found for a in tasks.after[n]):
-            found.remove(n)
+    left = 0
+    while len(found) != left:  # rarely more than twice
+        left = len(found)
+        for n in sorted(found, reverse=True):
+            readers = [a for a in tasks.after[n] if tasks.after[a] or tasks.kind[a] == START]  # the end reads results
+            if not readers or not all(tasks.kind[a] == START or a in found for a in readers):
+                found.remove(n)
+        for n in sorted(found):
+            if not found.issuperset(tasks.before[n]):
+                found.remove(n)
     return found
 
 
@@ -226,7 +237,7 @@ class Scheduler:
         tasks, kind = self.tasks, self.tasks.kind[n]
         if kind == WAIT:
             self.now = max(self.now, self._ends[tasks.start_of[n]])
-        elif kind == START:
+        else:
             self._prepare(n)
         self.begins[n] = self.now
         self.now += tasks.seconds[n]
@@ -242,10 +253,10 @@ class Scheduler:
             if not self._missing[a]:
                 self._sort_in(a)
 
-    def _prepare(self, start: int) -> None:
-        for n in self.tasks.before[start]:
+    def _prepare(self, task: int) -> None:
+        """Run what is prepared for a collective, or at the end for a collective that the end does not wait for."""
+        for n in self.tasks.before[task]:
             if n in self.outline.prepares and not self._taken[n]:
-                self._prepare(n)
                 self._take(n)
 
     def _run_collective(self, n: int) -> None:
@@ -314,21 +325,32 @@ class Scheduler:
 
     def _start_one(self) -> bool:
         """Start one collective whose group would be idle, and for which there is memory; whether there was one."""
-        # What could only start while the next task is at work is decided upon after it.
-        horizon = self.now + (self.tasks.seconds[self._work[0][2]] if self._work else 0.0)
+        horizon = self._horizon()
         progress = self.outline.clock[min(self._here() + 1, len(self.outline.work))]
         while self._early and self._early[0][0] <= progress:
             n = heapq.heappop(self._early)[1]
             if not self._taken[n]:
                 heapq.heappush(self._growing[self.tasks.stream[n]], (self.plan.urgency[n], n))
         for group, growing in self._growing.items():
-            if self._streams.free_at(group) > horizon:
+            if self._streams.free_at(group) >= max(horizon, self.now + _AT_ONCE):
                 continue
             best = self._best(growing, self._shrinking[group])
             if best is not None:
                 self._take(best)
                 return True
         return False
+
+    def _horizon(self) -> float:
+        """Until when the compute has something to do, or to wait for: what could start later is decided upon then."""
+        while self._work and self._taken[self._work[0][2]]:
+            heapq.heappop(self._work)
+        if self._work:
+            return self.now + self.tasks.seconds[self._work[0][2]]
+        filler = self._front(self._fill)
+        if filler is not None:
+            return self.now + self.tasks.seconds[filler]
+        wait = self._front(self._waits)
+        return self.now if wait is None else max(self.now, self._waits[0][0]) + self.tasks.seconds[wait]
 
     def _best(self, growing: list[tuple[float, int]], shrinking: list[tuple[float, int]]) -> int | None:
         """The more urgent of the two that are at the front, the first one only if there is memory for it."""
@@ -420,7 +442,7 @@ class Scheduler:
             self._oldest += 1
         return work[self._oldest]
 
-    def _front(self, heap: list[tuple[float, int]]) -> int | None:
+    def _front(self, heap: list[Any]) -> int | None:
         while heap and self._taken[heap[0][1]]:
             heapq.heappop(heap)
         return heap[0][1] if heap else None
