@@ -14,8 +14,9 @@ All of it reads `Prices` only, which are the same on every rank.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import Graph, Node
 
@@ -42,6 +43,9 @@ EARLY = 1.0
 GATHERS = ("all_gather", "all_gather_v")
 """Collectives that may run long before their results are needed."""
 
+DEADLINES = (1.0, 0.9, 0.8, 0.7, 0.6)
+"""When a group's collectives should be done, relative to the schedule so far, the first that is tried."""
+
 CONTENTION = 0.01
 """How much a running collective slows the compute down that hides it, an estimate: less of them is better."""
 
@@ -64,6 +68,8 @@ class Candidate:
         load: what each rank has of it; None if ranks would not agree on that.
         price: of it alone.
         needed: the place of the first work that needs its result.
+        before: seconds of compute, in its order, before its payload is ready.
+        after: seconds of compute, in its order, from the first that needs its result; 0 if none does.
     """
 
     collective: Collective
@@ -71,6 +77,8 @@ class Candidate:
     load: Load | None
     price: Price
     needed: int
+    before: float
+    after: float
 
 
 @dataclass(frozen=True)
@@ -80,10 +88,13 @@ class _Option:
     Attributes:
         span: seconds that a bucket may transfer.
         all_sizes: whether those join that take longer to copy than a latency.
+        deadline: seconds in which all should be done, see `Choice._in_time`; None if it is `span` that divides, less
+            at the start and at the end.
     """
 
     span: float
-    all_sizes: bool
+    all_sizes: bool = True
+    deadline: float | None = None
 
 
 Pricing = Callable[[Sequence[Collective], Load], Traffic]
@@ -137,12 +148,14 @@ class Choice:
         outline = Outline(self.tasks)
         number = {node: n for n, node in enumerate(self.tasks.nodes)}
         labels = blocks.labels(self.graph, self.model.group_sizes)
-        ready = heads(self.tasks)
+        ready, reached = heads(self.tasks), places_before(outline)
         self.divisible: dict[Hashable, list[Candidate]] = {}
         for key, group in self.groups.items():
             for c in group:
                 task = number[c.node]
-                candidate = Candidate(c, task, self._load(c, labels), self.tasks.price[task], outline.first_use[task])
+                place = outline.first_use[task]
+                times = outline.clock[reached[task]], outline.clock[-1] - outline.clock[place]
+                candidate = Candidate(c, task, self._load(c, labels), self.tasks.price[task], place, *times)
                 # A gather that could run at the start meets only its like: it would wait for the others for nothing.
                 early = c.kind in GATHERS and ready[task] <= EARLY * candidate.price.latency
                 self.divisible.setdefault((key, early), []).append(candidate)
@@ -159,16 +172,34 @@ class Choice:
         return Load.of(c.kind, members, n) if readable(c, members, labels) else None
 
     def _improve(self, key: Hashable, chosen: dict[Hashable, _Option]) -> None:
-        """Try divisions of one group, from `FIRST_SPAN` to where it gets no better."""
+        """Try divisions of one group, from `FIRST_SPAN` to where it gets no better, and such as are done in time."""
         span = FIRST_SPAN * max(c.price.latency for c in self.divisible[key])
-        self._attempt(key, _Option(span, True), chosen)
+        self._attempt(key, _Option(span), chosen)
         factor = 1 / STEP
-        if self._attempt(key, _Option(span * STEP, True), chosen):
+        if self._attempt(key, _Option(span * STEP), chosen):
             factor, span = STEP, span * STEP
-        while self._attempt(key, _Option(span * factor, True), chosen):
+        while self._attempt(key, _Option(span * factor), chosen):
             span *= factor
+        self._improve_by_deadline(key, chosen)
         if not all(map(self._pays, self.divisible[key])):
-            self._attempt(key, _Option(chosen[key].span if key in chosen else span, False), chosen)
+            kept = chosen.get(key, _Option(span))
+            self._attempt(key, replace(kept, all_sizes=False), chosen)
+
+    def _improve_by_deadline(self, key: Hashable, chosen: dict[Hashable, _Option]) -> None:
+        candidates = self.divisible[key]
+        if not (_are_early(candidates) or _are_late(candidates)):
+            return
+        until = self.best[1]
+        spans = [math.inf, *([chosen[key].span] if key in chosen else [])]
+        for span in spans:
+            better = False
+            for share in DEADLINES:
+                if self._attempt(key, _Option(span, deadline=share * until), chosen):
+                    better = True
+                elif better:
+                    return
+            if better:
+                return
 
     def _attempt(self, key: Hashable, option: _Option, chosen: dict[Hashable, _Option]) -> bool:
         """Divide one group differently, and keep that if it is better; whether it was."""
@@ -201,7 +232,10 @@ class Choice:
             candidates = self.divisible[key]
             if not option.all_sizes:
                 candidates = [c for c in candidates if self._pays(c)]
-            found += self._parts(candidates, option.span, closure)
+            if option.deadline is None:
+                found += self._parts(candidates, option.span, closure)
+            else:
+                found += self._in_time(candidates, option.span, option.deadline, closure)
         return found
 
     def _parts(self, candidates: Sequence[Candidate], span: float, closure: Closure) -> Divided:
@@ -228,6 +262,43 @@ class Choice:
             transfer, nbytes = transfer + c.price.transfer, nbytes + c.collective.global_bytes
             after -= c.price.transfer
         close()
+        return found
+
+    def _in_time(self, candidates: Sequence[Candidate], span: float, deadline: float, closure: Closure) -> Divided:
+        """As large buckets as allow for a deadline, if they follow each other without a gap.
+
+        What needs the first member of a gather waits for all of it, and is followed by the compute that is left then:
+        so long a bucket may take at most. The same backwards for reductions at whose end nobody waits: when the payload
+        of the last one is ready, all that are left have to be in time.
+        """
+        early = _are_early(candidates)
+        ordered = candidates if early else sorted(candidates, key=lambda c: (-c.before, -c.task))
+        found: Divided = []
+        bucket: list[Candidate] = []
+        done, nbytes = 0.0, 0
+
+        def seconds(members: Sequence[Candidate]) -> float:
+            price = members[0].price if len(members) == 1 else self._price(members)
+            return price.latency + price.transfer
+
+        def close() -> None:
+            nonlocal bucket, nbytes, done
+            if len(bucket) > 1:
+                closure.tie([c.collective.node for c in bucket])
+                found.append(bucket)
+            done += seconds(bucket)
+            bucket, nbytes = [], 0
+
+        for c in ordered:
+            if bucket:
+                took, rest = seconds([*bucket, c]), bucket[0].after if early else bucket[0].before
+                full = done + took + rest > deadline or took - c.price.latency > span or not self._has_room(nbytes, c)
+                if full or not closure.independent(c.collective.node, [b.collective.node for b in bucket]):
+                    close()
+            bucket.append(c)
+            nbytes += c.collective.global_bytes
+        if bucket:
+            close()
         return found
 
     def _has_room(self, nbytes: int, c: Candidate) -> bool:
@@ -261,6 +332,16 @@ def score(outline: Outline, plan: Plan, limit: float) -> Score:
     return found.peak_bytes > limit, found.total + CONTENTION * busy
 
 
+def _are_early(candidates: Sequence[Candidate]) -> bool:
+    """Whether all could run at the start, and are needed."""
+    return all(c.before <= EARLY * c.price.latency and c.after > 0 for c in candidates)
+
+
+def _are_late(candidates: Sequence[Candidate]) -> bool:
+    """Whether nothing needs their results."""
+    return not any(c.after for c in candidates)
+
+
 def _latencies(candidates: Sequence[Candidate]) -> float:
     """What one bucket of all would save."""
     return sum(c.price.latency for c in candidates[1:])
@@ -275,4 +356,14 @@ def heads(tasks: Tasks) -> list[float]:
         if tasks.kind[n] == WAIT:
             start = tasks.start_of[n]
             found[n] = max(found[n], found[start] + tasks.seconds[start] + tasks.price[start].seconds)
+    return found
+
+
+def places_before(outline: Outline) -> list[int]:
+    """By task: how many places of the compute, in its order, come before what it needs is there."""
+    tasks = outline.tasks
+    found = [0] * len(tasks.nodes)
+    for n, before in enumerate(tasks.before):
+        for b in before:
+            found[n] = max(found[n], outline.work_place[b] + 1 if b in outline.work_place else found[b])
     return found
