@@ -27,7 +27,7 @@ from shardcompile.passes.dependencies import Closure
 from shardcompile.passes.edges import Edges
 from shardcompile.passes.overlap import byte_limit
 from shardcompile.passes.scheduler import Outline, Plan, Scheduler
-from shardcompile.passes.search import quick_plans
+from shardcompile.passes.search import NARROWER, quick_plans
 from shardcompile.passes.tasks import WAIT, Bucket, Tasks
 from shardcompile.passes.traffic import Load, Traffic
 
@@ -43,8 +43,8 @@ EARLY = 1.0
 GATHERS = ("all_gather", "all_gather_v")
 """Collectives that may run long before their results are needed."""
 
-DEADLINES = (1.0, 0.9, 0.8, 0.7, 0.6)
-"""When a group's collectives should be done, relative to the schedule so far, the first that is tried."""
+DEADLINES = (1.02, 1.05, 1.1, 1.2, 1.4, 2.0)
+"""When all should be done, relative to when they could be if buckets cost nothing, the first that is tried."""
 
 CONTENTION = 0.01
 """How much a running collective slows the compute down that hides it, an estimate: less of them is better."""
@@ -189,16 +189,10 @@ class Choice:
         candidates = self.divisible[key]
         if not (_are_early(candidates) or _are_late(candidates)):
             return
-        until = self.best[1]
-        spans = [math.inf, *([chosen[key].span] if key in chosen else [])]
-        for span in spans:
-            better = False
-            for share in DEADLINES:
-                if self._attempt(key, _Option(span, deadline=share * until), chosen):
-                    better = True
-                elif better:
-                    return
-            if better:
+        least = _least(candidates)
+        for span in [math.inf, *([chosen[key].span] if key in chosen else [])]:
+            results = [self._attempt(key, _Option(span, deadline=share * least), chosen) for share in DEADLINES]
+            if any(results):
                 return
 
     def _attempt(self, key: Hashable, option: _Option, chosen: dict[Hashable, _Option]) -> bool:
@@ -328,6 +322,8 @@ def score(outline: Outline, plan: Plan, limit: float) -> Score:
         limit: bytes.
     """
     found = Scheduler(outline, plan).run()
+    if found.peak_bytes > limit:  # what is decided early can take more than was thought
+        found = Scheduler(outline, replace(plan, limit=NARROWER[1] * limit)).run()
     busy = sum(price.seconds for price in outline.tasks.price.values())
     return found.peak_bytes > limit, found.total + CONTENTION * busy
 
@@ -340,6 +336,15 @@ def _are_early(candidates: Sequence[Candidate]) -> bool:
 def _are_late(candidates: Sequence[Candidate]) -> bool:
     """Whether nothing needs their results."""
     return not any(c.after for c in candidates)
+
+
+def _least(candidates: Sequence[Candidate]) -> float:
+    """The least time in which all could be done, if collectives had no latency."""
+    early, transfers, least = _are_early(candidates), 0.0, 0.0
+    for c in candidates if early else sorted(candidates, key=lambda c: (-c.before, -c.task)):
+        transfers += c.price.transfer
+        least = max(least, transfers + (c.after if early else c.before))
+    return least
 
 
 def _latencies(candidates: Sequence[Candidate]) -> float:

@@ -35,28 +35,27 @@ def brought_to(x: Any, layout: Layout, async_op: bool = False) -> Any:
 
 
 class Redistribute(torch.autograd.Function):
-    """From one layout to another."""
+    """From one layout to another, and one dtype to another before."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, layout: Layout, async_op: bool, backward_dtype: torch.dtype | None) -> Any:
         """Redistribute, and remember where the gradient has to go."""
         ctx.cls, ctx.source = type(x), x._spec.layout
-        ctx.backward_dtype = backward_dtype
-        return brought_to(x, layout, async_op)
+        ctx.dtype, ctx.backward_dtype = x.dtype, backward_dtype
+        return brought_to(x.to(layout.dtype), layout, async_op)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        """Bring the gradient to the source's layout."""
+        """Bring the gradient to the source's layout, and to its dtype after that."""
         grad = _sharded(grad, ctx.cls, ctx.source)
-        dtype = grad.dtype
         if ctx.backward_dtype is not None:
             grad = grad.to(ctx.backward_dtype)
         grad = redistributed(grad, ctx.source.reduced().with_dtype(grad.dtype))
-        return grad.to(dtype), None, None, None
+        return grad.to(ctx.dtype), None, None, None
 
 
 def redistributed(x: Any, layout: Layout, async_op: bool = False, backward_dtype: torch.dtype | None = None) -> Any:
-    """`x` in another layout, differentiably; `x` itself if it has that layout."""
+    """`x` in another layout, of the dtype that this has, differentiably; `x` itself if it has that layout."""
     if x._spec.layout == layout:
         return x
     return Redistribute.apply(x, layout, async_op, backward_dtype)

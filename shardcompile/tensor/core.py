@@ -386,14 +386,13 @@ class ShardTensor(torch.Tensor):
                 and stays sharded keeps its cut, and a newly sharded one gets torch.chunk's.
             async_op: do not wait for the last collective; the first op on the result does.
             forward_dtype: cast to it before anything is moved; the result has it.
-            backward_dtype: cast the gradient to it before it is moved back.
+            backward_dtype: cast the gradient to it before it is moved back. After that it gets this tensor's dtype.
 
         Raises:
             RedistributeError: there is no meaningful way, e.g. to Partial.
             LayoutError: the placements or sizes do not fit the tensor or the mesh.
         """
-        source: Any = self if forward_dtype is None else self.to(forward_dtype)
-        now = source._spec.layout
+        now = self._spec.layout if forward_dtype is None else self._spec.layout.with_dtype(forward_dtype)
         if device_mesh is not None and device_mesh != now.mesh:
             raise RedistributeError(
                 f"redistribution from mesh {now.mesh} to another mesh {device_mesh} is not supported; go through "
@@ -404,7 +403,7 @@ class ShardTensor(torch.Tensor):
             if isinstance(after, Partial) and before != after:
                 raise RedistributeError(f"Partial cannot be a target: {now.describe()} to {list(wanted)}")
         cuts = construct.stated_cuts(now, wanted, sharding_shapes, fixed=now.is_traced)
-        return redistributed(source, target_layout(now, wanted, cuts), async_op, backward_dtype)
+        return redistributed(self, target_layout(now, wanted, cuts), async_op, backward_dtype)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's block. Differentiable.

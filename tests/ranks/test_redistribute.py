@@ -391,6 +391,18 @@ def test_dtypes_of_forward_and_backward(monkeypatch: pytest.MonkeyPatch):
         assert torch.equal(x.grad.to_local(), torch.full((2 if rank() == 0 else 5, 5), 3.0).double())
 
 
+@pytest.mark.ranks(2, processes=False)
+def test_gradients_keep_the_precision_in_which_they_were_moved():
+    """As a weight in float32 is gathered in bfloat16, and its gradient reduced in float32."""
+    mesh, full = mesh_1d(), values()
+    x = sharded(full.float(), mesh, Case((S0,), {0: [2, 5]})).detach().requires_grad_()
+    y = x.redistribute(placements=[R], forward_dtype=torch.bfloat16, backward_dtype=torch.float32)
+    local = y.to_local(grad_placements=[P])
+    assert local.dtype is torch.bfloat16
+    local.backward(torch.full_like(local, 1.0 + 2**-7 * rank()))
+    assert x.grad.to_local().eq(2 + 2**-7).all()  # which bfloat16 does not hold
+
+
 @pytest.mark.ranks(2, 3, processes=False)
 def test_async_op():
     mesh, full = mesh_1d(), values()
