@@ -5,12 +5,13 @@ multiple of what their bytes do; the same holds for the gathers of parameters th
 collectives meet as ours do, and each other.
 
 What meets in a bucket follows from the program and from sizes that all ranks of a group share, never from the bytes of
-this rank's block: see `shardcompile.passes.choice`. A bucket is issued where its last member was; what reads the first
-member's result moves behind it.
+this rank's block: see `shardcompile.passes.choice`. A bucket is issued where its last member was, or before what reads
+the first member's result, together with all that its payloads need.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from shardcompile.errors import CollectiveError
 from shardcompile.passes.choice import Choice
 from shardcompile.passes.collective import WAIT, Collective, add_node, collectives, inherit
 from shardcompile.passes.cost import CostModel
-from shardcompile.passes.dependencies import ordered_inputs, reorder
+from shardcompile.passes.dependencies import needed_first, ordered_inputs
 from shardcompile.passes.traffic import (
     Load,
     Traffic,
@@ -87,7 +88,7 @@ class Bucketing:
         place = {node: float(i) for i, node in enumerate(graph.nodes)}
         for bucket in buckets:
             self._replace_one(graph, sorted(bucket, key=place.__getitem__), place)
-        _sort(graph, place)
+        _sort(graph)
 
     def _replace_one(self, graph: Graph, bucket: Sequence[Node], place: dict[Node, float]) -> None:
         # As they are now: other buckets may have replaced their payloads.
@@ -297,14 +298,12 @@ def _rows_of(graph: Graph, payload: Node, ranks: Any) -> Node:
     return add_node(graph, aten.view.default, payload, [ranks, payload.meta["val"].numel() // ranks])
 
 
-def _sort(graph: Graph, place: dict[Node, float]) -> None:
-    """Restore a valid order: new nodes where they were put, early users of the members' results after them."""
-    priority: dict[Node, float] = {}
-    here = -1.0
-    for node in graph.nodes:
-        here = place.get(node, here)
-        priority[node] = here
-    reorder(graph, ordered_inputs(graph), priority.__getitem__)
+def _sort(graph: Graph) -> None:
+    """Restore a valid order: each node keeps its place, and what it needs of a bucket comes before it."""
+    inputs = ordered_inputs(graph)
+    order = needed_first(inputs, inputs.__getitem__)
+    for earlier, later in itertools.pairwise(order):
+        earlier.append(later)
 
 
 def _flat(graph: Graph, payload: Node) -> Node:

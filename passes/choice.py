@@ -13,6 +13,7 @@ All of it reads `Prices` only, which are the same on every rank.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -52,8 +53,8 @@ CONTENTION = 0.01
 WORTH = 1e-3
 """Of a schedule's time: what the latencies of a kind and group have to come to for buckets to be tried."""
 
-Score = tuple[bool, float]
-"""Whether a schedule is beyond the memory limit, and its seconds, `CONTENTION` included."""
+Score = tuple[float, float]
+"""Bytes that a schedule holds beyond the limit of memory, and its seconds, `CONTENTION` included."""
 
 Divided = list[list["Candidate"]]
 
@@ -189,11 +190,21 @@ class Choice:
         candidates = self.divisible[key]
         if not (_are_early(candidates) or _are_late(candidates)):
             return
-        least = _least(candidates)
+        least = self._least(candidates)
         for span in [math.inf, *([chosen[key].span] if key in chosen else [])]:
             results = [self._attempt(key, _Option(span, deadline=share * least), chosen) for share in DEADLINES]
             if any(results):
                 return
+
+    def _least(self, candidates: Sequence[Candidate]) -> float:
+        """The least time in which all could be done, if collectives had no latency and buckets cost nothing."""
+        early, least = _are_early(candidates), 0.0
+        ordered = candidates if early else sorted(candidates, key=_from_the_end)
+        load = ordered[0].load
+        for i, c in enumerate(ordered):
+            load = _together(load, c.load) if i else load
+            least = max(least, self._price_of(ordered[: i + 1], load).transfer + (c.after if early else c.before))
+        return least
 
     def _attempt(self, key: Hashable, option: _Option, chosen: dict[Hashable, _Option]) -> bool:
         """Divide one group differently, and keep that if it is better; whether it was."""
@@ -250,7 +261,7 @@ class Choice:
         for c in candidates:
             most = min(span, max(least, before), max(least, after))
             full = transfer + c.price.transfer > most or not self._has_room(nbytes, c)
-            if bucket and (full or not closure.independent(c.collective.node, [b.collective.node for b in bucket])):
+            if bucket and (full or not self._independent(c, bucket, closure)):
                 close()
             bucket.append(c)
             transfer, nbytes = transfer + c.price.transfer, nbytes + c.collective.global_bytes
@@ -266,34 +277,37 @@ class Choice:
         of the last one is ready, all that are left have to be in time.
         """
         early = _are_early(candidates)
-        ordered = candidates if early else sorted(candidates, key=lambda c: (-c.before, -c.task))
         found: Divided = []
         bucket: list[Candidate] = []
-        done, nbytes = 0.0, 0
-
-        def seconds(members: Sequence[Candidate]) -> float:
-            price = members[0].price if len(members) == 1 else self._price(members)
-            return price.latency + price.transfer
+        price, load, done, nbytes = Price(0.0, 0.0), None, 0.0, 0
 
         def close() -> None:
-            nonlocal bucket, nbytes, done
+            nonlocal bucket, done, nbytes
             if len(bucket) > 1:
                 closure.tie([c.collective.node for c in bucket])
                 found.append(bucket)
-            done += seconds(bucket)
-            bucket, nbytes = [], 0
+            bucket, done, nbytes = [], done + price.seconds, 0
 
-        for c in ordered:
+        for c in candidates if early else sorted(candidates, key=_from_the_end):
             if bucket:
-                took, rest = seconds([*bucket, c]), bucket[0].after if early else bucket[0].before
-                full = done + took + rest > deadline or took - c.price.latency > span or not self._has_room(nbytes, c)
-                if full or not closure.independent(c.collective.node, [b.collective.node for b in bucket]):
+                together = _together(load, c.load)
+                joined = self._price_of([*bucket, c], together)
+                rest = bucket[0].after if early else bucket[0].before
+                late = done + joined.seconds + rest > deadline or joined.transfer > span
+                if late or not self._has_room(nbytes, c) or not self._independent(c, bucket, closure):
                     close()
+                else:
+                    price, load = joined, together
+            if not bucket:
+                price, load = c.price, c.load
             bucket.append(c)
             nbytes += c.collective.global_bytes
         if bucket:
             close()
         return found
+
+    def _independent(self, c: Candidate, bucket: Sequence[Candidate], closure: Closure) -> bool:
+        return closure.independent(c.collective.node, [b.collective.node for b in bucket])
 
     def _has_room(self, nbytes: int, c: Candidate) -> bool:
         return self.bucket_bytes is None or nbytes + c.collective.global_bytes <= self.bucket_bytes
@@ -304,13 +318,19 @@ class Choice:
         return price.packing + price.unpacking < c.price.latency
 
     def _price(self, bucket: Sequence[Candidate]) -> Price:
-        loads = [c.load for c in bucket if c.load is not None]
+        return self._price_of(bucket, functools.reduce(_together, [c.load for c in bucket]))
+
+    def _price_of(self, bucket: Sequence[Candidate], load: Load | None) -> Price:
+        """Of a bucket with this load of all its members."""
         group_name = bucket[0].collective.group_name
-        if len(loads) < len(bucket):
+        if load is None:
             n = self.model.group_size(group_name) or 1
             return self.model.price_of(group_name, Traffic(NOMINAL_BYTES, NOMINAL_BYTES * n))
-        total = loads[0] if len(loads) == 1 else Load.together(loads)
-        return self.model.price_of(group_name, self.traffic([c.collective for c in bucket], total))
+        return self.model.price_of(group_name, self.traffic([c.collective for c in bucket], load))
+
+
+def _together(a: Load | None, b: Load | None) -> Load | None:
+    return None if a is None or b is None else Load.together([a, b])
 
 
 def score(outline: Outline, plan: Plan, limit: float) -> Score:
@@ -325,7 +345,7 @@ def score(outline: Outline, plan: Plan, limit: float) -> Score:
     if found.peak_bytes > limit:  # what is decided early can take more than was thought
         found = Scheduler(outline, replace(plan, limit=NARROWER[1] * limit)).run()
     busy = sum(price.seconds for price in outline.tasks.price.values())
-    return found.peak_bytes > limit, found.total + CONTENTION * busy
+    return max(found.peak_bytes - limit, 0), found.total + CONTENTION * busy
 
 
 def _are_early(candidates: Sequence[Candidate]) -> bool:
@@ -333,18 +353,13 @@ def _are_early(candidates: Sequence[Candidate]) -> bool:
     return all(c.before <= EARLY * c.price.latency and c.after > 0 for c in candidates)
 
 
+def _from_the_end(c: Candidate) -> tuple[float, int]:
+    return -c.before, -c.task
+
+
 def _are_late(candidates: Sequence[Candidate]) -> bool:
     """Whether nothing needs their results."""
     return not any(c.after for c in candidates)
-
-
-def _least(candidates: Sequence[Candidate]) -> float:
-    """The least time in which all could be done, if collectives had no latency."""
-    early, transfers, least = _are_early(candidates), 0.0, 0.0
-    for c in candidates if early else sorted(candidates, key=lambda c: (-c.before, -c.task)):
-        transfers += c.price.transfer
-        least = max(least, transfers + (c.after if early else c.before))
-    return least
 
 
 def _latencies(candidates: Sequence[Candidate]) -> float:

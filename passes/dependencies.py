@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
 
 import torch
 from torch.fx import Graph, Node
@@ -83,6 +84,37 @@ def ordered_inputs(graph: Graph) -> dict[Node, list[Node]]:
             random = node
         inputs[node] = before
     return inputs
+
+
+T = TypeVar("T", bound=Hashable)
+
+
+def needed_first(items: Iterable[T], before: Callable[[T], Iterable[T]]) -> list[T]:
+    """Items in their order, each behind what it needs: that comes before it if it has not come yet.
+
+    Args:
+        items: all of them, or those at least that nothing else needs.
+        before: what an item needs, directly.
+    """
+    order: list[T] = []
+    done: set[T] = set()
+    waiting: set[T] = set()
+    for item in items:
+        stack = [item]
+        while stack:
+            top = stack[-1]
+            missing = [b for b in before(top) if b not in done] if top not in done else []
+            if missing:
+                assert waiting.isdisjoint(missing), "what is needed closes a circle"
+                waiting.add(top)
+                stack.extend(reversed(missing))
+                continue
+            stack.pop()
+            if top not in done:
+                waiting.discard(top)
+                done.add(top)
+                order.append(top)
+    return order
 
 
 def reorder(graph: Graph, inputs: dict[Node, list[Node]], priority: Callable[[Node], float]) -> None:

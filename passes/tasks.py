@@ -7,7 +7,6 @@ put them into buckets can be tried.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from shardcompile.passes.cost import Price, Prices
+from shardcompile.passes.dependencies import needed_first
 from shardcompile.passes.edges import Edges
 
 WORK, START, WAIT = range(3)
@@ -178,7 +178,8 @@ class _Joining:
         for n, inputs in enumerate(old.before):
             before[first[n]].update([first[b] for b in inputs])
             reads[first[n]].update(dict.fromkeys([self.tensor[t] for t in old.reads[n]]))
-        order = _sorted(first, before, old.kind)
+        last = {n: i for i, n in enumerate(first)}  # of a bucket
+        order = needed_first((n for i, n in enumerate(first) if last[n] == i), before.__getitem__)
         number = {n: i for i, n in enumerate(order)}
         new = Tasks(link=old.link, fixed=old.fixed, nbytes=[0] * len(old.nbytes), readers=[0] * len(old.nbytes))
         for t, nbytes in enumerate(old.nbytes):
@@ -206,32 +207,6 @@ class _Joining:
         new.reads.append(reads)
         for t in reads:
             new.readers[t] += 1
-
-
-def _sorted(first: Sequence[int], before: Sequence[set[int]], kind: Sequence[int]) -> list[int]:
-    """A valid order, in which starts come as soon as they can and the others stay where they are if they can."""
-    left = {n for n in range(len(first)) if first[n] == n}
-    missing = {n: len(before[n]) for n in left}
-    after: dict[int, list[int]] = {n: [] for n in left}
-    for n in left:
-        for b in before[n]:
-            after[b].append(n)
-
-    def place(n: int) -> tuple[bool, int]:
-        return kind[n] != START, n
-
-    ready = [place(n) for n in left if not missing[n]]
-    heapq.heapify(ready)
-    order: list[int] = []
-    while ready:
-        n = heapq.heappop(ready)[1]
-        order.append(n)
-        for a in after[n]:
-            missing[a] -= 1
-            if not missing[a]:
-                heapq.heappush(ready, place(a))
-    assert len(order) == len(left), "the buckets close a circle"
-    return order
 
 
 def _is_task(node: Node, prices: Prices) -> bool:
