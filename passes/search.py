@@ -11,19 +11,19 @@ from shardcompile.passes.tasks import START, Tasks
 HASTE = (math.inf, 1.0)
 """How much earlier a collective is started than just in time, in multiples of the time that it takes."""
 
-HASTE_OF_LEADING = (32.0, 128.0)
+HASTE_OF_LEADING = (2.0, 8.0, 32.0)
 """The same where fillers are left for gaps: the compute gets further ahead then, in its order."""
 
-WINDOWS = (16, 64, 256)
+WINDOWS = (4, 16, 64, 256)
 """How far tasks may overtake others, in places of the original order, where the compute is reordered as well."""
 
 JUSTIFICATIONS = 3
 """How often the best schedule is made anew from the latest times at which it could have done everything."""
 
-QUICK_WINDOW, QUICK_HASTE = 64, 32.0
+QUICK_WINDOW, QUICK_HASTE = 16, 8.0
 """Those of them that are taken where a few attempts have to do."""
 
-NARROWER = (1.0, 0.96, 0.9)
+NARROWER = (1.0, 0.985, 0.96, 0.9)
 """What a scheduler is told the limit is, relative to it: what it decides early can take more than the curve says."""
 
 CLOSE = 1e-3
