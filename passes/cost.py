@@ -322,7 +322,8 @@ def _mutates(node: Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
-def _is_view(node: Node) -> bool:
+def is_view(node: Node) -> bool:
+    """Whether a node's result is memory of its input, to which it writes nothing."""
     return not _mutates(node) and _base(node) is not None
 
 
@@ -334,7 +335,7 @@ def _is_free(node: Node) -> bool:
 
 
 def _behind_views(node: Node) -> Node:
-    while _is_view(node):
+    while is_view(node):
         base = _base(node)
         assert base is not None
         node = base
@@ -356,7 +357,7 @@ def _passes_on(node: Node) -> bool:
 
 
 def _stays(producer: Node, user: Node) -> bool:
-    return all(_stays(producer, u) for u in user.users) if _is_view(user) else _fused(producer, user)
+    return all(_stays(producer, u) for u in user.users) if is_view(user) else _fused(producer, user)
 
 
 def _traffic_of(node: Node, reads: Sequence[Node], writes: bool, nominal: int | None) -> int:

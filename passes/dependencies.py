@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -89,32 +89,48 @@ def ordered_inputs(graph: Graph) -> dict[Node, list[Node]]:
 T = TypeVar("T", bound=Hashable)
 
 
-def needed_first(items: Iterable[T], before: Callable[[T], Iterable[T]]) -> list[T]:
-    """Items in their order, each behind what it needs: that comes before it if it has not come yet.
+def needed_first(
+    items: Sequence[T], before: Callable[[T], Iterable[T]], on_demand: Callable[[T], bool] = lambda item: False
+) -> list[T]:
+    """Items in their order, each behind what it needs: all of that comes before it, in its order, if it has not yet.
 
     Args:
-        items: all of them, or those at least that nothing else needs.
+        items: each once.
         before: what an item needs, directly.
+        on_demand: whether an item comes when another one needs it, not before; the last one needs all of those.
     """
+    place = {item: i for i, item in enumerate(items)}
     order: list[T] = []
     done: set[T] = set()
-    waiting: set[T] = set()
     for item in items:
-        stack = [item]
+        stack = [] if on_demand(item) else [[item]]  # of what is next, from its end; what an item needs lies above it
         while stack:
-            top = stack[-1]
-            missing = [b for b in before(top) if b not in done] if top not in done else []
-            if missing:
-                assert waiting.isdisjoint(missing), "what is needed closes a circle"
-                waiting.add(top)
-                stack.extend(reversed(missing))
+            if not stack[-1]:
+                stack.pop()
                 continue
-            stack.pop()
+            assert len(stack) <= len(items), "what is needed closes a circle"
+            top = stack[-1][-1]
+            missing = [] if top in done else _missing(top, before, done)
+            if missing:
+                stack.append(sorted(missing, key=place.__getitem__, reverse=True))
+                continue
+            stack[-1].pop()
             if top not in done:
-                waiting.discard(top)
                 done.add(top)
                 order.append(top)
     return order
+
+
+def _missing(item: T, before: Callable[[T], Iterable[T]], done: set[T]) -> set[T]:
+    """What an item needs, also indirectly, and has not come."""
+    found: set[T] = set()
+    pending = [item]
+    while pending:
+        for b in before(pending.pop()):
+            if b not in done and b not in found:
+                found.add(b)
+                pending.append(b)
+    return found
 
 
 def reorder(graph: Graph, inputs: dict[Node, list[Node]], priority: Callable[[Node], float]) -> None:

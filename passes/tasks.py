@@ -179,7 +179,7 @@ class _Joining:
             before[first[n]].update([first[b] for b in inputs])
             reads[first[n]].update(dict.fromkeys([self.tensor[t] for t in old.reads[n]]))
         last = {n: i for i, n in enumerate(first)}  # of a bucket
-        order = needed_first((n for i, n in enumerate(first) if last[n] == i), before.__getitem__)
+        order = needed_first([n for i, n in enumerate(first) if last[n] == i], before.__getitem__)
         number = {n: i for i, n in enumerate(order)}
         new = Tasks(link=old.link, fixed=old.fixed, nbytes=[0] * len(old.nbytes), readers=[0] * len(old.nbytes))
         for t, nbytes in enumerate(old.nbytes):
