@@ -25,7 +25,7 @@ from shardcompile.collectives.transport import check_reduction
 from shardcompile.errors import CollectiveError
 from shardcompile.passes.choice import Choice
 from shardcompile.passes.collective import WAIT, Collective, add_node, collectives, inherit
-from shardcompile.passes.cost import CostModel, is_view
+from shardcompile.passes.cost import CostModel, computes_nothing
 from shardcompile.passes.dependencies import needed_first, ordered_inputs
 from shardcompile.passes.traffic import (
     Load,
@@ -301,10 +301,10 @@ def _rows_of(graph: Graph, payload: Node, ranks: Any) -> Node:
 def _sort(graph: Graph) -> None:
     """Restore a valid order: each node keeps its place, and what it needs of a bucket comes before it.
 
-    Views come when something reads them: they should not be what a bucket has to come early for.
+    Views and allocations come when something reads them: they are not what a bucket has to come early for.
     """
     inputs = ordered_inputs(graph)
-    order = needed_first(list(inputs), inputs.__getitem__, on_demand=lambda n: n.target is not WAIT and is_view(n))
+    order = needed_first(list(inputs), inputs.__getitem__, on_demand=computes_nothing)
     for earlier, later in itertools.pairwise(order):
         earlier.append(later)
 

@@ -44,7 +44,7 @@ EARLY = 1.0
 GATHERS = ("all_gather", "all_gather_v")
 """Collectives that may run long before their results are needed."""
 
-DEADLINES = (1.02, 1.05, 1.1, 1.2, 1.4, 2.0)
+DEADLINES = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 3.0)
 """When all should be done, relative to when they could be if buckets cost nothing, the first that is tried."""
 
 CONTENTION = 0.01
@@ -155,8 +155,9 @@ class Choice:
             for c in group:
                 task = number[c.node]
                 place = outline.first_use[task]
-                times = outline.clock[reached[task]], outline.clock[-1] - outline.clock[place]
-                candidate = Candidate(c, task, self._load(c, labels), self.tasks.price[task], place, *times)
+                price = self.tasks.price[task]
+                before, after = outline.clock[reached[task]], outline.clock[-1] - outline.clock[place]
+                candidate = Candidate(c, task, self._load(c, labels), price, place, before, after)
                 # A gather that could run at the start meets only its like: it would wait for the others for nothing.
                 early = c.kind in GATHERS and ready[task] <= EARLY * candidate.price.latency
                 self.divisible.setdefault((key, early), []).append(candidate)

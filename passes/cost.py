@@ -50,7 +50,10 @@ _LIKE = {
 _LOOKUPS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
 """Ops that read as much as they write."""
 
-_ALLOCATIONS = {aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default, aten.empty_like.default}
+_ALLOCATIONS = {
+    *(aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default),
+    *(aten.new_empty.default, aten.new_empty_strided.default),
+}
 """Ops that run no kernel."""
 
 
@@ -322,8 +325,7 @@ def _mutates(node: Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
-def is_view(node: Node) -> bool:
-    """Whether a node's result is memory of its input, to which it writes nothing."""
+def _is_view(node: Node) -> bool:
     return not _mutates(node) and _base(node) is not None
 
 
@@ -334,8 +336,14 @@ def _is_free(node: Node) -> bool:
     return not _mutates(node) and (_base(node) is not None or not blocks.tensors(node))
 
 
+def computes_nothing(node: Node) -> bool:
+    """Whether a node is a view or an allocation: nothing needs it before what reads it."""
+    is_call = node.op == "call_function" and node.target is not WAIT and Collective.of(node) is None
+    return is_call and _is_free(node)
+
+
 def _behind_views(node: Node) -> Node:
-    while is_view(node):
+    while _is_view(node):
         base = _base(node)
         assert base is not None
         node = base
@@ -357,7 +365,7 @@ def _passes_on(node: Node) -> bool:
 
 
 def _stays(producer: Node, user: Node) -> bool:
-    return all(_stays(producer, u) for u in user.users) if is_view(user) else _fused(producer, user)
+    return all(_stays(producer, u) for u in user.users) if _is_view(user) else _fused(producer, user)
 
 
 def _traffic_of(node: Node, reads: Sequence[Node], writes: bool, nominal: int | None) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from shardcompile.passes.cost import computes_nothing
 from shardcompile.passes.simulator import Streams
 from shardcompile.passes.tasks import START, WAIT, WORK, Tasks
 
@@ -77,6 +78,7 @@ class Outline:
         work: the other tasks on the compute stream, in order; waits are not among them.
         work_place: by task at work: its place among them.
         fillers: those of them that no collective leads from to much later work.
+        results: those of them that compute nothing, and that only the end reads: nobody waits for them.
         clock: by place: when it would begin if nothing held compute up; at last, when all would have ended.
         first_use: by start: the place of the first task at work that needs its result.
         grows: by start: whether it holds more than it frees.
@@ -88,6 +90,7 @@ class Outline:
         self.prepares = _preparations(tasks)
         self.work = [n for n, kind in enumerate(tasks.kind) if kind == WORK and n not in self.prepares]
         self.work_place = {n: i for i, n in enumerate(self.work)}
+        self.results = {n for n in self.work[:-1] if self._is_result(n)}
         self.clock = [0.0]
         for n in self.work:
             self.clock.append(self.clock[-1] + tasks.seconds[n])
@@ -97,12 +100,16 @@ class Outline:
         self.grows = {s: tasks.alloc[s] > self.payload[s] for s in tasks.stream}
         self.curve = self._curve()
 
+    def _is_result(self, n: int) -> bool:
+        tasks = self.tasks
+        return computes_nothing(tasks.nodes[n]) and all(a == self.work[-1] for a in tasks.after[n])
+
     def _first_uses(self) -> dict[int, int]:
         tasks, end = self.tasks, len(self.work)
         use = [end] * len(tasks.nodes)
         first = dict.fromkeys(tasks.stream, end)
         for n in range(len(tasks.nodes) - 1, -1, -1):
-            if n in self.work_place:
+            if n in self.work_place and n not in self.results:
                 use[n] = self.work_place[n]
                 continue
             use[n] = min((use[a] for a in tasks.after[n]), default=end)
@@ -197,7 +204,7 @@ class Scheduler:
         self._missing = [len(b) - len(prepares.intersection(b)) for b in tasks.before]
         self._readers = list(tasks.readers)
         self._held = self.peak = tasks.fixed
-        fillers = outline.fillers if plan.leads else set()
+        fillers = outline.fillers | outline.results if plan.leads else outline.results
         self._leading = [n for n in outline.work if n not in fillers]
         self._lead_place = {n: i for i, n in enumerate(self._leading)}
         self._first = 0  # of the tasks that lead, the first one that is left

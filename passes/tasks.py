@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
-from shardcompile.passes.cost import Price, Prices
+from shardcompile.passes.cost import Price, Prices, computes_nothing
 from shardcompile.passes.dependencies import needed_first
 from shardcompile.passes.edges import Edges
 
@@ -179,7 +179,8 @@ class _Joining:
             before[first[n]].update([first[b] for b in inputs])
             reads[first[n]].update(dict.fromkeys([self.tensor[t] for t in old.reads[n]]))
         last = {n: i for i, n in enumerate(first)}  # of a bucket
-        order = needed_first([n for i, n in enumerate(first) if last[n] == i], before.__getitem__)
+        tasks = [n for i, n in enumerate(first) if last[n] == i]
+        order = needed_first(tasks, before.__getitem__, on_demand=lambda n: computes_nothing(old.nodes[n]))
         number = {n: i for i, n in enumerate(order)}
         new = Tasks(link=old.link, fixed=old.fixed, nbytes=[0] * len(old.nbytes), readers=[0] * len(old.nbytes))
         for t, nbytes in enumerate(old.nbytes):
