@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import scale_models
 import suite
 from lockstep import world_of
+from tiers import often
 from torch.fx import Graph
 
 from shardcompile.offline import offline_world
@@ -154,3 +156,20 @@ def test_ranks_that_trace_agree(name: str, number: int) -> None:
     first, *others = traced_plans(name, number)
     for other in others:
         assert other == first
+
+
+def plans_of_the_suite(name: str, rank: int, ranks: int = 64) -> list[str]:
+    """The plan of one rank for a traced model of the suite that schedules are judged by."""
+    lines: list[str] = []
+    with scale_models.traced(scale_models.models(layers=2)[name], ranks, rank) as graphs:
+        for graph in graphs:
+            scheduled(graph, CostModel(H100))
+            for node in graph.nodes:
+                c = Collective.of(node)
+                lines.append(node.name if c is None else f"{node.name} {c.kind} {c.global_bytes} over {c.group_name}")
+    return lines
+
+
+@pytest.mark.parametrize("name", often(list(scale_models.models()), 1))
+def test_first_and_last_rank_of_the_suite_agree(name: str) -> None:
+    assert plans_of_the_suite(name, 0) == plans_of_the_suite(name, 63)

@@ -26,6 +26,7 @@ from shardcompile.passes import BucketReduceScatters, Pipeline, choice
 from shardcompile.passes.bounds import lower_bound
 from shardcompile.passes.collective import WAIT, Collective, collectives
 from shardcompile.passes.cost import CostModel, Prices
+from shardcompile.passes.dependencies import needed_first
 from shardcompile.passes.edges import Edges
 from shardcompile.passes.links import CPU_CORE, H100, INFINIBAND_NDR
 from shardcompile.passes.overlap import ScheduleOverlap, best_order
@@ -36,6 +37,7 @@ from shardcompile.passes.tasks import Tasks, nodes_in_order
 
 RANKS = 8
 MODEL = CostModel(H100)
+BF16 = torch.bfloat16
 ACROSS = CostModel(H100, group_links={"g": INFINIBAND_NDR})
 SIZE = suite.Size(4, width=1024, tokens=4096, heads=8)
 PROGRAMS: dict[str, Callable[[suite.Place], Graph]] = {
@@ -78,6 +80,40 @@ def test_schedules_are_near_the_bound_and_within_memory(name: str, imbalance: st
     assert ours.total <= 1.10 * bound
     assert ours.total <= came.total
     assert ours.peak_bytes <= 1.1 * came.peak_bytes
+
+
+def gathered_layers(saved: bool) -> Graph:
+    """Weights that are cast and gathered, each before its product; casts may be results, for a backward pass."""
+    w = suite.Writer(place_of("even"))
+    x, casts = w.input(4096, 2048), []
+    for _ in range(6):
+        casts.append(
+            w.call(torch.ops.prims.convert_element_type.default, w.input(256, 2048, dtype=torch.float32), BF16)
+        )
+        x = w.mm(x, w.gathered(casts[-1], [256] * RANKS, (2048, 2048)))
+    return w.output(x, *(casts if saved else ()))
+
+
+def test_a_cast_that_is_saved_is_ready_at_the_start_all_the_same() -> None:
+    totals = []
+    for saved in (False, True):
+        with world_of(RANKS):
+            graph = gathered_layers(saved)
+            passes(ACROSS)(graph)
+            totals.append(simulate(list(graph.nodes), Prices.of(graph, ACROSS)).total)
+    assert totals[1] <= 1.001 * totals[0]
+
+
+def test_needed_first() -> None:
+    """What reads a bucket early calls for it, and for all that it needs, in its order; a view does not."""
+    before = {"a": [], "view": ["bucket"], "b": [], "read": ["bucket"], "c": [], "d": ["c"], "bucket": ["a", "d"]}
+    before["end"] = ["view", "read", "b"]
+    items = list(before)
+    assert needed_first(items, before.__getitem__) == ["a", "c", "d", "bucket", "view", "b", "read", "end"]
+    found = needed_first(items, before.__getitem__, on_demand=lambda item: item == "view")
+    assert found == ["a", "b", "c", "d", "bucket", "read", "view", "end"]
+    with pytest.raises(AssertionError, match="circle"):
+        needed_first(["a", "b"], {"a": ["b"], "b": ["a"]}.__getitem__)
 
 
 def test_two_halves_of_a_batch_hide_each_others_exchanges() -> None:

@@ -22,8 +22,12 @@ from work import calls
 from shardcompile.passes.bounds import bucket_bound, lower_bound
 from shardcompile.passes.collective import WAIT, add_node
 from shardcompile.passes.cost import CostModel, Prices
+from shardcompile.passes.edges import Edges
 from shardcompile.passes.links import H100
+from shardcompile.passes.scheduler import Outline, Scheduler
+from shardcompile.passes.search import quick_plans
 from shardcompile.passes.simulator import COMPUTE, Timeline, perfetto, simulate
+from shardcompile.passes.tasks import Tasks
 
 aten = torch.ops.aten
 REDUCE = torch.ops._c10d_functional.all_reduce.default
@@ -301,7 +305,7 @@ def test_the_bound_with_perfect_buckets_counts_one_latency_for_a_group() -> None
     starts = [p.start(3.0, x) for _ in range(4)]
     prices = replace(p.prices(*(p.wait(s) for s in starts)), latency=dict.fromkeys(starts, 1.0))
     assert lower_bound(p.graph, prices) == 4 * 3.0
-    assert bucket_bound(p.graph, prices) == 1 + 4 * 2.0
+    assert bucket_bound(p.graph, prices, MODEL) == 1 + 4 * 2.0
 
 
 def test_what_is_packed_and_unpacked_is_compute() -> None:
@@ -313,3 +317,17 @@ def test_what_is_packed_and_unpacked_is_compute() -> None:
     timeline = simulate(list(p.graph.nodes), prices)
     assert (timeline.total, timeline.compute) == (9.0, 6.0)
     assert lower_bound(p.graph, prices) == 9.0
+
+
+def test_a_collective_starts_while_the_next_piece_of_work_runs_however_short_the_last_one_was() -> None:
+    p = Program()
+    x = p.input()
+    first, second = p.start(2.0, x), p.start(5.0, x)  # of one group: the second one runs from 2 to 7
+    short = p.op(1.0, x)
+    long = p.op(6.0, short)
+    last = p.op(1.0, p.wait(first), p.wait(second), long)
+    prices = p.prices(last)
+    tasks = Tasks.of(Edges.of(p.graph), prices)
+    outline = Outline(tasks)
+    for plan in quick_plans(outline, math.inf):
+        assert Scheduler(outline, plan).run().total == 1 + 6 + 1
