@@ -256,6 +256,15 @@ def add_node(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     return node
 
 
+def add_number(graph: Graph, number: float, like: Node) -> Node:
+    """A tensor of one element at the graph's insertion point, of the dtype and on the device of another."""
+    value = like.meta["val"]
+    options = {"dtype": value.dtype, "layout": torch.strided, "device": value.device, "pin_memory": False}
+    node = graph.call_function(torch.ops.aten.full.default, ([1], number), options)
+    node.meta["val"] = value.new_full([1], number)
+    return node
+
+
 def _tensors(values: Any) -> list[torch.Tensor]:
     flat, _ = torch.utils._pytree.tree_flatten(values)
     return [v for v in flat if isinstance(v, torch.Tensor)]

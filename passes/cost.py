@@ -6,10 +6,12 @@ size vectors of cuts. Numbers that may differ between ranks are never read: see 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -228,12 +230,24 @@ class Prices:
 
     @staticmethod
     def of(graph: Graph, model: CostModel) -> Prices:
-        """Price a graph.
+        """Price a graph; inside of `keeping_prices` not twice, unless it has changed.
 
         Args:
             graph: in a valid order.
             model: the costs.
         """
+        kept = _KEPT.get()
+        if kept is None:
+            return Prices._of(graph, model)
+        # A node gets new tuples for arguments whenever one is replaced.
+        now = [(node, node.args, node.kwargs) for node in graph.nodes]
+        if kept.model != model or len(kept.nodes) != len(now) or not all(map(_is_same, kept.nodes, now)):
+            kept.prices, kept.model, kept.nodes = Prices._of(graph, model), model, now
+        assert kept.prices is not None
+        return kept.prices
+
+    @staticmethod
+    def _of(graph: Graph, model: CostModel) -> Prices:
         labels = blocks.labels(graph, model.group_sizes)
         largest = _largest_blocks(graph, model, labels)
         seconds: dict[Node, float] = {}
@@ -264,6 +278,35 @@ class Prices:
             awaits.update(dict.fromkeys(c.waits, node))
         link = {name: model.link(name).name for name in group.values()}
         return Prices(seconds, nbytes, storage, group, awaits, inputs, packing, latency, link)
+
+
+_Seen = tuple[Node, Any, Any]
+
+
+@dataclass
+class _Kept:
+    """The prices that were worked out last, and of what."""
+
+    prices: Prices | None = None
+    model: CostModel | None = None
+    nodes: list[_Seen] = field(default_factory=list)
+
+
+_KEPT: ContextVar[_Kept | None] = ContextVar("prices", default=None)
+
+
+@contextlib.contextmanager
+def keeping_prices() -> Iterator[None]:
+    """Inside of this, a graph that has not changed since it was priced last is not priced again."""
+    token = _KEPT.set(_Kept())
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
+
+
+def _is_same(a: _Seen, b: _Seen) -> bool:
+    return a[0] is b[0] and a[1] is b[1] and a[2] is b[2]
 
 
 def _largest_blocks(graph: Graph, model: CostModel, labels: Mapping[Node, set[str]]) -> dict[Node, int]:
@@ -388,20 +431,28 @@ def _flops(node: Node) -> float:
     formula = _formula(node)
     if formula is None:
         return 0.0
-    args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: _numbers(n.meta.get("val")))
+    named = tuple((k, _numbers(v)) for k, v in node.kwargs.items())
+    return _counted(formula, str(node.target), _numbers(node.args), named, _numbers(node.meta.get("val")))
+
+
+@functools.lru_cache(maxsize=4096)
+def _counted(formula: Any, op: str, args: Any, kwargs: tuple[tuple[str, Any], ...], result: Any) -> float:
+    """What a formula says. The layers of a model ask for the same."""
     try:
-        return float(formula(*args, **kwargs, out_val=_numbers(node.meta.get("val"))))
+        return float(formula(*args, **dict(kwargs), out_val=result))
     except Exception as error:  # a formula of an op that wants real tensors, or of another version of the op
-        _say_once(f"the operations of {node.target} cannot be counted, its bytes price it: {error}")
+        _say_once(f"the operations of {op} cannot be counted, its bytes price it: {error}")
         return 0.0
 
 
 def _numbers(value: Any) -> Any:
-    """A tensor's extents as numbers, a symbol's hint; lists of them alike."""
+    """A tensor's extents as numbers, a symbol's hint; lists of them, and arguments that are nodes, alike."""
+    if isinstance(value, Node):
+        value = value.meta.get("val")
     if isinstance(value, torch.Tensor):
         return tuple(compat.size_hint(s) for s in value.shape)
     if isinstance(value, (list, tuple)):
-        return [_numbers(v) for v in value]
+        return tuple(map(_numbers, value))
     return compat.size_hint(value) if isinstance(value, torch.SymInt) else value
 
 

@@ -610,6 +610,7 @@ def _selection() -> list[Case]:
           for d in ()],
         case("scatter rows", lambda x, i, s: x.scatter(1, i, s), table, I(4, 6, 1), F(6, 1)),
         case("scatter number", lambda x, i: x.scatter(1, i, 2.5), table, I(4, 6, 1)),
+        case("scatter number 0", lambda x, i: x.scatter(0, i, 2.5), table, I(6, 3, 2)),
         *[case(f"scatter_add {d}", lambda x, i, s, d=d: x.scatter_add(d, i, s), table, I(4, 6, 4), F(6, 4)) for d in (0, 1)],
         case("scatter_add shorter", lambda x, i, s: x.scatter_add(0, i, s), table, I(6, 3, 2), F(6, 4)),
         case("scatter_reduce", lambda x, i, s: x.scatter_reduce(1, i, s, "amax"), table, I(4, 6, 4), F(6, 4)),

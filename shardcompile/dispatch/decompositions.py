@@ -446,6 +446,8 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.index_select.default: lookups.index_select,
     aten.index.Tensor: lookups.index,
     aten.gather.default: lookups.gather,
+    aten.scatter.src: lookups.scatter_src,
+    aten.scatter.value: lookups.scatter_value,
     aten.index_add.default: additions.index_add,
     aten.index_put.default: additions.index_put,
     aten.scatter_add.default: additions.scatter_add,

@@ -35,10 +35,11 @@ def _whole_along(x: Any, mesh_dims: Sequence[int], mesh: Any) -> tuple[Layout, T
     return layout, moved(x, layout)
 
 
-def _own(index: Tensor, cut: Cut, layout: Layout, dim: int, wraps: bool) -> tuple[Tensor, Tensor]:
-    """Which numbers are rows of this rank's block, and the numbers within it; of other rows that of its first.
+def _own(index: Tensor, cut: Cut, layout: Layout, dim: int, wraps: bool, elsewhere: Any = 0) -> tuple[Tensor, Tensor]:
+    """Which numbers are rows of this rank's block, and the numbers within it.
 
-    A number that is out of range stays so, also where kernels count negative ones from the end of the block.
+    A number that is out of range stays so, also where kernels count negative ones from the end of the block, and where
+    blocks have a row of padding.
 
     Args:
         index: the numbers.
@@ -46,16 +47,15 @@ def _own(index: Tensor, cut: Cut, layout: Layout, dim: int, wraps: bool) -> tupl
         layout: of the tensor.
         dim: the dim.
         wraps: whether negative numbers count from its end.
+        elsewhere: what stands for the rows of others.
     """
     extent: Any = layout.shape[dim]
     first: Any = first_row(cut, layout)
     place = torch.where(index < 0, index + extent if wraps else index, index)
     mine = (place >= first) & (place < first + block_size(cut, layout.mesh))
     known = (place >= 0) & (place < extent)
-    outside = torch.where(index < 0, index - extent, index)
-    if isinstance(extent, int) and extent == 0:  # blocks have a row of padding
-        outside = torch.where(index < 0, index - 1, index + 1)
-    return mine, torch.where(mine, place - first, torch.where(known, 0, outside))
+    outside = torch.where(index < 0, index - extent - 1, index + 1)
+    return mine, torch.where(mine, place - first, torch.where(known, elsewhere, outside))
 
 
 def _summed(values: Tensor, mine: Tensor) -> tuple[Tensor, str]:
@@ -188,3 +188,35 @@ def gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     values = aten.gather.default(rows, dim, local)
     placed = ([Replicate()] * len(layout.placements), [None] * x.ndim)
     return _finish(x, cut, values, mine, placed, compat.global_extents(meta.shape), compat.retraced(meta.stride()))
+
+
+def scatter_value(x: Any, dim: int, index: Any, value: Any) -> Any:
+    """``aten.scatter`` of a number along a cut dim of a tensor that is not cut otherwise."""
+    return _scattered(x, dim, index, aten.scatter.value, value)
+
+
+def scatter_src(x: Any, dim: int, index: Any, source: Any) -> Any:
+    """``aten.scatter`` of a tensor along a cut dim of a tensor that is not cut otherwise."""
+    return _scattered(x, dim, index, aten.scatter.src, source)
+
+
+def _scattered(x: Any, dim: int, index: Any, op: Any, source: Any) -> Any:
+    """Each rank writes the rows that it has; what belongs to others goes into a row of padding."""
+    if not hasattr(x, "_spec") or not x.ndim or index.ndim != x.ndim:
+        return NotImplemented
+    dim, layout = dim % x.ndim, x._spec.layout
+    cut = layout.cuts[dim]
+    if cut is None or layout.is_partial or sum(c is not None for c in layout.cuts) > 1:
+        return NotImplemented
+    meta = global_meta(type(x), op, (x, dim, index, source), {})
+    given = [index, source] if op is aten.scatter.src else [index]
+    whole = [_whole_along(t, cut.mesh_dims, layout.mesh) for t in given]
+    if not all(other.is_replicated for other, _ in whole):
+        return NotImplemented
+    block = x._local_tensor
+    size = block_size(cut, layout.mesh)
+    _, local = _own(whole[0][1], cut, layout, dim, wraps=False, elsewhere=size)
+    padding = block.new_zeros([1 if d == dim else n for d, n in enumerate(block.shape)])
+    longer = op(torch.cat([block, padding], dim), dim, local, whole[1][1] if len(whole) > 1 else source)
+    written = torch.narrow_copy(longer, dim, 0, size)
+    return wrap(x, written, layout, compat.retraced(meta.stride()))

@@ -219,6 +219,137 @@ def test_a_factor_along_what_is_summed_stays() -> None:
             close(out[0], ((v * total) @ total.T).view(3, -1).sum(0))
 
 
+def moments(b: Any, x: Node, v: Node) -> list[Node]:
+    """Mean and variance along the rows, as the library's decompositions write them."""
+    own = b.call(aten.div.Tensor, b.call(aten.sum.dim_IntList, x, [0], True), ROWS)
+    mean = b.call(aten.view.default, b.summed_up(own), [1, 4])
+    left = b.call(aten.sub.Tensor, x, mean)
+    squares = b.call(aten.sum.dim_IntList, b.call(aten.mul.Tensor, left, left), [0])
+    return [mean, b.summed_up(b.call(aten.div.Tensor, squares, ROWS - 1))]
+
+
+ROWS = 9
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+@pytest.mark.parametrize("sizes", CUTS)
+def test_mean_and_variance_are_one_gather(sizes: list[int], offset: float) -> None:
+    x, v = drawn(ROWS)
+    x = x + offset
+    for mean, variance in merged(moments, divided(x, v, sizes), 1):
+        close(mean, x.mean(0, keepdim=True))
+        close(
+            variance, (x - x.mean(0)).square().sum(0) / (ROWS - 1)
+        )  # by two passes: with the offset `var` is not exact
+
+
+@pytest.mark.parametrize("sizes", CUTS)
+def test_moments_of_infinity_and_nan_are_what_plain_pytorch_gives(sizes: list[int]) -> None:
+    x, v = drawn(ROWS)
+    x[6, 2], x[7, 3], x[:, 1] = math.nan, math.inf, -math.inf
+    for mean, variance in merged(moments, divided(x, v, sizes), 1):
+        close(mean, x.mean(0, keepdim=True))
+        close(variance, x.var(0))
+    assert variance[0].isfinite() and variance[1:].isnan().all()
+
+
+def test_squares_of_what_is_left_of_another_tensor_stay() -> None:
+    x, v = torch.randn(2, ROWS, 4, dtype=torch.float64)
+
+    def write(b: Any, x: Node, v: Node) -> list[Node]:
+        mean = b.call(aten.div.Tensor, b.total(v), ROWS)
+        left = b.call(aten.sub.Tensor, x, mean)
+        return [b.summed_up(b.call(aten.sum.dim_IntList, b.call(aten.mul.Tensor, left, left), [0]))]
+
+    for out in merged(write, divided(x, v, CUTS[0]), 2):
+        close(out[0], (x - v.mean(0)).square().sum(0))
+
+
+def backward_of_pooling(left: bool) -> Write:
+    """What the pooled rows are, and what the backward pass of the softmax sums up, for a gradient made of them."""
+
+    def write(b: Any, x: Node, v: Node) -> list[Node]:
+        p = b.softmax(x)
+        pooled = b.product(p, v)
+        grad = b.call(aten.sin.default, pooled)
+        turned = b.call(aten.permute.default, grad, [1, 0])
+        if left:
+            wanted = b.call(aten.mm.default, grad, b.call(aten.permute.default, v, [1, 0]))
+            wanted = b.call(aten.permute.default, wanted, [1, 0])
+        else:
+            wanted = b.call(aten.mm.default, v, turned)
+        return [pooled, b.total(b.call(aten.mul.Tensor, wanted, p))]
+
+    return write
+
+
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("sizes", CUTS)
+def test_the_backward_pass_of_pooling_needs_no_sum_of_its_own(sizes: list[int], left: bool) -> None:
+    x, v = drawn()
+    p = x.softmax(0)
+    for pooled, summed in merged(backward_of_pooling(left), divided(x, v, sizes), 1):
+        close(pooled, p.T @ v)
+        close(summed, (p * (v @ (p.T @ v).sin().T)).sum(0, keepdim=True))
+
+
+def test_a_product_with_what_ranks_do_not_share_is_summed() -> None:
+    x, v = drawn()
+
+    def write(b: Any, x: Node, v: Node) -> list[Node]:
+        own = b.call(aten.mm.default, b.call(aten.permute.default, x, [1, 0]), v)  # of this rank alone
+        b.product(x, v)
+        wanted = b.call(aten.mm.default, v, b.call(aten.permute.default, own, [1, 0]))
+        return [b.total(b.call(aten.mul.Tensor, wanted, x))]
+
+    expected = sum((a * (w @ (a.T @ w).T)).sum(0) for a, w in divided(x, v, CUTS[0]))
+    for out in merged(write, divided(x, v, CUTS[0]), 2):
+        close(out[0][0], expected)
+
+
+def test_equal_sums_in_another_shape_are_reduced_once() -> None:
+    x, v = drawn()
+
+    def write(b: Any, x: Node, v: Node) -> list[Node]:
+        kept = b.call(aten.sum.dim_IntList, x, [0], True, dtype=torch.float64)
+        flat = b.call(aten.sum.dim_IntList, x, [0])
+        return [b.summed_up(b.call(aten.div.Tensor, s, ROWS)) for s in (kept, flat)]
+
+    for kept, flat in merged(write, divided(x, v, CUTS[0]), 1):
+        close(kept, x.mean(0))
+        close(flat, x.mean(0))
+
+
+def test_a_write_behind_the_reductions_does_not_matter() -> None:
+    x, v = drawn()
+
+    def write(b: Any, x: Node, v: Node) -> list[Node]:
+        y = b.product(b.softmax(x), v)
+        return [y, b.call(aten.copy_.default, v, b.call(aten.mul.Tensor, v, 0.5))]
+
+    for y, after in merged(write, divided(x, v.clone(), CUTS[0]), 1):
+        close(y, x.softmax(0).T @ v)
+        assert len(after) in CUTS[0]
+
+
+def test_a_write_before_a_reduction_or_to_its_result_leaves_it() -> None:
+    x, v = drawn()
+
+    def before(b: Any, x: Node, v: Node) -> list[Node]:
+        p = b.softmax(x)
+        b.call(aten.copy_.default, v, b.call(aten.mul.Tensor, v, 0.5))
+        return [b.product(p, v)]
+
+    def after(b: Any, x: Node, v: Node) -> list[Node]:
+        first, second = b.total(x), b.total(x)
+        return [b.call(aten.mul_.Tensor, first, 2.0), second]
+
+    for (y,) in merged(before, divided(x, v.clone(), CUTS[0]), 2):  # the softmax itself comes before
+        close(y, x.softmax(0).T @ (v / 2))
+    for first, second in merged(after, divided(x, v, CUTS[0]), 2):
+        close(first, 2 * second)
+
+
 def ancestors(node: Node) -> set[Node]:
     found: set[Node] = set()
     stack = [node]

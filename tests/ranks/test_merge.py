@@ -13,6 +13,7 @@ from tiers import often
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.nn.functional import batch_norm, cross_entropy
 
 import shardcompile as sc
 from shardcompile.offline import trace_offline
@@ -38,7 +39,12 @@ def by_heads(x: Tensor, v: Tensor) -> Tensor:
     return keys.softmax(-2).transpose(-1, -2) @ values
 
 
-PROGRAMS = [pooled, by_heads, several]
+def normalised(x: Tensor, v: Tensor) -> Tensor:
+    """Norms of columns by the mean and the variance of the rows."""
+    return batch_norm(x, None, None, training=True) @ (v[:4] - v.mean(0)) / v.std(0)
+
+
+PROGRAMS = [pooled, by_heads, several, normalised]
 
 
 def inputs(dtype: torch.dtype, infinite: bool) -> tuple[Tensor, Tensor]:
@@ -101,10 +107,11 @@ def test_in_single_and_half_precision(dtype: torch.dtype, tolerance: float) -> N
     same_as_plain(by_heads, on, inputs(dtype, False), {"backend": graph_after_passes([])}, tolerance)
 
 
+@pytest.mark.parametrize("program", often([by_heads, normalised], 1))
 @pytest.mark.ranks(2, timeout=600)
-def test_through_inductor() -> None:
+def test_through_inductor(program: Callable[..., Tensor]) -> None:
     on = init_device_mesh("cpu", (world_size(),))
-    same_as_plain(by_heads, on, inputs(torch.float64, True), {"options": inductor_options()}, 1e-12)
+    same_as_plain(program, on, inputs(torch.float64, True), {"options": inductor_options()}, 1e-12)
 
 
 class LinearAttention(nn.Module):
@@ -131,9 +138,34 @@ def layers(number: int, rows: int = 4099, channels: int = 32) -> Callable[[Devic
     return build
 
 
-def test_a_layer_of_linear_attention_has_one_collective() -> None:
-    traced = trace_offline(layers(1), world_size=64, device="cpu", backward=False)
+def test_a_layer_of_linear_attention_has_one_collective_each_way() -> None:
+    traced = trace_offline(layers(1), world_size=64, device="cpu")
     assert [c.kind for c in traced.forward_collectives] == ["all_gather"]
+    assert [c.kind for c in traced.backward_collectives] == ["all_reduce"] * 2  # the second has the weights' gradients
+
+
+def counts(fn: Callable[[Tensor], Tensor], dim: int, off: Sequence[str] = ()) -> tuple[int, int]:
+    """Collectives of the forward and of the backward pass, for a matrix that is cut along a dim."""
+
+    def build(on: DeviceMesh) -> Any:
+        return fn, (sc.rand(4099, 64, device_mesh=on, placements=[Shard(dim)]).requires_grad_(),)
+
+    traced = trace_offline(build, world_size=8, device="cpu", off=off)
+    return len(traced.forward_collectives), len(traced.backward_collectives)
+
+
+def test_a_norm_along_the_rows_has_one_collective_each_way() -> None:
+    def norm(x: Tensor) -> Tensor:
+        return ((x - x.mean(0)) / (x.var(0) + 1e-5).sqrt()).pow(3).sum()
+
+    assert counts(norm, 0) == (1, 1)
+
+
+@pytest.mark.nightly
+def test_other_norms_and_losses_along_a_cut() -> None:
+    assert counts(lambda x: nn.functional.layer_norm(x, (64,)).square().sum(), 1) == (1, 1)
+    assert counts(lambda x: batch_norm(x, None, None, training=True).pow(3).sum(), 0) == (1, 1)
+    assert counts(lambda x: cross_entropy(x, torch.arange(4099) % 64), 1) == (2, 1)  # 3 and 1, of all logits, without
 
 
 @pytest.mark.nightly
