@@ -98,7 +98,7 @@ def _with_as_many_dims(args: Sequence[Any]) -> list[Any]:
     """Arguments of an elementwise op, its tensors with as many dims, as its kernel expands them.
 
     What a kernel gives is stored in an order of dims that follows from the strides of its inputs. Along the dims that
-    an input has not got they are 0. torch's fake kernels (2.11 - 2.15) expand it, which gives a dim of extent 1 another.
+    an input has not got they are 0. torch's fake kernels (2.11 - 2.15) expand it: a dim of extent 1 has another then.
     """
     most = max((a.ndim for a in args if isinstance(a, Tensor)), default=0)
 
