@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 import random
 import sys
 import time
@@ -44,6 +45,7 @@ from view_writes import stored
 
 from shardcompile import ShardTensor, errors
 from shardcompile.compat.testing import graphs_compiled
+from shardcompile.layout import Cut
 from shardcompile.testing import LocalRanks, once
 from shardcompile.testing.arrange import lay_out, seed_of, with_bits_to_spare
 from shardcompile.testing.compare import difference
@@ -148,7 +150,7 @@ class Program:
     @property
     def ranks(self) -> int:
         """Size of the world."""
-        return functools.reduce(lambda a, b: a * b, self.mesh)
+        return math.prod(self.mesh)
 
     def __str__(self) -> str:
         return "\n".join(["from fuzz import Input, Program", "Program(", f"    {self.mesh},", "    [",
@@ -202,6 +204,8 @@ class Program:
             goals = [n for n in self.results if values[n].requires_grad]
         first: dict[str, Tensor | None] = {}
         second: dict[str, Tensor | None] | None = None
+        if compiled:  # what was computed from an input before it was written to has no gradient of the written one
+            copies = {n: x for n, x in copies.items() if x.is_leaf}
         if goals and not refused:
             try:
                 first = gradients(copies, {g: values[g] for g in goals}, True)
@@ -382,6 +386,7 @@ def _compare_gradients(leaves: dict[str, Tensor], goals: dict[str, Tensor], expe
     if not goals:
         return
     try:
+        leaves = {n: leaves[n] for n in expected.first}
         first = gradients(leaves, goals, expected.second is not None)
         for name, want in expected.first.items():
             if isinstance(first[name], ShardTensor) and not isinstance(leaves[name], ShardTensor):
@@ -518,16 +523,28 @@ def _together(ends: Sequence[End]) -> Found:
     return Found(first.kind, first.stage, first.text, first.trace)
 
 
+def _is_chunked(sizes: Sequence[int], mesh: Sequence[int]) -> bool:
+    parts = mesh if len(sizes) == math.prod(mesh) else (len(sizes),)
+    return tuple(sizes) == Cut.chunk(range(len(parts)), parts, sum(sizes)).sizes
+
+
 def others(program: Program) -> list[Program]:
     """The same lines with other cuts of the same extents, and with other extents where plain PyTorch knows them."""
     rng = random.Random(seed_of(program.lines))
 
     def cut(inputs: Sequence[Input]) -> list[Input]:
-        """Inputs that are cut alike stay so, and others do not: which cuts are the same is part of a program."""
+        """Inputs that are cut alike stay so, and others do not: which cuts are the same is part of a program.
+
+        So is which of them are as torch.chunk cuts, since a trace may compare them with such a cut that is no input's.
+        """
         made: dict[Any, list[int]] = {}
 
         def like(old: list[int], draw: Callable[[], list[int]]) -> list[int]:
-            new = next((new for new in (draw() for _ in range(9)) if new not in made.values()), draw())
+            def fits(new: list[int]) -> bool:
+                same = _is_chunked(new, program.mesh) is _is_chunked(old, program.mesh)
+                return same and new != old and new not in made.values()
+
+            new = next((new for new in (draw() for _ in range(30)) if fits(new)), draw())
             return made.setdefault((tuple(old), sum(new)), new)
 
         def one(i: Input) -> Input:

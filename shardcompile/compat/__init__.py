@@ -40,6 +40,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources  # 2.11 - 2.15
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group  # 2.11 - 2.15
 from torch.distributed.tensor.debug import _comm_mode  # 2.11 - 2.15
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import (  # 2.11 - 2.15
     _SympyExprTrackerValue,
     disable_proxy_modes_tracing,
@@ -384,10 +385,13 @@ def trace_size_obliviously() -> None:
     donated, _functorch_config.donated_buffer = _functorch_config.donated_buffer, False  # 2.11 - 2.15
     memory_format = torch._C._conv_determine_backend_memory_format  # 2.11 - 2.15
     torch._C._conv_determine_backend_memory_format = _unguarded(memory_format)
+    from torch._functorch import partitioners  # 2.11 - 2.15
     from torch._inductor import ir
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.lowering import lowerings
 
+    save_collectives = partitioners.force_save_collectives  # 2.11 - 2.15
+    partitioners.force_save_collectives = _where_they_were_traced(save_collectives)
     assign = PythonWrapperCodegen.codegen_input_symbol_assignment  # 2.11 - 2.15
     PythonWrapperCodegen.codegen_input_symbol_assignment = _by_both_names(assign)  # type: ignore[method-assign]
     fill_order = ir.get_fill_order  # 2.11 - 2.15
@@ -398,6 +402,7 @@ def trace_size_obliviously() -> None:
 
     def restore(_: Any) -> None:
         _functorch_config.donated_buffer = donated
+        partitioners.force_save_collectives = save_collectives
         torch._C._conv_determine_backend_memory_format = memory_format
         lowerings[bmm] = lower_bmm
         PythonWrapperCodegen.codegen_input_symbol_assignment = assign  # type: ignore[method-assign]
@@ -407,6 +412,25 @@ def trace_size_obliviously() -> None:
         _compile_callbacks.remove_end_callback(restore)
 
     _compile_callbacks.register_end_callback(restore)
+
+
+def _where_they_were_traced(save_collectives: Callable[..., None]) -> Callable[..., None]:
+    """Have the backward graph hold the collectives of the backward pass, those that depend on no gradient included.
+
+    The partitioner would move such a one to the forward graph or not, by the sizes of what is to be saved: ranks that
+    know their own blocks as numbers would decide otherwise, and wait for one another. It moved one and left the other
+    copy in the backward graph, too, where nothing reads it, since nothing that waits is taken for dead code.
+    """
+
+    def save(joint: GraphModule) -> None:
+        save_collectives(joint)
+        for node in joint.graph.nodes:
+            of_backward = node.meta.get("partitioner_tag") == "is_backward"  # 2.11 - 2.15
+            if of_backward and node.target is torch.ops._c10d_functional.wait_tensor.default:
+                for part in (node, *node.all_input_nodes):
+                    part.meta["partitioner_tag"] = "must_be_in_backward"
+
+    return save
 
 
 def _unguarded(check: Callable[..., Any]) -> Callable[..., Any]:

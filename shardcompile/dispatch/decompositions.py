@@ -253,7 +253,7 @@ def _as_strided(x: Any, size: Sequence[int], stride: Sequence[int], storage_offs
         UnsupportedOpError: elements are asked for that are in the memory that `x` is a view of, but not in `x`.
     """
     start = _start_within(x, storage_offset)
-    views = _as_views(x, size, stride) if isinstance(start, int) and start == 0 else None
+    views = _as_views(x, size, stride) if _is_zero(start) else None
     if views is not None:
         return views
     _check_reach(x, size, stride, start)
@@ -308,7 +308,7 @@ def _check_reach(x: Any, size: Sequence[int], stride: Sequence[int], start: Any)
     end = start + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
     # Of nothing, nothing is out of reach. Elements between those of `x` are not known.
     known = compat.guarded(span <= x.numel()) and compat.guarded(end <= span)
-    if not known and not any(isinstance(n, int) and n == 0 for n in size):
+    if not known and not any(map(_is_zero, size)):
         raise UnsupportedOpError(
             f"as_strided({tuple(size)}, {tuple(stride)}, {start}) of {x!r} with strides {tuple(x.stride())} reaches "
             "elements that are not in this tensor; take as_strided of the tensor that it is a view of"
@@ -333,6 +333,11 @@ def _diagonal(x: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     return _diagonal_at(x, offset, dim1, dim2)
 
 
+def _is_zero(n: Any) -> bool:
+    """Whether a size is known to be 0, without a guard."""
+    return isinstance(n, int) and n == 0
+
+
 def _strided_whole(
     x: Any, op: Any, args: tuple[Any, ...], size: Sequence[int], stride: Sequence[int], start: Any
 ) -> Any:
@@ -348,15 +353,20 @@ def _strided_whole(
     """
     layout = x._spec.layout.replicated()
     plan = find_plan(x._spec.layout, layout)
+    # Rows that are one in memory; of no rows there is none to keep.
+    expanded = [d for d, s in enumerate(x.stride()) if _is_zero(s) and not _is_zero(x.shape[d])]
 
     def whole() -> Tensor:
         local = run_plan(plan, x._local_tensor)
-        if local.stride() != tuple(x.stride()):
-            local = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(local)
-        return local
+        if local.stride() == tuple(x.stride()):
+            return local
+        for dim in expanded:
+            local = local.narrow(dim, 0, 1)
+        stored = torch.empty_strided(local.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(local)
+        return stored.expand(x.shape) if expanded else stored
 
     def strided(local: Tensor) -> Tensor:
-        first = None if isinstance(start, int) and start == 0 else start + local.storage_offset()
+        first = None if _is_zero(start) else start + local.storage_offset()
         return aten.as_strided.default(local, size, stride, first)
 
     out = strided(whole())
@@ -365,7 +375,7 @@ def _strided_whole(
     note_view(x, wrapped)
     if plan.steps or x._copied is not None or x._local_tensor.stride() != tuple(x.stride()):
         follow(wrapped, op, (x, *args), None, lambda: strided(whole()))
-    else:
+    elif type(x._local_tensor) is Tensor:  # the compiler would make the result anew, without its place in the storage
         compat.share_storage(wrapped, x)
     return wrapped
 
@@ -389,7 +399,7 @@ def _diagonal_scatter(x: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: in
     )
     dim1, dim2 = dim1 % x.ndim, dim2 % x.ndim
     count = src.shape[-1]
-    if isinstance(count, int) and count == 0:
+    if _is_zero(count):
         return x.clone()
     rows, columns = (torch.arange(x.shape[d], device=x.device) for d in (dim1, dim2))
     places = (rows + min(offset, 0)).clamp(min=0, max=count - 1)

@@ -16,6 +16,7 @@ from shardcompile import compat
 from shardcompile.compat import OpOverload
 from shardcompile.dispatch.strides import STORED_AS_A_SUM
 from shardcompile.errors import refusal
+from shardcompile.rules import is_elementwise
 
 
 class _Eager(threading.local):
@@ -75,6 +76,8 @@ def _worked_out(mode: Any, cls: type, op: OpOverload, args: tuple[Any, ...], kwa
     with compat.untraced(), mode, known, torch._C.DisableTorchFunctionSubclass():
         try:
             given = [fake(a) for a in args]
+            if is_elementwise(op) and not op._schema.is_mutable:
+                given = _with_as_many_dims(given)
             out = op(*given, **{k: fake(a) for k, a in kwargs.items()})
             if op in STORED_AS_A_SUM:
                 first, *others = tensors_of(given)  # no other one where that is a number with a symbol
@@ -90,6 +93,23 @@ def _worked_out(mode: Any, cls: type, op: OpOverload, args: tuple[Any, ...], kwa
                 f"its elements are not in the order that this view needs ({error})",
                 "Use reshape, which copies where it has to",
             ) from None
+
+
+def _with_as_many_dims(args: Sequence[Any]) -> list[Any]:
+    """Arguments of an elementwise op, its tensors with as many dims, as its kernel expands them.
+
+    What a kernel gives is stored in an order of dims that follows from the strides of its inputs. Along the dims that
+    an input has not got they are 0. torch's fake kernels (2.11 - 2.15) expand it: a dim of extent 1 has another then.
+    """
+    most = max((a.ndim for a in args if isinstance(a, Tensor)), default=0)
+
+    def one(a: Any) -> Any:
+        if not isinstance(a, Tensor) or a.ndim in (0, most):  # one without dims has a say of its own in the dtype
+            return a
+        missing = most - a.ndim
+        return a.as_strided((1,) * missing + a.shape, (0,) * missing + a.stride())
+
+    return [one(a) for a in args]
 
 
 def _inner(cls: type, x: Tensor) -> Tensor:

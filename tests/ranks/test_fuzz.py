@@ -223,3 +223,39 @@ def test_a_tensor_is_not_turned_in_place_under_a_view_that_is_made_again_from_it
     assert told.kind == REFUSED
     assert "made again from it" in told.text
     assert found(["v0 = a0.flatten(0, 1).sin()", "a0.mul_(2)", "a0.unsqueeze_(0)"], inputs, (2, 2)).kind == RIGHT
+
+
+def test_strides_follow_those_of_a_dim_that_an_input_has_not_got() -> None:
+    """torch's fake kernels expand such an input otherwise than its kernels do; only with extents of 1 it matters."""
+    lines = ["v0 = a1.mT", 'v1 = torch.einsum("ab,cd->cdab", v0, v0)', "v2 = torch.hypot(v1, a0)"]
+    assert found(lines, [Input("a0", (5, 2, 5)), Input("a1", (5, 1), "R")]).kind == RIGHT
+
+
+def test_a_diagonal_of_an_expanded_tensor() -> None:
+    inputs = [Input("a0", (1, 7, 5), "S(2)", {0: [0, 5, 0]}, grad=True)]
+    assert found(["v0 = a0.expand([2, 7, -1])", "v1 = v0.diagonal(-1, 0, 1)"], inputs).kind == RIGHT
+
+
+@pytest.mark.parametrize("view", often(["diagonal(-1, 2, 1)", "as_strided([2, 3], [49, 2], 5)"], 1))
+def test_a_compiled_view_of_a_whole_input_keeps_its_place(view: str) -> None:
+    """A wrapper has no place in a storage, so that the compiler must not make the view anew from the input."""
+    told = found([f"v0 = a0.{view}"], [Input("a0", (2, 7, 7), "R")], backend="aot_eager")
+    assert told.kind == RIGHT
+
+
+def test_what_was_computed_from_an_input_that_is_written_to_has_no_gradient_of_it() -> None:
+    """Compiled, as in plain PyTorch."""
+    inputs = [Input("a1", (2,), "S(0)", {0: [0, 2]}, grad=True), Input("a2", (2, 3, 2), "S(2)", {0: [0, 2]})]
+    assert found(["a2.sub_(a1)", "v0 = a2 * a1"], inputs, (2,), "aot_eager").kind == RIGHT
+
+
+def test_the_backward_graph_of_every_rank_holds_the_collectives_of_the_backward_pass() -> None:
+    """Each rank knows its own block of what is padded. One that has none would have run one of them twice."""
+    inputs = [Input("a1", (1,), "S(0)", {0: [0, 1, 0]}, grad=True)]
+    lines = [
+        "v0 = torch.cat([a1, a1], 0)",
+        'v1 = torch.einsum("a,c->ac", v0, whole(a1))',
+        "v2 = F.pad(v1, [-1, 2, -1, -1], value=0.5)",
+        "v3 = F.softplus(a1)",
+    ]
+    assert found(lines, inputs, backend="aot_eager").kind == RIGHT
