@@ -187,8 +187,10 @@ def _merge(graph: Graph, m: _Moments) -> None:
         to_mean = _to_mean(graph, m.total, count)
         to_square = _scaled(graph, m.squares, count)
         own = add_node(graph, aten.mul.Tensor, sum_.payload, to_mean)
-        own = add_node(graph, aten.view.default, own, extents(graph, m.mean))
-        mine = add_node(graph, aten.sub.Tensor, _squared(m.squares.of).args[0], own)  # type: ignore[union-attr]
+        x: Any = _squared(m.squares.of).args[0]  # type: ignore[union-attr]
+        sizes = extents(graph, x)  # not the mean's: it comes from the sum
+        own = add_node(graph, aten.view.default, own, [1 if d in m.total.dims else n for d, n in enumerate(sizes)])
+        mine = add_node(graph, aten.sub.Tensor, x, own)
         rest, squares = _summed(graph, m, mine), _summed(graph, m, add_node(graph, aten.mul.Tensor, mine, mine))
         parts = [sum_.payload, squares, rest, to_mean, to_square]
         total, squares, rest, to_mean, to_square = exchanged(graph, parts, [sum_, square])
