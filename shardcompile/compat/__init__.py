@@ -52,6 +52,7 @@ from torch.fx.experimental.symbolic_shapes import (
     statically_known_true,  # 2.11 - 2.15
 )
 from torch.utils._python_dispatch import return_and_correct_aliasing  # 2.11 - 2.15
+from torch.utils._sympy.functions import Max, Min  # 2.11 - 2.15
 from torch.utils._sympy.interp import sympy_interp  # 2.11 - 2.15
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # 2.11 - 2.15
 from torch.utils._sympy.symbol import SymT, symbol_is_type  # 2.11 - 2.15
@@ -399,12 +400,19 @@ def trace_size_obliviously() -> None:
     bmm = torch.ops.aten.bmm.default
     lower_bmm = lowerings[bmm]  # 2.11 - 2.15
     lowerings[bmm] = _lowered_by_hint(lower_bmm)
+    from torch._inductor.sizevars import SizeVarAllocator  # 2.11 - 2.15
+
+    smaller, larger = SizeVarAllocator.evaluate_min, SizeVarAllocator.evaluate_max  # 2.11 - 2.15
+    SizeVarAllocator.evaluate_min = _one_of_two_if_known(Min, 0)  # type: ignore[method-assign]
+    SizeVarAllocator.evaluate_max = _one_of_two_if_known(Max, 1)  # type: ignore[method-assign]
 
     def restore(_: Any) -> None:
         _functorch_config.donated_buffer = donated
         partitioners.force_save_collectives = save_collectives
         torch._C._conv_determine_backend_memory_format = memory_format
         lowerings[bmm] = lower_bmm
+        SizeVarAllocator.evaluate_min = smaller  # type: ignore[method-assign]
+        SizeVarAllocator.evaluate_max = larger  # type: ignore[method-assign]
         PythonWrapperCodegen.codegen_input_symbol_assignment = assign  # type: ignore[method-assign]
         _symbolic_shapes_config.backed_size_oblivious = False
         fake_impls._compute_stride, torch._debug_has_internal_overlap = stride_of_view, overlaps
@@ -460,6 +468,28 @@ def _lowered_by_hint(lowering: Callable[..., Any]) -> Callable[..., Any]:
             return lowering(*args, **kwargs)
 
     return lower
+
+
+def _one_of_two_if_known(formula: Any, which: int) -> Callable[..., Any]:
+    """Inductor's `evaluate_min` or `evaluate_max`, which leaves a formula where it is not known which size it is.
+
+    Where ends of a slice are clamped, Inductor takes one of both, and guards on that. With guards only from what holds
+    for all sizes it finds neither and gives up ("evaluate_min ... with unbacked symints"), and before that it takes a
+    size for the smaller one that divides the other: a multiple of it may be 0.
+
+    Args:
+        formula: of both sizes.
+        which: of the sizes in ascending order is wanted.
+    """
+
+    def evaluate(self: Any, left: Any, right: Any) -> Any:
+        left, right = (sympy.sympify(x).xreplace(self.inv_precomputed_replacements) for x in (left, right))
+        for in_order in ((left, right), (right, left)):
+            if self.statically_known_leq(*in_order):
+                return in_order[which]
+        return formula(left, right)
+
+    return evaluate
 
 
 def _by_both_names(assign: Callable[..., None]) -> Callable[..., None]:

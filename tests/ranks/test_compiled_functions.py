@@ -186,10 +186,11 @@ def mixed_modes(x: Tensor, first: Tensor, first_bias: Tensor, second: Tensor, se
 @pytest.mark.nightly
 @pytest.mark.ranks(3, timeout=300, processes=False)
 @pytest.mark.parametrize("cuts", [[[3, 0, 2], [0, 1, 4]], [[3, 0, 2], [1, 4, 3], [0, 1, 7], [2, 2, 2]]], ids=str)
-def test_modes_of_images_that_are_cut_along_their_height(cuts: list[list[int]]) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_modes_of_images_that_are_cut_along_their_height(cuts: list[list[int]], backend: str) -> None:
     mesh = init_device_mesh("cpu", (world_size(),))
     weights = [random(2, 2, 2, 3), random(2, 2, 3), random(2, 2, 3, 2), random(2, 2, 2)]
-    counter = once(lambda: CompileCounterWithBackend("aot_eager"))
+    counter = once(lambda: CompileCounterWithBackend(backend))
     run = torch.compile(mixed_modes, fullgraph=True, backend=counter)
     for sizes in cuts:
         full = random(2, sum(sizes), 6, 4).requires_grad_()
