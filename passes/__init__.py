@@ -19,6 +19,7 @@ from shardcompile.passes.cleanup import (
     DropRepeatedWaits,
     ReduceThenSlice,
     ShareEqualCollectives,
+    SpreadOwnBlock,
 )
 from shardcompile.passes.collective import Collective, collectives
 from shardcompile.passes.cost import CostModel, Prices
@@ -53,6 +54,7 @@ __all__ = [
     "ReduceThenSlice",
     "ScheduleOverlap",
     "ShareEqualCollectives",
+    "SpreadOwnBlock",
     "Step",
     "Timeline",
     "bucket_bound",

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from shardcompile import compat
+from shardcompile.passes.blocks import is_pointwise
 from shardcompile.passes.collective import WAIT, Collective, add_node, collectives, inherit
 from shardcompile.passes.dependencies import writes
 
@@ -201,6 +202,30 @@ class ReduceThenSlice:
         for c in collectives(graph):
             if c.kind == "all_reduce" and c.functional and len(c.payloads) == 1 and c.node.args[1] in ("sum", "avg"):
                 _scatter(graph, c, writers)
+
+
+class SpreadOwnBlock:
+    """Spread a value over this rank's block, instead of over all rows of which the block is then taken.
+
+        take_block(expand(x, [rows, ...]) / n, cut)   ->   expand(x, [rows of the block, ...]) / n
+
+    That is what the backward pass of a mean asks for: the gradient of each row is the same. Legal because rows that are
+    made of one row element by element are all alike, so that it does not matter which of them a rank takes. Saves the
+    memory of the whole tensor. What is written to meanwhile is left alone.
+    """
+
+    name = "spread_own_block"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def __call__(self, graph: Graph) -> None:
+        taken = graph.find_nodes(op="call_function", target=_ours.take_block.default)
+        if not taken:
+            return
+        writers = [n for n in graph.nodes if writes(n)]
+        for node in taken:
+            _spread(graph, node, writers)
 
 
 def _at(start: Node) -> Collective:
@@ -401,6 +426,68 @@ def _cancel_placed(graph: Graph, taken: Node) -> None:
         _replace(graph, taken, copy)
         if not placed.users:
             graph.erase_node(placed)
+
+
+def _spread(graph: Graph, taken: Node, writers: Sequence[Node]) -> None:
+    """Take a block of what is the same in all rows, by making no other rows."""
+    x, dim, block = taken.args[:3]
+    assert isinstance(x, Node) and isinstance(dim, int)
+    path: list[Node] = []
+    if not _is_spread(x, dim % x.meta["val"].ndim, path) or any(min(path) < w < taken for w in writers):
+        return
+    narrow: dict[Node, Node] = {}
+    with graph.inserting_before(taken):
+        for node in path:  # inputs first
+            if node.target is aten.expand.default:
+                sizes = [block if d == dim % len(node.args[1]) else s for d, s in enumerate(node.args[1])]  # type: ignore
+                narrow[node] = add_node(graph, aten.expand.default, node.args[0], sizes)
+            else:
+                args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: narrow.get(n, n))
+                narrow[node] = add_node(graph, node.target, *args, **kwargs)
+        own = _clone(graph, narrow[x])
+    _replace(graph, taken, own)
+    for node in reversed(path):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _is_spread(node: Node, dim: int, path: list[Node]) -> bool:
+    """Whether a value is the same in all rows, and made of one row; `path` gets the nodes that have many, inputs first.
+
+    Args:
+        node: the value.
+        dim: along which its rows are counted.
+        path: see above.
+    """
+    if node in path:
+        return True
+    ndim = node.meta["val"].ndim
+    if node.op != "call_function" or writes(node):
+        return False
+    if node.target is aten.expand.default:
+        source: Any = node.args[0]
+        at = dim - (ndim - source.meta["val"].ndim)
+        fits = len(node.args[1]) == ndim and (at < 0 or _is_one(source.meta["val"].shape[at]))  # type: ignore[arg-type]
+    else:
+        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        inputs = [i for i in node.all_input_nodes if isinstance(i.meta.get("val"), torch.Tensor)]
+        fits = is_pointwise(node) and not is_random and bool(inputs)
+        fits = fits and all(
+            _is_row(i, ndim - dim) or _is_spread(i, dim - ndim + i.meta["val"].ndim, path) for i in inputs
+        )
+    if fits:
+        path.append(node)
+    return fits
+
+
+def _is_row(node: Node, from_last: int) -> bool:
+    """Whether a value is broadcast along the dim that is so far from the last one."""
+    shape = node.meta["val"].shape
+    return len(shape) < from_last or _is_one(shape[len(shape) - from_last])
+
+
+def _is_one(extent: Any) -> bool:
+    return isinstance(extent, int) and extent == 1
 
 
 def _scatter(graph: Graph, c: Collective, writers: list[Node]) -> None:

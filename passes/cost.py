@@ -399,7 +399,8 @@ def _fused(producer: Node, reader: Node) -> bool:
 
 
 def _is_loop(node: Node) -> bool:
-    return blocks.is_pointwise(node) and not _mutates(node)
+    """Whether Inductor computes a node element by element, inside of the kernels that read it. So it pads."""
+    return (blocks.is_pointwise(node) and not _mutates(node)) or node.target is aten.constant_pad_nd.default
 
 
 def _passes_on(node: Node) -> bool:

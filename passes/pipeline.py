@@ -23,6 +23,7 @@ from shardcompile.passes.cleanup import (
     DropRepeatedWaits,
     ReduceThenSlice,
     ShareEqualCollectives,
+    SpreadOwnBlock,
 )
 from shardcompile.passes.collective import collectives, forget_origins
 from shardcompile.passes.cost import CostModel, keeping_prices
@@ -78,6 +79,7 @@ def default_passes(model: CostModel | None = None) -> list[Pass]:
         CancelRoundTrips(),
         DropOwnSlice(),
         ReduceThenSlice(),
+        SpreadOwnBlock(),
         MergeReductions(model=model),
         BucketAllGathers(model=model),
         BucketAllToAlls(model=model),

@@ -93,7 +93,8 @@ def flat(graph: Graph, node: Node, like: Node | None) -> Node:
     if node.meta["val"].ndim == (1 if like is None else like.meta["val"].ndim):
         return node
     sizes = extents(graph, like) if like is not None else [-1]
-    if node.meta["val"].ndim > 1:
+    value = node.meta["val"]
+    if value.ndim > 1 and not (all(isinstance(s, int) for s in value.shape) and value.is_contiguous()):
         node = add_node(graph, aten.clone.default, node, memory_format=torch.contiguous_format)
     return add_node(graph, aten.view.default, node, sizes)
 
@@ -124,8 +125,7 @@ def exchanged(graph: Graph, parts: Sequence[Node], members: Sequence[Collective]
     columns = add_node(graph, aten.split_with_sizes.default, rows, lengths, 1)
     found: list[Node] = []
     for i, part in enumerate(parts):
-        column = add_node(graph, operator.getitem, columns, i)
-        column = add_node(graph, aten.clone.default, column, memory_format=torch.contiguous_format)
+        column = add_node(graph, operator.getitem, columns, i)  # its rows lie apart, which their views may keep
         found.append(add_node(graph, aten.view.default, column, [ranks, *extents(graph, part)]))
     return found
 

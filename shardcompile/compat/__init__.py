@@ -684,6 +684,11 @@ def untraced() -> contextlib.AbstractContextManager[Any]:
     return stack
 
 
+def kept_with(mode: Any) -> dict[Any, Any]:
+    """What is kept for as long as a mode of fake tensors lives: in the mode, since it may refer to it."""
+    return mode.__dict__.setdefault("_shardcompile", {})  # type: ignore[no-any-return]
+
+
 def refusing_unknown_shapes(mode: Any, op: torch._ops.OpOverload) -> contextlib.AbstractContextManager[None]:
     """Inside of it an op on fake tensors whose result has a shape that depends on values raises, in a trace as well."""
     return contextlib.nullcontext() if mode.shape_env is None else _refusing(mode.shape_env, op)

@@ -27,7 +27,10 @@ class _Eager(threading.local):
 
 _EAGER = _Eager()
 _FOUND: dict[Any, Any] = {}
-"""What was found in eager mode: working it out takes longer than most ops. Read only."""
+"""What was found in eager mode: working it out takes longer than most ops. Read only.
+
+What is found in a trace is kept with its mode: the layers of a model ask for the same, formulas on symbols included.
+"""
 
 _FOUND_LIMIT = 4096
 
@@ -38,28 +41,31 @@ def global_meta(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     Errors that plain PyTorch raises for these shapes are raised here, on all ranks alike.
     """
     mode = compat.detect_fake_mode([_inner(cls, x) for x in tensors_of([*args, *kwargs.values()])])
-    if mode is not None:
-        return _worked_out(mode, cls, op, args, kwargs)
-    if _EAGER.mode is None:
-        _EAGER.mode = compat.FakeTensorMode()
+    known = _FOUND if mode is None else compat.kept_with(mode)
+    if mode is None:
+        if _EAGER.mode is None:
+            _EAGER.mode = compat.FakeTensorMode()
+        mode = _EAGER.mode
     key = (op, torch.get_default_dtype(), _key(cls, args), _key(cls, tuple(kwargs.items())))
     try:
-        found = _FOUND.get(key)
+        found = known.get(key)
     except TypeError:  # an argument that cannot be hashed
-        return _worked_out(_EAGER.mode, cls, op, args, kwargs)
+        return _worked_out(mode, cls, op, args, kwargs)
     if found is None:
-        if len(_FOUND) >= _FOUND_LIMIT:
-            _FOUND.clear()
-        found = _FOUND[key] = _worked_out(_EAGER.mode, cls, op, args, kwargs)
+        if len(known) >= _FOUND_LIMIT:
+            known.clear()
+        found = known[key] = _worked_out(mode, cls, op, args, kwargs)
     return found
 
 
 def _key(cls: type, a: Any) -> Any:
     """What a result depends on; 1, 1.0 and True are equal but not the same argument."""
     if isinstance(a, Tensor):
-        return a.shape, a.stride(), a.dtype, _inner(cls, a).device
+        return _key(cls, tuple(a.shape)), _key(cls, a.stride()), a.dtype, _inner(cls, a).device
     if isinstance(a, (list, tuple)):
         return tuple(_key(cls, b) for b in a)
+    if isinstance(a, torch.SymInt):
+        return torch.SymInt, compat.expression_of(a)
     return type(a), a
 
 

@@ -18,6 +18,7 @@ from shardcompile.passes.cleanup import (
     DropRepeatedWaits,
     ReduceThenSlice,
     ShareEqualCollectives,
+    SpreadOwnBlock,
 )
 from shardcompile.passes.collective import WAIT
 
@@ -424,6 +425,34 @@ def takes_a_maximum(b: Builder, rank: int) -> list[Node]:
 @pytest.mark.parametrize("write", [reads_the_sum, takes_two_cuts, takes_of_another_group, takes_a_maximum])
 def test_sums_that_are_not_scattered(write: Any) -> None:
     check_untouched(ReduceThenSlice(), write)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_own_block_of_what_is_spread_is_spread_alone(dim: int) -> None:
+    def write(b: Builder, rank: int) -> list[Node]:
+        row, column = b.input(1, 5) if dim else b.input(5), b.input(5, 1) if dim else b.input(1, 5)
+        x = b.input(5, 1) if dim else b.input(1, 5)
+        spread = b.call(aten.div.Tensor, b.call(aten.expand.default, x, [5, 5]), 2.0)
+        factor = b.input(5, 1) if dim else b.input(5)
+        return [taken(b, b.call(aten.mul.Tensor, spread, factor), dim, rank), b.call(aten.neg.default, row), column]
+
+    _, graphs = check(SpreadOwnBlock(), write)
+    assert TAKE not in targets(graphs[0])
+
+
+@pytest.mark.parametrize("rows", ["several", "written to"])
+def test_the_block_of_other_rows_is_taken(rows: str) -> None:
+    def write(b: Builder, rank: int) -> list[Node]:
+        x, y = b.input(1, 4), b.input(5, 4)
+        spread = b.call(aten.expand.default, x, [5, 4])
+        if rows == "written to":
+            spread = b.call(aten.neg.default, spread)
+            after = b.call(aten.copy_.default, x, b.call(aten.mul.Tensor, x, 3.0))
+            return [taken(b, spread, 0, rank), after, b.call(aten.neg.default, y)]
+        return [taken(b, b.call(aten.mul.Tensor, spread, y), 0, rank)]
+
+    _, graphs = check(SpreadOwnBlock(), write)
+    assert TAKE in targets(graphs[0])
 
 
 def test_sizes_that_are_symbols() -> None:
