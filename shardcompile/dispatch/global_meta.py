@@ -64,8 +64,8 @@ def _key(cls: type, a: Any) -> Any:
         return _key(cls, tuple(a.shape)), _key(cls, a.stride()), a.dtype, _inner(cls, a).device
     if isinstance(a, (list, tuple)):
         return tuple(_key(cls, b) for b in a)
-    if isinstance(a, torch.SymInt):
-        return torch.SymInt, compat.expression_of(a)
+    if isinstance(a, (torch.SymInt, torch.SymFloat)):  # to compare them would be a guard
+        return type(a), a.node.expr
     return type(a), a
 
 
