@@ -213,7 +213,7 @@ class Scheduler:
         self._beyond: list[tuple[int, int]] = []  # ready, but further than the window reaches
         self._work: list[tuple[float, int, int]] = []
         self._streams = Streams(tasks.link)
-        groups = sorted(set(tasks.stream.values()))
+        groups = list(dict.fromkeys(tasks.stream[n] for n in sorted(tasks.stream)))  # not by names: ranks have others
         self._early: list[tuple[float, int]] = []  # collectives that grow, by the time from which they may start
         self._growing: dict[str, list[tuple[float, int]]] = {g: [] for g in groups}
         self._shrinking: dict[str, list[tuple[float, int]]] = {g: [] for g in groups}

@@ -19,7 +19,7 @@ from torch.fx import Graph
 
 from shardcompile.offline import offline_world
 from shardcompile.passes import Pipeline, blocks
-from shardcompile.passes.collective import Collective
+from shardcompile.passes.collective import Collective, collectives
 from shardcompile.passes.cost import CostModel
 from shardcompile.passes.links import A100, CPU_CORE, H100
 
@@ -159,17 +159,20 @@ def test_ranks_that_trace_agree(name: str, number: int) -> None:
 
 
 def plans_of_the_suite(name: str, rank: int, ranks: int = 64) -> list[str]:
-    """The plan of one rank for a traced model of the suite that schedules are judged by."""
+    """The collectives of one rank, in order, for a traced model of the suite that schedules are judged by.
+
+    Ranks of other nodes have other groups, of as many ranks; and DTensor pads where a rank has less.
+    """
     lines: list[str] = []
     with scale_models.traced(scale_models.models(layers=2)[name], ranks, rank) as graphs:
         for graph in graphs:
             scheduled(graph, CostModel(H100))
-            for node in graph.nodes:
-                c = Collective.of(node)
-                lines.append(node.name if c is None else f"{node.name} {c.kind} {c.global_bytes} over {c.group_name}")
+            lines += [
+                f"{c.kind} {c.global_bytes} over {blocks.size_of_group(c.group_name, {})}" for c in collectives(graph)
+            ]
     return lines
 
 
-@pytest.mark.parametrize("name", often(list(scale_models.models()), 1))
+@pytest.mark.parametrize("name", often(sorted(scale_models.models(), key=lambda name: name != "Llama, 2-D"), 1))
 def test_first_and_last_rank_of_the_suite_agree(name: str) -> None:
     assert plans_of_the_suite(name, 0) == plans_of_the_suite(name, 63)
