@@ -6,6 +6,7 @@ weighted sum. None of them can hide behind the other, and no order helps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,9 +85,9 @@ class MergeReductions:
 
        which is the way of the online softmax (Milakov and Gimelshein, "Online normalizer calculation for softmax",
        2018, arXiv:1805.02867). The same holds for what else is subtracted, such as the finite part of the maximum in
-       ``logsumexp``. A rank whose block is empty, or -inf, has ``m_r = -inf``: it subtracts a finite number, so that
-       its terms are 0 and no NaN, and has the weight ``exp(-inf - max)``, which is 0 where any rank has more; where
-       none has, it is NaN, as in plain PyTorch. A NaN or inf on any rank passes through its weight.
+       ``logsumexp``. A rank whose block is empty, or -inf, has ``m_r = -inf``: it subtracts 0, so that its terms are 0
+       and no NaN, and has the weight ``exp(-inf - max)``, which is 0 where any rank has more; where none has, it is
+       NaN, as in plain PyTorch. A NaN or inf on any rank passes through its weight.
     5. *Mean and variance* travel in one gather as well, see `shardcompile.passes.moments`.
 
     A gather moves the partial results once for each rank, a reduction about twice in all; so steps 4 and 5 are done
@@ -287,9 +288,9 @@ def _weighted(graph: Graph, most: Maximum) -> list[Sum]:
 
 
 def _finite(largest: Node) -> Call:
-    """What a rank subtracts: its maximum, or the nearest finite number."""
-    most = torch.finfo(largest.meta["val"].dtype).max
-    return Call(aten.clamp.default, (largest, -most, most))
+    """What a rank subtracts: its maximum, or 0 where that is not finite. (Inductor lowers no `clamp`.)"""
+    infinite = Call(aten.eq.Scalar, (Call(aten.abs.default, (largest,)), math.inf))
+    return Call(aten.where.ScalarSelf, (infinite, 0.0, largest))
 
 
 def _gather(graph: Graph, most: Maximum, sums: Sequence[Sum]) -> None:
