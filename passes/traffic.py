@@ -232,6 +232,7 @@ TRAFFIC: dict[str, Callable[[Sequence[Member], int], Traffic]] = {
     "gather_cut": _even_gather_traffic,
     "gather_counts": _even_gather_traffic,
     "exchange_rows": _even_exchange_traffic,
+    "nearest": _even_gather_traffic,
     "all_gather_bucket": _gather_bucket_traffic,
     "reduce_scatter_bucket": _scatter_bucket_traffic,
     "all_to_all_bucket": _turn_bucket_traffic,

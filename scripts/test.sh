@@ -11,7 +11,7 @@ source scripts/venv.sh
 use_venv test
 checks() {
     echo "== ruff"
-    ruff check || return
+    ruff check && ruff format --check --quiet || return
     echo "== mypy"
     mypy || return
     echo "== import contracts"

@@ -1,6 +1,7 @@
 """Run and train PyTorch models on unevenly sharded tensors under `torch.compile`."""
 
 from shardcompile import config as config
+from shardcompile import neighbors as neighbors
 from shardcompile.api import distribute_module as distribute_module
 from shardcompile.api import distribute_tensor as distribute_tensor
 from shardcompile.api import empty as empty
@@ -23,6 +24,9 @@ from shardcompile.errors import RedistributeError as RedistributeError
 from shardcompile.errors import RuleError as RuleError
 from shardcompile.errors import ShardError as ShardError
 from shardcompile.errors import UnsupportedOpError as UnsupportedOpError
+from shardcompile.graphs import RowLinks as RowLinks
+from shardcompile.graphs import link_rows as link_rows
+from shardcompile.halo import halo_map as halo_map
 from shardcompile.layout import Layout as Layout
 from shardcompile.reports import capture as capture
 from shardcompile.reports import explain as explain

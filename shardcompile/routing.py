@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.distributed.tensor.placement_types import Shard
 
 from shardcompile import compat
 from shardcompile.collectives import OUT_OF_RANGE, cut_of_sizes, exchange_rows, gather_counts, rows_from
 from shardcompile.errors import LayoutError
-from shardcompile.layout import Cut, Layout, Spec, contiguous_stride
-from shardcompile.tensor import ShardTensor
-from shardcompile.tensor.autograd import FromLocal, ToLocal, redistributed
+from shardcompile.layout import Layout
+from shardcompile.tensor.autograd import ToLocal
+from shardcompile.tensor.of_rows import beside, cut_alike, layout_of_column, layout_of_rows, mesh_dim_of_rows, wrapped
 
 
 class Route(NamedTuple):
@@ -103,75 +103,23 @@ def _one_or_all(results: tuple[Any, ...]) -> Any:
     return results[0] if len(results) == 1 else results
 
 
-def _mesh_dim(x: Any, what: str) -> int:
-    """The mesh dim that cuts dim 0.
-
-    Raises:
-        LayoutError: there is none, or there are several.
-    """
-    if not isinstance(x, ShardTensor):
-        raise LayoutError(
-            f"{what} takes sharded tensors, got a plain one of shape {tuple(x.shape)}; see ShardTensor.from_local and "
-            "distribute_tensor"
-        )
-    layout = x._spec.layout
-    cut = layout.cuts[0] if x.ndim else None
-    if cut is None or len(cut.mesh_dims) > 1:
-        raise LayoutError(
-            f"{what} sends rows along the mesh dim that cuts dim 0, and {layout.describe()} has "
-            f"{'several' if cut else 'none'}; redistribute it to Shard(0) on one mesh dim first"
-        )
-    return cut.mesh_dims[0]
-
-
-def _rows_layout(like: Layout, mesh_dim: int, cut: Cut | None, of: Layout) -> Layout:
-    """The layout of `of`, with dim 0 cut by a mesh dim as in `like`, or as a given cut."""
-    cut = like.cuts[0] if cut is None else cut
-    assert cut is not None, "rows are cut"
-    placements = list(of.placements)
-    placements[mesh_dim] = Shard(0)
-    shape = (cut.extent, *of.shape[1:])
-    return Layout.of(of.mesh, placements, shape, of.dtype, [cut, *of.cuts[1:]])
-
-
-def _beside(a: Any, layout: Layout, mesh_dim: int, what: str) -> Any:
-    """A tensor of one entry for each row, cut as rows are along dim 0 and whole along all else."""
-    if not isinstance(a, ShardTensor):
-        replicated = [Replicate()] * layout.mesh.ndim
-        a = ShardTensor.from_local(a, layout.mesh, replicated)
-    now = a._spec.layout
-    if now.mesh != layout.mesh or not a.ndim or not _same(now.shape[0], layout.shape[0]):
-        raise LayoutError(f"{what} {now.describe()} does not belong to the rows of {layout.describe()}")
-    placements = [Shard(0) if m == mesh_dim else Replicate() for m in range(now.mesh.ndim)]
-    wanted = Layout.of(now.mesh, placements, now.shape, now.dtype, [layout.cuts[0], *[None] * (a.ndim - 1)])
-    return redistributed(a, wanted)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return compat.same_symbol(a, b)
-
-
-def _wrapped(local: Tensor, layout: Layout) -> Any:
-    layout = layout.with_dtype(local.dtype)
-    return FromLocal.apply(local, ShardTensor, Spec.of(layout, contiguous_stride(layout.shape)))
-
-
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
 def _route(x: Any, destination: Any) -> tuple[Any, ...]:
     """The parts of a `Route`."""
-    mesh_dim = _mesh_dim(x, "route_rows")
+    mesh_dim = mesh_dim_of_rows(x, "route_rows")
     layout = x._spec.layout
     if destination.dtype.is_floating_point or destination.dtype.is_complex or destination.dtype is torch.bool:
         raise LayoutError(f"destinations are ranks, which are whole numbers; got {destination.dtype}")
     if destination.ndim not in (1, 2):
         raise LayoutError(f"destinations are [n] or [n, k], got {tuple(destination.shape)}")
-    destination = _beside(destination, layout, mesh_dim, "destination")
+    destination = beside(destination, layout, mesh_dim, "destination")
     ranks, group_name = layout.mesh.shape[mesh_dim], compat.group_name_of(layout.mesh, mesh_dim)
     asked = ToLocal.apply(destination, None).reshape(-1).long()
     bad = ((asked < -1) | (asked >= ranks)).any()
     last = torch.where((asked < 0) | bad, ranks, asked)
     mine = torch.zeros([ranks + 1], dtype=torch.int64, device=asked.device).scatter_add(0, last, torch.ones_like(asked))
-    counts = gather_counts(torch.where(bad, OUT_OF_RANGE, mine[:-1]), group_name)
+    wanted = f"destinations are ranks 0 to {ranks - 1} of the mesh dim, or -1 for rows that are dropped"
+    counts = gather_counts(torch.where(bad, OUT_OF_RANGE, mine[:-1]), group_name, wanted)
     about = compat.size_hint(destination.shape[0]) * (destination.shape[1] if destination.ndim == 2 else 1)
     sent = cut_of_sizes(counts.sum(1), layout.mesh, [mesh_dim], about=about)
     came = cut_of_sizes(counts.sum(0), layout.mesh, [mesh_dim], about=about)
@@ -183,31 +131,26 @@ def _route(x: Any, destination: Any) -> tuple[Any, ...]:
     numbers = torch.arange(ranks, device=asked.device)
     received = rows_from(counts, group_name).to(asked.device)
     source = torch.repeat_interleave(numbers, received, output_size=arriving)
-    flat = _beside_rows(destination._spec.layout)
+    flat = layout_of_column(destination._spec.layout)
     return (
         destination,
         counts,
-        _wrapped(order, _rows_layout(flat, mesh_dim, sent, flat)),
-        _wrapped(source, _rows_layout(flat, mesh_dim, came, flat)),
+        wrapped(order, layout_of_rows(flat, mesh_dim, sent, flat)),
+        wrapped(source, layout_of_rows(flat, mesh_dim, came, flat)),
     )
-
-
-def _beside_rows(layout: Layout) -> Layout:
-    """The layout of the first column of a layout."""
-    return Layout.of(layout.mesh, layout.placements, layout.shape[:1], torch.int64, layout.cuts[:1])
 
 
 @torch.compiler.allow_in_graph
 def _send(destination: Any, counts: Tensor, order: Any, source: Any, shared: int, *xs: Any) -> tuple[Any, ...]:
     """`Route.send`; of the tensors `xs` the first `shared` have one entry for all copies of a row."""
     home = destination._spec.layout
-    mesh_dim = _mesh_dim(destination, "Route.send")
+    mesh_dim = mesh_dim_of_rows(destination, "Route.send")
     copies = destination.shape[1] if destination.ndim == 2 else 1
     came = source._spec.layout
     numbers = ToLocal.apply(order, None)
     given = []
     for i, x in enumerate(xs):
-        x = _cut_alike(x, home, mesh_dim, "Route.send")
+        x = cut_alike(x, home, mesh_dim, "Route.send")
         block, layout = ToLocal.apply(x, None), x._spec.layout
         if i < shared:
             given.append((block.index_select(0, numbers // copies), layout))
@@ -222,7 +165,7 @@ def _send(destination: Any, counts: Tensor, order: Any, source: Any, shared: int
     group_name = compat.group_name_of(home.mesh, mesh_dim)
     block = came.local_shape(compat.coordinate(home.mesh))[0]
     rows = exchange_rows([g for g, _ in given], counts, block, group_name)
-    return tuple(_wrapped(r, _rows_layout(came, mesh_dim, None, of)) for r, (_, of) in zip(rows, given, strict=True))
+    return tuple(wrapped(r, layout_of_rows(came, mesh_dim, None, of)) for r, (_, of) in zip(rows, given, strict=True))
 
 
 def _of_entries(layout: Layout, dims: int) -> Layout:
@@ -240,30 +183,14 @@ def _of_entries(layout: Layout, dims: int) -> Layout:
     return Layout.of(layout.mesh, placements, (layout.shape[0], *layout.shape[2:]), layout.dtype, cuts)
 
 
-def _cut_alike(x: Any, like: Layout, mesh_dim: int, what: str) -> Any:
-    """Rows in the blocks that a layout has along dim 0; all else stays as it is."""
-    if not isinstance(x, ShardTensor):
-        x = ShardTensor.from_local(x, like.mesh, [Replicate()] * like.mesh.ndim)
-    x = redistributed(x, x._spec.layout.reduced())
-    now = x._spec.layout
-    if now.mesh != like.mesh or not x.ndim or not _same(now.shape[0], like.shape[0]):
-        raise LayoutError(f"{what}: {now.describe()} does not have the rows of the route, {like.describe()}")
-    if now.cuts[0] is not None and now.cuts[0].mesh_dims != (mesh_dim,):
-        raise LayoutError(
-            f"{what}: dim 0 of {now.describe()} is cut by mesh dims {now.cuts[0].mesh_dims}, the route goes along "
-            f"mesh dim {mesh_dim}; redistribute it first"
-        )
-    return redistributed(x, _rows_layout(like, mesh_dim, None, now))
-
-
 @torch.compiler.allow_in_graph
 def _back(destination: Any, counts: Tensor, order: Any, source: Any, weights: Any, *ys: Any) -> tuple[Any, ...]:
     home = destination._spec.layout
-    mesh_dim = _mesh_dim(destination, "Route.back")
+    mesh_dim = mesh_dim_of_rows(destination, "Route.back")
     place = compat.coordinate(home.mesh)
     n, sent = home.local_shape(place)[0], order._spec.layout.local_shape(place)[0]
     copies = destination.shape[1] if destination.ndim == 2 else 1
-    given = [_cut_alike(y, source._spec.layout, mesh_dim, "Route.back") for y in ys]
+    given = [cut_alike(y, source._spec.layout, mesh_dim, "Route.back") for y in ys]
     group_name = compat.group_name_of(home.mesh, mesh_dim)
     returned = exchange_rows([ToLocal.apply(y, None) for y in given], counts, sent, group_name, back=True)
     numbers = ToLocal.apply(order, None)
@@ -274,7 +201,7 @@ def _back(destination: Any, counts: Tensor, order: Any, source: Any, weights: An
                 f"Route.back: weights have the shape of the destinations, {tuple(destination.shape)}; got "
                 f"{tuple(weights.shape)}"
             )
-        factors = ToLocal.apply(_beside(weights, home, mesh_dim, "weights"), None).reshape([n, copies])
+        factors = ToLocal.apply(beside(weights, home, mesh_dim, "weights"), None).reshape([n, copies])
     out = []
     for rows, y in zip(returned, given, strict=True):
         whole = rows.new_zeros([n * copies, *rows.shape[1:]]).index_copy(0, numbers, rows)
@@ -282,5 +209,5 @@ def _back(destination: Any, counts: Tensor, order: Any, source: Any, weights: An
         if factors is not None:
             whole = whole * factors.view([n, copies, *[1] * (rows.ndim - 1)])
         whole = whole.sum(1) if copies > 1 else whole.squeeze(1)
-        out.append(_wrapped(whole, _rows_layout(home, mesh_dim, None, y._spec.layout)))
+        out.append(wrapped(whole, layout_of_rows(home, mesh_dim, None, y._spec.layout)))
     return tuple(out)

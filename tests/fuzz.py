@@ -317,11 +317,13 @@ def _compare(name: str, got: Any, want: Tensor | None, near: float) -> None:
         raise _Wrong(f"{name}: {text}\n{describe_value(got)}")
 
 
-def _compare_value(name: str, got: Any, expected: Expected, near: float) -> None:
+def _compare_value(name: str, got: Any, expected: Expected, near: float, compiled: bool = False) -> None:
     """As `_compare`; also how it is stored. Of a gradient, but for those in ``.grad``, torch does not say how it is."""
     want, strides = expected.values[name], expected.strides[name]
     _compare(name, got, want, near)
     told = [n > 1 and a != b for n, a, b in zip(want.shape, got.stride(), strides, strict=True)]
+    if compiled and not isinstance(got, ShardTensor):
+        return  # the compiler stores plain results as it likes
     if want.numel() > 1 and any(told):
         raise _Wrong(f"{name}: strides {got.stride()}, plain {strides}\n{describe_value(got)}")
 
@@ -437,7 +439,7 @@ def run_compiled_on_rank(
             values = run(*leaves.values())
             near = _nearness(program)
             for name, got in {**values, **leaves}.items():
-                _compare_value(name, got, want, near)
+                _compare_value(name, got, want, near, compiled=True)
             _compare_gradients(leaves, {g: values[g] for g in want.goals}, dataclasses.replace(want, second=None), near)
             counts.append(once(graphs_compiled) - before)
         # The first change of sizes may compile once more, and so may that of extents.

@@ -569,6 +569,8 @@ def _tried(d: Draw, text: str) -> tuple[str, bool] | None:
             return None
         scope = {**CALLS, **d.values}
         if is_write:
+            if _reads_what_it_writes(text, d.values):
+                return None
             exec(_code(text), scope)
             return (text, False) if all(map(tame, d.values.values())) else None
         results = eval(text, scope)
@@ -584,6 +586,17 @@ def _tried(d: Draw, text: str) -> tuple[str, bool] | None:
     names = [f"v{count + n}" for n in range(len(results))]
     d.values.update(zip(names, results, strict=True))
     return f"{', '.join(names)} = {text}", False
+
+
+def _reads_what_it_writes(text: str, values: Mapping[str, Tensor]) -> bool:
+    """Whether a write reads another view of the memory that it writes to: what it gives is then a matter of order."""
+    target, *others = (values[n] for n in _NAMES.findall(text.partition("  # if ")[0]))
+    place = (target.storage_offset(), target.shape, target.stride())
+    return any(
+        x.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
+        and (x.storage_offset(), x.shape, x.stride()) != place
+        for x in others
+    )
 
 
 def tame(x: Tensor) -> bool:

@@ -20,6 +20,11 @@ from shardcompile.collectives.functional import fetch_ranges as fetch_ranges
 from shardcompile.collectives.functional import receive_block as receive_block
 from shardcompile.collectives.functional import reduce_scatter_v as reduce_scatter_v
 from shardcompile.collectives.functional import send_blocks as send_blocks
+from shardcompile.collectives.links import Links as Links
+from shardcompile.collectives.links import add_rows as add_rows
+from shardcompile.collectives.links import find_links as find_links
+from shardcompile.collectives.links import take_rows as take_rows
+from shardcompile.collectives.nearest import nearest as nearest
 from shardcompile.collectives.ops import OPS as OPS
 from shardcompile.collectives.ops import Decoded as Decoded
 from shardcompile.collectives.ops import Pending as Pending

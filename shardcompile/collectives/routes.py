@@ -22,7 +22,7 @@ from shardcompile import compat
 from shardcompile.collectives import scratch, transport
 from shardcompile.collectives.ops import wait
 from shardcompile.errors import CollectiveError, LayoutError
-from shardcompile.layout import Cut, IntLike, digest_of
+from shardcompile.layout import Cut, GroupCut, IntLike, digest_of
 from shardcompile.watch import Call, enter
 
 OUT_OF_RANGE = -1
@@ -31,9 +31,10 @@ OUT_OF_RANGE = -1
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
 _TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]
 for _schema in (
-    "gather_counts(Tensor input, str group_name) -> Tensor",
+    "gather_counts(Tensor input, str wanted, str group_name) -> Tensor",
     "exchange_rows(Tensor[] inputs, Tensor counts, SymInt block, bool back, str group_name) -> Tensor[]",
     "rows_from(Tensor counts, str group_name) -> Tensor",
+    "block_starts(SymInt total, SymInt[] sizes, SymInt key, int[] nest, str group_name) -> Tensor",
     "cut_of_sizes(Tensor sizes, int[] parts, SymInt extent, SymInt block, str group_names) -> Tensor",
 ):
     _LIBRARY.define(_schema, tags=_TAGS)
@@ -43,17 +44,18 @@ ROUTES = (_ops.gather_counts, _ops.exchange_rows)
 """The ops of this module that communicate."""
 
 
-def gather_counts(mine: Tensor, group_name: str) -> Tensor:
+def gather_counts(mine: Tensor, group_name: str, wanted: str = "counts are not negative") -> Tensor:
     """The counts that each rank of a group has: [ranks, k], int64, on the CPU.
 
     Args:
         mine: this rank's: [k]; of a route the rows that it sends to each rank, or `OUT_OF_RANGE` throughout.
         group_name: the ranks.
+        wanted: what a rank that says `OUT_OF_RANGE` has not kept to, for the message.
 
     Raises:
         CollectiveError: on every rank, if a rank has said `OUT_OF_RANGE`.
     """
-    return wait(_ops.gather_counts(mine, group_name))
+    return wait(_ops.gather_counts(mine, wanted, group_name))
 
 
 def exchange_rows(
@@ -81,6 +83,17 @@ def exchange_rows(
 def rows_from(counts: Tensor, group_name: str) -> Tensor:
     """How many rows come to this rank from each: [ranks]. An op, since a graph must not name the rank it is for."""
     return _ops.rows_from(counts, group_name)
+
+
+def block_starts(cut: Cut, mesh: DeviceMesh) -> Tensor:
+    """At which row each block of a cut over one mesh dim begins: [ranks], int64, on the CPU.
+
+    An op, since a graph knows the block of its own rank only.
+    """
+    (mesh_dim,) = cut.mesh_dims
+    ref = cut.group_ref(compat.coordinate(mesh) or ())
+    group_name = compat.group_name_of(mesh, mesh_dim)
+    return _ops.block_starts(cut.extent, ref.sizes, ref.key, ref.nest, group_name)
 
 
 def cut_of_sizes(
@@ -147,7 +160,17 @@ def _cut_of_sizes(sizes: Tensor, parts: list[int], extent: int, block: int, grou
     return torch.tensor([cut.extent, cut.key, size], device="cpu")
 
 
-def _gather_counts(mine: Tensor, group_name: str) -> Tensor:
+def _block_starts(total: int, sizes: list[int], key: int, nest: list[int], group_name: str) -> Tensor:
+    ranks = compat.process_group(group_name).size()
+    blocks = GroupCut.resolve(total, sizes, key, nest, ranks)
+    return torch.tensor([a for a, _ in transport.running_ends(blocks)], device="cpu")
+
+
+def _fake_starts(total: int, sizes: list[int], key: int, nest: list[int], group_name: str) -> Tensor:
+    return torch.empty([compat.process_group(group_name).size()], dtype=torch.int64, device="cpu")
+
+
+def _gather_counts(mine: Tensor, wanted: str, group_name: str) -> Tensor:
     group = compat.process_group(group_name)
     call = enter(group, "gather_counts", mine.dtype, ("ranks",), group.size())
     call.agree()
@@ -156,10 +179,7 @@ def _gather_counts(mine: Tensor, group_name: str) -> Tensor:
     _known_tables(group_name, counts.shape[1])[_digest(counts)] = None
     bad = (counts < 0).any(1).nonzero().view(-1).tolist()
     if bad:
-        raise CollectiveError(
-            f"destinations are ranks 0 to {group.size() - 1} of the mesh dim, or -1 for rows that are dropped; ranks "
-            f"{bad} of the group have others. No row was moved"
-        )
+        raise CollectiveError(f"{wanted}; ranks {bad} of the group have others. No row was moved")
     return counts
 
 
@@ -265,7 +285,7 @@ def _fake_exchange(inputs: list[Tensor], counts: Tensor, block: Any, *_: Any) ->
     return [x.new_empty([block * math.prod(x.shape[1:])]) for x in inputs]
 
 
-def _fake_counts(mine: Tensor, group_name: str) -> Tensor:
+def _fake_counts(mine: Tensor, _: str, group_name: str) -> Tensor:
     ranks = compat.process_group(group_name).size()
     return torch.empty([ranks, mine.shape[0]], dtype=torch.int64, device="cpu")
 
@@ -299,6 +319,8 @@ _LIBRARY.impl("rows_from", _rows_from, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "shardcompile::rows_from", lambda counts, _: counts.new_empty(counts.shape[:1]), lib=_LIBRARY
 )
+_LIBRARY.impl("block_starts", _block_starts, "CompositeExplicitAutograd")
+torch.library.register_fake("shardcompile::block_starts", _fake_starts, lib=_LIBRARY)
 _LIBRARY.impl("cut_of_sizes", _cut_of_sizes, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "shardcompile::cut_of_sizes", lambda *_: torch.empty([3], dtype=torch.int64, device="cpu"), lib=_LIBRARY

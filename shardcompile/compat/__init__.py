@@ -66,7 +66,6 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "OpOverloadPacket",
-    "as_functional",
     "coordinate",
     "count_as_collective",
     "current_mesh",
@@ -85,6 +84,7 @@ __all__ = [
     "guarded",
     "has_guarded_address",
     "in_backward_pass",
+    "in_mode_of",
     "is_compiling",
     "is_fake",
     "is_specialised",
@@ -343,14 +343,15 @@ def is_traced() -> bool:
     return get_proxy_mode() is not None
 
 
-def as_functional(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+def in_mode_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Compute with a tensor of a trace that has left the mode in which such tensors are computed with.
 
-    AOTAutograd (2.11 - 2.15) leaves it before it asks what it is given for its parts.
+    AOTAutograd (2.11 - 2.15) leaves it before it asks what it is given for its parts, and Dynamo leaves that of fake
+    tensors before it looks at what a function returns.
     """
-    if not isinstance(x, FunctionalTensor) or _functional_mode() is not None:
-        return contextlib.nullcontext()
-    return FunctionalTensorMode()
+    if isinstance(x, FunctionalTensor):
+        return contextlib.nullcontext() if _functional_mode() is not None else FunctionalTensorMode()
+    return faking_like(x)
 
 
 def _functional_mode() -> Any:
@@ -433,9 +434,12 @@ def _where_they_were_traced(save_collectives: Callable[..., None]) -> Callable[.
     def save(joint: GraphModule) -> None:
         save_collectives(joint)
         for node in joint.graph.nodes:
-            of_backward = node.meta.get("partitioner_tag") == "is_backward"  # 2.11 - 2.15
-            if of_backward and node.target is torch.ops._c10d_functional.wait_tensor.default:
-                for part in (node, *node.all_input_nodes):
+            if node.target is not torch.ops._c10d_functional.wait_tensor.default:
+                continue
+            parts = (node, *node.all_input_nodes)
+            # Torch 2.14 waits in the backward pass again for what the forward pass has sent.
+            if all(part.meta.get("partitioner_tag") == "is_backward" for part in parts):  # 2.11 - 2.15
+                for part in parts:
                     part.meta["partitioner_tag"] = "must_be_in_backward"
 
     return save
@@ -771,6 +775,8 @@ def _retraced(known: dict[Any, Any], size: torch.SymInt) -> Any:
     if not size.node.is_symbolic():
         return size
     expression = size.node.expr
+    if expression.is_number:  # a symbol that is known by now
+        return int(expression)
     if expression in known:
         return known[expression]
     symbols = {s: known[s] for s in expression.free_symbols if s in known}
@@ -887,15 +893,22 @@ def faking_like(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if mode is None else mode
 
 
-def unrecorded_symbols(size: Any) -> contextlib.AbstractContextManager[None]:
+def unrecorded_symbols(of: Any) -> contextlib.AbstractContextManager[None]:
     """While no graph is recorded, as in Dynamo's runs on fake tensors: the symbols made here need not reach a result.
 
     Dynamo looks for them in the result of the op of which they are an inner matter; the recorded run makes them anew.
+
+    Args:
+        of: a size or a tensor of the trace; others are left alone.
     """
-    if get_proxy_mode() is not None or not isinstance(size, torch.SymInt):
+    if get_proxy_mode() is not None:
         return contextlib.nullcontext()
-    shape_env: Any = size.node.shape_env
-    return shape_env.ignore_fresh_unbacked_symbols()
+    if isinstance(of, torch.Tensor):
+        mode = detect_fake_mode([of])
+        shape_env: Any = None if mode is None else mode.shape_env
+    else:
+        shape_env = of.node.shape_env if isinstance(of, torch.SymInt) else None
+    return contextlib.nullcontext() if shape_env is None else shape_env.ignore_fresh_unbacked_symbols()
 
 
 def without_guards(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:

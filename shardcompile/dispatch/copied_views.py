@@ -43,10 +43,17 @@ def _watch(block: Tensor) -> _Writes:
     return writes
 
 
+def block_as_held(x: Any) -> Tensor:
+    """The block of a sharded tensor as it is: of a copied view perhaps out of date.
+
+    `_local_tensor` would bring it up to date, by messages from ranks that need not get here.
+    """
+    return x._local_tensor if x._copied is None else x._copied.block  # type: ignore[no-any-return]
+
+
 def note_write(x: Any) -> None:
     """Say that a sharded tensor's block was written to."""
-    # `_local_tensor` would bring a copied view up to date, by messages from ranks that need not get here.
-    block = x._local_tensor if x._copied is None else x._copied.block
+    block = block_as_held(x)
     if type(block) is Tensor:
         writes = WATCHED.get(block.untyped_storage()._cdata, lambda: None)()
         if writes is not None:
@@ -68,6 +75,22 @@ def note_view(x: Any, view: Any) -> None:
 def has_views(x: Any) -> bool:
     """Whether somebody has a view of a sharded tensor that autograd knows as one."""
     return any(v() is not None for v in x._views or ())
+
+
+TURNED: dict[int, weakref.ref[Any]] = {}
+"""Sharded tensors, by identity, that were turned in place while there were views of them; empty but for those."""
+
+
+def note_turn(x: Any) -> None:
+    """Remember that a sharded tensor with views was turned in place."""
+    key = id(x)
+    TURNED[key] = weakref.ref(x, lambda _: TURNED.pop(key, None))
+
+
+def was_turned(x: Any) -> bool:
+    """Whether a sharded tensor, or what it is a view of, was turned in place while there were views of it."""
+    base = x._base if x._is_view() else x
+    return any(t() is x or t() is base for t in TURNED.values())
 
 
 class CopiedView:
@@ -103,7 +126,7 @@ class CopiedView:
         """The block, made again if it is out of date."""
         state = self._state()
         if state != self.seen:
-            with compat.as_functional(self.block):
+            with compat.in_mode_of(self.block):
                 self.block, self.seen = self.remake(), self._state()
         return self.block
 

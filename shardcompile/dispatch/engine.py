@@ -25,7 +25,17 @@ from shardcompile.collectives import block_shape
 from shardcompile.compat import OpOverload
 from shardcompile.dispatch.attention import ATTENTION_OPS
 from shardcompile.dispatch.choice import Choice, OutputPlan, choose, whole_plan
-from shardcompile.dispatch.copied_views import WATCHED, follow, has_followers, has_views, note_view, note_write
+from shardcompile.dispatch.copied_views import (
+    TURNED,
+    WATCHED,
+    follow,
+    has_followers,
+    has_views,
+    note_turn,
+    note_view,
+    note_write,
+    was_turned,
+)
 from shardcompile.dispatch.decompositions import DECOMPOSITIONS, NOT_DECOMPOSED
 from shardcompile.dispatch.foreign import check_collective
 from shardcompile.dispatch.global_meta import global_meta, tensors_of
@@ -625,6 +635,18 @@ class _Direct(_Local):
         return cls._wrap(out, spec)
 
 
+def _refuse_gradients_of_turned(op: OpOverload, target: Any, values: Sequence[Any]) -> None:
+    """Raise if a write would give a gradient to views that autograd would take again of what was turned since."""
+    wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
+    if wanted and was_turned(target):
+        raise refusal(
+            str(op), target._spec.layout.describe(),
+            "it, or what it is a view of, was turned in place while there were views of it, whose gradients would be "
+            "those of the same views of what it turned into",
+            _NOT_IN_PLACE,
+        )  # fmt: skip
+
+
 class _InPlace(_Local):
     """Write to this rank's block."""
 
@@ -634,6 +656,8 @@ class _InPlace(_Local):
 
     def run(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = args[0]
+        if TURNED:
+            _refuse_gradients_of_turned(self.op, target, args[1:])
         copied = target._copied
         if copied is not None:
             copied.check_writable(self.op)
@@ -696,6 +720,8 @@ class _InPlaceView(_Entry):
                 "clone the view first"
             )
         target._turn_into(view)
+        if has_views(target):
+            note_turn(target)
         if target._is_view():
             compat.forbid_writes_with_gradients(target)
         compat.follow_view(self.op, args, kwargs)
@@ -714,7 +740,11 @@ class _Written(_Entry):
     def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         targets = [_argument(m, args, kwargs) for m in self.mutated]
         for target in targets:
-            if type(target) is cls and target._copied is not None:
+            if type(target) is not cls:
+                continue
+            if TURNED:
+                _refuse_gradients_of_turned(self.op, target, args)
+            if target._copied is not None:
                 target._copied.check_writable(self.op)
         with torch._C.DisableTorchFunctionSubclass():
             result = self.functional(*args, **{k: v for k, v in kwargs.items() if k not in self.outs})

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,9 +16,22 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.compat import OpOverload
+from shardcompile.dispatch.copied_views import block_as_held
+from shardcompile.dispatch.local_ops import unbound
 from shardcompile.dispatch.strides import STORED_AS_A_SUM
 from shardcompile.errors import refusal
+from shardcompile.layout import contiguous_stride
 from shardcompile.rules import is_elementwise
+
+_NO_VIEW = re.compile("not compatible with input tensor's size and stride|Cannot view a tensor")
+"""What kernels and fake kernels say of a view that strides forbid."""
+
+
+_ROWS_BY_NUMBER = {
+    getattr(torch.ops.aten, name).default
+    for name in ("index_add", "index_add_", "index_copy", "index_copy_", "index_reduce", "index_reduce_")
+}
+"""Ops with a target, a dim, numbers and rows, whose fake kernels (2.11 - 2.15) do not compare rows with the target."""
 
 
 class _Eager(threading.local):
@@ -40,7 +55,7 @@ def global_meta(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[s
 
     Errors that plain PyTorch raises for these shapes are raised here, on all ranks alike.
     """
-    mode = compat.detect_fake_mode([_inner(cls, x) for x in tensors_of([*args, *kwargs.values()])])
+    mode = compat.detect_fake_mode([_held(cls, x) for x in tensors_of([*args, *kwargs.values()])])
     known = _FOUND if mode is None else compat.kept_with(mode)
     if mode is None:
         if _EAGER.mode is None:
@@ -61,7 +76,7 @@ def global_meta(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[s
 def _key(cls: type, a: Any) -> Any:
     """What a result depends on; 1, 1.0 and True are equal but not the same argument."""
     if isinstance(a, Tensor):
-        return _key(cls, tuple(a.shape)), _key(cls, a.stride()), a.dtype, _inner(cls, a).device
+        return _key(cls, tuple(a.shape)), _key(cls, a.stride()), a.dtype, a.device
     if isinstance(a, (list, tuple)):
         return tuple(_key(cls, b) for b in a)
     if isinstance(a, (torch.SymInt, torch.SymFloat)):  # to compare them would be a guard
@@ -70,27 +85,37 @@ def _key(cls: type, a: Any) -> Any:
 
 
 def _worked_out(mode: Any, cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Fake kernels of views (2.11 - 2.15) refuse some that PyTorch has, and give others strides that theirs have not.
+    as_kernels_do = op.is_view and mode is _EAGER.mode
+
     def fake(a: Any) -> Any:
         if isinstance(a, Tensor):
-            inner = _inner(cls, a)
-            return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=inner.device)
+            device = "meta" if as_kernels_do else a.device
+            return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=device)
         if isinstance(a, (list, tuple)):
             return [fake(b) for b in a]
         return a
 
     known = compat.refusing_unknown_shapes(mode, op)
-    with compat.untraced(), mode, known, torch._C.DisableTorchFunctionSubclass():
+    faked = contextlib.nullcontext() if as_kernels_do else mode
+    with compat.untraced(), faked, known, torch._C.DisableTorchFunctionSubclass():
         try:
             given = [fake(a) for a in args]
+            if op in _ROWS_BY_NUMBER:
+                _check_rows(op, given[0], given[1], given[3])
             if is_elementwise(op) and not op._schema.is_mutable:
                 given = _with_as_many_dims(given)
-            out = op(*given, **{k: fake(a) for k, a in kwargs.items()})
+            run = unbound if op is torch.ops.aten.unbind.int else op
+            out = run(*given, **{k: fake(a) for k, a in kwargs.items()})
+            as_inputs = isinstance(out, Tensor) and "memory_format" not in kwargs and not op._schema.is_mutable
+            if mode is _EAGER.mode and as_inputs and is_elementwise(op):
+                out = _in_rows_if_all_are(out, list(tensors_of(given)))
             if op in STORED_AS_A_SUM:
                 first, *others = tensors_of(given)  # no other one where that is a number with a symbol
                 out = out.new_empty_strided(out.shape, torch.add(first, others[0] if others else 0).stride())
             return out
-        except ValueError as error:
-            if op is not torch.ops.aten.view.default:
+        except (ValueError, RuntimeError) as error:
+            if op is not torch.ops.aten.view.default or not _NO_VIEW.search(str(error)):
                 raise
             # Also where plain PyTorch has a view: a result along a cut dim may have that dim first in memory.
             raise refusal(
@@ -118,8 +143,32 @@ def _with_as_many_dims(args: Sequence[Any]) -> list[Any]:
     return [one(a) for a in args]
 
 
-def _inner(cls: type, x: Tensor) -> Tensor:
-    return x._local_tensor if type(x) is cls else x
+def _check_rows(op: OpOverload, x: Tensor, dim: int, rows: Tensor) -> None:
+    """Raise, as kernels do, if rows do not fit into a tensor.
+
+    A trace would otherwise learn in the backward pass that two extents are one number, when it has counted already what
+    the forward pass gives.
+    """
+    if not x.ndim or x.ndim != rows.ndim:
+        return  # numbers of a tensor without dims; or refused by the fake kernel
+    dim = dim % x.ndim
+    if any(m != n for d, (m, n) in enumerate(zip(x.shape, rows.shape, strict=True)) if d != dim):
+        raise RuntimeError(f"{op}: rows of shape {tuple(rows.shape)} do not fit into {tuple(x.shape)} along dim {dim}")
+
+
+def _in_rows_if_all_are(out: Tensor, given: Sequence[Tensor]) -> Tensor:
+    """The result of an elementwise op, its strides those of rows if all inputs are contiguous and of its shape.
+
+    Kernels give it these. Fake kernels (2.11 - 2.15) keep an input's strides along dims of extent 1, and other kernels
+    tell the order of dims by them.
+    """
+    if all(x.shape == out.shape and x.is_contiguous() for x in given):
+        return out.as_strided(out.shape, contiguous_stride(out.shape))
+    return out
+
+
+def _held(cls: type, x: Tensor) -> Tensor:
+    return block_as_held(x) if type(x) is cls else x
 
 
 def tensors_of(values: Sequence[Any]) -> Iterator[Tensor]:

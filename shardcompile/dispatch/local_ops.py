@@ -75,6 +75,13 @@ def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     return logsumexp(x, dims, keepdim, _block_amax)
 
 
+def unbound(x: Tensor, dim: int = 0) -> Any:
+    """`unbind`. In a trace torch's own (2.11 - 2.15) keeps the dim, unless it asks for an extent that it knows is 1."""
+    if isinstance(x.shape[dim], int):
+        return aten.unbind.int(x, dim)
+    return [aten.select.int(x, dim, i) for i in range(int(x.shape[dim]))]
+
+
 def _view(x: Tensor, shape: Sequence[Any]) -> Tensor:
     """A view, or a copy where the strides of a block forbid a view that those of the whole tensor allow.
 
@@ -218,6 +225,7 @@ LOCAL_OPS: dict[Any, Callable[..., Any]] = {
     aten.roll.default: _roll,
     aten._trilinear.default: lambda a, b, c, x, y, z, total, unroll=1: _trilinear(a, b, c, x, y, z, total),
     aten.matmul.default: _matmul,
+    aten.unbind.int: unbound,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.reshape.default: _view,

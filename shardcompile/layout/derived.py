@@ -104,6 +104,42 @@ def located(cuts: Sequence[Sizes]) -> tuple[Sizes, Sizes]:
     return sizes, tuple(_starts(sizes))
 
 
+def around(cuts: Sequence[Sizes], before: int, after: int) -> tuple[Sizes, Sizes]:
+    """The same blocks, and how many rows each one has with those around it, as far as the dim goes.
+
+    An empty block is given ``before + after + 1`` rows of nobody's, so that a kernel has rows to run on.
+
+    >>> around([(3, 0, 2)], 1, 2)
+    ((3, 0, 2), (5, 4, 3))
+    """
+    (sizes,) = cuts
+    extent, rows = sum(sizes), []
+    for begin, size in zip(_starts(sizes), sizes, strict=True):
+        whole = min(begin + size + after, extent) - max(begin - before, 0)
+        rows.append(whole if size else before + after + 1)
+    return sizes, tuple(rows)
+
+
+def within(cuts: Sequence[Sizes], before: int, after: int) -> tuple[Sizes, Sizes]:
+    """As `around`, with no rows for empty blocks: how many rows each block reads.
+
+    >>> within([(3, 0, 2)], 1, 2)
+    ((3, 0, 2), (5, 0, 3))
+    """
+    sizes, rows = around(cuts, before, after)
+    return sizes, tuple(n if size else 0 for n, size in zip(rows, sizes, strict=True))
+
+
+def ahead(cuts: Sequence[Sizes], before: int) -> tuple[Sizes, Sizes]:
+    """The same blocks, and how many of up to `before` rows in front of each one there are.
+
+    >>> ahead([(3, 0, 2)], 4)
+    ((3, 0, 2), (0, 0, 3))
+    """
+    (sizes,) = cuts
+    return sizes, tuple(min(begin, before) if size else 0 for begin, size in zip(_starts(sizes), sizes, strict=True))
+
+
 DERIVATIONS: dict[str, Callable[..., tuple[Sizes, Sizes]]] = {
     "sliced": sliced,
     "spread": spread,
@@ -111,5 +147,8 @@ DERIVATIONS: dict[str, Callable[..., tuple[Sizes, Sizes]]] = {
     "joined": joined,
     "reading": reading,
     "located": located,
+    "around": around,
+    "within": within,
+    "ahead": ahead,
 }
 """By name, as ops inside a graph call them."""

@@ -92,9 +92,12 @@ def order_of(stride: Sequence[IntLike]) -> list[int]:
 
 
 def dense_stride(shape: Sequence[IntLike], like: Sequence[IntLike]) -> tuple[IntLike, ...]:
-    """Strides without gaps for a shape, the dims in the order of the strides `like`; of expanded ones, row by row."""
+    """Strides without gaps for a shape, the dims in the order of the strides `like`; of expanded ones, row by row.
+
+    Of dims with equal strides, as windows have them, the larger one is the slower one, as in ``torch.empty_like``.
+    """
     if any(isinstance(s, int) and s == 0 for s in like):
         return contiguous_stride(shape)
-    order = order_of(like)
+    order = sorted(range(len(like)), key=lambda d: (-size_hint(like[d]), -size_hint(shape[d])))
     by_dim = dict(zip(order, contiguous_stride([shape[d] for d in order]), strict=True))
     return tuple(by_dim[d] for d in range(len(order)))

@@ -111,3 +111,16 @@ def test_rows_that_read_others_go_to_the_middle_of_what_they_read(
         start += own
         assert own or not many
     assert start == count
+
+
+@given(SIZES, st.integers(0, 6), st.integers(0, 6))
+def test_rows_around_a_block_are_those_that_there_are(sizes: tuple[int, ...], before: int, after: int) -> None:
+    extent, start = sum(sizes), 0
+    found = [DERIVATIONS[how]([sizes], before, after) for how in ("around", "within")]
+    ahead = DERIVATIONS["ahead"]([sizes], before)
+    assert all(same == sizes for same, _ in (*found, ahead))
+    for size, shown, read, front in zip(sizes, found[0][1], found[1][1], ahead[1], strict=True):
+        rows = [r for r in range(extent) if start - before <= r < start + size + after] if size else []
+        assert read == len(rows) and front == sum(r < start for r in rows)
+        assert shown == (len(rows) or before + after + 1)
+        start += size

@@ -259,3 +259,55 @@ def test_the_backward_graph_of_every_rank_holds_the_collectives_of_the_backward_
         "v3 = F.softplus(a1)",
     ]
     assert found(lines, inputs, backend="aot_eager").kind == RIGHT
+
+
+@pytest.mark.parametrize(
+    ("lines", "inputs", "mesh"),
+    [
+        (
+            ['v0 = torch.einsum("ab,cd->abcd", a0, a0)', "v1 = v0**2", "v2 = F.pad(v1, [0, 2, 0, 1, 2, 1], value=0.5)"],
+            [Input("a0", (2, 1), "S(1)", {0: [1, 0]})],
+            (2,),
+        ),
+        (
+            ["v0 = torch.logaddexp(a0, a0)", "v1 = v0.unfold(1, 3, 1)", 'v2 = to(v1, "S(1)", {0: [0, 1, 1]})'],
+            [Input("a0", (5, 4, 5), "R")],
+            (3,),
+        ),
+        (["v0 = a0.expand([4, 3])", "v1 = v0.unfold(0, 2, 1)"], [Input("a0", (1, 3), "S(1)", {0: [2, 0, 1]})], (3,)),
+    ],
+    ids=["columns of one", "windows that overlap", "windows of what is expanded"],
+)
+def test_results_are_stored_as_plain_ones(lines: list[str], inputs: list[Input], mesh: tuple[int, ...]) -> None:
+    assert found(lines, inputs, mesh).kind == RIGHT
+
+
+@pytest.mark.parametrize("write", ["a0.add_(a1.sum())", "v0.add_(a1.sum())", "a0[0] = a1.sum()"])
+def test_what_was_turned_while_there_were_views_takes_no_gradients(write: str) -> None:
+    """Autograd would take the views again, of what has other dims now."""
+    inputs = [Input("a0", (6, 2), "S(0)", {0: [5, 0, 1]}), Input("a1", (2, 4), grad=True)]
+    told = found(["v0 = a0.mT", "a0.unsqueeze_(0)", write], inputs)
+    assert told.kind == REFUSED, told
+    assert "was turned in place" in told.text
+    assert found(["a0.unsqueeze_(0)", write.replace("v0", "a0")], inputs).kind == RIGHT
+    assert found(["v0 = a0.mT", "a0.unsqueeze_(0)", write.replace("a1", "a1.detach()")], inputs).kind == RIGHT
+
+
+def test_rows_are_compared_with_their_target_in_the_forward_pass() -> None:
+    """Both have one extent, which gradients would be the first to say."""
+    inputs = [Input("a0", (2, 4), "R", grad=True), Input("a1", (5, 2, 4), "S(2)", {0: [0, 1, 3]}, grad=True)]
+    lines = [
+        "v0 = a1 * 2",
+        "v1 = a0.unflatten(0, [1, 2])",
+        "v2 = v1.index_add(0, torch.arange(5).remainder(1), a1)",
+    ]
+    assert found(lines, inputs, backend="aot_eager").kind == RIGHT
+    other = [*lines[:2], lines[2].replace("a1)", "a1[..., :1])")]
+    with LocalRanks(3, processes=False) as ranks:
+        assert judge(ranks, Program((3,), inputs, other, refused=True)).kind == REFUSED
+
+
+def test_rows_of_a_dim_whose_extent_is_a_symbol_are_taken_apart() -> None:
+    inputs = [Input("a0", (4, 6, 3), "S(2)", {0: [3, 0]}), Input("a1", (4, 6, 3), "S(1)", {0: [0, 6]})]
+    lines = ["v0 = torch.cat([a0, a1], 0)", "v1 = v0.unbind(0)[-1]", "v2 = v1.log_softmax(0)"]
+    assert found(lines, inputs, (2,), backend="aot_eager").kind == RIGHT

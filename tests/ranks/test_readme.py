@@ -1,50 +1,70 @@
-"""The code of README.md runs, and prints what it says."""
+"""The example of README.md runs, prints what it says, trains as plain PyTorch does, and leaves a checkpoint."""
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from pages import ROOT, blocks, run_blocks
+from torch import nn
 
 from shardcompile.testing import rank
 
-README = Path(__file__).resolve().parents[2] / "README.md"
-BLOCKS = list(re.finditer(r"^```(\w+)\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL))
-TEN_LINES, IN_A_TEST = (block for block in BLOCKS if block[1] == "python")
-(PRINTED,) = (block[2] for block in BLOCKS if block[1] == "text")
+README = ROOT / "README.md"
+EXAMPLE = [block for block in blocks(README) if block.language in ("python", "text")]
 
 
-def code(block: re.Match[str]) -> Any:
-    """A block, with the line numbers of the file; what is explained has to have its source in a file."""
-    source = block[2]
-    return compile("\n" * README.read_text().count("\n", 0, block.start(2)) + source, str(README), "exec")
-
-
-def without_versions_and_places(text: str) -> list[str]:
-    """What is the same with every version of torch: numbers of nodes, and what follows from them, are not."""
-    text = re.sub(r"torch \S+|[\w./-]+\.(py|md):\d+|\d+ nodes|predicted .*", "...", text)
-    return [re.sub(r" {2,}", "  ", line).rstrip() for line in text.strip().splitlines()]
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """The folder that the example runs in, the same on every rank."""
+    return tmp_path
 
 
 @pytest.mark.ranks(2, timeout=300)
-def test_ten_lines() -> None:
-    printed: list[str] = []
-    exec(code(TEN_LINES), {"__name__": "example", "print": lambda *a: printed.append(" ".join(map(str, a)))})
-    if rank() == 0:
-        said = "\n".join(printed).partition("\nwhat to do")[0]
-        assert without_versions_and_places(said) == without_versions_and_places(PRINTED)
+def test_example(work: Path) -> None:
+    before = Path.cwd()
+    os.chdir(work)
+    try:
+        model = run_blocks(EXAMPLE)["model"]
+        dist.barrier()
+        if rank() == 0:
+            loaded = {"model": {name: torch.empty_like(p) for name, p in model.state_dict().items()}}
+            dcp.load(loaded, checkpoint_id="checkpoint", no_dist=True)
+            torch.testing.assert_close(loaded["model"], dict(model.state_dict()), rtol=0, atol=0)
+    finally:
+        os.chdir(before)
 
 
-def test_snapshot() -> None:
-    names: dict[str, Any] = {"__name__": "example"}
-    exec("\n".join(line for line in TEN_LINES[2].splitlines() if "import" in line), names)
-    exec(code(IN_A_TEST), names)
-    names["test_communication"]()
+def losses_of_plain_pytorch() -> Iterator[tuple[int, int, float]]:
+    """Every 20th step of the same training in one process, eager, in float64 but for the data and the initial values."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 1)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = [torch.Generator().manual_seed(rank) for rank in range(2)]
+    for step in range(61):
+        rows = [step * 37 % 100, 20]
+        x = torch.cat([torch.rand(n, 3, generator=own) for n, own in zip(rows, data, strict=True)]).double()
+        loss = (model(x) - x.square().sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 20 == 0:
+            yield step, len(x), loss.item()
 
 
-def test_pictures_and_pages_that_it_links_to_exist() -> None:
-    links = re.findall(r"\]\(([^)#:]+)\)", README.read_text())
-    assert "docs/timeline.svg" in links
-    assert not [link for link in links if not (README.parent / link).exists()]
+def test_the_losses_are_those_of_plain_pytorch() -> None:
+    (printed,) = (block.source for block in EXAMPLE if block.language == "text")
+    told = re.findall(r"step (\d+): (\d+) rows, loss ([\d.]+)", printed)
+    assert told == [(str(step), str(rows), f"{loss:.3f}") for step, rows, loss in losses_of_plain_pytorch()]
+
+
+def test_it_is_short_and_has_a_picture() -> None:
+    text = README.read_text()
+    assert len(text.split()) <= 600
+    assert "](docs/timeline.svg)" in text

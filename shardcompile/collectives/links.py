@@ -1,0 +1,154 @@
+"""Rows that other rows name by their numbers, as the nodes of a graph by its edges: each one travels once to each rank
+that names it.
+
+Every rank tells the owners which rows it needs, each number once; that is worked out here once for an index. After that
+one exchange brings the rows (`take_rows`), and one exchange brings sums of what is meant for them home (`add_rows`).
+The two are each other's adjoint. What a rank names of its own rows does not travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcompile import compat
+from shardcompile.collectives.derived_cuts import block_size, derive
+from shardcompile.collectives.routes import (
+    OUT_OF_RANGE,
+    block_starts,
+    cut_of_sizes,
+    exchange_rows,
+    gather_counts,
+)
+from shardcompile.layout import Cut, IntLike
+
+
+class Links(NamedTuple):
+    """Which rows travel for an index, on one rank.
+
+    Attributes:
+        asked: asked[s, d] rows are named on rank s and held by rank d: [ranks, ranks], int64, on the CPU.
+        sent: of each row that this rank sends its number in the block: [a], int64, in the order of the ranks that ask.
+        wanted: of each row that comes here its number in the whole dim: [b], int64, rising.
+        place: of each entry of the index its row among those of the block, then those that come: [e], int64.
+        sent_cut: how the rows that are sent are spread over the ranks.
+        came_cut: the same of those that come.
+    """
+
+    asked: Tensor
+    sent: Tensor
+    wanted: Tensor
+    place: Tensor
+    sent_cut: Cut
+    came_cut: Cut
+
+
+def find_links(index: Tensor, cut: Cut, mesh: DeviceMesh, about: IntLike, *, may_miss: bool = False) -> Links:
+    """Which rows of a cut dim have to travel. Two collectives: how many, and their numbers.
+
+    Args:
+        index: this rank's entries: [e]; numbers of rows in the whole dim, negative ones from its end.
+        cut: of the dim, over one mesh dim.
+        mesh: the mesh.
+        about: how many entries there are on all ranks, as a rule.
+        may_miss: an entry may also be the extent of the dim, which names no row: it is placed behind all rows.
+
+    Raises:
+        CollectiveError: on every rank, before a row is moved, if an entry is out of range on some rank.
+    """
+    (mesh_dim,) = cut.mesh_dims
+    group_name, ranks = compat.group_name_of(mesh, mesh_dim), mesh.shape[mesh_dim]
+    here, entries = compat.coordinate(mesh), index.shape[0]
+    extent: Any = cut.extent
+    block: Any = block_size(cut, mesh)
+    first: Any = derive("located", [cut], [], extent, mesh)[1]
+    number = torch.where(index < 0, index + extent, index).long()
+    bad = (number < 0) | (number > extent if may_miss else number >= extent)
+    mine = (number >= first) & (number < first + block)
+    away = torch.where(mine | bad, extent, number)
+    ordered, order = away.sort()
+    before = torch.cat([ordered.new_full([1], -1), ordered]).narrow(0, 0, entries)
+    heads = (ordered != before) & (ordered < extent)  # the first entry of each row that has to come
+    slots = heads.cumsum(0) - 1
+    owner = torch.searchsorted(block_starts(cut, mesh).to(index.device), ordered, right=True) - 1
+    counts = torch.zeros([ranks + 1], dtype=torch.int64, device=index.device)
+    counts = counts.scatter_add(0, torch.where(heads, owner, ranks), torch.ones_like(owner))
+    said = torch.where(bad.any(), OUT_OF_RANGE, counts[:-1])
+    asked = gather_counts(said, group_name, "an index names rows of the tensor, and so is less than their number")
+    likely = compat.size_hint(about)
+    sent_cut = cut_of_sizes(asked.sum(0), mesh, [mesh_dim], about=likely)
+    came_cut = cut_of_sizes(asked.sum(1), mesh, [mesh_dim], about=likely)
+    leaving: Any = sent_cut.local_size(here)
+    arriving: Any = came_cut.local_size(here)
+    torch._check(arriving <= entries)
+    target = torch.where(heads, slots, entries)
+    wanted = ordered.new_zeros([entries + 1]).scatter(0, target, ordered).narrow(0, 0, arriving).clone()
+    slot = torch.zeros_like(slots).index_copy(0, order, slots)
+    place = torch.where(mine, number - first, block + slot)
+    if may_miss:
+        place = torch.where(number == extent, block + arriving, place)
+    (named,) = exchange_rows([wanted], asked, leaving, group_name)
+    return Links(asked, named - first, wanted, place, sent_cut, came_cut)
+
+
+def take_rows(
+    blocks: Sequence[Tensor],
+    asked: Tensor,
+    sent: Tensor,
+    place: Tensor,
+    arriving: IntLike,
+    group_name: str,
+    *,
+    may_miss: bool = False,
+) -> list[Tensor]:
+    """The rows that an index names, those of all tensors by one exchange. Differentiable.
+
+    Args:
+        blocks: this rank's rows of each tensor: [n, ...].
+        asked: as in `Links`.
+        sent: as in `Links`.
+        place: as in `Links`.
+        arriving: how many rows come.
+        group_name: the ranks.
+        may_miss: there are entries that name no row, which get zeros.
+
+    Returns:
+        Of each: [e, ...].
+    """
+    leaving = [b.index_select(0, sent) for b in blocks]
+    came = exchange_rows(leaving, asked, arriving, group_name, back=True)
+    nothing = [[b.new_zeros([1, *b.shape[1:]])] if may_miss else [] for b in blocks]
+    return [torch.cat([b, c, *z]).index_select(0, place) for b, c, z in zip(blocks, came, nothing, strict=True)]
+
+
+def add_rows(
+    values: Sequence[Tensor],
+    asked: Tensor,
+    sent: Tensor,
+    place: Tensor,
+    block: Any,
+    arriving: Any,
+    group_name: str,
+) -> list[Tensor]:
+    """Sums of what is meant for each row, at home, those of all tensors by one exchange. Differentiable.
+
+    Args:
+        values: for each entry of the index: [e, ...].
+        asked: as in `Links`.
+        sent: as in `Links`.
+        place: as in `Links`.
+        block: how many rows this rank has.
+        arriving: how many of others it names.
+        group_name: the ranks.
+
+    Returns:
+        Of each: [block, ...].
+    """
+    sums = [v.new_zeros([block + arriving, *v.shape[1:]]).index_add(0, place, v) for v in values]
+    away = [s.narrow(0, block, arriving) for s in sums]
+    home = exchange_rows(away, asked, sent.shape[0], group_name)
+    return [s.narrow(0, 0, block).index_add(0, sent, h) for s, h in zip(sums, home, strict=True)]

@@ -1,0 +1,210 @@
+"""Rows that other rows name: the nodes of a graph, named by its edges.
+
+links = link_rows(nodes, index)   # once for a graph
+rows = links.take(nodes)          # nodes[index]: each row travels once to each rank that names it
+sums = links.add(messages)        # zeros.index_add(0, index, messages): sums travel the same way home
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+from shardcompile import compat
+from shardcompile.collectives import add_rows, block_size, find_links, take_rows
+from shardcompile.errors import LayoutError
+from shardcompile.layout import Layout
+from shardcompile.tensor import ShardTensor
+from shardcompile.tensor.autograd import ToLocal, redistributed
+from shardcompile.tensor.of_rows import cut_alike, layout_of_column, layout_of_rows, mesh_dim_of_rows, wrapped
+
+
+class RowLinks(NamedTuple):
+    """Which rows an index names. Made of tensors: it can be kept, and given to and returned by compiled functions.
+
+    Attributes:
+        degree: how often each row is named: [n], int64, cut as the rows are.
+        asked: asked[s, d] distinct rows are named on rank s of the mesh dim and held by rank d: [ranks, ranks], int64,
+            on the CPU. What a rank names of its own rows is not counted: it does not travel.
+        wanted: the numbers of the rows that come to a rank, each once: [b], int64, cut by what comes.
+        sent: of the rows that a rank sends their numbers in its block: [a], int64, cut by what is sent.
+        place: of each entry of the index its row among those of the rank, then those that come to it, int64, in the
+            shape of the index.
+    """
+
+    degree: Tensor
+    asked: Tensor
+    wanted: Tensor
+    sent: Tensor
+    place: Tensor
+
+    def take(self, *xs: Tensor) -> Any:
+        """``x[index]`` of each tensor, all of them by one exchange. Differentiable.
+
+        Args:
+            xs: each [n, ...].
+
+        Returns:
+            Of each [*index.shape, ...], cut along dim 0 as the index. One tensor if one was given.
+
+        Raises:
+            LayoutError: there are not as many rows as `degree` has, or they lie on another mesh.
+        """
+        return _one_or_all(_take(*self, *xs))
+
+    def add(self, *values: Tensor) -> Any:
+        """The sum of the values of all entries that name a row, for each row. Differentiable; the adjoint of `take`.
+
+        Args:
+            values: each [*index.shape, ...]. All of them by one exchange.
+
+        Returns:
+            Of each [n, ...], cut as the rows. One tensor if one was given.
+
+        Raises:
+            LayoutError: there is not one value for each entry of the index.
+        """
+        return _one_or_all(_add(*self, *values))
+
+
+def link_rows(x: Tensor, index: Tensor) -> RowLinks:
+    """Work out which rows have to travel for an index. Three small collectives; one graph serves every index.
+
+    Args:
+        x: whose rows are named: [n, ...], cut along dim 0 by one mesh dim.
+        index: numbers of rows, negative ones from the end: whole numbers in any shape, brought to blocks along dim 0 of
+            the same mesh dim.
+
+    Raises:
+        LayoutError: `x` is not cut along dim 0 by one mesh dim, or `index` holds no whole numbers.
+        CollectiveError: on every rank, before a row is moved, if an entry is out of range.
+    """
+    return RowLinks(*_link(x, index))
+
+
+def _one_or_all(results: tuple[Any, ...]) -> Any:
+    return results[0] if len(results) == 1 else results
+
+
+def _cut_along(index: Any, mesh_dim: int, layout: Layout) -> Any:
+    """An index in blocks along dim 0 by a mesh dim, and by no other."""
+    if not isinstance(index, ShardTensor):
+        index = ShardTensor.from_local(index, layout.mesh, [Replicate()] * layout.mesh.ndim)
+    now = index._spec.layout
+    if now.mesh != layout.mesh:
+        raise LayoutError(f"the index {now.describe()} lies on another mesh than the rows, {layout.describe()}")
+    cut = now.cuts[0]
+    if cut is not None and cut.mesh_dims == (mesh_dim,) and all(c is None for c in now.cuts[1:]):
+        return redistributed(index, now.reduced())
+    placements = [Shard(0) if m == mesh_dim else Replicate() for m in range(layout.mesh.ndim)]
+    return index.redistribute(placements=placements)
+
+
+@torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
+def _link(x: Any, index: Any) -> tuple[Any, ...]:
+    """The parts of a `RowLinks`."""
+    mesh_dim = mesh_dim_of_rows(x, "link_rows")
+    if index.dtype.is_floating_point or index.dtype.is_complex or index.dtype is torch.bool or not index.ndim:
+        raise LayoutError(
+            f"link_rows: an index is a tensor of whole numbers of at least one dim; got {index.dtype} of shape "
+            f"{tuple(index.shape)}"
+        )
+    layout = layout_of_column(x._spec.layout.reduced())
+    cut = layout.cut_of(0)
+    placements = [Shard(0) if m == mesh_dim else Replicate() for m in range(layout.mesh.ndim)]
+    layout = Layout.of(layout.mesh, placements, layout.shape, torch.int64, [cut])
+    index = _cut_along(index, mesh_dim, layout)
+    entries = index._spec.layout
+    flat = ToLocal.apply(index, None)
+    links = find_links(flat.reshape(-1), cut, layout.mesh, _about(entries.shape))
+    group_name = compat.group_name_of(layout.mesh, mesh_dim)
+    arriving = links.came_cut.local_size(compat.coordinate(layout.mesh))
+    block = block_size(cut, layout.mesh)
+    ones = torch.ones_like(links.place)
+    (degree,) = add_rows([ones], links.asked, links.sent, links.place, block, arriving, group_name)
+    return (
+        wrapped(degree, layout),
+        links.asked,
+        wrapped(links.wanted, layout_of_rows(layout, mesh_dim, links.came_cut, layout)),
+        wrapped(links.sent, layout_of_rows(layout, mesh_dim, links.sent_cut, layout)),
+        wrapped(links.place.view(flat.shape), entries),
+    )
+
+
+def _about(shape: tuple[Any, ...]) -> int:
+    """How many entries an index has, by hints."""
+    many = 1
+    for n in shape:
+        many *= compat.size_hint(n)
+    return many
+
+
+def _of_entries(entries: Layout, of: Layout, dims: int) -> Layout:
+    """The layout of an entry's value for each entry of an index, from that of one for each of some rows."""
+    placements = [Shard(p.dim + entries.ndim - dims) if p.is_shard() and p.dim >= dims else p for p in of.placements]  # type: ignore[attr-defined]
+    (mesh_dim,) = entries.cut_of(0).mesh_dims
+    placements[mesh_dim] = Shard(0)
+    shape = (*entries.shape, *of.shape[dims:])
+    return Layout.of(of.mesh, placements, shape, of.dtype, [*entries.cuts, *of.cuts[dims:]])
+
+
+def _of_row(home: Layout, of: Layout, dims: int) -> Layout:
+    """The layout of one value for each row, from that of one for each entry of an index."""
+    placements = [Shard(p.dim - dims + 1) if p.is_shard() and p.dim >= dims else p for p in of.placements]  # type: ignore[attr-defined]
+    (mesh_dim,) = home.cut_of(0).mesh_dims
+    placements[mesh_dim] = Shard(0)
+    shape = (home.shape[0], *of.shape[dims:])
+    return Layout.of(of.mesh, placements, shape, of.dtype, [home.cuts[0], *of.cuts[dims:]])
+
+
+@torch.compiler.allow_in_graph
+def _take(degree: Any, asked: Tensor, wanted: Any, sent: Any, place: Any, *xs: Any) -> tuple[Any, ...]:
+    home, entries = degree._spec.layout, place._spec.layout
+    mesh_dim = mesh_dim_of_rows(degree, "RowLinks.take")
+    given = [cut_alike(x, home, mesh_dim, "RowLinks.take") for x in xs]
+    numbers = ToLocal.apply(place, None)
+    rows = take_rows(
+        [ToLocal.apply(x, None) for x in given],
+        asked,
+        ToLocal.apply(sent, None),
+        numbers.reshape(-1),
+        block_size(wanted._spec.layout.cut_of(0), home.mesh),
+        compat.group_name_of(home.mesh, mesh_dim),
+    )
+    return tuple(
+        wrapped(r.view([*numbers.shape, *r.shape[1:]]), _of_entries(entries, x._spec.layout, 1))
+        for r, x in zip(rows, given, strict=True)
+    )
+
+
+@torch.compiler.allow_in_graph
+def _add(degree: Any, asked: Tensor, wanted: Any, sent: Any, place: Any, *values: Any) -> tuple[Any, ...]:
+    home, entries = degree._spec.layout, place._spec.layout
+    mesh_dim, dims = mesh_dim_of_rows(degree, "RowLinks.add"), entries.ndim
+    given = []
+    for v in values:
+        if v.ndim < dims or not all(map(compat.same_symbol, v.shape[1:dims], entries.shape[1:])):
+            raise LayoutError(
+                f"RowLinks.add: there is one value for each entry of the index, {tuple(entries.shape)}; got "
+                f"{tuple(v.shape)}"
+            )
+        v = cut_alike(v, entries, mesh_dim, "RowLinks.add")
+        layout = v._spec.layout
+        for d in range(1, dims):
+            layout = layout if layout.cuts[d] is None else layout.gathered(d)
+        given.append(redistributed(v, layout))
+    numbers = ToLocal.apply(place, None)
+    blocks = [ToLocal.apply(v, None) for v in given]
+    sums = add_rows(
+        [b.flatten(0, dims - 1) if dims > 1 else b for b in blocks],
+        asked,
+        ToLocal.apply(sent, None),
+        numbers.reshape(-1),
+        block_size(home.cut_of(0), home.mesh),
+        block_size(wanted._spec.layout.cut_of(0), home.mesh),
+        compat.group_name_of(home.mesh, mesh_dim),
+    )
+    return tuple(wrapped(s, _of_row(home, v._spec.layout, dims)) for s, v in zip(sums, given, strict=True))

@@ -1,0 +1,225 @@
+"""A function of one's own on blocks with the rows around them: a stencil, neighbourhood attention, a custom kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Replicate
+
+from shardcompile import compat
+from shardcompile.collectives import Pending, block_size, derive
+from shardcompile.dispatch.rows import take_rows
+from shardcompile.errors import LayoutError
+from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
+from shardcompile.tensor import ShardTensor
+from shardcompile.tensor.autograd import FromLocal, ToLocal, redistributed
+
+Halo = Mapping[int, tuple[int, int]]
+
+
+def halo_map(fn: Callable[..., Any], *xs: Tensor, halo: Halo, fill: float | None = None, crop: bool = True) -> Any:
+    """Run a function of plain tensors on the blocks with the rows around them. Differentiable if the function is.
+
+    Along a dim that is cut, a rank gets the rows next to its block from whoever holds them, be it several ranks.
+    Corners come along. In the backward pass the gradients of these rows go home and are added.
+
+    Args:
+        fn: gets a block of each of `xs`; returns a tensor or a tuple of tensors. Along the dims of the halo they have
+            as many rows as what it was given, or without `crop` as many as the block itself. A rank whose block is
+            empty calls it, too: with rows that nobody has and whose results are dropped. A tensor that it takes from
+            elsewhere gets the gradient of this rank's rows alone.
+        xs: tensors that have the same extents along the dims of the halo; brought to the cuts of the first one.
+        halo: by dim how many rows it needs in front of a block and behind it.
+        fill: what rows outside of the tensor hold, along all dims of the halo: a block of n rows then comes with
+            ``before + n + after``. None: there are none, and blocks end where the tensor ends, as a kernel expects that
+            has a way of its own with edges.
+        crop: whether the rows of the halo are to be taken off the results.
+
+    Returns:
+        What `fn` returns of all blocks, cut as the first tensor. Plain if all of `xs` are.
+
+    Raises:
+        LayoutError: a dim of the halo is cut by several mesh dims, tensors do not fit, or a result has not the rows
+            that it has to have.
+    """
+    if not xs:
+        raise LayoutError("halo_map needs a tensor to run the function on")
+    first = next((x for x in xs if isinstance(x, ShardTensor)), None)
+    reach = tuple((d, *_checked(d, halo[d], xs)) for d in sorted(halo))
+    if first is None:
+        given = [_filled(x, reach, fill) for x in xs]
+        result = fn(*given)
+        outs = result if isinstance(result, tuple) else (result,)
+        kept = tuple(_inner(o, xs[0], reach, fill, crop) for o in outs)
+        return kept if isinstance(result, tuple) else kept[0]
+    extended = _extended(reach, fill, *xs)
+    result = fn(*extended)
+    outs = result if isinstance(result, tuple) else (result,)
+    wrapped = tuple(_cropped(reach, fill, crop, o, *xs) for o in outs)
+    return wrapped if isinstance(result, tuple) else wrapped[0]
+
+
+def _checked(dim: int, rows: tuple[int, int], xs: Sequence[Tensor]) -> tuple[int, int]:
+    if not all(0 <= dim < x.ndim for x in xs):
+        raise LayoutError(f"halo_map: there is no dim {dim} in all of {[tuple(x.shape) for x in xs]}; count from 0")
+    before, after = rows
+    if before < 0 or after < 0:
+        raise LayoutError(f"halo_map: rows in front and behind are at least 0, got {before} and {after} for dim {dim}")
+    return before, after
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """What a block is given along one dim.
+
+    Attributes:
+        dim: the dim.
+        cut: its cut; None if it is whole.
+        before: rows in front that are wanted.
+        after: rows behind.
+        fill: what rows outside hold; None if there are none.
+        mesh: the mesh.
+    """
+
+    dim: int
+    cut: Cut | None
+    before: int
+    after: int
+    fill: float | None
+    mesh: Any
+
+    @property
+    def shown(self) -> IntLike | None:
+        """Rows that the function is given; None if they are those of the block."""
+        if self.cut is None:
+            return None
+        if self.fill is not None:
+            block: Any = block_size(self.cut, self.mesh)
+            return self.before + block + self.after  # type: ignore[no-any-return]
+        return derive("around", [self.cut], [self.before, self.after], self.cut.extent, self.mesh)[1]
+
+    @property
+    def ahead(self) -> IntLike:
+        """How many of them are in front of the block's own."""
+        if self.fill is not None:
+            return self.before
+        if self.cut is None:
+            return 0
+        return derive("ahead", [self.cut], [self.before], self.cut.extent, self.mesh)[1]
+
+    def extend(self, x: Tensor) -> Tensor:
+        """A block with the rows around it."""
+        if self.cut is None:
+            return _padded(x, self.dim, self.before, self.after, self.fill)
+        if not (self.before or self.after) and self.fill is not None:
+            return x
+        (mesh_dim,) = self.cut.mesh_dims
+        held = self.cut.group_ref(compat.coordinate(self.mesh) or ())
+        cut = (held.sizes, held.key, held.nest)
+        extent, shown = self.cut.extent, self.shown
+        assert shown is not None, "the dim is cut"
+        numbers = [extent, 1, 1, self.before, self.after]
+        how, told = ("within", numbers[3:]) if self.fill is None else ("reading", [*numbers, 0])
+        fetched = derive(how, [self.cut], told, extent, self.mesh)[1]
+        group_name = compat.group_name_of(self.mesh, mesh_dim)
+        flat = torch.ops.shardcompile.fetch_ranges(
+            x, self.dim, extent, fetched, *cut, *cut, numbers, self.fill, group_name
+        )
+        rows = Pending.of(flat, x.shape, self.dim, fetched).wait()
+        if isinstance(fetched, int) and fetched == shown:
+            return rows
+        spare_shape = [self.before + self.after + 1 if d == self.dim else n for d, n in enumerate(x.shape)]
+        spare = x.new_full(spare_shape, self.fill or 0)
+        return torch.narrow_copy(torch.cat([rows, spare], self.dim), self.dim, 0, shown)
+
+
+def _padded(x: Tensor, dim: int, before: int, after: int, fill: float | None) -> Tensor:
+    if fill is None:
+        return x
+    return torch.nn.functional.pad(x, [*[0, 0] * (x.ndim - 1 - dim), before, after], value=fill)
+
+
+def _filled(x: Tensor, reach: Sequence[tuple[int, int, int]], fill: float | None) -> Tensor:
+    for dim, before, after in reach:
+        x = _padded(x, dim, before, after, fill)
+    return x
+
+
+def _inner(out: Tensor, x: Tensor, reach: Sequence[tuple[int, int, int]], fill: float | None, crop: bool) -> Tensor:
+    """On one device: a result without the rows of the halo."""
+    for dim, before, after in reach:
+        n = x.shape[dim]
+        outside = before + after if crop and fill is not None else 0
+        _check_rows(out, dim, n + outside)
+        if outside:
+            out = out.narrow(dim, before, n)
+    return out
+
+
+def _check_rows(out: Tensor, dim: int, rows: IntLike) -> None:
+    if dim >= out.ndim or not compat.same_symbol(out.shape[dim], rows):
+        raise LayoutError(
+            f"halo_map: the function has returned {tuple(out.shape)}, where along dim {dim} {rows} rows are expected: "
+            "those that it was given, or with crop=False those of the block"
+        )
+
+
+def _laid_out(reach: Sequence[tuple[int, int, int]], fill: float | None, xs: Sequence[Any]) -> tuple[Layout, Any]:
+    """The layout of the first tensor that is sharded, without pending sums, and what is given along each dim."""
+    layout = next(x for x in xs if isinstance(x, ShardTensor))._spec.layout.reduced()
+    found = []
+    for dim, before, after in reach:
+        cut = layout.cuts[dim]
+        if cut is not None and len(cut.mesh_dims) > 1:
+            raise LayoutError(
+                f"halo_map: dim {dim} of {layout.describe()} is cut by several mesh dims; redistribute it to one first"
+            )
+        found.append(_Reach(dim, cut, before, after, fill, layout.mesh))
+    return layout, found
+
+
+@torch.compiler.allow_in_graph  # one node for Dynamo; what follows, the user's function, it traces as if it stood alone
+def _extended(reach: Sequence[tuple[int, int, int]], fill: float | None, *xs: Any) -> tuple[Tensor, ...]:
+    layout, found = _laid_out(reach, fill, xs)
+    blocks = []
+    for x in xs:
+        block = ToLocal.apply(_alike(x, layout), None)
+        for r in found:
+            block = r.extend(block)
+        blocks.append(block)
+    return tuple(blocks)
+
+
+def _alike(x: Any, layout: Layout) -> Any:
+    """A tensor in the cuts of a layout, which has as many rows along all dims that are cut."""
+    if not isinstance(x, ShardTensor):
+        x = ShardTensor.from_local(x, layout.mesh, [Replicate()] * layout.mesh.ndim)
+    dims = [d for d, c in enumerate(layout.cuts) if c is not None]
+    if any(d >= x.ndim or not compat.same_symbol(x.shape[d], layout.shape[d]) for d in dims):
+        raise LayoutError(f"halo_map: {x._spec.layout.describe()} has not the rows of {layout.describe()}")
+    cuts = [layout.cuts[d] if d < layout.ndim else None for d in range(x.ndim)]
+    return redistributed(x, Layout.of(layout.mesh, layout.placements, tuple(x.shape), x.dtype, cuts))
+
+
+@torch.compiler.allow_in_graph
+def _cropped(reach: Sequence[tuple[int, int, int]], fill: float | None, crop: bool, out: Tensor, *xs: Any) -> Any:
+    layout, found = _laid_out(reach, fill, xs)
+    for r in found:
+        block = layout.shape[r.dim] if r.cut is None else block_size(r.cut, layout.mesh)
+        outside = r.before + r.after if r.fill is not None else 0
+        whole = r.shown if r.cut is not None else layout.shape[r.dim] + outside
+        _check_rows(out, r.dim, whole if crop else block)
+        if crop:
+            out = take_rows(out, r.dim, r.ahead, 1, block)
+    shape: list[Any] = list(out.shape)
+    for d, cut in enumerate(layout.cuts):
+        if cut is not None:
+            _check_rows(out, d, block_size(cut, layout.mesh))
+            shape[d] = cut.extent
+    cuts = [layout.cuts[d] if d < layout.ndim else None for d in range(out.ndim)]
+    result = Layout.of(layout.mesh, layout.placements, shape, out.dtype, cuts)
+    return FromLocal.apply(out.contiguous(), ShardTensor, Spec.of(result, contiguous_stride(result.shape)))

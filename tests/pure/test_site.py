@@ -1,0 +1,92 @@
+"""The pages of the site: each is in the navigation, links lead somewhere, and mkdocs builds them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [*sorted(DOCS.glob("**/*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+
+
+def text_of(page: Path) -> str:
+    """A page without its code, where brackets are no links and a number sign is no heading."""
+    return re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.M | re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Relative links to files that are not there, or to headings that the file does not have."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path) if path else page
+        if "://" in link:
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    return broken
+
+
+def navigation() -> list[str]:
+    """The pages that mkdocs.yml lists. A line of it is enough: reading YAML would need a package."""
+    listed = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0]
+    return re.findall(r": (\S+\.md)$", listed, re.M)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    assert sorted(navigation()) == sorted(str(page.relative_to(DOCS)) for page in DOCS.glob("**/*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    assert not broken_links(page)
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# One heading\n[a](gone.md) [b](page.md#one-heading) [c](#none) [d](https://x.y/z) `[e](code.md)`\n"
+    )
+    assert broken_links(page) == ["gone.md", "#none"]
+
+
+def test_every_page_is_two_views_from_the_readme() -> None:
+    """From README.md by a link, or by a link of a page that README.md links to."""
+    one = {
+        (ROOT / link.partition("#")[0]).resolve()
+        for link in re.findall(r"\]\(([^)]+\.md)\)", text_of(ROOT / "README.md"))
+    }
+    two = {(p.parent / link).resolve() for p in one for link in re.findall(r"\]\(([^)#:]+\.md)[#)]", text_of(p))}
+    assert set(DOCS.glob("**/*.md")) - one - two <= {DOCS / "index.md"}
+
+
+@pytest.mark.skipif(
+    find_spec("mkdocs") is None or find_spec("mkdocstrings") is None or find_spec("material") is None,
+    reason="needs shardcompile[docs]",
+)
+def test_the_site_builds(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    api = (tmp_path / "site" / "api.html").read_text()
+    assert "shardcompile.ShardTensor.from_local" in api and "sharding_shapes" in api
+    assert (tmp_path / "site" / "repository" / "notebooks" / "1_uneven_shards.ipynb").exists()
+    shutil.rmtree(tmp_path / "site")

@@ -1,0 +1,177 @@
+"""`halo_map`: neighbourhood attention and stencils as local functions, against the same on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiers import often
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+import shardcompile as sc
+from shardcompile.compat.testing import graphs_compiled
+from shardcompile.testing import mesh, once
+
+TIGHT = {"rtol": 1e-12, "atol": 1e-12}
+NEAR = 5
+
+
+def windows(n: Any, size: int) -> Tensor:
+    """Of each row those that it attends to: around it, moved inwards at the edges, as natten has it."""
+    first = (torch.arange(n) - size // 2).clamp(min=0).clamp(max=n - size)
+    return first.unsqueeze(1) + torch.arange(size)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Neighbourhood attention along dim 0: [n, heads, width]."""
+    near = windows(q.shape[0], NEAR)
+    weights = (q.unsqueeze(1) * k[near]).sum(-1, keepdim=True).softmax(1)
+    return (weights * v[near]).sum(1)
+
+
+def attention_2d(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same in a window of NEAR x 3 of an image: [rows, columns, width]."""
+    down, across = windows(q.shape[0], NEAR), windows(q.shape[1], 3)
+    of_k, of_v = (t[down][:, :, across].movedim(1, 2) for t in (k, v))  # [rows, columns, NEAR, 3, width]
+    weights = (q[:, :, None, None] * of_k).sum(-1).flatten(2).softmax(-1).view(*of_k.shape[:4], 1)
+    return (weights * of_v).sum((2, 3))
+
+
+def laplacian(x: Tensor) -> Tensor:
+    """Of a 3-D field with zeros around it, from which the outermost rows are taken off."""
+    near = -6 * x[1:-1, 1:-1, 1:-1]
+    near = near + x[2:, 1:-1, 1:-1] + x[:-2, 1:-1, 1:-1] + x[1:-1, 2:, 1:-1] + x[1:-1, :-2, 1:-1]
+    return near + x[1:-1, 1:-1, 2:] + x[1:-1, 1:-1, :-2]
+
+
+def cut(full: Tensor, sizes: list[int], on: DeviceMesh) -> Any:
+    return sc.distribute_tensor(full, on, [Shard(0)], sharding_shapes={0: sizes})
+
+
+def neighbourhood(q: Any, k: Any, v: Any) -> Any:
+    return sc.halo_map(attention, q, k, v, halo={0: (NEAR - 1, NEAR - 1)})
+
+
+def stencil(x: Any) -> Any:
+    return sc.halo_map(laplacian, x, halo=dict.fromkeys(range(3), (1, 1)), fill=0.0, crop=False)
+
+
+def smoothed(x: Any) -> Any:
+    """Two results, and another number of rows in front than behind."""
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        steps = x.cumsum(0)
+        back = torch.cat([steps[:2], steps[2:] - steps[:-2]])
+        return back, (x * 2).sum(1)
+
+    return sc.halo_map(fn, x, halo={0: (3, 0)}, fill=0.0)
+
+
+def check(run: Any, plain: Any, fulls: list[Tensor], place: Any) -> None:
+    """Values, layouts and gradients against one device."""
+
+    def outs(results: Any) -> tuple[Any, ...]:
+        return results if isinstance(results, tuple) else (results,)
+
+    def expected() -> list[Tensor]:
+        given = [f.clone().requires_grad_() for f in fulls]
+        results = outs(plain(*given))
+        sum(r.sin().sum() for r in results).backward()
+        return [*(r.detach() for r in results), *(g.grad for g in given)]
+
+    given = [place(f).requires_grad_() for f in fulls]
+    results = outs(run(*given))
+    assert all(r.sharding.cuts[0].sizes == given[0].sharding.cuts[0].sizes for r in results)
+    sum(r.sin().sum() for r in results).backward()
+    for ours, theirs in zip([*results, *(g.grad for g in given)], once(expected), strict=True):
+        torch.testing.assert_close(ours.detach().full_tensor(), theirs, **TIGHT)
+
+
+CUTS = [[5, 0, 2], [0, 7, 0], [1, 1, 9], [4, 6, 3], [0, 0, 5]]
+
+
+def rows(extent: int, *rest: int, seed: int = 0) -> Tensor:
+    return torch.randn(extent, *rest, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("sizes", CUTS, ids=str)
+def test_functions_on_blocks_give_what_they_give_on_one_device(sizes: list[int]) -> None:
+    qkv = [rows(sum(sizes), 2, 3, seed=s) for s in range(3)]
+    check(neighbourhood, attention, qkv, lambda f: cut(f, sizes, mesh()))
+    x = rows(sum(sizes), 4)
+    check(smoothed, smoothed, [x], lambda f: cut(f, sizes, mesh()))
+    field = rows(sum(sizes), 3, 2)
+    padded = lambda f: laplacian(torch.nn.functional.pad(f, [1] * 6))  # noqa: E731
+    check(stencil, padded, [field], lambda f: cut(f, sizes, mesh()))
+    torch.testing.assert_close(stencil(field), padded(field))  # all of it plain
+
+
+@pytest.mark.ranks(3, timeout=600, processes=False)
+@pytest.mark.parametrize(
+    ("backend", "run", "plain", "shape"),
+    often(
+        [
+            ("aot_eager", neighbourhood, attention, (2, 3)),
+            ("aot_eager", smoothed, smoothed, (4,)),
+            ("inductor", neighbourhood, attention, (2, 3)),
+            ("inductor", smoothed, smoothed, (4,)),
+        ],
+        1,
+    ),
+)
+def test_one_graph_serves_every_cut(backend: str, run: Any, plain: Any, shape: tuple[int, ...]) -> None:
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    many = 3 if run is neighbourhood else 1
+    for count, sizes in enumerate([*CUTS, [2, 3, 1], [9, 0, 8]]):
+        if count == 3:
+            before = once(graphs_compiled)
+        check(
+            compiled,
+            plain,
+            [rows(sum(sizes), *shape, seed=s) for s in range(many)],
+            lambda f, n=sizes: cut(f, n, mesh()),
+        )
+    assert graphs_compiled() == before
+
+
+@pytest.mark.ranks(4, processes=False)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_two_cut_dims_bring_their_corners(compiled: bool) -> None:
+    on = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+
+    def place(full: Tensor) -> Any:
+        return sc.distribute_tensor(full, on, [Shard(0), Shard(1)], sharding_shapes={0: [5, 2], 1: [1, 5]})
+
+    def image(q: Any, k: Any, v: Any) -> Any:
+        return sc.halo_map(attention_2d, q, k, v, halo={0: (NEAR - 1, NEAR - 1), 1: (2, 2)})
+
+    runs = [torch.compile(r, fullgraph=True, backend="aot_eager") if compiled else r for r in (image, stencil)]
+    check(runs[0], attention_2d, [rows(7, 6, 3, seed=s) for s in range(3)], place)
+    check(runs[1], lambda f: laplacian(torch.nn.functional.pad(f, [1] * 6)), [rows(7, 6, 4)], place)
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_pending_sums_plain_tensors_and_what_does_not_fit() -> None:
+    full, on = rows(7, 2), mesh()
+    x = cut(full, [5, 0, 2], on)
+    twice = sc.halo_map(lambda a, b: a + b, x, full, halo={0: (1, 1)})
+    torch.testing.assert_close(twice.full_tensor(), 2 * full)
+    terms = sc.ShardTensor.from_local(full / 3, on, [Partial()])
+    torch.testing.assert_close(sc.halo_map(lambda a: a, terms, halo={0: (1, 1)}).full_tensor(), full)
+    whole = x.redistribute(placements=[Replicate()])
+    assert sc.halo_map(lambda a: a[1:-1], whole, halo={0: (1, 1)}, fill=0.0, crop=False).full_tensor().equal(full)
+    for given, halo, message in (
+        ((x,), {2: (1, 1)}, "there is no dim 2"),
+        ((x,), {0: (-1, 1)}, "at least 0"),
+        ((x, full[:6]), {0: (1, 1)}, "has not the rows"),
+        ((), {0: (1, 1)}, "needs a tensor"),
+    ):
+        with pytest.raises(sc.LayoutError, match=message):
+            sc.halo_map(lambda *a: a[0], *given, halo=halo)
+    for fn, crop in ((lambda a: a[1:-1], True), (lambda a: a, False)):
+        with pytest.raises(sc.LayoutError, match=r"the function has returned .* rows are expected"):
+            sc.halo_map(fn, x, halo={0: (1, 1)}, fill=0.0, crop=crop)

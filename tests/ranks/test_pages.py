@@ -1,0 +1,127 @@
+"""The code of the pages in docs/ runs, and prints what they say.
+
+docs/testing.md has `test_docs.py`, docs/recipes.md `test_recipes.py`, docs/training.md `test_training_page.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from pages import DOCS, Block, blocks, run_blocks, without_versions_and_places
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.placement_types import Shard
+
+import shardcompile as sc
+from shardcompile.testing import rank
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def by_aot_eager(page: str) -> list[Block]:
+    """The blocks of a page; what they compile by our backend is compiled in a tenth of the time."""
+    return [replace(b, source=b.source.replace('"shardcompile"', '"aot_eager"')) for b in blocks(DOCS / page)]
+
+
+def code_and_text(page: str) -> list[Block]:
+    return [block for block in by_aot_eager(page) if block.language in ("python", "text")]
+
+
+@pytest.mark.ranks(2, processes=False, timeout=300)
+def test_first_model() -> None:
+    run_blocks(blocks(DOCS / "first-model.md"), cleaned=without_versions_and_places)
+
+
+def test_looking_inside() -> None:
+    run_blocks(blocks(DOCS / "looking-inside.md"))["test_communication"]()
+
+
+def test_install() -> None:
+    run_blocks(blocks(DOCS / "install.md"))
+
+
+PHYSICS = code_and_text("physics.md")
+
+
+@pytest.mark.nightly
+def test_what_a_physics_informed_loss_costs() -> None:
+    laplacian, model, _, costs, printed = PHYSICS
+    run_blocks([laplacian, model, costs, printed])
+
+
+@pytest.mark.nightly
+@pytest.mark.ranks(2, processes=False)
+def test_training_of_a_physics_informed_loss_prints_what_the_page_says() -> None:
+    laplacian, model, printed, *_ = PHYSICS
+    run = replace(model, source=model.source + "\ntrain(init_device_mesh('cpu', (2,)), 101)\n")
+    start = replace(laplacian, source=laplacian.source + "from torch.distributed.device_mesh import init_device_mesh\n")
+    run_blocks([start, run, printed])
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_physics_informed_loss(compiled: bool, float64: None) -> None:
+    names = run_blocks(PHYSICS[:2])
+    solved = names["laplacian"](lambda p: (math.pi * p).sin().prod(1), points := torch.rand(7, 2))
+    torch.testing.assert_close(solved, -names["source"](points))  # the solution, in closed form
+
+    full, models = [torch.rand(7, 2), torch.rand(4, 2)], []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        names["field"] = names["Field"]()
+        given: list[Any] = full
+        loss_of = eval("lambda *points: poisson_loss(field, *points)", names)
+        if sharded:
+            mesh = init_device_mesh("cpu", (3,))
+            sizes = [[5, 0, 2], [0, 1, 3]]
+            blocks_here = [x.split(n)[rank()] for x, n in zip(full, sizes, strict=True)]
+            given = [
+                sc.ShardTensor.from_local(b, mesh, [Shard(0)], {0: n}) for b, n in zip(blocks_here, sizes, strict=True)
+            ]
+            loss_of = torch.compile(loss_of, fullgraph=True, backend="aot_eager") if compiled else loss_of
+        loss = loss_of(*given)
+        loss.backward()
+        models.append([loss.item(), *(p.grad for p in names["field"].parameters())])
+    torch.testing.assert_close(models[1], models[0])
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_troubleshooting() -> None:
+    run_blocks(blocks(DOCS / "troubleshooting.md"), cleaned=str.split)  # the page breaks lines
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("page", ["from-dtensor.md", "from-physicsnemo.md"])
+def test_coming_from(page: str) -> None:
+    run_blocks(blocks(DOCS / page))
+
+
+@pytest.mark.ranks(4, processes=False)
+def test_routing(float64: None) -> None:
+    names = run_blocks(blocks(DOCS / "routing.md"))
+    tokens, gate, weights, sizes = torch.rand(7, 3), torch.rand(3, 16), torch.rand(16, 3, 3), [4, 0, 1, 2]
+    mesh = init_device_mesh("cpu", (4,))
+    own = weights[4 * rank() : 4 * rank() + 4]
+    block = tokens.split(sizes)[rank()].clone().requires_grad_()
+    out = names["layer"](sc.ShardTensor.from_local(block, mesh, [Shard(0)], {0: sizes}), gate, own)
+    out.square().sum().backward()
+
+    plain = tokens.clone().requires_grad_()
+    shares, numbers = (plain @ gate).softmax(-1).topk(2)
+    each = (plain[:, None, None] @ weights[numbers]).squeeze(2).relu()
+    expected = (shares[..., None] * each).sum(1)
+    expected.square().sum().backward()
+    torch.testing.assert_close(out.full_tensor(), expected)
+    torch.testing.assert_close(block.grad, plain.grad.split(sizes)[rank()])  # type: ignore[union-attr]
+
+    moved = names["balance"](sc.distribute_tensor(tokens, mesh, [Shard(0)]), torch.tensor(sizes))
+    torch.testing.assert_close(moved.to_local(), tokens.split(sizes)[rank()])
