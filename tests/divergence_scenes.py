@@ -410,43 +410,48 @@ def _be_rank(name: str, rank: int, folder: str) -> None:
         (Path(folder) / f"{name}.{rank}.json").write_text(json.dumps(outcome))
 
 
-def _play(name: str, folder: str) -> dict[str, Any]:
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=_be_rank, args=(name, rank, folder)) for rank in range(WORLD)]
-    for rank in ranks:
-        rank.start()
-    end = time.time() + LIMIT_SECONDS
-    for process in ranks:
-        process.join(max(end - time.time(), 0.1))
-    found: list[dict[str, Any]] = []
-    for number, process in enumerate(ranks):
-        hung = process.is_alive()
-        if hung:
-            process.kill()
+class _Played:
+    """A scene whose ranks run: three processes, and the time by which they have to end."""
+
+    def __init__(self, name: str, folder: str) -> None:
+        self.name, self.folder = name, Path(folder)
+        fork = multiprocessing.get_context("fork")
+        self.ranks = [fork.Process(target=_be_rank, args=(name, rank, folder)) for rank in range(WORLD)]
+        for rank in self.ranks:
+            rank.start()
+        self.end = time.monotonic() + LIMIT_SECONDS
+
+    def runs(self) -> bool:
+        return any(rank.is_alive() for rank in self.ranks) and time.monotonic() < self.end
+
+    def found(self) -> dict[str, Any]:
+        found: list[dict[str, Any]] = []
+        for number, process in enumerate(self.ranks):
+            hung = process.is_alive()
+            if hung:
+                process.kill()
             process.join()
-        file = Path(folder) / f"{name}.{number}.json"
-        outcome = json.loads(file.read_text()) if file.exists() else {"error": None, "time": None}
-        shown = (Path(folder) / f"{name}.{number}.err").read_text()
-        found.append({**outcome, "hung": hung, "status": process.exitcode, "shown": shown[-4000:]})
-    events = [float(f.read_text()) for f in Path(folder).glob(f"{name}.*.event")]
-    return {"ranks": found, "event": min(events, default=None)}
+            file = self.folder / f"{self.name}.{number}.json"
+            outcome = json.loads(file.read_text()) if file.exists() else {"error": None, "time": None}
+            shown = (self.folder / f"{self.name}.{number}.err").read_text()
+            found.append({**outcome, "hung": hung, "status": process.exitcode, "shown": shown[-4000:]})
+        events = [float(f.read_text()) for f in self.folder.glob(f"{self.name}.*.event")]
+        return {"ranks": found, "event": min(events, default=None)}
 
 
 def main(results: str, names: list[str]) -> None:
+    """Plays the scenes, all from one thread: where several wait for processes, one takes the end of another's."""
     found: dict[str, Any] = {}
     waiting = list(names)
-
-    def work() -> None:
-        while waiting:
-            name = waiting.pop(0)
-            found[name] = _play(name, folder)
-
+    playing: list[_Played] = []
     with tempfile.TemporaryDirectory() as folder:
-        threads = [threading.Thread(target=work) for _ in range(AT_ONCE)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        while waiting or playing:
+            while waiting and len(playing) < AT_ONCE:
+                playing.append(_Played(waiting.pop(0), folder))
+            time.sleep(0.05)
+            for played in [scene for scene in playing if not scene.runs()]:
+                found[played.name] = played.found()
+                playing.remove(played)
     Path(results).write_text(json.dumps(found))
 
 
