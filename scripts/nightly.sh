@@ -7,8 +7,8 @@ source scripts/venv.sh
 
 use_venv test
 status=0
-echo "== pytest: in one process, on 2 workers"
-python -m pytest -q -n 2 --dist worksteal --durations 15 -m "(nightly or sweep) and not rank_processes" "$@" || status=$?
-echo "== pytest: on ranks that are processes"
-python -m pytest -q --durations 15 -m "(nightly or sweep) and rank_processes" "$@" || status=$?
+echo "== pytest: on 2 workers"
+python -m pytest -q -n 2 --dist worksteal --durations 15 -m "(nightly or sweep) and not alone" "$@" || status=$?
+echo "== pytest: tests that run alone"
+python -m pytest -q --durations 15 -m "(nightly or sweep) and alone" "$@" || status=$?
 exit "$status"

@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # Sets up an environment (see venv.sh) and runs every check. With arguments, pytest runs once, with them.
 #
-# The tests run in two parts: those that need no other process side by side, then those whose ranks are processes, which
-# take all cores by themselves. ruff, mypy and the import contracts are checked beside the second part, whose ranks wait a
-# lot. (Both parts at once take as long as one after the other: there is no more to be had from two cores.)
+# The tests run in two parts: most on two workers, since ranks that are processes wait a lot; then those that see how soon
+# ranks are told of one another, with nothing beside them but ruff, mypy and the import contracts, which are one process.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/venv.sh
@@ -24,13 +23,13 @@ if (($#)); then
 fi
 
 guards="not sweep and not nightly"
-echo "== pytest: tests in one process, on 2 workers"
 status=0
-python -m pytest -v -n 2 --dist worksteal --durations 15 -m "$guards and not rank_processes" || status=$?
+echo "== pytest: on 2 workers"
+python -m pytest -v -n 2 --dist worksteal --durations 15 -m "$guards and not alone" || status=$?
 checked=$(mktemp)
 checks >"$checked" 2>&1 &
-echo "== pytest: tests on ranks that are processes"
-python -m pytest -v --durations 15 -m "$guards and rank_processes" || status=$?
+echo "== pytest: tests that run alone"
+python -m pytest -v --durations 15 -m "$guards and alone" || status=$?
 wait $! || status=$?
 cat "$checked"
 rm "$checked"

@@ -111,8 +111,8 @@ def nothing_is_left() -> Iterator[None]:
     ("net", "device"),
     [
         (MLP, "cpu"),
-        pytest.param(TwoHeads, "cuda", marks=needs_compiler),
-        *(pytest.param(net, "cuda", marks=[needs_compiler, pytest.mark.nightly]) for net in (MLP, Attention)),
+        pytest.param(MLP, "cuda", marks=needs_compiler),
+        *(pytest.param(net, "cuda", marks=[needs_compiler, pytest.mark.nightly]) for net in (Attention, TwoHeads)),
         *(pytest.param(net, "cpu", marks=pytest.mark.nightly) for net in (Attention, TwoHeads)),
     ],
 )

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-pytestmark = pytest.mark.rank_processes  # each scene has ranks of its own
+pytestmark = [pytest.mark.rank_processes, pytest.mark.alone]  # each scene has ranks of its own
 
 SECONDS = 10.0
 """How soon after ranks differ each of them has to know."""

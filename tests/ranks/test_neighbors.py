@@ -198,7 +198,7 @@ def test_many_dims_and_what_is_not_a_number() -> None:
 
 
 @pytest.mark.ranks(4, processes=False)
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", often([False, True], 1))
 def test_layouts_of_queries_and_points(compiled: bool) -> None:
     on = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     full, others = torch.randn(9, 3, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)

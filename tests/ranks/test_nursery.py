@@ -15,6 +15,7 @@ from shardcompile.testing import LocalRanks, nursery, process
 
 pytestmark = [
     pytest.mark.rank_processes,
+    pytest.mark.alone,
     pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone"),
 ]
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from pages import DOCS, Block, blocks, run_blocks, without_versions_and_places
+from tiers import often
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
 
@@ -36,6 +37,7 @@ def code_and_text(page: str) -> list[Block]:
     return [block for block in by_aot_eager(page) if block.language in ("python", "text")]
 
 
+@pytest.mark.nightly  # README's example, which is much the same, runs on every push
 @pytest.mark.ranks(2, processes=False, timeout=300)
 def test_first_model() -> None:
     run_blocks(blocks(DOCS / "first-model.md"), cleaned=without_versions_and_places)
@@ -68,7 +70,7 @@ def test_training_of_a_physics_informed_loss_prints_what_the_page_says() -> None
 
 
 @pytest.mark.ranks(3, processes=False)
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", often([False, True], 1))
 def test_physics_informed_loss(compiled: bool, float64: None) -> None:
     names = run_blocks(PHYSICS[:2])
     solved = names["laplacian"](lambda p: (math.pi * p).sin().prod(1), points := torch.rand(7, 2))
@@ -112,7 +114,10 @@ def test_routing(float64: None) -> None:
     mesh = init_device_mesh("cpu", (4,))
     own = weights[4 * rank() : 4 * rank() + 4]
     block = tokens.split(sizes)[rank()].clone().requires_grad_()
-    out = names["layer"](sc.ShardTensor.from_local(block, mesh, [Shard(0)], {0: sizes}), gate, own)
+    x = sc.ShardTensor.from_local(block, mesh, [Shard(0)], {0: sizes})
+    out = names["layer"](x, gate, own)
+    compiled = torch.compile(names["layer"], fullgraph=True, backend="aot_eager")(x, gate, own)
+    torch.testing.assert_close(compiled.full_tensor(), out.full_tensor())
     out.square().sum().backward()
 
     plain = tokens.clone().requires_grad_()

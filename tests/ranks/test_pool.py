@@ -20,7 +20,8 @@ from shardcompile.testing.messages import Kind, Outcome
 from shardcompile.testing.pool import RankPools
 from shardcompile.testing.report import describe, rank_to_blame
 
-pytestmark = pytest.mark.rank_processes  # each test reads what a pytest of its own did, with pools of its own
+# Each test reads what a pytest of its own did, with pools of its own.
+pytestmark = [pytest.mark.rank_processes, pytest.mark.alone]
 
 HEADER = """
 import os, signal, subprocess, sys, time, warnings

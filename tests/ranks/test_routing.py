@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -336,23 +334,3 @@ def test_a_tensor_says_the_sizes_of_blocks(backend: str | None) -> None:
     for wrong, message in ((torch.tensor([8.0, 7, 0]), "whole numbers"), (torch.tensor([8, 7]), "needs 3 block")):
         with pytest.raises(sc.ShardError, match=message):
             x.redistribute(sharding_shapes={0: wrong})
-
-
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "routing.md"
-
-
-@pytest.mark.ranks(4, processes=False)
-def test_the_code_of_the_guide() -> None:
-    named: dict[str, Any] = {}
-    for block in re.finditer(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL):
-        exec(compile(block[1], GUIDE, "exec"), named)
-    torch.manual_seed(0)
-    tokens, gate, weights = torch.randn(9, 4), torch.randn(4, 16), torch.randn(16, 4, 4)
-    shares, numbers = (tokens @ gate).softmax(-1).topk(2)
-    through = torch.einsum("nd,nkde->nke", tokens, weights[numbers]).relu()
-    expected = (through * shares.unsqueeze(-1)).sum(1)
-    x = sc.distribute_tensor(tokens, mesh(), [Shard(0)], sharding_shapes={0: [4, 0, 3, 2]})
-    for run in (named["layer"], torch.compile(named["layer"], fullgraph=True, backend="aot_eager")):
-        y = run(x, gate, weights[4 * rank() : 4 * rank() + 4])
-        torch.testing.assert_close(y.full_tensor(), expected)
-    assert named["balance"](x, torch.tensor([3, 2, 2, 2])).sharding.cuts[0].sizes == (3, 2, 2, 2)
