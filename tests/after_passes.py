@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,15 +14,23 @@ from shardcompile.passes import Pipeline
 from shardcompile.passes.pipeline import before_division
 
 
-def graph_after_passes(off: Sequence[str]) -> Any:
+def graph_after_passes(off: Sequence[str] = ()) -> Any:
     """A backend that runs the passes and then the graph, node by node: no fusion changes the last bit of anything.
 
     As in a compilation by Inductor, some passes run on the graph of forward and backward together as well.
 
     Args:
         off: names of passes to leave out.
-    """
 
+    Returns:
+        The same object for the same names: Dynamo takes what another rank of this process has compiled with the same
+        backend only.
+    """
+    return _backend(tuple(off))
+
+
+@functools.cache
+def _backend(off: tuple[str, ...]) -> Any:
     def partition(joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         before_division(Pipeline(off=off))(joint.graph)
         return min_cut_rematerialization_partition(joint, inputs, **kwargs)

@@ -68,7 +68,6 @@ def same_as_plain(
 ) -> None:
     """Compare value and gradients over several cuts, of which one graph serves all."""
     expected = once(lambda: reference(program, full))
-    torch._dynamo.reset()
     compiled = torch.compile(program, fullgraph=True, **how)
     placements = [Shard(0), *[Replicate()] * (on.ndim - 1)]
     for sizes in CUTS[on.size(0)]:

@@ -36,7 +36,6 @@ def gradients(net: nn.Module, how: dict[str, Any]) -> tuple[list[Tensor], int]:
         sc.ShardTensor.from_local(full.split(sizes)[rank()].clone(), mesh, [Shard(0)], {0: sizes})
         for full in (points, values)
     )
-    torch._dynamo.reset()
     loss = torch.compile(lambda x, y: relative_l2(net(x), y), fullgraph=True, **how)
     loss(x, y).backward()  # compiles
     net.zero_grad()
