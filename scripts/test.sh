@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Sets up an environment (see venv.sh) and runs every check. With arguments, pytest runs once, with them.
 #
-# The tests run in two parts: most on two workers, since ranks that are processes wait a lot; then those that see how soon
-# ranks are told of one another, with nothing beside them but ruff, mypy and the import contracts, which are one process.
+# The tests run in two parts: most on two workers, since ranks that are processes wait a lot; then those that measure
+# how soon ranks are told of a failure, with nothing beside them but ruff, mypy and the import contracts.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/venv.sh

@@ -7,6 +7,7 @@ sums = links.add(messages)        # zeros.index_add(0, index, messages): sums tr
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +18,16 @@ from shardcompile import compat
 from shardcompile.collectives import add_rows, block_size, find_links, take_rows
 from shardcompile.errors import LayoutError
 from shardcompile.layout import Layout
-from shardcompile.tensor import ShardTensor
 from shardcompile.tensor.autograd import ToLocal, redistributed
-from shardcompile.tensor.of_rows import cut_alike, layout_of_column, layout_of_rows, mesh_dim_of_rows, wrapped
+from shardcompile.tensor.of_rows import (
+    cut_alike,
+    layout_of_column,
+    layout_of_rows,
+    mesh_dim_of_rows,
+    on_mesh,
+    one_or_all,
+    wrapped,
+)
 
 
 class RowLinks(NamedTuple):
@@ -53,7 +61,7 @@ class RowLinks(NamedTuple):
         Raises:
             LayoutError: there are not as many rows as `degree` has, or they lie on another mesh.
         """
-        return _one_or_all(_take(*self, *xs))
+        return one_or_all(_take(*self, *xs))
 
     def add(self, *values: Tensor) -> Any:
         """The sum of the values of all entries that name a row, for each row. Differentiable; the adjoint of `take`.
@@ -67,7 +75,7 @@ class RowLinks(NamedTuple):
         Raises:
             LayoutError: there is not one value for each entry of the index.
         """
-        return _one_or_all(_add(*self, *values))
+        return one_or_all(_add(*self, *values))
 
 
 def link_rows(x: Tensor, index: Tensor) -> RowLinks:
@@ -85,14 +93,9 @@ def link_rows(x: Tensor, index: Tensor) -> RowLinks:
     return RowLinks(*_link(x, index))
 
 
-def _one_or_all(results: tuple[Any, ...]) -> Any:
-    return results[0] if len(results) == 1 else results
-
-
 def _cut_along(index: Any, mesh_dim: int, layout: Layout) -> Any:
     """An index in blocks along dim 0 by a mesh dim, and by no other."""
-    if not isinstance(index, ShardTensor):
-        index = ShardTensor.from_local(index, layout.mesh, [Replicate()] * layout.mesh.ndim)
+    index = on_mesh(index, layout.mesh)
     now = index._spec.layout
     if now.mesh != layout.mesh:
         raise LayoutError(f"the index {now.describe()} lies on another mesh than the rows, {layout.describe()}")
@@ -119,7 +122,8 @@ def _link(x: Any, index: Any) -> tuple[Any, ...]:
     index = _cut_along(index, mesh_dim, layout)
     entries = index._spec.layout
     flat = ToLocal.apply(index, None)
-    links = find_links(flat.reshape(-1), cut, layout.mesh, _about(entries.shape))
+    about = math.prod(map(compat.size_hint, entries.shape))
+    links = find_links(flat.reshape(-1), cut, layout.mesh, about)
     group_name = compat.group_name_of(layout.mesh, mesh_dim)
     arriving = links.came_cut.local_size(compat.coordinate(layout.mesh))
     block = block_size(cut, layout.mesh)
@@ -134,30 +138,19 @@ def _link(x: Any, index: Any) -> tuple[Any, ...]:
     )
 
 
-def _about(shape: tuple[Any, ...]) -> int:
-    """How many entries an index has, by hints."""
-    many = 1
-    for n in shape:
-        many *= compat.size_hint(n)
-    return many
-
-
 def _of_entries(entries: Layout, of: Layout, dims: int) -> Layout:
-    """The layout of an entry's value for each entry of an index, from that of one for each of some rows."""
+    """The layout of one value for each of some entries, from that of one for each of others.
+
+    Args:
+        entries: the layout of the entries, of an index or of rows.
+        of: the layout of the values of the others.
+        dims: how many dims of `of` count the others.
+    """
     placements = [Shard(p.dim + entries.ndim - dims) if p.is_shard() and p.dim >= dims else p for p in of.placements]  # type: ignore[attr-defined]
     (mesh_dim,) = entries.cut_of(0).mesh_dims
     placements[mesh_dim] = Shard(0)
     shape = (*entries.shape, *of.shape[dims:])
     return Layout.of(of.mesh, placements, shape, of.dtype, [*entries.cuts, *of.cuts[dims:]])
-
-
-def _of_row(home: Layout, of: Layout, dims: int) -> Layout:
-    """The layout of one value for each row, from that of one for each entry of an index."""
-    placements = [Shard(p.dim - dims + 1) if p.is_shard() and p.dim >= dims else p for p in of.placements]  # type: ignore[attr-defined]
-    (mesh_dim,) = home.cut_of(0).mesh_dims
-    placements[mesh_dim] = Shard(0)
-    shape = (home.shape[0], *of.shape[dims:])
-    return Layout.of(of.mesh, placements, shape, of.dtype, [home.cuts[0], *of.cuts[dims:]])
 
 
 @torch.compiler.allow_in_graph
@@ -207,4 +200,4 @@ def _add(degree: Any, asked: Tensor, wanted: Any, sent: Any, place: Any, *values
         block_size(wanted._spec.layout.cut_of(0), home.mesh),
         compat.group_name_of(home.mesh, mesh_dim),
     )
-    return tuple(wrapped(s, _of_row(home, v._spec.layout, dims)) for s, v in zip(sums, given, strict=True))
+    return tuple(wrapped(s, _of_entries(home, v._spec.layout, dims)) for s, v in zip(sums, given, strict=True))

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor.placement_types import Replicate
 
 from shardcompile import compat
 from shardcompile.collectives import Pending, block_size, derive
 from shardcompile.dispatch.rows import take_rows
 from shardcompile.errors import LayoutError
-from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
+from shardcompile.layout import Cut, IntLike, Layout
 from shardcompile.tensor import ShardTensor
-from shardcompile.tensor.autograd import FromLocal, ToLocal, redistributed
+from shardcompile.tensor.autograd import ToLocal, redistributed
+from shardcompile.tensor.of_rows import on_mesh, wrapped
 
 Halo = Mapping[int, tuple[int, int]]
 
@@ -59,8 +59,8 @@ def halo_map(fn: Callable[..., Any], *xs: Tensor, halo: Halo, fill: float | None
     extended = _extended(reach, fill, *xs)
     result = fn(*extended)
     outs = result if isinstance(result, tuple) else (result,)
-    wrapped = tuple(_cropped(reach, fill, crop, o, *xs) for o in outs)
-    return wrapped if isinstance(result, tuple) else wrapped[0]
+    kept = tuple(_cropped(reach, fill, crop, o, *xs) for o in outs)
+    return kept if isinstance(result, tuple) else kept[0]
 
 
 def _checked(dim: int, rows: tuple[int, int], xs: Sequence[Tensor]) -> tuple[int, int]:
@@ -196,8 +196,7 @@ def _extended(reach: Sequence[tuple[int, int, int]], fill: float | None, *xs: An
 
 def _alike(x: Any, layout: Layout) -> Any:
     """A tensor in the cuts of a layout, which has as many rows along all dims that are cut."""
-    if not isinstance(x, ShardTensor):
-        x = ShardTensor.from_local(x, layout.mesh, [Replicate()] * layout.mesh.ndim)
+    x = on_mesh(x, layout.mesh)
     dims = [d for d, c in enumerate(layout.cuts) if c is not None]
     if any(d >= x.ndim or not compat.same_symbol(x.shape[d], layout.shape[d]) for d in dims):
         raise LayoutError(f"halo_map: {x._spec.layout.describe()} has not the rows of {layout.describe()}")
@@ -222,4 +221,4 @@ def _cropped(reach: Sequence[tuple[int, int, int]], fill: float | None, crop: bo
             shape[d] = cut.extent
     cuts = [layout.cuts[d] if d < layout.ndim else None for d in range(out.ndim)]
     result = Layout.of(layout.mesh, layout.placements, shape, out.dtype, cuts)
-    return FromLocal.apply(out.contiguous(), ShardTensor, Spec.of(result, contiguous_stride(result.shape)))
+    return wrapped(out.contiguous(), result)

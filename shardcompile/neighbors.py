@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile import compat
 from shardcompile.collectives import find_links, nearest, take_rows
 from shardcompile.errors import LayoutError
-from shardcompile.layout import Cut, Layout, Spec, contiguous_stride
+from shardcompile.layout import Cut, Layout
 from shardcompile.tensor import ShardTensor
-from shardcompile.tensor.autograd import FromLocal, ToLocal, gradient_layout, redistributed
+from shardcompile.tensor.autograd import ToLocal, gradient_layout, redistributed
+from shardcompile.tensor.of_rows import on_mesh, wrapped
 
 
 class Nearest(NamedTuple):
@@ -139,24 +140,22 @@ def _search(queries: Any, points: Any, count: int, reach: float, what: str) -> t
     block = ToLocal.apply(points, gradient_layout(points._spec.layout, terms))
     found = nearest(block, asking, count, reach, cut, mesh)
     distances = _differentiable(asking, block, found, (cut, layout) if cut is not None else None)
-    return tuple(_wrapped(x, layout) for x in (distances, *found[1:]))
+    return tuple(_for_each_query(x, layout) for x in (distances, *found[1:]))
 
 
 def _rows_only(x: Any, mesh: Any, what: str) -> Any:
     """A tensor that is cut along dim 0 at most."""
-    if not isinstance(x, ShardTensor):
-        x = ShardTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)
+    x = on_mesh(x, mesh)
     layout = x._spec.layout.reduced()
     if layout.mesh != mesh:
         raise LayoutError(f"{what}: queries and points lie on different meshes")
     return redistributed(x, layout if layout.cuts[1] is None else layout.gathered(1))
 
 
-def _wrapped(local: Tensor, rows: Layout) -> Any:
+def _for_each_query(local: Tensor, rows: Layout) -> Any:
     """Results of each query, cut as the queries."""
     shape = (rows.shape[0], *local.shape[1:])
-    layout = Layout.of(rows.mesh, rows.placements, shape, local.dtype, rows.cuts[: local.ndim])
-    return FromLocal.apply(local, ShardTensor, Spec.of(layout, contiguous_stride(shape)))
+    return wrapped(local, Layout.of(rows.mesh, rows.placements, shape, local.dtype, rows.cuts[: local.ndim]))
 
 
 def _differentiable(queries: Tensor, points: Tensor, found: Any, cut: tuple[Cut, Layout] | None) -> Tensor:

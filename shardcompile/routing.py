@@ -21,7 +21,15 @@ from shardcompile.collectives import OUT_OF_RANGE, cut_of_sizes, exchange_rows, 
 from shardcompile.errors import LayoutError
 from shardcompile.layout import Layout
 from shardcompile.tensor.autograd import ToLocal
-from shardcompile.tensor.of_rows import beside, cut_alike, layout_of_column, layout_of_rows, mesh_dim_of_rows, wrapped
+from shardcompile.tensor.of_rows import (
+    beside,
+    cut_alike,
+    layout_of_column,
+    layout_of_rows,
+    mesh_dim_of_rows,
+    one_or_all,
+    wrapped,
+)
 
 
 class Route(NamedTuple):
@@ -53,7 +61,7 @@ class Route(NamedTuple):
         Raises:
             LayoutError: there are not as many rows as destinations, or they lie on another mesh.
         """
-        return _one_or_all(_send(self.destination, self.counts, self.order, self.source, len(rows), *rows, *each))
+        return one_or_all(_send(self.destination, self.counts, self.order, self.source, len(rows), *rows, *each))
 
     def back(self, *rows: Tensor, weights: Tensor | None = None) -> Any:
         """Rows go back to where they came from. Differentiable, and the adjoint of `send` where there are no weights.
@@ -70,7 +78,7 @@ class Route(NamedTuple):
         Raises:
             LayoutError: the rows or weights are not as many as the route has.
         """
-        return _one_or_all(_back(self.destination, self.counts, self.order, self.source, weights, *rows))
+        return one_or_all(_back(self.destination, self.counts, self.order, self.source, weights, *rows))
 
 
 def route_rows(x: Tensor, destination: Tensor, *also: Tensor, each: Sequence[Tensor] = ()) -> tuple[Any, ...]:
@@ -97,10 +105,6 @@ def route_rows(x: Tensor, destination: Tensor, *also: Tensor, each: Sequence[Ten
     route = Route(*_route(x, destination))
     sent = _send(*route, 1 + len(also), x, *also, *each)
     return *sent, route
-
-
-def _one_or_all(results: tuple[Any, ...]) -> Any:
-    return results[0] if len(results) == 1 else results
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from shardcompile import compat
@@ -13,6 +14,16 @@ from shardcompile.errors import LayoutError
 from shardcompile.layout import Cut, Layout, Spec, contiguous_stride
 from shardcompile.tensor.autograd import FromLocal, redistributed
 from shardcompile.tensor.core import ShardTensor
+
+
+def one_or_all(results: tuple[Any, ...]) -> Any:
+    """The only result, or the tuple of them."""
+    return results[0] if len(results) == 1 else results
+
+
+def on_mesh(x: Any, mesh: DeviceMesh) -> Any:
+    """A sharded tensor; a plain one counts as the same value on every rank of a mesh."""
+    return x if isinstance(x, ShardTensor) else ShardTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)
 
 
 def mesh_dim_of_rows(x: Any, what: str) -> int:
@@ -48,9 +59,7 @@ def layout_of_rows(like: Layout, mesh_dim: int, cut: Cut | None, of: Layout) -> 
 
 def beside(a: Any, layout: Layout, mesh_dim: int, what: str) -> Any:
     """A tensor of one entry for each row, cut as rows are along dim 0 and whole along all else."""
-    if not isinstance(a, ShardTensor):
-        replicated = [Replicate()] * layout.mesh.ndim
-        a = ShardTensor.from_local(a, layout.mesh, replicated)
+    a = on_mesh(a, layout.mesh)
     now = a._spec.layout
     if now.mesh != layout.mesh or not a.ndim or not _same(now.shape[0], layout.shape[0]):
         raise LayoutError(f"{what} {now.describe()} does not belong to the rows of {layout.describe()}")
@@ -76,8 +85,7 @@ def layout_of_column(layout: Layout) -> Layout:
 
 def cut_alike(x: Any, like: Layout, mesh_dim: int, what: str) -> Any:
     """Rows in the blocks that a layout has along dim 0; all else stays as it is."""
-    if not isinstance(x, ShardTensor):
-        x = ShardTensor.from_local(x, like.mesh, [Replicate()] * like.mesh.ndim)
+    x = on_mesh(x, like.mesh)
     x = redistributed(x, x._spec.layout.reduced())
     now = x._spec.layout
     if now.mesh != like.mesh or not x.ndim or not _same(now.shape[0], like.shape[0]):

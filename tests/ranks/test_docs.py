@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
+from pages import DOCS, blocks
 from torch.distributed.tensor.placement_types import Shard
 
 from shardcompile.testing import assert_matches_single_device
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "testing.md"
-BLOCKS = list(re.finditer(r"^```(\w+)\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL))
+BLOCKS = blocks(DOCS / "testing.md")
 
 # Ranks import this file as well, and find the tests by their names. Line numbers are those of the guide.
 for block in BLOCKS:
-    if block[1] == "python":
-        exec(compile("\n" * block.string.count("\n", 0, block.start(2)) + block[2], GUIDE, "exec"))
+    if block.language == "python":
+        exec(block.compiled())
 
 
 def test_the_guide_has_tests() -> None:
@@ -26,7 +23,7 @@ def test_the_guide_has_tests() -> None:
 
 @pytest.mark.ranks(2)
 def test_the_failure_reads_as_the_guide_says() -> None:
-    (told,) = [block[2] for block in BLOCKS if block[1] == "text"]
+    (told,) = [block.source for block in BLOCKS if block.language == "text"]
     mean_of_means = globals()["mean_of_means"]
     with pytest.raises(AssertionError) as raised:
         assert_matches_single_device(mean_of_means, [torch.arange(14.0).reshape(7, 2)], [Shard(0)], backward=False)

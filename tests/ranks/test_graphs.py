@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,6 +17,7 @@ import shardcompile as sc
 from shardcompile.collectives import transport
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once, world_size
+from shardcompile.testing.arrange import lay_out
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -183,11 +182,7 @@ def test_rows_that_are_laid_out_over_another_mesh_dim_as_well(other: Any, compil
     on = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     full = torch.randn(7, 4, dtype=torch.float64)
     index = torch.tensor([[0, 6], [3, 3], [-1, 1], [5, 5], [2, 0]])
-    x = sc.distribute_tensor(full, on, [Replicate(), Shard(0)], sharding_shapes={1: [5, 2]})
-    if not other.is_partial():
-        x = x.redistribute(placements=[other, Shard(0)])
-    else:
-        x = sc.ShardTensor.from_local(x.to_local() / 2, on, [Partial(), Shard(0)], {1: [5, 2]})
+    x = lay_out(full, on, [other, Shard(0)], {1: [5, 2]} | ({0: [2, 2]} if other.is_shard() else {}), seed=0)
     index_cut = sc.distribute_tensor(index, on, [Shard(0), Replicate()])  # brought to where the rows are
 
     def run(x: Any, index: Any) -> Any:
@@ -241,25 +236,3 @@ def test_what_does_not_fit_is_refused() -> None:
         links.add(x)
     with pytest.raises(sc.LayoutError, match="one value for each entry of the index"):
         sc.link_rows(x, index.view(5, 1)).add(x[:5])
-
-
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "routing.md"
-
-
-@pytest.mark.ranks(3, processes=False)
-def test_the_layers_of_the_guide() -> None:
-    named: dict[str, Any] = {}
-    for block in re.finditer(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL):
-        exec(compile(block[1], GUIDE, "exec"), named)
-    draw = torch.Generator().manual_seed(0)
-    nodes = torch.randn(7, 3, dtype=torch.float64, generator=draw)
-    weights = [torch.randn(6, 3, dtype=torch.float64, generator=draw) for _ in range(2)]
-    source, target = torch.randint(0, 7, (2, 11), generator=draw)
-    expected = nodes
-    for weight in weights:
-        sums = torch.zeros_like(expected).index_add(0, target, expected[source])
-        mean = sums / torch.bincount(target, minlength=7).clamp(min=1).unsqueeze(1)
-        expected = torch.cat([expected, mean], 1) @ weight
-    x = cut(nodes, [5, 0, 2], mesh())
-    out = named["graph_layers"](x, *(cut(t, [4, 4, 3], mesh()) for t in (source, target)), weights)
-    torch.testing.assert_close(out.full_tensor(), expected, **TIGHT)

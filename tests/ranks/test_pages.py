@@ -130,3 +130,24 @@ def test_routing(float64: None) -> None:
 
     moved = names["balance"](sc.distribute_tensor(tokens, mesh, [Shard(0)]), torch.tensor(sizes))
     torch.testing.assert_close(moved.to_local(), tokens.split(sizes)[rank()])
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_graph_layers_of_the_routing_page() -> None:
+    names = run_blocks(blocks(DOCS / "routing.md"))
+    draw = torch.Generator().manual_seed(0)
+    nodes = torch.randn(7, 3, dtype=torch.float64, generator=draw)
+    weights = [torch.randn(6, 3, dtype=torch.float64, generator=draw) for _ in range(2)]
+    source, target = torch.randint(0, 7, (2, 11), generator=draw)
+    expected = nodes
+    for weight in weights:
+        sums = torch.zeros_like(expected).index_add(0, target, expected[source])
+        mean = sums / torch.bincount(target, minlength=7).clamp(min=1).unsqueeze(1)
+        expected = torch.cat([expected, mean], 1) @ weight
+    mesh = init_device_mesh("cpu", (3,))
+    x, *edges = (
+        sc.distribute_tensor(full, mesh, [Shard(0)], sharding_shapes={0: sizes})
+        for full, sizes in ((nodes, [5, 0, 2]), (source, [4, 4, 3]), (target, [4, 4, 3]))
+    )
+    out = names["graph_layers"](x, *edges, weights)
+    torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-12, atol=1e-12)

@@ -17,6 +17,7 @@ import shardcompile as sc
 from shardcompile.collectives import transport
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once, rank, world_size
+from shardcompile.testing.arrange import lay_out
 from shardcompile.testing.meetings import MeetingError
 from shardcompile.testing.turns import RanksWaitError
 
@@ -231,11 +232,7 @@ def test_rows_that_are_laid_out_over_another_mesh_dim_as_well(other: Any, compil
     on = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     full = torch.randn(7, 3, dtype=torch.float64)
     destination = torch.tensor([1, 0, 0, 1, -1, 1, 0])
-    x = sc.distribute_tensor(full, on, [Replicate(), Shard(0)], sharding_shapes={1: [5, 2]})
-    if not other.is_partial():
-        x = x.redistribute(placements=[other, Shard(0)])
-    else:
-        x = sc.ShardTensor.from_local(x.to_local() / 2, on, [Partial(), Shard(0)], {1: [5, 2]})
+    x = lay_out(full, on, [other, Shard(0)], {1: [5, 2]} | ({0: [2, 1]} if other.is_shard() else {}), seed=0)
     d = sc.distribute_tensor(destination, on, [Shard(0), Replicate()])  # brought to where the rows are
 
     def run(x: Any, d: Any) -> tuple[Any, Any]:
