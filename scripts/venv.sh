@@ -3,8 +3,12 @@
 # use_venv EXTRA   puts an environment with `shardcompile[EXTRA]`, installed editable, on PATH. The environment is
 #                  the folder .venv, or the one that SHARDCOMPILE_VENV names; it is made where there is none. What
 #                  is installed already stays until pyproject.toml, setup.py or a constraints file changes.
+#
+# Python keeps its bytecode, whatever the caller's setting: without it every process compiles the sources of torch
+# again, 8 of the 12 seconds that an import took, and the ranks, the demo and many tests are processes of their own.
 
 use_venv() {
+    unset PYTHONDONTWRITEBYTECODE
     local extra=$1
     local venv=${SHARDCOMPILE_VENV:-.venv}
     [[ $venv == /* ]] || venv=$PWD/$venv
@@ -20,7 +24,7 @@ use_venv() {
         fi
         echo "== installing shardcompile[$extra] into $venv (minutes, the first time)"
         rm -f "$stamp"
-        # Most modules of torch are never imported: Python compiles those that are, when they are.
+        # Most modules of torch are never imported: Python compiles those that are, when they are first.
         "$venv/bin/python" -m pip install --quiet --no-compile --editable ".[$extra]"
         echo "$key" >"$stamp"
     else
