@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from shardcompile import compat
 from shardcompile.errors import ShardError
-from shardcompile.layout import CHUNK_KEY, GroupCut, chunk_sizes
+from shardcompile.layout import CHUNK_KEY, DERIVATIONS, GroupCut, chunk_sizes
 from shardcompile.passes.collective import WAIT, Collective
 
 aten = torch.ops.aten
@@ -227,6 +227,16 @@ def _mirror_blocks(c: Collective, n: int | None) -> list[Member]:
     return [Member(x, put, Side(None, _is_number(block)), nbytes_of(x))]  # type: ignore[arg-type]
 
 
+def _fetch_block(c: Collective, n: int | None) -> list[Member]:
+    x, dim, total, block, by, around, *cut = c.node.args[:9]
+    value = x.meta["val"]  # type: ignore[union-attr]
+    put, get = _side(cut, total, value.shape[dim], n), _side(cut, total, block, n)
+    if put.sizes is not None:
+        away, _ = DERIVATIONS["shifted"]([put.sizes], by, around)
+        put, get = (replace(put, sizes=away), get) if c.kind == "return_block" else (put, replace(get, sizes=away))
+    return [Member(x, put, get, _with_extent(value, dim, total))]  # type: ignore[arg-type]
+
+
 def _gather_cut(c: Collective, n: int | None) -> list[Member]:
     x, dim = c.node.args[:2]
     put = Side(None, _is_number(x.meta["val"].shape[dim]))  # type: ignore[union-attr]
@@ -277,6 +287,8 @@ _MEMBERS = {
     "fetch_ranges": _fetch_ranges,
     "return_ranges": _return_ranges,
     "mirror_blocks": _mirror_blocks,
+    "fetch_block": _fetch_block,
+    "return_block": _fetch_block,
     "gather_cut": _gather_cut,
     "all_to_all": _all_to_all,
     "all_gather_bucket": _all_gather_bucket,

@@ -38,6 +38,8 @@ KINDS = {
     _ours.fetch_ranges.default: "fetch_ranges",
     _ours.return_ranges.default: "return_ranges",
     _ours.mirror_blocks.default: "mirror_blocks",
+    _ours.fetch_block.default: "fetch_block",
+    _ours.return_block.default: "return_block",
     _ours.gather_cut.default: "gather_cut",
     _ours.gather_counts.default: "gather_counts",
     _ours.exchange_rows.default: "exchange_rows",
@@ -48,7 +50,10 @@ KINDS = {
 }
 """The functional collectives, torch's and ours. All of them take their payload first and the group's name last."""
 
-_CUT_AT = {"all_gather_v": 3, "reduce_scatter_v": 4, "all_to_all_v": 5, "fetch_ranges": 4, "return_ranges": 4}
+_CUT_AT = {"all_gather_v": 3, "reduce_scatter_v": 4, "all_to_all_v": 5, "fetch_ranges": 4, "return_ranges": 4} | {
+    "fetch_block": 6,
+    "return_block": 6,
+}
 """Which of the arguments is the first of the (source) cut: sizes, key and nest."""
 
 OF_ONE_RANK = {"all_to_all", "mirror_blocks", "gather_cut", "gather_counts", "exchange_rows", "nearest"}
@@ -136,7 +141,7 @@ class Collective:
         if self.kind in ("all_gather", "all_gather_v", "all_gather_bucket"):
             return sum(_nbytes(v) for v in _tensors(self.node.meta["val"]))
         args: tuple[Any, ...] = self.node.args
-        if self.kind in ("all_to_all_v", "fetch_ranges", "return_ranges"):
+        if self.kind in ("all_to_all_v", "fetch_ranges", "return_ranges", "fetch_block", "return_block"):
             return _with_extent(self.value, args[1], args[3] if self.kind == "all_to_all_v" else args[2])
         if self.kind == "all_to_all_bucket":
             dims, totals = args[1][::2], args[2][::2]

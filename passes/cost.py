@@ -195,8 +195,9 @@ def readable(c: Collective, members: Sequence[Member], labels: Mapping[Node, set
     return not any(m.put is not None and m.put.sizes is None and m.put.number for m in members) or c.kind in _CUT_TELLS
 
 
-_CUT_TELLS = {"all_gather_v", "all_to_all_v", "fetch_ranges", "return_ranges", "all_gather_bucket", "gather_cut"} | {
-    "all_to_all_bucket"
+_CUT_TELLS = {
+    *("all_gather_v", "all_to_all_v", "fetch_ranges", "return_ranges", "fetch_block", "return_block"),
+    *("all_gather_bucket", "all_to_all_bucket", "gather_cut"),
 }
 """Collectives of which the bytes of the whole are told by their arguments, not by the payload alone."""
 
@@ -458,5 +459,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _dtype(node: Node) -> torch.dtype:
-    values = [t for n in (node, *node.all_input_nodes) for t in blocks.tensors(n)]
-    return values[0].dtype if values else torch.float32
+    """Of the numbers that are multiplied: a kernel of half precision may read and give sums in single precision."""
+    values = [t.dtype for n in (node, *node.all_input_nodes) for t in blocks.tensors(n)]
+    floating = [d for d in values if d.is_floating_point or d.is_complex]
+    return min(floating, key=lambda d: d.itemsize) if floating else (values or [torch.float32])[0]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardcompile.collectives.transport import running_ends
-from shardcompile.passes.blocks import Member, shares
+from shardcompile.passes.blocks import Member, Side, shares
 
 
 @dataclass(frozen=True)
@@ -191,6 +191,25 @@ def _fetch_traffic(members: Sequence[Member], n: int) -> Traffic:
     return Traffic(m.nbytes * max(*taken, *given) / rows, m.nbytes * sum(taken) / rows)
 
 
+def _fetch_block_traffic(members: Sequence[Member], n: int) -> Traffic:
+    (m,) = members
+    return _step_traffic(m.nbytes, m.put, m.get, n)
+
+
+def _return_block_traffic(members: Sequence[Member], n: int) -> Traffic:
+    (m,) = members
+    return _step_traffic(m.nbytes, m.get, m.put, n)
+
+
+def _step_traffic(nbytes: int, own: Side | None, away: Side | None, n: int) -> Traffic:
+    """A step of a ring: what ranks have of other ranks' blocks has come, or goes back."""
+    assert own is not None and away is not None
+    if own.sizes is None or away.sizes is None:
+        return Traffic(nbytes / n, nbytes)
+    rows = max(sum(own.sizes), 1)
+    return Traffic(nbytes * max(away.sizes) / rows, nbytes * sum(away.sizes) / rows)
+
+
 def _moved_rows(held: Sequence[int], wanted: Sequence[int], halo: int) -> tuple[list[int], list[int]]:
     """Rows that each rank takes from others and gives to others. A halo counts half on either side."""
     before, after = halo - halo // 2, halo // 2
@@ -229,6 +248,8 @@ TRAFFIC: dict[str, Callable[[Sequence[Member], int], Traffic]] = {
     "fetch_ranges": _fetch_traffic,
     "return_ranges": _fetch_traffic,
     "mirror_blocks": _mirror_traffic,
+    "fetch_block": _fetch_block_traffic,
+    "return_block": _return_block_traffic,
     "gather_cut": _even_gather_traffic,
     "gather_counts": _even_gather_traffic,
     "exchange_rows": _even_exchange_traffic,

@@ -31,6 +31,7 @@ from shardcompile.collectives.ops import Pending as Pending
 from shardcompile.collectives.ops import wait as wait
 from shardcompile.collectives.reads import Reads as Reads
 from shardcompile.collectives.reads import Window as Window
+from shardcompile.collectives.ring import Ring as Ring
 from shardcompile.collectives.routes import OUT_OF_RANGE as OUT_OF_RANGE
 from shardcompile.collectives.routes import cut_of_sizes as cut_of_sizes
 from shardcompile.collectives.routes import exchange_rows as exchange_rows

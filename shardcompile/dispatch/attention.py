@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor.placement_types import Partial, Shard
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from shardcompile import compat
+from shardcompile import compat, config
+from shardcompile.collectives import Ring
 from shardcompile.dispatch.attention_blocks import attend, attend_backward, repeated_heads, summed_heads
+from shardcompile.dispatch.attention_ring import RingAttention
 from shardcompile.dispatch.choice import Choice, choose
 from shardcompile.dispatch.precision import widened
 from shardcompile.dispatch.rows import first_row, layout_of, wrap
@@ -130,26 +132,31 @@ def _ways(layouts: Sequence[Layout], mask: Layout | None, backward: bool) -> tup
 
 
 @functools.lru_cache(maxsize=1024)
-def _cached_choice(layouts: tuple[Layout, ...], has_mask: bool, backward: bool) -> Choice:
-    return _choice(layouts, has_mask, backward)
+def _cached_choice(layouts: tuple[Layout, ...], has_mask: bool, backward: bool, by_ring: bool) -> Choice:
+    return _choice(layouts, has_mask, backward, by_ring)
 
 
 compat.forget_with_world(_cached_choice.cache_clear)
 
 
-def _choice(layouts: tuple[Layout, ...], has_mask: bool, backward: bool) -> Choice:
-    """The cheapest way. Its results have to come back to where the forward op's inputs are, so that is priced, too."""
+def _choice(layouts: tuple[Layout, ...], has_mask: bool, backward: bool, by_ring: bool) -> Choice:
+    """The cheapest way, or the cheapest with a ring if there is to be one.
+
+    Its results have to come back to where the forward op's inputs are, so that is priced, too.
+    """
     forward = layouts[1:4] if backward else layouts[:3]
     rows, batch, heads = _ways(forward, layouts[-1] if has_mask else None, backward)
     results = forward if backward else (forward[0], forward[0].with_dtype(torch.float32))
-    best: tuple[int, Choice] | None = None
+    query, key = (1, 2) if backward else (0, 1)
+    best: tuple[tuple[bool, int], Choice] | None = None
     for some in (rows, rows + batch, rows + heads, rows + batch + heads):
         found = choose(layouts, some, len(results), produced=lambda: [_nbytes(x) for x in results])
         assert found is not None, "replicating everything is always possible"
         ends = zip(found.outputs, results if backward else results[:1], strict=False)
         nbytes = found.nbytes + sum(find_plan(o.layout(x, x.shape, x.dtype), x.reduced()).nbytes for o, x in ends)
-        if best is None or nbytes < best[0]:
-            best = (nbytes, found)
+        no_ring = by_ring and _ring_along(layouts[key], found.plans[query].dst, found.plans[key].dst) is None
+        if best is None or (no_ring, nbytes) < best[0]:
+            best = ((no_ring, nbytes), found)
     assert best is not None
     return best[1]
 
@@ -174,14 +181,63 @@ def _nbytes(layout: Layout) -> int:
     return math.prod(map(compat.size_hint, layout.shape)) * layout.dtype.itemsize
 
 
-def _on_blocks(tensors: Sequence[Any], has_mask: bool, backward: bool) -> tuple[Choice, list[Tensor]]:
+@dataclass(frozen=True)
+class _Ways:
+    """How a rank attends.
+
+    Attributes:
+        choice: the way.
+        layouts: of the tensors that it attends with.
+        ring: the mesh dim along which blocks of keys come one after the other; None if all of them are there.
+    """
+
+    choice: Choice
+    layouts: tuple[Layout, ...]
+    ring: int | None
+
+    def kernel(self, query: Layout, key: Layout, causal: bool, scale: float) -> RingAttention | None:
+        """The steps, if there is a ring."""
+        if self.ring is None:
+            return None
+        cut = key.cut_of(_ROWS)
+        around = not (causal and cut.same_blocks(query.cuts[_ROWS]))
+        return RingAttention(Ring(cut, key.mesh, around=around), first_row(query.cut_of(_ROWS), query), causal, scale)
+
+
+def _on_blocks(tensors: Sequence[Any], has_mask: bool, backward: bool) -> tuple[_Ways, list[Tensor]]:
     """How a rank attends, and the blocks that it needs for it."""
     mesh = _sharded(tensors)._spec.layout.mesh
     layouts = tuple(layout_of(x, mesh) for x in tensors)
     traced = any(x.is_traced for x in layouts)
-    choice = (_choice if traced else _cached_choice)(layouts, has_mask, backward)
+    by_ring = config.attention == "ring"
+    choice = (_choice if traced else _cached_choice)(layouts, has_mask, backward, by_ring)
+    plans = list(choice.plans)
+    query, key, value = range(1, 4) if backward else range(3)
+    ring = _ring_along(layouts[key], plans[query].dst, plans[key].dst) if by_ring else None
+    if ring is not None:
+        cut = layouts[key].cut_of(_ROWS)
+        for i in (key, value):
+            plans[i] = find_plan(layouts[i], _in_blocks(plans[i].dst, ring, cut))
     locals_ = [x._local_tensor if hasattr(x, "_spec") else x for x in tensors]
-    return choice, [run_plan(plan, x) for plan, x in zip(choice.plans, locals_, strict=True)]
+    blocks = [run_plan(plan, x) for plan, x in zip(plans, locals_, strict=True)]
+    return _Ways(choice, tuple(p.dst for p in plans), ring), blocks
+
+
+def _ring_along(key: Layout, query_chosen: Layout, key_chosen: Layout) -> int | None:
+    """The mesh dim along which keys would be gathered for queries in blocks of rows: there a ring is possible."""
+    cut = key.cuts[_ROWS]
+    if cut is None or len(cut.mesh_dims) != 1:
+        return None
+    (m,) = cut.mesh_dims
+    over_rows = query_chosen.placements[m] == Shard(_ROWS) and key_chosen.placements[m] == Replicate()
+    return m if over_rows else None
+
+
+def _in_blocks(layout: Layout, mesh_dim: int, cut: Cut) -> Layout:
+    """A layout with rows cut along a mesh dim along which nothing is cut."""
+    placements = [Shard(_ROWS) if m == mesh_dim else p for m, p in enumerate(layout.placements)]
+    cuts = [cut if d == _ROWS else c for d, c in enumerate(layout.cuts)]
+    return Layout.of(layout.mesh, placements, layout.shape, layout.dtype, cuts)
 
 
 def _shift(query: Layout, key: Layout) -> IntLike:
@@ -198,10 +254,13 @@ def _stride_by_rows(shape: Sequence[IntLike]) -> tuple[IntLike, ...]:
 
 def _forward_on_blocks(a: _Attention) -> tuple[Any, Any]:
     """The result, and the logarithm of the softmax's denominator."""
-    choice, (q, k, v, *mask) = _on_blocks(a.tensors, a.mask is not None, backward=False)
-    query, key = choice.plans[0].dst, choice.plans[1].dst
-    shift = _shift(query, key) if a.causal else 0
-    out, denominator = attend(q, k, v, mask[0] if mask else None, a.causal, shift, a.scale)
+    ways, (q, k, v, *masks) = _on_blocks(a.tensors, a.mask is not None, backward=False)
+    (query, key), choice = ways.layouts[:2], ways.choice
+    mask, ring = masks[0] if masks else None, ways.kernel(query, key, a.causal, a.scale)
+    if ring is not None:
+        out, denominator = ring.forward(q, k, v, mask)
+    else:
+        out, denominator = attend(q, k, v, mask, a.causal, _shift(query, key) if a.causal else 0, a.scale)
     shape = (*query.shape[:3], a.value.shape[3])
     layout = choice.outputs[0].layout(query, shape, out.dtype)
     of_denominator = choice.outputs[1].layout(query, shape[:3], denominator.dtype)
@@ -237,14 +296,21 @@ def _merged(out: Tensor, denominator: Tensor, layout: Layout, of_denominator: La
 def _backward_on_blocks(a: _Attention, grad: Any, out: Any, denominator: Any) -> list[Any]:
     """The gradients of query, key and value."""
     tensors = [grad, *a.tensors[:3], out, denominator, *a.tensors[3:]]
-    choice, blocks = _on_blocks(tensors, a.mask is not None, backward=True)
-    query, key = choice.plans[1].dst, choice.plans[2].dst
-    shift = _shift(query, key) if a.causal else 0
-    mask = blocks[6] if a.mask is not None else None
-    grads = attend_backward(*blocks[:6], mask, a.causal, shift, a.scale)
+    ways, blocks = _on_blocks(tensors, a.mask is not None, backward=True)
+    query, key = ways.layouts[1:3]
+    mask, ring = blocks[6] if a.mask is not None else None, ways.kernel(query, key, a.causal, a.scale)
+    if ring is not None:
+        block, q, k, v, of_result, of_denominator = blocks[:6]
+        grads = ring.backward(block, q, k, v, of_result, of_denominator, mask)
+    else:
+        shift = _shift(query, key) if a.causal else 0
+        grads = attend_backward(*blocks[:6], mask, a.causal, shift, a.scale)
     wrapped = []
-    for local, plan, x in zip(grads, choice.outputs, a.tensors, strict=False):
-        returned, layout = _return(local, plan.layout(query, tuple(x.shape), local.dtype), x)
+    for i, (local, plan, x) in enumerate(zip(grads, ways.choice.outputs, a.tensors, strict=False)):
+        layout = plan.layout(query, tuple(x.shape), local.dtype)
+        if ways.ring is not None and i > 0:
+            layout = _in_blocks(layout, ways.ring, key.cut_of(_ROWS))
+        returned, layout = _return(local, layout, x)
         stride = _stride_by_rows(x.shape)
         wrapped.append(wrap(_sharded(tensors), returned, layout, stride))
     return wrapped

@@ -9,12 +9,13 @@ ever held, nor a mask of its size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from shardcompile.dispatch.precision import HALVES, wide_dtype
 from shardcompile.layout import IntLike
@@ -32,6 +33,12 @@ _LIBRARY.define(
     "Tensor? mask, bool causal, SymInt shift, float scale) -> (Tensor, Tensor, Tensor)",
     tags=_TAGS,
 )
+_LIBRARY.define(
+    "attend_more(Tensor out, Tensor denominator, Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal, "
+    "SymInt shift, float scale) -> (Tensor, Tensor)",
+    tags=_TAGS,
+)
+_LIBRARY.define("joined_rows(Tensor key, Tensor value) -> Tensor", tags=_TAGS)
 _FLASH_FEATURES = 256
 _ALIGNED_SCORES = 16
 """Elements to which rows of a mask have to be aligned for the memory-efficient kernel."""
@@ -285,10 +292,37 @@ def _fake_attend_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tenso
     return tuple(_by_rows(x, x.shape[-1], x.shape[2]) for x in (query, key, value))
 
 
+def _attend_more(out: Tensor, denominator: Tensor, query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    part, lse = _attend(query, *others)
+    total = torch.logaddexp(denominator, lse)
+    before, now = (torch.where(x == -float("inf"), 0.0, (x - total).exp()).unsqueeze(-1) for x in (denominator, lse))
+    return (out * before).add_(part * now), total
+
+
+def _fake_attend_more(out: Tensor, denominator: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _by_rows(out, out.shape[-1], out.shape[2]), denominator.new_empty(denominator.shape)
+
+
+def _joined_rows(key: Tensor, value: Tensor) -> Tensor:
+    out = _fake_joined_rows(key, value)
+    out[..., : key.shape[-1]] = key.movedim(2, 0)
+    out[..., key.shape[-1] :] = value.movedim(2, 0)
+    return out
+
+
+def _fake_joined_rows(key: Tensor, value: Tensor) -> Tensor:
+    batch, heads, rows, features = key.shape
+    return key.new_empty([rows, batch, heads, features + value.shape[-1]])
+
+
 _LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
 _LIBRARY.impl("attend_backward", _attend_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("shardcompile::attend", _fake_attend, lib=_LIBRARY)
 torch.library.register_fake("shardcompile::attend_backward", _fake_attend_backward, lib=_LIBRARY)
+_LIBRARY.impl("attend_more", _attend_more, "CompositeExplicitAutograd")
+_LIBRARY.impl("joined_rows", _joined_rows, "CompositeExplicitAutograd")
+torch.library.register_fake("shardcompile::attend_more", _fake_attend_more, lib=_LIBRARY)
+torch.library.register_fake("shardcompile::joined_rows", _fake_joined_rows, lib=_LIBRARY)
 
 attend = torch.ops.shardcompile.attend.default
 """From query [batch, heads, rows, features], key and value (which may have fewer heads), a mask that is added to the
@@ -299,3 +333,37 @@ each other."""
 attend_backward = torch.ops.shardcompile.attend_backward.default
 """From the result's gradient, the arguments and results of `attend` to the gradients of query, key and value. The
 result and the logarithm may be those of more keys than these: gradients of blocks of keys add up."""
+
+attend_more = torch.ops.shardcompile.attend_more.default
+"""From the results of `attend` over some keys, the first one in the dtype of the second, and the arguments of `attend`
+with other keys: the results over all of them."""
+
+joined_rows = torch.ops.shardcompile.joined_rows.default
+"""A block of keys and one of values, [batch, heads, rows, features], as one of rows that travel together: [rows, batch,
+heads, features of both]."""
+
+
+def separate_rows(rows: Tensor, features: IntLike) -> tuple[Tensor, Tensor]:
+    """The keys and values of `joined_rows`, as views."""
+    return rows[..., :features].permute(1, 2, 0, 3), rows[..., features:].permute(1, 2, 0, 3)
+
+
+def _counted(shapes: Sequence[Sequence[int]], products: int) -> int:
+    """Operations of products of scores with features, all of them: what a causal mask leaves out is not known."""
+    (batch, heads, rows, features), (_, _, columns, _), (_, _, _, of_values) = shapes
+    return products * batch * heads * rows * columns * (features + of_values)
+
+
+@register_flop_formula(torch.ops.shardcompile.attend)
+def _attend_flop(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return _counted([query, key, value], 2)
+
+
+@register_flop_formula(torch.ops.shardcompile.attend_more)
+def _attend_more_flop(out: Any, denominator: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return _counted([query, key, value], 2)
+
+
+@register_flop_formula(torch.ops.shardcompile.attend_backward)
+def _attend_backward_flop(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return _counted([query, key, value], 5)

@@ -140,6 +140,22 @@ def ahead(cuts: Sequence[Sizes], before: int) -> tuple[Sizes, Sizes]:
     return sizes, tuple(min(begin, before) if size else 0 for begin, size in zip(_starts(sizes), sizes, strict=True))
 
 
+def shifted(cuts: Sequence[Sizes], by: int, around: int) -> tuple[Sizes, Sizes]:
+    """What each rank has once blocks have moved `by` ranks on, and at which row of the whole dim that starts.
+
+    Unless they go `around`, the first ranks then have nothing.
+
+    >>> shifted([(3, 0, 5)], 1, 1)
+    ((5, 3, 0), (3, 0, 3))
+    >>> shifted([(3, 0, 5)], 1, 0)
+    ((0, 3, 0), (0, 0, 3))
+    """
+    (sizes,) = cuts
+    whose = [(i - by) % len(sizes) if around or i >= by else None for i in range(len(sizes))]
+    starts = _starts(sizes)
+    return tuple(0 if i is None else sizes[i] for i in whose), tuple(0 if i is None else starts[i] for i in whose)
+
+
 DERIVATIONS: dict[str, Callable[..., tuple[Sizes, Sizes]]] = {
     "sliced": sliced,
     "spread": spread,
@@ -150,5 +166,6 @@ DERIVATIONS: dict[str, Callable[..., tuple[Sizes, Sizes]]] = {
     "around": around,
     "within": within,
     "ahead": ahead,
+    "shifted": shifted,
 }
 """By name, as ops inside a graph call them."""

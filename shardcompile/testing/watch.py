@@ -53,7 +53,10 @@ class ServiceWatch(CollectiveWatch):
         nbytes: what this rank has put into collectives.
     """
 
-    _EXCHANGES = ("all_gather", "all_to_all", "fetch_ranges", "return_ranges", "mirror_blocks")
+    _EXCHANGES = (
+        *("all_gather", "all_to_all", "fetch_ranges", "return_ranges"),
+        *("mirror_blocks", "fetch_block", "return_block"),
+    )
 
     def __init__(self, whole: int) -> None:
         super().__init__()

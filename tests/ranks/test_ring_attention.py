@@ -1,0 +1,239 @@
+"""Attention whose keys come a block at a time (`shardcompile.config.attention = "ring"`)."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+from tiers import often
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import shardcompile as sc
+from shardcompile.collectives import Ring, transport
+from shardcompile.offline import trace_offline
+from shardcompile.testing import assert_matches_single_device, mesh
+
+BATCH, HEADS, ROWS = Shard(0), Shard(1), Shard(2)
+
+
+@pytest.fixture(autouse=True)
+def by_ring() -> Iterator[None]:
+    sc.config.attention = "ring"
+    yield
+    sc.config.attention = "auto"
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return nnf.scaled_dot_product_attention(q.sin(), k.sin(), v.sin(), mask, **options)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention(q, k, v, is_causal=True)
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention(q, k, v, enable_gqa=True, is_causal=True)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return attention(q, k, v, mask.detach())
+
+
+@contextlib.contextmanager
+def seen_in_a_ring() -> Iterator[None]:
+    """Fails where no block has travelled."""
+    found = []
+    fetch = Ring.fetch
+
+    def noted(self: Ring, rows: Tensor, by: int, after: Tensor | None = None) -> Any:
+        found.append(by)
+        return fetch(self, rows, by, after)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ring, "fetch", noted)
+        yield
+    assert found
+
+
+@pytest.mark.ranks(3, timeout=300, processes=False)
+@pytest.mark.parametrize(
+    ("function", "heads", "rows"),
+    [(causal, 2, 7), (attention, 2, 7), (grouped, 1, 7), (causal, 2, 5), (causal, 2, 2), (attention, 1, 4)],
+)
+def test_one_graph_over_cuts(function: Any, heads: int, rows: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = drawn(2, 2, 7, 4), drawn(2, heads, rows, 4), drawn(2, heads, rows, 4)
+    if heads == 1 and function is attention:
+        q = drawn(2, 1, 7, 4)
+    with seen_in_a_ring():
+        assert_matches_single_device(function, [q, k, v], [ROWS] * 3, steps=3, backend="aot_eager")
+
+
+@pytest.mark.ranks(3, timeout=300, processes=False)
+@pytest.mark.parametrize(
+    ("shape", "of_mask"), [((7, 7), Shard(0)), ((7, 7), None), ((2, 1, 7, 7), ROWS), ((2, 1, 7, 1), ROWS)]
+)
+def test_masks(shape: tuple[int, ...], of_mask: Any) -> None:
+    torch.manual_seed(0)
+    q, k, v = (drawn(2, 2, 7, 4) for _ in range(3))
+    mask = drawn(*shape)
+    if shape[-1] == 7:
+        mask[..., 2] = -float("inf")
+    mask[..., 4, :] = -float("inf")
+    with seen_in_a_ring():
+        assert_matches_single_device(masked, [q, k, v, mask], [ROWS] * 3 + [of_mask], steps=2, backend="aot_eager")
+
+
+@pytest.mark.ranks(4, mesh=(2, 2), timeout=300, processes=False)
+@pytest.mark.parametrize("cut", [[ROWS, HEADS], *often([[BATCH, ROWS], [ROWS, Replicate()]], 0)], ids=str)
+def test_two_mesh_dims(cut: list[Placement]) -> None:
+    torch.manual_seed(0)
+    q, k, v = (drawn(3, 4, 7, 4) for _ in range(3))
+    with seen_in_a_ring():
+        assert_matches_single_device(causal, [q, k, v], [cut] * 3, mesh=mesh(), steps=2, backend="aot_eager")
+
+
+@pytest.mark.ranks(3, timeout=300, processes=False)
+def test_half_precision() -> None:
+    torch.manual_seed(0)
+    q, k, v = (drawn(2, 2, 7, 8).bfloat16() for _ in range(3))
+    assert_matches_single_device(causal, [q, k, v], [ROWS] * 3, compiled=False, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.ranks(3, timeout=300)
+def test_on_real_ranks_through_the_backend() -> None:
+    sc.config.attention = "ring"  # of the worker
+    try:
+        torch.manual_seed(0)
+        q, k, v = (drawn(2, 2, 9, 4) for _ in range(3))
+        assert_matches_single_device(causal, [q, k, v], [ROWS] * 3, steps=2, backend="shardcompile")
+    finally:
+        sc.config.attention = "auto"
+
+
+def random_case(seed: int) -> tuple[Any, list[Tensor], list[Any], list[Any]]:
+    """A function, full values, placements and block sizes on 3 ranks."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+
+    def sizes(rows: int) -> list[int]:
+        ends = sorted(draw.choices(range(rows + 1), k=2))
+        return [ends[0], ends[1] - ends[0], rows - ends[1]]
+
+    batch, heads, group = draw.randint(1, 3), draw.randint(1, 2), draw.choice([1, 1, 2])
+    rows, columns = draw.randint(1, 12), draw.randint(1, 12)
+    kind = draw.choice(["plain", "causal", "mask", "bools", "same causal"])
+    columns = rows if kind == "same causal" else columns
+    features, of_values = draw.choice([(4, 4), (3, 3), (8, 8)])
+    q = drawn(batch, heads * group, rows, features)
+    k, v = drawn(batch, heads, columns, features), drawn(batch, heads, columns, of_values)
+    of_query = sizes(rows)
+    of_keys = of_query if kind == "same causal" else sizes(columns)
+    values, placements, cuts = [q, k, v], [ROWS, ROWS, ROWS], [{0: of_query}, {0: of_keys}, {0: of_keys}]
+    options = {"enable_gqa": group > 1, "scale": draw.choice([None, 0.3])}
+    if kind in ("mask", "bools"):
+        mask = drawn(*draw.choice([(rows, columns), (batch, 1, rows, columns), (1, columns)]))
+        mask = mask if kind == "mask" else mask > -0.3
+        by_rows = draw.random() < 0.5 and mask.shape[-2] == rows
+        values.append(mask)
+        placements.append(Shard(mask.ndim - 2) if by_rows else None)  # type: ignore[arg-type]
+        cuts.append({0: of_query} if by_rows else None)  # type: ignore[arg-type]
+        return (lambda q, k, v, m: attention(q, k, v, m.detach(), **options)), values, placements, cuts
+    return (lambda q, k, v: attention(q, k, v, is_causal="causal" in kind, **options)), values, placements, cuts
+
+
+@pytest.mark.ranks(3, timeout=900, processes=False)
+@pytest.mark.parametrize(("first", "count"), often([(0, 20), (20, 480)], 1))
+def test_random_cases(first: int, count: int) -> None:
+    for seed in range(first, first + count):
+        function, values, placements, cuts = random_case(seed)
+        backend = "aot_eager" if seed % 10 == 0 else None
+        assert_matches_single_device(
+            function,
+            values,
+            placements,
+            sharding_shapes=cuts,
+            compiled=backend is not None,
+            backend=backend or "eager",
+        )
+
+
+# What moves, and when
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_a_rank_gets_the_blocks_before_its_own_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, received = [3, 1, 4], []
+    exchange = transport.exchange
+
+    def noted(call: Any, sends: Any, receives: Any) -> Any:
+        received.extend((call.group.rank(), peer, t.numel()) for peer, t in receives if t.numel())
+        return exchange(call, sends, receives)
+
+    monkeypatch.setattr(transport, "exchange", noted)
+    rank = mesh().get_local_rank()
+    q, k, v = (sc.ShardTensor.from_local(drawn(1, 2, sizes[rank], 4), mesh(), [ROWS], {0: sizes}) for _ in range(3))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        nnf.scaled_dot_product_attention(q, k, v, is_causal=True)
+    width = 2 * 2 * 4  # keys and values of two heads
+    mine = [(peer, n) for r, peer, n in received if r == rank]
+    assert sorted(mine) == [(peer, sizes[peer] * width) for peer in range(rank)]
+
+
+def rows_in_blocks(mesh: DeviceMesh) -> tuple[Any, tuple[Tensor, ...]]:
+    sizes = [600 + 64 * (rank % 3) for rank in range(mesh.size())]
+    shapes = [(1, heads, sizes[mesh.get_local_rank()], 64) for heads in (8, 2, 2)]
+    blocks = [torch.randn(*shape, dtype=torch.bfloat16) for shape in shapes]
+    return grouped, tuple(sc.ShardTensor.from_local(b, mesh, [ROWS], {0: sizes}).requires_grad_() for b in blocks)
+
+
+def most_blocks_at_once(graph: torch.fx.Graph) -> int:
+    """How many fetched blocks are held at once, at most: each from its start to the last that reads it or its views."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    fetch = torch.ops.shardcompile.fetch_block.default
+
+    def last(node: torch.fx.Node) -> int:
+        views = [u for u in node.users if u.meta.get("val") is not None and _shares(u)]
+        return max([order[u] for u in node.users] + [last(u) for u in views], default=order[node])
+
+    spans = [(order[n], last(n)) for n in graph.nodes if n.target is fetch]
+    return max(sum(a <= i <= b for a, b in spans) for i in range(len(order)))
+
+
+def _shares(node: torch.fx.Node) -> bool:
+    # A wait whose place in the order is held is a call of a graph of its own.
+    held = node.args[1] if "control_deps" in str(node.target) else node
+    names = ("wait_tensor", "reshape", "view", "permute", "slice", "transpose", "alias", "as_strided")
+    return any(n in str(held.target) for n in names)  # type: ignore[union-attr]
+
+
+def test_no_more_than_two_blocks_of_others_are_held() -> None:
+    trace = trace_offline(rows_in_blocks, world_size=6, device="cpu")
+    assert trace.backward is not None
+    kinds = [c.kind for c in trace.forward_collectives], sorted(c.kind for c in trace.backward_collectives)
+    assert kinds == (["fetch_block"] * 5, ["fetch_block"] * 5 + ["return_block"] * 5)
+    assert most_blocks_at_once(trace.forward.graph) == 2
+    assert most_blocks_at_once(trace.backward.graph) == 2
+
+
+def test_nonsense_is_refused_and_caches_are_told() -> None:
+    tag = torch.compiler.config.cache_key_tag
+    with pytest.raises(ValueError, match="'auto' or 'ring'"):
+        sc.config.attention = "circle"  # type: ignore[assignment]
+    sc.config.attention = "auto"
+    assert torch.compiler.config.cache_key_tag != tag
+    sc.config.attention = "ring"
+    assert torch.compiler.config.cache_key_tag == tag
