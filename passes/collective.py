@@ -43,6 +43,8 @@ KINDS = {
     _ours.gather_cut.default: "gather_cut",
     _ours.gather_counts.default: "gather_counts",
     _ours.exchange_rows.default: "exchange_rows",
+    _ours.fetch_spans.default: "fetch_spans",
+    _ours.return_spans.default: "return_spans",
     _ours.nearest.default: "nearest",
     _ours.all_gather_bucket.default: "all_gather_bucket",
     _ours.reduce_scatter_bucket.default: "reduce_scatter_bucket",
@@ -56,7 +58,10 @@ _CUT_AT = {"all_gather_v": 3, "reduce_scatter_v": 4, "all_to_all_v": 5, "fetch_r
 }
 """Which of the arguments is the first of the (source) cut: sizes, key and nest."""
 
-OF_ONE_RANK = {"all_to_all", "mirror_blocks", "gather_cut", "gather_counts", "exchange_rows", "nearest"}
+OF_ONE_RANK = {
+    *("all_to_all", "mirror_blocks", "gather_cut", "gather_counts", "exchange_rows", "nearest"),
+    *("fetch_spans", "return_spans"),
+}
 """Kinds of which a graph tells what this rank puts in only. What all of them do is taken for as much from each."""
 
 WAIT = _c10d.wait_tensor.default

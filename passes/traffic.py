@@ -253,6 +253,8 @@ TRAFFIC: dict[str, Callable[[Sequence[Member], int], Traffic]] = {
     "gather_cut": _even_gather_traffic,
     "gather_counts": _even_gather_traffic,
     "exchange_rows": _even_exchange_traffic,
+    "fetch_spans": _even_exchange_traffic,
+    "return_spans": _even_exchange_traffic,
     "nearest": _even_gather_traffic,
     "all_gather_bucket": _gather_bucket_traffic,
     "reduce_scatter_bucket": _scatter_bucket_traffic,

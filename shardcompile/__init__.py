@@ -17,6 +17,8 @@ from shardcompile.caches import tag_compiler_caches
 from shardcompile.contractions import einsum as einsum
 from shardcompile.contractions import tensordot as tensordot
 from shardcompile.contractions import transpose as transpose
+from shardcompile.documents import balanced_cut as balanced_cut
+from shardcompile.documents import varlen_attention as varlen_attention
 from shardcompile.errors import CollectiveError as CollectiveError
 from shardcompile.errors import LayoutError as LayoutError
 from shardcompile.errors import PassError as PassError

@@ -353,11 +353,39 @@ def _fetch_ranges(
     group_name: str,
 ) -> Tensor:
     group = compat.process_group(group_name)
-    me = group.rank()
     held = blocks_of(total, dim, (src_sizes, src_key, src_nest), group.size(), "fetch_ranges")
     wanted = _wanted(total, dim, (dst_sizes, dst_key, dst_nest), reach, group.size(), "fetch_ranges")
     wanted = _within(wanted, total) if fill is None else wanted
-    check_block(x.shape, dim, held[me], me, "fetch_ranges")
+    return fetch_wanted(x, dim, held, wanted, block, group, "fetch_ranges", fill)
+
+
+def fetch_wanted(
+    x: Tensor,
+    dim: int,
+    held: Sequence[Range],
+    wanted: Sequence[Range],
+    block: int,
+    group: ProcessGroup,
+    what: str,
+    fill: float | None = None,
+) -> Tensor:
+    """Start to get the range of rows that each rank wants from whoever holds them.
+
+    Args:
+        x: this rank's block.
+        dim: of the rows.
+        held: the range that each rank holds.
+        wanted: the range that each rank wants.
+        block: how many rows this rank wants.
+        group: the ranks.
+        what: the op.
+        fill: what rows outside of the dim hold; None if none are wanted.
+
+    Returns:
+        The rows, flat.
+    """
+    me, total = group.rank(), held[-1][1]
+    check_block(x.shape, dim, held[me], me, what)
     out = _new_rows(x, dim, block)
     to_peers = [transport.shifted(transport.overlap(held[me], w), -held[me][0]) for w in wanted]
     from_peers = [transport.shifted(transport.overlap(h, wanted[me]), -wanted[me][0]) for h in held]
@@ -370,7 +398,7 @@ def _fetch_ranges(
     peers = [p for p in range(group.size()) if p != me]
     sends = _pieces(x, dim, to_peers, me)
     receives = [(p, target[slice(*from_peers[p])]) for p in peers]
-    call = _call(group, "fetch_ranges", x, (dim,), dim, _sizes(held), dim, _flat(wanted))
+    call = _call(group, what, x, (dim,), dim, _sizes(held), dim, _flat(wanted))
     transport.complete(out, call, transport.exchange(call, sends, receives))
     return out
 
@@ -391,11 +419,37 @@ def _return_ranges(
     group_name: str,
 ) -> Tensor:
     group = compat.process_group(group_name)
-    me = group.rank()
     held = blocks_of(total, dim, (src_sizes, src_key, src_nest), group.size(), "return_ranges")
     wanted = _wanted(total, dim, (dst_sizes, dst_key, dst_nest), reach, group.size(), "return_ranges")
     wanted = _within(wanted, total) if fill is None else wanted
-    check_block(x.shape, dim, wanted[me], me, "return_ranges")
+    return return_wanted(x, dim, held, wanted, block, group, "return_ranges")
+
+
+def return_wanted(
+    x: Tensor,
+    dim: int,
+    held: Sequence[Range],
+    wanted: Sequence[Range],
+    block: int,
+    group: ProcessGroup,
+    what: str,
+) -> Tensor:
+    """Start the adjoint of `fetch_wanted`: rows go to those that hold them, and are added there.
+
+    Args:
+        x: what belongs to the rows that this rank wants.
+        dim: of the rows.
+        held: as for `fetch_wanted`.
+        wanted: as for `fetch_wanted`.
+        block: how many rows this rank holds.
+        group: the ranks.
+        what: the op.
+
+    Returns:
+        The sums, flat.
+    """
+    me = group.rank()
+    check_block(x.shape, dim, wanted[me], me, what)
     to_peers = [transport.shifted(transport.overlap(h, wanted[me]), -wanted[me][0]) for h in held]
     back = [transport.shifted(transport.overlap(held[me], w), -held[me][0]) for w in wanted]
     peers = [p for p in range(group.size()) if p != me]
@@ -407,7 +461,7 @@ def _return_ranges(
     memory = [scratch.borrow(n * width, target) for n in counts]
     parts = [m.view(n, *target.shape[1:]) for m, n in zip(memory, counts, strict=True)]
     sends = _pieces(x, dim, to_peers, me)
-    call = _call(group, "return_ranges", x, (dim,), dim, _sizes(held), dim, _flat(wanted))
+    call = _call(group, what, x, (dim,), dim, _sizes(held), dim, _flat(wanted))
     works = transport.exchange(call, sends, list(zip(peers, parts, strict=True)))
 
     def accumulate() -> None:

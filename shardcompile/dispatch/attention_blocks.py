@@ -114,14 +114,25 @@ class _Kernels:
 
 def _cpu(x: _Inputs) -> tuple[Tensor, Tensor]:
     op = aten._scaled_dot_product_flash_attention_for_cpu.default
-    out, denominator = op(*x[:3], 0.0, x.causal, attn_mask=x.mask, scale=x.scale)
-    return out, denominator
+    features, of_values = x.query.shape[-1], x.value.shape[-1]
+    widest = max(features, of_values)  # the kernel takes as many of all three
+    q, k, v = (_with_features(t, widest) for t in x[:3])
+    out, denominator = op(q, k, v, 0.0, x.causal, attn_mask=x.mask, scale=x.scale)
+    return out[..., :of_values], denominator
 
 
 def _cpu_backward(grad: Tensor, x: _Inputs, out: Tensor, lse: Tensor) -> _Gradients:
     op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    grad_q, grad_k, grad_v = op(grad, *x[:3], out, lse, 0.0, x.causal, attn_mask=x.mask, scale=x.scale)
-    return grad_q, grad_k, grad_v
+    features, of_values = x.query.shape[-1], x.value.shape[-1]
+    widest = max(features, of_values)
+    grad, q, k, v, out = (_with_features(t, widest) for t in (grad, *x[:3], out))
+    grad_q, grad_k, grad_v = op(grad, q, k, v, out, lse, 0.0, x.causal, attn_mask=x.mask, scale=x.scale)
+    return grad_q[..., :features], grad_k[..., :features], grad_v[..., :of_values]
+
+
+def _with_features(x: Tensor, features: int) -> Tensor:
+    """With zeros, which change no product, behind the features of each row."""
+    return x if x.shape[-1] == features else aten.constant_pad_nd(x, [0, features - x.shape[-1]])
 
 
 def _flash(x: _Inputs) -> tuple[Tensor, Tensor]:

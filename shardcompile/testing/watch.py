@@ -55,7 +55,7 @@ class ServiceWatch(CollectiveWatch):
 
     _EXCHANGES = (
         *("all_gather", "all_to_all", "fetch_ranges", "return_ranges"),
-        *("mirror_blocks", "fetch_block", "return_block"),
+        *("mirror_blocks", "fetch_block", "return_block", "fetch_spans", "return_spans"),
     )
 
     def __init__(self, whole: int) -> None:
