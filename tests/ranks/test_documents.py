@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as nnf
+from pages import DOCS, blocks, run_blocks
 from tiers import often
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -237,3 +238,19 @@ def test_cuts_by_hand() -> None:
         sc.balanced_cut([3], 0)
     with pytest.raises(sc.LayoutError, match="not negative"):
         sc.balanced_cut([-3], 2)
+
+
+GUIDE = blocks(DOCS / "long-sequences.md")
+
+
+@pytest.mark.ranks(4, processes=False)
+def test_the_code_of_the_guide() -> None:
+    named = run_blocks(GUIDE)
+    rows, lengths = torch.randn(24, 4, dtype=torch.float64), [20, 3, 1]
+    cut, ends = named["cut_batch"](rows, lengths, mesh())
+    assert [b.shape[0] for b in rows.split(sc.balanced_cut(lengths, 4, row_cost=24))] != [6, 6, 6, 6]
+    torch.testing.assert_close(cut.full_tensor(), rows)
+    heads = cut.unflatten(1, (2, 2))
+    found = named["packed_attention"](heads, heads, heads, ends).full_tensor()
+    whole = rows.unflatten(1, (2, 2))
+    torch.testing.assert_close(found, one_by_one(whole, whole, whole, ends.tolist(), True, None))
