@@ -103,7 +103,13 @@ def needed_first(
     order: list[T] = []
     done: set[T] = set()
     for item in items:
-        stack = [] if on_demand(item) else [[item]]  # of what is next, from its end; what an item needs lies above it
+        if item in done or on_demand(item):
+            continue
+        if done.issuperset(before(item)):
+            done.add(item)
+            order.append(item)
+            continue
+        stack = [[item]]  # of what is next, from its end; what an item needs lies above it
         while stack:
             if not stack[-1]:
                 stack.pop()

@@ -27,6 +27,7 @@ class Tasks:
     Attributes:
         nodes: by task: the node; of a bucket that of its last member.
         kind: by task: `WORK` on the compute stream, `START` of a collective, or `WAIT` for one.
+        idle: by task: whether it is a view or an allocation, which nothing needs before what reads it.
         seconds: by task: on the compute stream. Of a start what it packs, of a wait what it unpacks.
         before: by task: those that it must follow.
         after: by task: those that must follow it.
@@ -45,6 +46,7 @@ class Tasks:
 
     nodes: list[Node] = field(default_factory=list)
     kind: list[int] = field(default_factory=list)
+    idle: list[bool] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     before: list[list[int]] = field(default_factory=list)
     after: list[list[int]] = field(default_factory=list)
@@ -94,6 +96,7 @@ class Tasks:
         self.nodes.append(node)
         is_start = node in prices.group
         self.kind.append(START if is_start else WAIT if node in prices.awaits else WORK)
+        self.idle.append(computes_nothing(node))
         self.seconds.append(prices.packing.get(node, 0.0) if is_start else prices.seconds[node])
         self.before.append(before)
         self.after.append([])
@@ -180,7 +183,7 @@ class _Joining:
             reads[first[n]].update(dict.fromkeys([self.tensor[t] for t in old.reads[n]]))
         last = {n: i for i, n in enumerate(first)}  # of a bucket
         tasks = [n for i, n in enumerate(first) if last[n] == i]
-        order = needed_first(tasks, before.__getitem__, on_demand=lambda n: computes_nothing(old.nodes[n]))
+        order = needed_first(tasks, before.__getitem__, on_demand=old.idle.__getitem__)
         number = {n: i for i, n in enumerate(order)}
         new = Tasks(link=old.link, fixed=old.fixed, nbytes=[0] * len(old.nbytes), readers=[0] * len(old.nbytes))
         for t, nbytes in enumerate(old.nbytes):
@@ -196,6 +199,7 @@ class _Joining:
         old, here = self.old, len(new.nodes)
         new.nodes.append(old.nodes[n])
         new.kind.append(old.kind[n])
+        new.idle.append(old.idle[n])
         copied = self.prices[n].packing if n in self.prices else self.unpacks.get(n, old.seconds[n])
         new.seconds.append(copied)
         new.before.append(before)
