@@ -21,6 +21,7 @@ from shardcompile import compat
 from shardcompile.errors import ShardError
 from shardcompile.layout import CHUNK_KEY, GroupCut, chunk_sizes
 from shardcompile.passes.collective import WAIT, Collective
+from shardcompile.passes.ops import op_of
 
 aten = torch.ops.aten
 _ours = torch.ops.shardcompile
@@ -431,4 +432,4 @@ def _keeps_extents(node: Node) -> bool:
 
 def is_pointwise(node: Node) -> bool:
     """Whether an op works element by element."""
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return op_of(node).pointwise

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from shardcompile import compat
-from shardcompile.passes.collective import WAIT, Collective
+from shardcompile.passes.collective import WAIT, kind_of
 from shardcompile.passes.dependencies import ordered_inputs
 
 aten = torch.ops.aten
@@ -67,7 +67,7 @@ def held_edges(graph: Graph) -> dict[Node, list[Node]]:
     last: Node | None = None
     behind: dict[Node, set[Node]] = _starts_behind(graph)
     for node in graph.nodes:
-        if Collective.of(node) is not None:
+        if kind_of(node) is not None:
             started.append(node)
         elif node.target is WAIT and last is not None:
             edges[node] = [last]
@@ -87,7 +87,7 @@ def _starts_behind(graph: Graph) -> dict[Node, set[Node]]:
         found: set[Node] = set()
         for i in inputs:
             found |= needs[i]
-        if Collective.of(node) is not None:
+        if kind_of(node) is not None:
             found = found | {node}
         needs[node] = found
     return needs

@@ -9,6 +9,7 @@ compute waits for reductions where it would go beyond the limit.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
@@ -105,10 +106,8 @@ class Outline:
         self.clock = list(itertools.accumulate((tasks.seconds[n] for n in self.work), initial=0.0))
         self.tails = tails(tasks)
         self.first_use = self._first_uses()
-        self.fillers = self._fillers()
         self.payload = {s: tasks.payload_bytes(s) for s in tasks.stream}
         self.grows = {s: tasks.alloc[s] > self.payload[s] for s in tasks.stream}
-        self.curve = self._curve()
         prepares = self.prepares
         self.missing = [len(b) if prepares.isdisjoint(b) else len(b) - len(prepares.intersection(b)) for b in tasks.before]
         self.seconds = math.fsum(tasks.seconds)
@@ -137,7 +136,9 @@ class Outline:
                 first[start] = min(first[start], use[n])
         return first
 
-    def _fillers(self) -> set[int]:
+    @functools.cached_property
+    def fillers(self) -> set[int]:
+        """See above."""
         tasks, tail = self.tasks, self.tails
         leads = [False] * len(tasks.nodes)
         for n in range(len(tasks.nodes) - 1, -1, -1):
@@ -149,8 +150,9 @@ class Outline:
                 leads[n] = any(tail[wait] > LEADS * tasks.price[n].seconds for wait in tasks.after[n])
         return {n for n in self.work if not leads[n]}
 
-    def _curve(self) -> np.ndarray:
-        """Grows and falls by what is made at a place and what is read there last."""
+    @functools.cached_property
+    def curve(self) -> np.ndarray:
+        """It grows and falls by what is made at a place and what is read there last."""
         tasks, end = self.tasks, len(self.work)
         made = [end] * len(tasks.nbytes)
         freed = [0] * len(tasks.nbytes)
@@ -249,7 +251,7 @@ class Scheduler:
         self._freeing: list[tuple[float, int]] = []  # waits for collectives that shrink
         self._released: set[int] = set()  # starts of which one wait has come
         self._has_curve = not plan.leads and not math.isinf(plan.limit)
-        self._curve = outline.curve.copy() if self._has_curve else outline.curve
+        self._curve = outline.curve.copy() if self._has_curve else np.zeros(0, dtype=np.int64)
         self._queued = 0  # bytes of payloads whose reduction could start
         self._not_before: dict[int, int] = {}  # by start: the place from which memory may allow it
         self._left = outline.seconds  # on the compute stream
