@@ -92,7 +92,8 @@ def members(c: Collective, group_size: int | None) -> list[Member]:
 
 def nbytes_of(node: Node) -> int:
     """Bytes of a node's tensors by hints."""
-    return sum(_nbytes(t) for t in tensors(node))
+    value = node.meta.get("val")
+    return _nbytes(value) if isinstance(value, torch.Tensor) else sum(_nbytes(t) for t in tensors(node))
 
 
 def tensors(node: Node) -> list[torch.Tensor]:
@@ -106,7 +107,7 @@ def tensors(node: Node) -> list[torch.Tensor]:
 def _nbytes(value: torch.Tensor) -> int:
     total = value.dtype.itemsize
     for size in value.shape:
-        total *= compat.size_hint(size)
+        total *= size if type(size) is int else compat.size_hint(size)
     return total
 
 

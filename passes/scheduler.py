@@ -228,7 +228,7 @@ class Scheduler:
         self.order: list[int] = []
         self.begins = [0.0] * len(tasks.nodes)
         self._taken = [False] * len(tasks.nodes)
-        self._kind, self._after = tasks.kind, tasks.after
+        self._kind, self._after, self._tails = tasks.kind, tasks.after, outline.tails
         self._missing = list(outline.missing)
         self._readers = list(tasks.readers)
         self._held = self.peak = tasks.fixed
@@ -254,6 +254,7 @@ class Scheduler:
         self._curve = outline.curve.copy() if self._has_curve else np.zeros(0, dtype=np.int64)
         self._queued = 0  # bytes of payloads whose reduction could start
         self._not_before: dict[int, int] = {}  # by start: the place from which memory may allow it
+        self._not_with: dict[int, tuple[int, int]] = {}  # the same, as long as no less is queued than so much
         self._left = outline.seconds  # on the compute stream
         self._busy_left = dict(outline.busy)
         self._until = plan.until * (1 + _ROUNDING)
@@ -289,11 +290,12 @@ class Scheduler:
         elif self.outline.missing[n] < len(tasks.before[n]):
             self._prepare(n)
         self.begins[n] = now = self.now
-        least = now + max(self._left, self.outline.tails[n])
+        left, seconds = self._left, tasks.seconds[n]
+        least = now + (left if left > self._tails[n] else self._tails[n])
         if least > self._least:
             self._least = least
-        self._left -= tasks.seconds[n]
-        self.now = now + tasks.seconds[n]
+        self._left = left - seconds
+        self.now = now + seconds
         if kind == START:
             self._run_collective(n)
         self.order.append(n)
@@ -332,26 +334,29 @@ class Scheduler:
 
     def _hold(self, n: int) -> None:
         """Count the memory."""
-        tasks, kind = self.tasks, self._kind[n]
-        held = self._held + tasks.alloc[n]
+        tasks = self.tasks
+        alloc, made = tasks.alloc[n], tasks.makes[n]
+        held = self._held + alloc
         if held > self.peak:
             self.peak = held
-        if kind != START:
-            readers, nbytes = self._readers, tasks.nbytes
-            for t in tasks.reads[n]:
-                readers[t] -= 1
-                if not readers[t]:
-                    held -= nbytes[t]
-            if kind == WAIT and tasks.start_of[n] not in self._released:
-                self._released.add(tasks.start_of[n])
-                for t in tasks.reads[tasks.start_of[n]]:
-                    readers[t] -= 1
-                    if not readers[t]:
-                        held -= nbytes[t]
-        made = tasks.makes[n]
         if made >= 0 and not tasks.readers[made]:
-            held -= tasks.alloc[n]
+            held -= alloc
+        kind = self._kind[n]
+        if kind != START:
+            held -= self._freed(tasks.reads[n])
+        if kind == WAIT and tasks.start_of[n] not in self._released:
+            self._released.add(tasks.start_of[n])
+            held -= self._freed(tasks.reads[tasks.start_of[n]])
         self._held = held
+
+    def _freed(self, read: Sequence[int]) -> int:
+        """Bytes of tensors that have been read once more, and have no more readers now."""
+        readers, freed = self._readers, 0
+        for t in read:
+            readers[t] -= 1
+            if not readers[t]:
+                freed += self.tasks.nbytes[t]
+        return freed
 
     def _sort_in(self, n: int) -> None:
         tasks, outline = self.tasks, self.outline
@@ -402,14 +407,16 @@ class Scheduler:
                 n = heapq.heappop(self._early)[1]
                 if not self._taken[n]:
                     heapq.heappush(self._growing[self.tasks.stream[n]], (self.plan.urgency[n], n))
-        horizon: float | None = None
+        horizon = self.now + _AT_ONCE
+        is_sure = False  # whether the horizon has been looked for
         for group, growing in self._growing.items():
             shrinking = self._shrinking[group]
             if not growing and not shrinking:
                 continue
-            if horizon is None:
-                horizon = max(self._horizon(), self.now + _AT_ONCE)
-            if self._streams.free_at(group) >= horizon:
+            free_at = self._streams.free_at(group)
+            if free_at >= horizon and not is_sure:
+                horizon, is_sure = max(horizon, self._horizon()), True
+            if free_at >= horizon:
                 continue
             best = self._best(growing, shrinking)
             if best is not None:
@@ -449,13 +456,19 @@ class Scheduler:
             return self._held + self.tasks.alloc[n] <= self.plan.limit
         if here < self._not_before.get(n, 0):
             return False
+        until, queued = self._not_with.get(n, (0, 0))
+        if here < until and queued <= self._queued:
+            return False  # as before: there is less room now than there was, if anything
         room = self.plan.limit - self.tasks.alloc[n]
         curve = self._curve[here:needed]
         most = curve.max()
         if most > room:
             self._not_before[n] = here + int(np.flatnonzero(curve > room)[-1]) + 1
             return False
-        return bool(most + self._queued <= room)
+        if most + self._queued > room:
+            self._not_with[n] = here + int(np.flatnonzero(curve > room - self._queued)[-1]) + 1, self._queued
+            return False
+        return True
 
     # ------------------------------------------------------------------------------------------ work
 
