@@ -7,14 +7,14 @@ weighted sum. None of them can hide behind the other, and no order helps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from shardcompile.passes.collective import WAIT, Collective, add_node, inherit
+from shardcompile.passes.collective import WAIT, Collective, add_node, inherit, kind_of
 from shardcompile.passes.cost import CostModel
 from shardcompile.passes.factors import (
     Call,
@@ -180,65 +180,71 @@ def _replace_permuted(graph: Graph, c: Collective, start: Node, first: Node, dim
 
 def _delay_factors(graph: Graph) -> None:
     """Take factors that come from other reductions out of sums, as long as a sum then waits for one less."""
-    level: dict[Node, int] = {}
-    _tell_levels(level, graph.nodes)
-    for start in [c.node for c in sums(graph)]:
+    starts = [c.node for c in sums(graph)]
+    level = _Levels(graph)
+    for start in starts:
         found: Node | None = start
         while found is not None:
             found = _delayed(graph, found, level)
 
 
-def _delayed(graph: Graph, start: Node, level: dict[Node, int]) -> Node | None:
+def _delayed(graph: Graph, start: Node, level: _Levels) -> Node | None:
     """The new start of a reduction of which a factor was taken out, or None."""
     c = Collective.of(start)
     assert c is not None
     value = shaped(c.payload)
-    most = level[value]
+    level.reach(start)
+    most = level.of[value]
     if not most:
         return None
-    factors = Factors(lambda n: level[n] >= most, c.group_name)
+    factors = Factors(lambda n: level.of[n] >= most, c.group_name)
     term = factors.term(value)
     if term is None or not term.factors:
         return None
-    before, after = start.prev, min(c.waits).prev
+    before = start.prev
     with graph.inserting_before(start):
         base = emit(graph, term.base)
         new = add_node(graph, start.target, flat(graph, base, None), *start.args[1:])
         inherit(new, [c])
-    _tell_levels(level, _between(before, start))
     with graph.inserting_before(min(c.waits)):
         result = in_shape_of(graph, add_node(graph, WAIT, new), base)
         for factor in term.factors:
             result = applied(graph, factor, result)
         whole = flat(graph, result, c.payload)
-    _tell_levels(level, _between(after, min(c.waits)))
+    level.go_on_from(before, new)
     replace_results(c, whole)
     erase(graph, c)
-    _tell_levels(level, whole.users)
     return new
 
 
-def _between(first: Node, last: Node) -> list[Node]:
-    found: list[Node] = []
-    node = first.next
-    while node is not last:
-        found.append(node)
-        node = node.next
-    return found
+class _Levels:
+    """How many collectives have to have ended one after the other before nodes.
 
+    They are told in the order of the graph, and no further than asked for: what a factor that is taken out changes lies
+    behind, so that no node is told twice.
 
-def _tell_levels(level: dict[Node, int], nodes: Iterable[Node]) -> None:
-    """Write down how many collectives have to have ended one after the other before nodes, and what follows from it."""
-    todo = list(nodes)
-    todo.reverse()
-    while todo:
-        node = todo.pop()
-        before = max((level[i] for i in node.all_input_nodes), default=0) + (Collective.of(node) is not None)
-        if level.get(node) != before:
-            known = node in level
-            level[node] = before
-            if known:
-                todo += node.users
+    Attributes:
+        of: the level, by node.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.of: dict[Node, int] = {}
+        self._last = self._tell(next(iter(graph.nodes)))  # and not going to be erased
+
+    def reach(self, start: Node) -> None:
+        """Tell all up to the start of a collective."""
+        while self._last is not start:
+            self._last = self._tell(self._last.next)
+
+    def go_on_from(self, before: Node, start: Node) -> None:
+        """Tell the nodes behind one, up to a new start: it stands for the one that was reached last."""
+        self._last = before
+        self.reach(start)
+
+    def _tell(self, node: Node) -> Node:
+        before = max((self.of[i] for i in node.all_input_nodes), default=0)
+        self.of[node] = before + (kind_of(node) is not None)
+        return node
 
 
 # --------------------------------------------------------------------------------- partial results together
