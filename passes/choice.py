@@ -131,7 +131,7 @@ class Choice:
 
     def _may_meet(self, group: Sequence[Collective]) -> bool:
         """Whether there are two next to each other that do not depend on each other."""
-        return any(self.closure.independent(b.node, a.node) for a, b in itertools.pairwise(group))
+        return any(self.closure.independent(b.node, [a.node]) for a, b in itertools.pairwise(group))
 
     def buckets(self) -> list[list[Node]]:
         """The buckets, each by its members' starts; none if the graph is best without."""
@@ -159,7 +159,9 @@ class Choice:
                 place = outline.first_use[task]
                 price = self.tasks.price[task]
                 before, after = outline.clock[reached[task]], outline.clock[-1] - outline.clock[place]
-                candidate = Candidate(c, task, self._load(c, prices.labels), price, place, before, after, c.global_bytes)
+                candidate = Candidate(
+                    c, task, self._load(c, prices.labels), price, place, before, after, c.global_bytes
+                )
                 # A gather that could run at the start meets only its like: it would wait for the others for nothing.
                 early = c.kind in GATHERS and ready[task] <= EARLY * candidate.price.latency
                 self.divisible.setdefault((key, early), []).append(candidate)
@@ -359,7 +361,7 @@ class _Filling:
     def close(self) -> None:
         """The next member starts another bucket."""
         if len(self.bucket) > 1:
-            self._closure.tie(self._together)
+            self._closure.tie([c.collective.node for c in self.bucket])
             self.found.append(self.bucket)
         self._start()
 

@@ -47,20 +47,24 @@ class Closure:
         """Whether `node` must come after `other`."""
         return bool(self._ancestors[self._number[node]] >> self._number[other] & 1)
 
-    def independent(self, node: Node, other: Node) -> bool:
-        """Whether `node` may run before another one as well as after it."""
-        return not (self.needs(node, other) or self.needs(other, node))
+    def independent(self, node: Node, others: Iterable[Node]) -> bool:
+        """Whether `node` may run before each of the others as well as after it."""
+        return not any(self.needs(node, o) or self.needs(o, node) for o in others)
 
     def together(self) -> Together:
         """An empty set of nodes that may run in any order."""
         return Together(self._number, self._ancestors)
 
-    def tie(self, nodes: Together) -> None:
+    def tie(self, nodes: Iterable[Node]) -> None:
         """Reckon with independent nodes as one from now on: what needs one of them needs all, and all their inputs."""
-        members, before = nodes.members, nodes.before
+        numbers = [self._number[n] for n in nodes]
+        members = before = 0
+        for n in numbers:
+            members |= 1 << n
+            before |= self._ancestors[n]
         both = members | before
         self._ancestors = [ancestors | both if ancestors & members else ancestors for ancestors in self._ancestors]
-        for n in nodes.numbers:
+        for n in numbers:
             self._ancestors[n] |= before
 
 
@@ -70,29 +74,22 @@ class Together:
     Args:
         number: by node.
         ancestors: by a node's number: what it needs, as a set of bits.
-
-    Attributes:
-        numbers: of those that are in.
-        members: the same as a set of bits.
-        before: what they need.
     """
 
     def __init__(self, number: Mapping[Node, int], ancestors: Sequence[int]) -> None:
         self._number, self._ancestors = number, ancestors
-        self.numbers: list[int] = []
-        self.members = self.before = 0
+        self._members = self._before = 0
 
     def fits(self, node: Node) -> bool:
         """Whether a node may run before each of the others as well as after it."""
         n = self._number[node]
-        return not (self._ancestors[n] & self.members or self.before >> n & 1)
+        return not (self._ancestors[n] & self._members or self._before >> n & 1)
 
     def add(self, node: Node) -> None:
         """One more, that fits."""
         n = self._number[node]
-        self.numbers.append(n)
-        self.members |= 1 << n
-        self.before |= self._ancestors[n]
+        self._members |= 1 << n
+        self._before |= self._ancestors[n]
 
 
 def ordered_inputs(graph: Graph) -> dict[Node, list[Node]]:

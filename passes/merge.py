@@ -7,7 +7,7 @@ weighted sum. None of them can hide behind the other, and no order helps.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch.fx import Graph, Node
 from shardcompile.passes.collective import WAIT, Collective, add_node, inherit, kind_of
 from shardcompile.passes.cost import CostModel
 from shardcompile.passes.factors import (
+    DEPTH,
+    RESHAPES,
     Call,
     Factor,
     Factors,
@@ -42,7 +44,6 @@ from shardcompile.passes.rewrite import (
     shaped,
     sort,
     sums,
-    users_of,
     usual,
 )
 
@@ -251,28 +252,79 @@ class _Levels:
 
 
 def _send_together(graph: Graph, prices: GatherPrices) -> None:
-    for start in [c.node for c in usual(graph) if c.node.args[1] == "max"]:
+    starts = [c.node for c in usual(graph) if c.node.args[1] == "max"]
+    if not starts:
+        return
+    place, summed, after = places(graph), {c.node for c in sums(graph)}, _After(graph, starts)
+    left = len(summed)
+    for start in starts:
         c = Collective.of(start)
         most = None if c is None else Maximum.found(c)
         if c is None or most is None:
             continue
-        found = _weighted(graph, most)
+        found = _weighted(most, summed, place, after)
         parts = [most.largest, *(s.value for s in found)]
         if found and prices.pays([c], [s.collective for s in found], parts):
-            _gather(graph, most, found)
+            _gather(graph, most, found, place, after)
+            summed.difference_update(s.collective.node for s in found)
+    if len(summed) < left:
+        sort(graph, place)
 
 
-def _weighted(graph: Graph, most: Maximum) -> list[Sum]:
+class _After:
+    """What comes after which of some nodes, as sets of bits.
+
+    Args:
+        graph: in a valid order.
+        starts: the nodes.
+    """
+
+    def __init__(self, graph: Graph, starts: Iterable[Node]) -> None:
+        self._bit = {start: 1 << i for i, start in enumerate(starts)}
+        self._bits: dict[Node, int] = {}
+        for node in graph.nodes:
+            self._bits[node] = self._of(node)
+
+    def _of(self, node: Node) -> int:
+        bits = self._bit.get(node, 0)
+        for i in node.all_input_nodes:
+            bits |= self._bits[i]
+        return bits
+
+    def __call__(self, start: Node, node: Node) -> bool:
+        """Whether a node comes after one of `starts`, or is it."""
+        return bool(self._bits[node] & self._bit[start])
+
+    def tell(self, node: Node) -> None:
+        """A node is new, or what it reads is: tell that, and what follows from it."""
+        stack = [node]
+        while stack:
+            new = [i for i in stack[-1].all_input_nodes if i not in self._bits]
+            if new:
+                stack += new
+                continue
+            node = stack.pop()
+            known, bits = self._bits.get(node), self._of(node)
+            self._bits[node] = bits if known is None else known | bits
+            if known is None or bits & ~known:
+                stack += [u for u in node.users if u in self._bits]
+
+
+def _weighted(most: Maximum, summed: Set[Node], place: Mapping[Node, float], after: _After) -> list[Sum]:
     """The sums whose terms have exponentials as factors, of which a maximum was subtracted."""
-    after = users_of(most.collective.node)
-    name = most.collective.group_name
+    start, name = most.collective.node, most.collective.group_name
 
     def exponential(node: Node) -> Term | None:
         shifted: Any = node.args[0]
         if shifted.target is not aten.sub.Tensor or len(shifted.args) != 2 or shifted.kwargs:
             return None
         x, shift = shifted.args
-        if not isinstance(x, Node) or not isinstance(shift, Node) or x in after or origin(x) != (most.of, most.order):
+        if (
+            not isinstance(x, Node)
+            or not isinstance(shift, Node)
+            or after(start, x)
+            or origin(x) != (most.of, most.order)
+        ):
             return None
         if not most.follows(shift) or not equal(shift.meta["val"].shape, most.largest.meta["val"].shape):
             return None
@@ -281,15 +333,35 @@ def _weighted(graph: Graph, most: Maximum) -> list[Sum]:
         axes = tuple(() if shift.meta["val"].shape[d] == 1 else (d,) for d in range(ndim))
         return Term(own, (Factor(aten.mul.Tensor, shift, axes, most.largest),))
 
-    factors = Factors(after.__contains__, name, exponential)
+    factors = Factors(lambda node: after(start, node), name, exponential)
     found: list[Sum] = []
-    for c in sums(graph):
-        if c.group_name != name or c.node not in after:
+    for node in sorted(_reached(most) & summed, key=place.__getitem__):
+        c = Collective.of(node)
+        if c is None or c.group_name != name:
             continue
         value = shaped(c.payload)
         term = factors.term(value)
         if term is not None and [f.largest for f in term.factors] == [most.largest]:
             found.append(Sum(c, value, term))
+    return found
+
+
+def _reached(most: Maximum) -> set[Node]:
+    """The collectives that could reduce exponentials of which a maximum was subtracted: `Factors` walk no further."""
+    shifts, exponentials = list(most.results), set[Node]()
+    for shift in shifts:  # which gets longer
+        for user in shift.users:
+            if user.target is aten.sub.Tensor:
+                exponentials.update(u for u in user.users if u.target is aten.exp.default)
+            if user not in shifts and user.op == "call_function" and most.follows(user):
+                shifts.append(user)
+    seen, found, edge = set(exponentials), set[Node](), exponentials
+    for _ in range(DEPTH + len(RESHAPES)):
+        edge = {u for node in edge for u in node.users} - seen
+        seen |= edge
+        starts = {node for node in edge if kind_of(node) is not None}
+        found |= starts
+        edge -= starts
     return found
 
 
@@ -299,9 +371,9 @@ def _finite(largest: Node) -> Call:
     return Call(aten.where.ScalarSelf, (infinite, 0.0, largest))
 
 
-def _gather(graph: Graph, most: Maximum, sums: Sequence[Sum]) -> None:
+def _gather(graph: Graph, most: Maximum, sums: Sequence[Sum], place: Mapping[Node, float], after: _After) -> None:
     c = most.collective
-    place = places(graph)
+    replaced: list[Node] = []
     members = sorted((c, *(s.collective for s in sums)), key=lambda m: place[m.node])
     with graph.inserting_before(members[-1].node):
         parts = [most.largest, *(emit(graph, s.term.base) for s in sums)]
@@ -312,15 +384,18 @@ def _gather(graph: Graph, most: Maximum, sums: Sequence[Sum]) -> None:
         results = {r: whole if same else flat(graph, whole, None) for r, same in in_shape.items()}
     for result, node in results.items():
         result.replace_all_uses_with(node)
+        replaced.append(node)
     for s, column in zip(sums, columns, strict=True):
         with graph.inserting_before(min(s.collective.waits)):
             (factor,) = s.term.factors
             merged = _merged(graph, factor, results.get(factor.source, factor.source), largest, column)
             flat_sum = flat(graph, cast(graph, merged, s.value.meta["val"].dtype), s.collective.payload)
         replace_results(s.collective, flat_sum)
+        replaced.append(flat_sum)
     for each in (*(s.collective for s in sums), c):
         erase(graph, each)
-    sort(graph, place)
+    for node in replaced:
+        after.tell(node)
 
 
 def _merged(graph: Graph, factor: Factor, shift: Node, largest: Node, column: Node) -> Node:

@@ -109,7 +109,9 @@ class Outline:
         self.payload = {s: tasks.payload_bytes(s) for s in tasks.stream}
         self.grows = {s: tasks.alloc[s] > self.payload[s] for s in tasks.stream}
         prepares = self.prepares
-        self.missing = [len(b) if prepares.isdisjoint(b) else len(b) - len(prepares.intersection(b)) for b in tasks.before]
+        self.missing = [
+            len(b) if prepares.isdisjoint(b) else len(b) - len(prepares.intersection(b)) for b in tasks.before
+        ]
         self.seconds = math.fsum(tasks.seconds)
         self.busy = dict.fromkeys(tasks.stream.values(), 0.0)
         for s, group in tasks.stream.items():

@@ -187,7 +187,8 @@ class _Joining:
         new = Tasks(link=old.link, fixed=old.fixed, nbytes=[0] * len(old.nbytes), readers=[0] * len(old.nbytes))
         for t, nbytes in enumerate(old.nbytes):
             new.nbytes[self.tensor[t]] += nbytes
-        new.nodes, new.kind, new.idle = ([of[n] for n in order] for of in (old.nodes, old.kind, old.idle))
+        new.nodes = [old.nodes[n] for n in order]
+        new.kind, new.idle = [old.kind[n] for n in order], [old.idle[n] for n in order]
         new.seconds = [
             self.prices[n].packing if n in self.prices else self.unpacks.get(n, old.seconds[n]) for n in order
         ]
