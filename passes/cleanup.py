@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from shardcompile import compat
 from shardcompile.passes.blocks import is_pointwise
-from shardcompile.passes.collective import WAIT, Collective, add_node, collectives, inherit
+from shardcompile.passes.collective import WAIT, Collective, add_node, collectives, inherit, kind_of
 from shardcompile.passes.dependencies import writes
 from shardcompile.passes.ops import op_of
 
@@ -80,6 +80,8 @@ class ShareEqualCollectives:
         return f"{type(self).__name__}()"
 
     def __call__(self, graph: Graph) -> None:
+        if all(kind_of(node) is None for node in graph.nodes):
+            return
         constants = _constants(graph)
         first_of: dict[Any, Node] = {}
         same: dict[Node, Node] = {}

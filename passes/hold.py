@@ -52,7 +52,7 @@ class HoldOrder:
         return f"{type(self).__name__}()"
 
     def __call__(self, graph: Graph) -> None:
-        if graph.owning_module is None:
+        if graph.owning_module is None or all(kind_of(node) is None for node in graph.nodes):
             return
         edges = held_edges(graph)
         if edges:
