@@ -300,13 +300,12 @@ def counted(graph: Graph) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("side", ["forward", *often(["backward"], 0)])
-def test_work_of_every_pass_grows_with_the_graph(side: str) -> None:
-    """Twice the layers, hardly more than twice the work."""
+def test_work_of_every_pass_grows_with_the_graph() -> None:
+    """Twice the layers, hardly more than twice the work: of a graph for which as many buckets are tried in both sizes."""
     by_size = []
     for layers in (8, 16):
         with world_of(RANKS):
-            graph = foreign(0, side, 8, uneven=True, layers=layers)
+            graph = foreign(0, "forward", 8, uneven=True, layers=layers)
             nodes = len(graph.nodes)
             by_size.append((nodes, counted(graph)))
     (few, before), (many, after) = by_size
