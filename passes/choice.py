@@ -379,7 +379,8 @@ def score(outline: Outline, plan: Plan, limit: float) -> Score:
         limit: bytes.
     """
     found = Scheduler(outline, replace(plan, most=limit)).run()
-    if found.peak_bytes > limit:  # what is decided early can take more than was thought
+    # What is decided early can take more than was thought. What was given up for its time would be no faster with less.
+    if found.peak_bytes > limit:
         found = Scheduler(outline, replace(plan, limit=NARROWER[1] * limit)).run()
     return max(found.peak_bytes - limit, 0), found.total + _contention(outline)
 
