@@ -21,6 +21,7 @@ from shardcompile import compat
 from shardcompile.errors import ShardError
 from shardcompile.layout import CHUNK_KEY, DERIVATIONS, GroupCut, chunk_sizes
 from shardcompile.passes.collective import WAIT, Collective
+from shardcompile.passes.ops import op_of
 
 aten = torch.ops.aten
 _ours = torch.ops.shardcompile
@@ -91,7 +92,8 @@ def members(c: Collective, group_size: int | None) -> list[Member]:
 
 def nbytes_of(node: Node) -> int:
     """Bytes of a node's tensors by hints."""
-    return sum(_nbytes(t) for t in tensors(node))
+    value = node.meta.get("val")
+    return _nbytes(value) if isinstance(value, torch.Tensor) else sum(_nbytes(t) for t in tensors(node))
 
 
 def tensors(node: Node) -> list[torch.Tensor]:
@@ -105,7 +107,7 @@ def tensors(node: Node) -> list[torch.Tensor]:
 def _nbytes(value: torch.Tensor) -> int:
     total = value.dtype.itemsize
     for size in value.shape:
-        total *= compat.size_hint(size)
+        total *= size if type(size) is int else compat.size_hint(size)
     return total
 
 
@@ -443,4 +445,4 @@ def _keeps_extents(node: Node) -> bool:
 
 def is_pointwise(node: Node) -> bool:
     """Whether an op works element by element."""
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return op_of(node).pointwise

@@ -80,11 +80,10 @@ def _of_one_rank(graph: Graph, prices: Prices, model: CostModel) -> Prices:
     Even collectives cost every rank the same, and so do those of which ranks do not know what others have.
     """
     parts: dict[Hashable, dict[Node, np.ndarray]] = {}
-    labels = blocks.labels(graph, model.group_sizes)
     for node, group in prices.group.items():
         c = Collective.of(node)
         assert c is not None
-        found = _parts(c, model, labels)
+        found = _parts(c, model, prices.labels)
         if found is not None:
             parts.setdefault((group, c.kind), {})[node] = found
     seconds = dict(prices.seconds)

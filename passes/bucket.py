@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -70,8 +70,8 @@ class Bucketing:
             model = self.model or CostModel.of(graph)
             self._replace(graph, Choice(graph, groups, model, self._traffic, self.bucket_bytes).buckets())
 
-    def _traffic(self, members: Sequence[Collective], load: Load) -> Traffic:
-        """What a bucket of these members moves, by what each rank has of all of them."""
+    def _traffic(self, kinds: Set[str], load: Load) -> Traffic:
+        """What a bucket moves, by the kinds of its members and by what each rank has of all of them."""
         raise NotImplementedError
 
     def _key(self, c: Collective) -> Any:
@@ -132,7 +132,7 @@ class BucketAllReduces(Bucketing):
             return None
         return c.node.args[1], c.value.dtype, c.value.device
 
-    def _traffic(self, members: Sequence[Collective], load: Load) -> Traffic:
+    def _traffic(self, kinds: Set[str], load: Load) -> Traffic:
         return reduced_in_a_bucket(load, passes=2)
 
     def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
@@ -162,7 +162,7 @@ class BucketAllGathers(Bucketing):
             return c.value.device, None
         return None
 
-    def _traffic(self, members: Sequence[Collective], load: Load) -> Traffic:
+    def _traffic(self, kinds: Set[str], load: Load) -> Traffic:
         return gathered_in_a_bucket(load)
 
     def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
@@ -198,9 +198,8 @@ class BucketReduceScatters(Bucketing):
             return None
         return c.node.args[1], c.value.dtype, c.value.device, _is_known(str(c.node.args[1]), c.value.dtype)
 
-    def _traffic(self, members: Sequence[Collective], load: Load) -> Traffic:
-        even = all(m.kind == "reduce_scatter" for m in members)
-        return reduced_in_a_bucket(load, passes=1) if even else scattered_in_a_bucket(load)
+    def _traffic(self, kinds: Set[str], load: Load) -> Traffic:
+        return reduced_in_a_bucket(load, passes=1) if kinds == {"reduce_scatter"} else scattered_in_a_bucket(load)
 
     def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
         if all(m.kind == "reduce_scatter" for m in members):
@@ -228,7 +227,7 @@ class BucketAllToAlls(Bucketing):
     def _key(self, c: Collective) -> Any:
         return (c.value.dtype, c.value.device) if c.kind == "all_to_all_v" else None
 
-    def _traffic(self, members: Sequence[Collective], load: Load) -> Traffic:
+    def _traffic(self, kinds: Set[str], load: Load) -> Traffic:
         return exchanged_in_a_bucket(load)
 
     def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:

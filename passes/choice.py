@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from torch.fx import Graph, Node
@@ -28,7 +28,7 @@ from shardcompile.passes.dependencies import Closure
 from shardcompile.passes.edges import Edges
 from shardcompile.passes.overlap import byte_limit
 from shardcompile.passes.scheduler import Outline, Plan, Scheduler
-from shardcompile.passes.search import NARROWER, quick_plans
+from shardcompile.passes.search import NARROWER, quick_plan
 from shardcompile.passes.tasks import WAIT, Bucket, Tasks
 from shardcompile.passes.traffic import Load, Traffic
 
@@ -71,6 +71,7 @@ class Candidate:
         needed: the place of the first work that needs its result.
         before: seconds of compute, in its order, before its payload is ready.
         after: seconds of compute, in its order, from the first that needs its result; 0 if none does.
+        nbytes: that all ranks have of it.
     """
 
     collective: Collective
@@ -80,6 +81,7 @@ class Candidate:
     needed: int
     before: float
     after: float
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,8 @@ class _Option:
     deadline: float | None = None
 
 
-Pricing = Callable[[Sequence[Collective], Load], Traffic]
-"""What a bucket of these collectives moves, by what each rank has of all of them."""
+Pricing = Callable[[Set[str], Load], Traffic]
+"""What a bucket moves, by the kinds of its members and by what each rank has of all of them."""
 
 
 class Choice:
@@ -122,7 +124,8 @@ class Choice:
         bucket_bytes: int | None,
     ) -> None:
         self.graph, self.model, self.traffic, self.bucket_bytes = graph, model, traffic, bucket_bytes
-        self._tried: list[list[list[int]]] = []
+        self._tried: set[tuple[tuple[int, ...], ...]] = set()
+        self._prices: dict[str, Callable[[Traffic], Price]] = {}  # by group
         self.closure = Closure(graph, [c.node for group in groups.values() for c in group])
         self.groups = {key: group for key, group in groups.items() if self._may_meet(group)}
 
@@ -148,7 +151,6 @@ class Choice:
         self.tasks = Tasks.of(edges, prices)
         outline = Outline(self.tasks)
         number = {node: n for n, node in enumerate(self.tasks.nodes)}
-        labels = blocks.labels(self.graph, self.model.group_sizes)
         ready, reached = heads(self.tasks), places_before(outline)
         self.divisible: dict[Hashable, list[Candidate]] = {}
         for key, group in self.groups.items():
@@ -157,14 +159,19 @@ class Choice:
                 place = outline.first_use[task]
                 price = self.tasks.price[task]
                 before, after = outline.clock[reached[task]], outline.clock[-1] - outline.clock[place]
-                candidate = Candidate(c, task, self._load(c, labels), price, place, before, after)
+                candidate = Candidate(
+                    c, task, self._load(c, prices.labels), price, place, before, after, c.global_bytes
+                )
                 # A gather that could run at the start meets only its like: it would wait for the others for nothing.
                 early = c.kind in GATHERS and ready[task] <= EARLY * candidate.price.latency
                 self.divisible.setdefault((key, early), []).append(candidate)
         for candidates in self.divisible.values():
             candidates.sort(key=lambda c: (c.needed, c.task))
-        scores = [(self._scored(outline, plan), i) for i, plan in enumerate(quick_plans(outline, self.limit))]
-        self.best, self.plan = min(scores)
+        self.best, self.longest_first = (math.inf, math.inf), False
+        for longest_first in (False, True):
+            found = self._scored(outline, quick_plan(outline, self.limit, longest_first))
+            if found < self.best:
+                self.best, self.longest_first = found, longest_first
 
     def _load(self, c: Collective, labels: Mapping[Node, set[str]]) -> Load | None:
         n = self.model.group_size(c.group_name)
@@ -200,20 +207,23 @@ class Choice:
     def _least(self, candidates: Sequence[Candidate]) -> float:
         """The least time in which all could be done, if collectives had no latency and buckets cost nothing."""
         early, least = _are_early(candidates), 0.0
+        kinds: set[str] = set()
         ordered = candidates if early else sorted(candidates, key=_from_the_end)
         load = ordered[0].load
         for i, c in enumerate(ordered):
             load = _together(load, c.load) if i else load
-            least = max(least, self._price_of(ordered[: i + 1], load).transfer + (c.after if early else c.before))
+            kinds.add(c.collective.kind)
+            price = self._price_of(c.collective.group_name, kinds, load)
+            least = max(least, price.transfer + (c.after if early else c.before))
         return least
 
     def _attempt(self, key: Hashable, option: _Option, chosen: dict[Hashable, _Option]) -> bool:
         """Divide one group differently, and keep that if it is better; whether it was."""
         divided = self._divided(chosen | {key: option})
-        named = [[c.task for c in bucket] for bucket in divided]
+        named = tuple(tuple(c.task for c in bucket) for bucket in divided)
         if not divided or named in self._tried:
             return False
-        self._tried.append(named)
+        self._tried.add(named)
         score = self._score(divided)
         if score > self.best or (score == self.best and key in chosen):
             return False
@@ -221,12 +231,14 @@ class Choice:
         return True
 
     def _score(self, divided: Divided) -> Score:
+        """Of a division; of one that is sure to be worse than the best one, something that is worse as well."""
         buckets = [Bucket(tuple(c.task for c in bucket), self._price(bucket)) for bucket in divided]
         outline = Outline(self.tasks.joined(buckets))
-        return self._scored(outline, quick_plans(outline, self.limit)[self.plan])
+        return self._scored(outline, quick_plan(outline, self.limit, self.longest_first))
 
     def _scored(self, outline: Outline, plan: Plan) -> Score:
-        return score(outline, plan, self.limit)
+        over, seconds = self.best
+        return score(outline, plan if over else replace(plan, until=seconds - _contention(outline)), self.limit)
 
     # --------------------------------------------------------------------------------------- dividing
 
@@ -247,28 +259,19 @@ class Choice:
     def _parts(self, candidates: Sequence[Candidate], span: float, closure: Closure) -> Divided:
         least = max((c.price.latency for c in candidates), default=0.0)
         before, after = 0.0, sum(c.price.transfer for c in candidates)
-        found: Divided = []
-        bucket: list[Candidate] = []
-        transfer, nbytes = 0.0, 0
-
-        def close() -> None:
-            nonlocal bucket, transfer, nbytes, before
-            if len(bucket) > 1:
-                closure.tie([c.collective.node for c in bucket])
-                found.append(bucket)
-            before += transfer
-            bucket, transfer, nbytes = [], 0.0, 0
-
+        filling = _Filling(closure)
+        transfer = 0.0
         for c in candidates:
             most = min(span, max(least, before), max(least, after))
-            full = transfer + c.price.transfer > most or not self._has_room(nbytes, c)
-            if bucket and (full or not self._independent(c, bucket, closure)):
-                close()
-            bucket.append(c)
-            transfer, nbytes = transfer + c.price.transfer, nbytes + c.collective.global_bytes
+            full = transfer + c.price.transfer > most or not self._has_room(filling.nbytes, c)
+            if filling.bucket and (full or not filling.fits(c)):
+                filling.close()
+                before, transfer = before + transfer, 0.0
+            filling.add(c)
+            transfer += c.price.transfer
             after -= c.price.transfer
-        close()
-        return found
+        filling.close()
+        return filling.found
 
     def _in_time(self, candidates: Sequence[Candidate], span: float, deadline: float, closure: Closure) -> Divided:
         """As large buckets as allow for a deadline, if they follow each other without a gap.
@@ -278,40 +281,28 @@ class Choice:
         of the last one is ready, all that are left have to be in time.
         """
         early = _are_early(candidates)
-        found: Divided = []
-        bucket: list[Candidate] = []
-        price, load, done, nbytes = Price(0.0, 0.0), None, 0.0, 0
-
-        def close() -> None:
-            nonlocal bucket, done, nbytes
-            if len(bucket) > 1:
-                closure.tie([c.collective.node for c in bucket])
-                found.append(bucket)
-            bucket, done, nbytes = [], done + price.seconds, 0
-
+        filling = _Filling(closure)
+        price, load, done = Price(0.0, 0.0), None, 0.0
         for c in candidates if early else sorted(candidates, key=_from_the_end):
+            bucket = filling.bucket
             if bucket:
                 together = _together(load, c.load)
-                joined = self._price_of([*bucket, c], together)
+                joined = self._price_of(c.collective.group_name, filling.kinds | {c.collective.kind}, together)
                 rest = bucket[0].after if early else bucket[0].before
                 late = done + joined.seconds + rest > deadline or joined.transfer > span
-                if late or not self._has_room(nbytes, c) or not self._independent(c, bucket, closure):
-                    close()
+                if late or not self._has_room(filling.nbytes, c) or not filling.fits(c):
+                    filling.close()
+                    done += price.seconds
                 else:
                     price, load = joined, together
-            if not bucket:
+            if not filling.bucket:
                 price, load = c.price, c.load
-            bucket.append(c)
-            nbytes += c.collective.global_bytes
-        if bucket:
-            close()
-        return found
-
-    def _independent(self, c: Candidate, bucket: Sequence[Candidate], closure: Closure) -> bool:
-        return closure.independent(c.collective.node, [b.collective.node for b in bucket])
+            filling.add(c)
+        filling.close()
+        return filling.found
 
     def _has_room(self, nbytes: int, c: Candidate) -> bool:
-        return self.bucket_bytes is None or nbytes + c.collective.global_bytes <= self.bucket_bytes
+        return self.bucket_bytes is None or nbytes + c.nbytes <= self.bucket_bytes
 
     def _pays(self, c: Candidate) -> bool:
         """Whether it is copied into a bucket and out of it in less than a latency."""
@@ -319,19 +310,64 @@ class Choice:
         return price.packing + price.unpacking < c.price.latency
 
     def _price(self, bucket: Sequence[Candidate]) -> Price:
-        return self._price_of(bucket, functools.reduce(_together, [c.load for c in bucket]))
+        load, kinds = functools.reduce(_together, [c.load for c in bucket]), {c.collective.kind for c in bucket}
+        return self._price_of(bucket[0].collective.group_name, kinds, load)
 
-    def _price_of(self, bucket: Sequence[Candidate], load: Load | None) -> Price:
-        """Of a bucket with this load of all its members."""
-        group_name = bucket[0].collective.group_name
+    def _price_of(self, group_name: str, kinds: Set[str], load: Load | None) -> Price:
+        """Of a bucket of such members, with this load of all of them."""
+        if group_name not in self._prices:
+            self._prices[group_name] = self.model.pricing(group_name)
         if load is None:
             n = self.model.group_size(group_name) or 1
-            return self.model.price_of(group_name, Traffic(NOMINAL_BYTES, NOMINAL_BYTES * n))
-        return self.model.price_of(group_name, self.traffic([c.collective for c in bucket], load))
+            return self._prices[group_name](Traffic(NOMINAL_BYTES, NOMINAL_BYTES * n))
+        return self._prices[group_name](self.traffic(kinds, load))
+
+
+class _Filling:
+    """Buckets that are filled one after the other.
+
+    Args:
+        closure: in which the members of those that are full are tied.
+
+    Attributes:
+        found: those that are full, if they have several members.
+        bucket: the one that is filled.
+        kinds: of its members.
+        nbytes: of its members, over all ranks.
+    """
+
+    def __init__(self, closure: Closure) -> None:
+        self._closure = closure
+        self.found: Divided = []
+        self._start()
+
+    def _start(self) -> None:
+        self.bucket: list[Candidate] = []
+        self.kinds: set[str] = set()
+        self.nbytes = 0
+        self._together = self._closure.together()
+
+    def fits(self, c: Candidate) -> bool:
+        """Whether it depends on none of the members, nor one of them on it."""
+        return self._together.fits(c.collective.node)
+
+    def add(self, c: Candidate) -> None:
+        """One more member."""
+        self.bucket.append(c)
+        self.kinds.add(c.collective.kind)
+        self.nbytes += c.nbytes
+        self._together.add(c.collective.node)
+
+    def close(self) -> None:
+        """The next member starts another bucket."""
+        if len(self.bucket) > 1:
+            self._closure.tie([c.collective.node for c in self.bucket])
+            self.found.append(self.bucket)
+        self._start()
 
 
 def _together(a: Load | None, b: Load | None) -> Load | None:
-    return None if a is None or b is None else Load.together([a, b])
+    return None if a is None or b is None else Load(a.nbytes + b.nbytes)
 
 
 def score(outline: Outline, plan: Plan, limit: float) -> Score:
@@ -342,11 +378,16 @@ def score(outline: Outline, plan: Plan, limit: float) -> Score:
         plan: to schedule them by.
         limit: bytes.
     """
-    found = Scheduler(outline, plan).run()
-    if found.peak_bytes > limit:  # what is decided early can take more than was thought
+    found = Scheduler(outline, replace(plan, most=limit)).run()
+    # What is decided early can take more than was thought. What was given up for its time would be no faster with less.
+    if found.peak_bytes > limit:
         found = Scheduler(outline, replace(plan, limit=NARROWER[1] * limit)).run()
-    busy = sum(price.seconds for price in outline.tasks.price.values())
-    return max(found.peak_bytes - limit, 0), found.total + CONTENTION * busy
+    return max(found.peak_bytes - limit, 0), found.total + _contention(outline)
+
+
+def _contention(outline: Outline) -> float:
+    """Seconds by which collectives slow the compute down."""
+    return CONTENTION * sum(price.seconds for price in outline.tasks.price.values())
 
 
 def _are_early(candidates: Sequence[Candidate]) -> bool:

@@ -16,8 +16,9 @@ from torch.fx import Graph, Node
 
 from shardcompile import compat
 from shardcompile.passes.blocks import is_pointwise
-from shardcompile.passes.collective import WAIT, Collective, add_node, collectives, inherit
+from shardcompile.passes.collective import WAIT, Collective, add_node, collectives, inherit, kind_of
 from shardcompile.passes.dependencies import writes
+from shardcompile.passes.ops import op_of
 
 aten = torch.ops.aten
 _ours = torch.ops.shardcompile
@@ -79,6 +80,8 @@ class ShareEqualCollectives:
         return f"{type(self).__name__}()"
 
     def __call__(self, graph: Graph) -> None:
+        if all(kind_of(node) is None for node in graph.nodes):
+            return
         constants = _constants(graph)
         first_of: dict[Any, Node] = {}
         same: dict[Node, Node] = {}
@@ -469,7 +472,7 @@ def _is_spread(node: Node, dim: int, path: list[Node]) -> bool:
         at = dim - (ndim - source.meta["val"].ndim)
         fits = len(node.args[1]) == ndim and (at < 0 or _is_one(source.meta["val"].shape[at]))  # type: ignore[arg-type]
     else:
-        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        is_random = op_of(node).random
         inputs = [i for i in node.all_input_nodes if isinstance(i.meta.get("val"), torch.Tensor)]
         fits = is_pointwise(node) and not is_random and bool(inputs)
         fits = fits and all(

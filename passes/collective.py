@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 from shardcompile import compat
 from shardcompile.errors import ShardError
 from shardcompile.layout import CHUNK_KEY, GroupCut
+from shardcompile.passes.ops import WAIT as WAIT
 
 _c10d = torch.ops._c10d_functional
 _ours = torch.ops.shardcompile
@@ -52,9 +53,12 @@ KINDS = {
 }
 """The functional collectives, torch's and ours. All of them take their payload first and the group's name last."""
 
-_CUT_AT = {"all_gather_v": 3, "reduce_scatter_v": 4, "all_to_all_v": 5, "fetch_ranges": 4, "return_ranges": 4} | {
-    "fetch_block": 6,
-    "return_block": 6,
+_KIND_BY_ID = {id(target): kind for target, kind in KINDS.items()}
+"""The same by the op's id: torch hashes ops in Python, and every pass asks about every node."""
+
+_CUT_AT = {
+    **{"all_gather_v": 3, "reduce_scatter_v": 4, "all_to_all_v": 5, "fetch_ranges": 4, "return_ranges": 4},
+    **{"fetch_block": 6, "return_block": 6},
 }
 """Which of the arguments is the first of the (source) cut: sizes, key and nest."""
 
@@ -63,8 +67,6 @@ OF_ONE_RANK = {
     *("fetch_spans", "return_spans"),
 }
 """Kinds of which a graph tells what this rank puts in only. What all of them do is taken for as much from each."""
-
-WAIT = _c10d.wait_tensor.default
 
 NOTES = "shardcompile"
 """Under ``node.meta["custom"]``: why a collective is there, see `shardcompile.compat.noted`."""
@@ -106,7 +108,7 @@ class Collective:
     @staticmethod
     def of(node: Node) -> Collective | None:
         """The collective that a node starts, or None."""
-        kind = KINDS.get(node.target) if node.op == "call_function" else None  # type: ignore[call-overload]
+        kind = kind_of(node)
         if kind is None:
             return None
         first = node.args[0]
@@ -233,9 +235,37 @@ class Collective:
         return f"{self.kind} {self.node.name} ({self.global_bytes} B, group {self.group_name}, {side})"
 
 
+def kind_of(node: Node) -> str | None:
+    """The kind of the collective that a node starts, or None."""
+    return _KIND_BY_ID.get(id(node.target)) if node.op == "call_function" else None
+
+
 def collectives(graph: Graph) -> list[Collective]:
     """All collectives of a graph, in its order."""
-    return [c for c in map(Collective.of, graph.nodes) if c is not None]
+    return [c for node in graph.nodes if kind_of(node) is not None and (c := Collective.of(node)) is not None]
+
+
+class Seen:
+    """What a graph was like, to tell whether it has changed."""
+
+    def __init__(self, nodes: list[tuple[Node, Any, Any]]) -> None:
+        self._nodes = nodes
+
+    @staticmethod
+    def of(graph: Graph) -> Seen:
+        """A graph as it is now."""
+        return Seen([(node, node.args, node.kwargs) for node in graph.nodes])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Seen) or len(self._nodes) != len(other._nodes):
+            return False
+        # A node gets new tuples for arguments whenever one is replaced.
+        return all(
+            a is b and args is others and kwargs is named
+            for (a, args, kwargs), (b, others, named) in zip(self._nodes, other._nodes, strict=True)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def inherit(start: Node, from_: Sequence[Collective]) -> None:

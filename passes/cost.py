@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +22,9 @@ from torch.utils.flop_counter import flop_registry
 from shardcompile import compat
 from shardcompile.passes import blocks, links
 from shardcompile.passes.blocks import Member, shares
-from shardcompile.passes.collective import WAIT, Collective
+from shardcompile.passes.collective import WAIT, Collective, Seen, kind_of
 from shardcompile.passes.links import Device, Link
+from shardcompile.passes.ops import op_of
 from shardcompile.passes.traffic import TRAFFIC, Traffic
 
 aten = torch.ops.aten
@@ -51,12 +51,6 @@ _LIKE = {
 
 _LOOKUPS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
 """Ops that read as much as they write."""
-
-_ALLOCATIONS = {
-    *(aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default),
-    *(aten.new_empty.default, aten.new_empty_strided.default),
-}
-"""Ops that run no kernel."""
 
 
 @dataclass(frozen=True)
@@ -154,12 +148,20 @@ class CostModel:
 
     def price_of(self, group_name: str, traffic: Traffic) -> Price:
         """What it costs to move so much over a group."""
+        return self.pricing(group_name)(traffic)
+
+    def pricing(self, group_name: str) -> Callable[[Traffic], Price]:
+        """What it costs to move things over a group, for who asks often."""
         n = self.group_size(group_name) or NOMINAL_RANKS
         link = self.link(group_name)
-        wire = traffic.busiest if link.medium == "ports" else traffic.total / n
-        latency = link.seconds(0, n)
+        by_rank, latency = link.medium == "ports", link.seconds(0, n)
         rate = self.device.memory * self.device.share
-        return Price(latency, link.seconds(wire, n) - latency, traffic.packed / rate, traffic.unpacked / rate)
+
+        def price(traffic: Traffic) -> Price:
+            seconds = link.seconds(traffic.busiest if by_rank else traffic.total / n, n)
+            return Price(latency, seconds - latency, traffic.packed / rate, traffic.unpacked / rate)
+
+        return price
 
     def compute_seconds(self, node: Node, labels: Mapping[Node, set[str]] | None = None) -> float:
         """How long a node takes on the compute stream: 0 for what runs no kernel, and for collectives.
@@ -217,6 +219,7 @@ class Prices:
         packing: by collective: compute before it starts; left out where there is none.
         latency: by collective: the part of its seconds in which it uses no link; left out where it is none.
         link: by group: the name of the link that it uses; left out where it has one for itself.
+        labels: of the nodes whose extents may differ between ranks, see `shardcompile.passes.blocks.labels`.
     """
 
     seconds: Mapping[Node, float]
@@ -228,6 +231,7 @@ class Prices:
     packing: Mapping[Node, float] = field(default_factory=dict)
     latency: Mapping[Node, float] = field(default_factory=dict)
     link: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[Node, set[str]] = field(default_factory=dict)
 
     @staticmethod
     def of(graph: Graph, model: CostModel) -> Prices:
@@ -240,10 +244,9 @@ class Prices:
         kept = _KEPT.get()
         if kept is None:
             return Prices._of(graph, model)
-        # A node gets new tuples for arguments whenever one is replaced.
-        now = [(node, node.args, node.kwargs) for node in graph.nodes]
-        if kept.model != model or len(kept.nodes) != len(now) or not all(map(_is_same, kept.nodes, now)):
-            kept.prices, kept.model, kept.nodes = Prices._of(graph, model), model, now
+        now = Seen.of(graph)
+        if kept.model != model or now != kept.seen:
+            kept.prices, kept.model, kept.seen = Prices._of(graph, model), model, now
         assert kept.prices is not None
         return kept.prices
 
@@ -278,10 +281,7 @@ class Prices:
                 seconds[c.waits[0]] = price.unpacking
             awaits.update(dict.fromkeys(c.waits, node))
         link = {name: model.link(name).name for name in group.values()}
-        return Prices(seconds, nbytes, storage, group, awaits, inputs, packing, latency, link)
-
-
-_Seen = tuple[Node, Any, Any]
+        return Prices(seconds, nbytes, storage, group, awaits, inputs, packing, latency, link, labels)
 
 
 @dataclass
@@ -290,7 +290,7 @@ class _Kept:
 
     prices: Prices | None = None
     model: CostModel | None = None
-    nodes: list[_Seen] = field(default_factory=list)
+    seen: Seen | None = None
 
 
 _KEPT: ContextVar[_Kept | None] = ContextVar("prices", default=None)
@@ -304,10 +304,6 @@ def keeping_prices() -> Iterator[None]:
         yield
     finally:
         _KEPT.reset(token)
-
-
-def _is_same(a: _Seen, b: _Seen) -> bool:
-    return a[0] is b[0] and a[1] is b[1] and a[2] is b[2]
 
 
 def _largest_blocks(graph: Graph, model: CostModel, labels: Mapping[Node, set[str]]) -> dict[Node, int]:
@@ -340,49 +336,28 @@ def _say_once(text: str) -> None:
 
 def _base(node: Node) -> Node | None:
     """The node whose memory a node's result shares, or None."""
-    if node.op != "call_function":
-        return None
-    name = _aliased(node.target)
+    name = op_of(node).shares
     if name is None:
         return None
     base = node.args[name] if isinstance(name, int) and name < len(node.args) else node.kwargs.get(str(name))
     return base if isinstance(base, Node) else None
 
 
-@functools.cache
-def _aliased(target: Any) -> int | str | None:
-    """Position or keyword of the argument whose memory a result shares, by the op's schema."""
-    if target in (WAIT, operator.getitem, aten._unsafe_view.default):
-        return 0
-    schema = getattr(target, "_schema", None)
-    if schema is None or not schema.returns or schema.returns[0].alias_info is None:
-        return None
-    names = schema.returns[0].alias_info.before_set  # of a list of views it is empty
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and (not names or names & argument.alias_info.before_set):
-            return argument.name if argument.kwarg_only else i
-    return None
-
-
-def _mutates(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
-
-
 def _is_view(node: Node) -> bool:
-    return not _mutates(node) and _base(node) is not None
+    return not op_of(node).writes and _base(node) is not None
 
 
 def _is_free(node: Node) -> bool:
     """Whether a node runs no kernel on the compute stream."""
-    if node.op != "call_function" or node.target in _ALLOCATIONS or Collective.of(node) is not None:
+    op = op_of(node)
+    if op.target is None or op.allocates or kind_of(node) is not None:
         return True
-    return not _mutates(node) and (_base(node) is not None or not blocks.tensors(node))
+    return not op.writes and (_base(node) is not None or not blocks.tensors(node))
 
 
 def computes_nothing(node: Node) -> bool:
     """Whether a node is a view or an allocation: nothing needs it before what reads it."""
-    is_call = node.op == "call_function" and node.target is not WAIT and Collective.of(node) is None
+    is_call = node.op == "call_function" and node.target is not WAIT and kind_of(node) is None
     return is_call and _is_free(node)
 
 
@@ -396,12 +371,13 @@ def _behind_views(node: Node) -> Node:
 
 def _fused(producer: Node, reader: Node) -> bool:
     """Whether Inductor computes both in one kernel."""
-    return _is_loop(producer) and (_is_loop(reader) or torch.Tag.reduction in getattr(reader.target, "tags", ()))
+    return _is_loop(producer) and (_is_loop(reader) or op_of(reader).reduces)
 
 
 def _is_loop(node: Node) -> bool:
     """Whether Inductor computes a node element by element, inside of the kernels that read it. So it pads."""
-    return (blocks.is_pointwise(node) and not _mutates(node)) or node.target is aten.constant_pad_nd.default
+    op = op_of(node)
+    return (op.pointwise and not op.writes) or op.target is aten.constant_pad_nd.default
 
 
 def _passes_on(node: Node) -> bool:

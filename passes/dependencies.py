@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-import torch
 from torch.fx import Graph, Node
+
+from shardcompile.passes.ops import op_of
 
 
 class Closure:
@@ -50,18 +51,45 @@ class Closure:
         """Whether `node` may run before each of the others as well as after it."""
         return not any(self.needs(node, o) or self.needs(o, node) for o in others)
 
+    def together(self) -> Together:
+        """An empty set of nodes that may run in any order."""
+        return Together(self._number, self._ancestors)
+
     def tie(self, nodes: Iterable[Node]) -> None:
         """Reckon with independent nodes as one from now on: what needs one of them needs all, and all their inputs."""
         numbers = [self._number[n] for n in nodes]
-        members = sum(1 << n for n in numbers)
-        before = 0
+        members = before = 0
         for n in numbers:
+            members |= 1 << n
             before |= self._ancestors[n]
-        for i, ancestors in enumerate(self._ancestors):
-            if ancestors & members:
-                self._ancestors[i] = ancestors | before | members
+        both = members | before
+        self._ancestors = [ancestors | both if ancestors & members else ancestors for ancestors in self._ancestors]
         for n in numbers:
             self._ancestors[n] |= before
+
+
+class Together:
+    """Nodes none of which needs another one, in a time that does not grow with how many there are.
+
+    Args:
+        number: by node.
+        ancestors: by a node's number: what it needs, as a set of bits.
+    """
+
+    def __init__(self, number: Mapping[Node, int], ancestors: Sequence[int]) -> None:
+        self._number, self._ancestors = number, ancestors
+        self._members = self._before = 0
+
+    def fits(self, node: Node) -> bool:
+        """Whether a node may run before each of the others as well as after it."""
+        n = self._number[node]
+        return not (self._ancestors[n] & self._members or self._before >> n & 1)
+
+    def add(self, node: Node) -> None:
+        """One more, that fits."""
+        n = self._number[node]
+        self._members |= 1 << n
+        self._before |= self._ancestors[n]
 
 
 def ordered_inputs(graph: Graph) -> dict[Node, list[Node]]:
@@ -71,15 +99,16 @@ def ordered_inputs(graph: Graph) -> dict[Node, list[Node]]:
     barrier: Node | None = None
     random: Node | None = None
     for node in graph.nodes:
-        before = list(node.all_input_nodes)
+        before = node.all_input_nodes
         if barrier is not None:
             before.append(barrier)
-        if writes(node) or node.op == "output":
+        op = op_of(node)
+        if op.writes or node.op == "output":
             before += since_barrier
             barrier, since_barrier = node, []
         else:
             since_barrier.append(node)
-        if _is_random(node):
+        if op.random:
             before += [] if random is None else [random]
             random = node
         inputs[node] = before
@@ -103,7 +132,13 @@ def needed_first(
     order: list[T] = []
     done: set[T] = set()
     for item in items:
-        stack = [] if on_demand(item) else [[item]]  # of what is next, from its end; what an item needs lies above it
+        if item in done or on_demand(item):
+            continue
+        if done.issuperset(before(item)):
+            done.add(item)
+            order.append(item)
+            continue
+        stack = [[item]]  # of what is next, from its end; what an item needs lies above it
         while stack:
             if not stack[-1]:
                 stack.pop()
@@ -163,9 +198,4 @@ def reorder(graph: Graph, inputs: dict[Node, list[Node]], priority: Callable[[No
 
 
 def writes(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and schema.is_mutable
-
-
-def _is_random(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return op_of(node).writes

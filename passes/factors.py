@@ -33,7 +33,7 @@ _PRODUCTS = (aten.mm.default, aten.bmm.default)
 _PLAIN_NUMBERS = (0, 1, 2, -1, 0.5, math.inf, -math.inf)
 """Numbers that belong to a formula, not to a block: a rank's own extent may be written into its graph as a number."""
 
-_DEPTH = 100
+DEPTH = 100
 """How many ops a walk follows in a row: Python's own limit is a few times as much."""
 
 Axes = tuple[tuple[int, ...], ...]
@@ -98,7 +98,7 @@ class Factors:
         if not self._is_open(node):
             return Term(node)
         if node not in self._terms:
-            usable = _is_call(node) and _is_wide(node) and self._depth < _DEPTH
+            usable = _is_call(node) and _is_wide(node) and self._depth < DEPTH
             self._depth += 1
             self._terms[node] = self._opened(node) if usable else None
             self._depth -= 1
@@ -108,7 +108,7 @@ class Factors:
         """Whether a value is known to be the same on all ranks of the group: made of results of its reductions only."""
         if node not in self._uniform:
             self._depth += 1
-            self._uniform[node] = self._depth <= _DEPTH and self._told_by_inputs(node)
+            self._uniform[node] = self._depth <= DEPTH and self._told_by_inputs(node)
             self._depth -= 1
         return self._uniform[node]
 

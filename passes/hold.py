@@ -7,11 +7,13 @@ scheduling, down to the generated code).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence, Set
+
 import torch
 from torch.fx import Graph, Node
 
 from shardcompile import compat
-from shardcompile.passes.collective import WAIT, Collective
+from shardcompile.passes.collective import WAIT, kind_of
 from shardcompile.passes.dependencies import ordered_inputs
 
 aten = torch.ops.aten
@@ -50,7 +52,7 @@ class HoldOrder:
         return f"{type(self).__name__}()"
 
     def __call__(self, graph: Graph) -> None:
-        if graph.owning_module is None:
+        if graph.owning_module is None or all(kind_of(node) is None for node in graph.nodes):
             return
         edges = held_edges(graph)
         if edges:
@@ -65,29 +67,32 @@ def held_edges(graph: Graph) -> dict[Node, list[Node]]:
     edges: dict[Node, list[Node]] = {}
     started: list[Node] = []
     last: Node | None = None
-    behind: dict[Node, set[Node]] = _starts_behind(graph)
-    for node in graph.nodes:
-        if Collective.of(node) is not None:
+    inputs = ordered_inputs(graph)
+    since: set[Node] = set()  # nodes behind the last anchor
+    for node in inputs:
+        if kind_of(node) is not None:
             started.append(node)
         elif node.target is WAIT and last is not None:
             edges[node] = [last]
         elif node.op == "call_function" and node.target in ANCHORS:
-            held = [s for s in started if s not in behind[node]]
+            needed = _needed(node, inputs, since) if started else set()
+            held = [s for s in started if s not in needed]
             if held:
                 edges[node] = held
             started.clear()
+            since.clear()
             last = node
+        since.add(node)
     return edges
 
 
-def _starts_behind(graph: Graph) -> dict[Node, set[Node]]:
-    """By node: the collectives that it needs, directly or through others."""
-    needs: dict[Node, set[Node]] = {}
-    for node, inputs in ordered_inputs(graph).items():
-        found: set[Node] = set()
-        for i in inputs:
-            found |= needs[i]
-        if Collective.of(node) is not None:
-            found = found | {node}
-        needs[node] = found
-    return needs
+def _needed(node: Node, inputs: Mapping[Node, Sequence[Node]], among: Set[Node]) -> set[Node]:
+    """What a node needs of some that are next to each other, directly or through others of them."""
+    found: set[Node] = set()
+    pending = [node]
+    while pending:
+        for i in inputs[pending.pop()]:
+            if i in among and i not in found:
+                found.add(i)
+                pending.append(i)
+    return found

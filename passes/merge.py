@@ -7,16 +7,18 @@ weighted sum. None of them can hide behind the other, and no order helps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from shardcompile.passes.collective import WAIT, Collective, add_node, inherit
+from shardcompile.passes.collective import WAIT, Collective, add_node, inherit, kind_of
 from shardcompile.passes.cost import CostModel
 from shardcompile.passes.factors import (
+    DEPTH,
+    RESHAPES,
     Call,
     Factor,
     Factors,
@@ -42,7 +44,6 @@ from shardcompile.passes.rewrite import (
     shaped,
     sort,
     sums,
-    users_of,
     usual,
 )
 
@@ -180,93 +181,150 @@ def _replace_permuted(graph: Graph, c: Collective, start: Node, first: Node, dim
 
 def _delay_factors(graph: Graph) -> None:
     """Take factors that come from other reductions out of sums, as long as a sum then waits for one less."""
-    level: dict[Node, int] = {}
-    _tell_levels(level, graph.nodes)
-    for start in [c.node for c in sums(graph)]:
+    starts = [c.node for c in sums(graph)]
+    level = _Levels(graph)
+    for start in starts:
         found: Node | None = start
         while found is not None:
             found = _delayed(graph, found, level)
 
 
-def _delayed(graph: Graph, start: Node, level: dict[Node, int]) -> Node | None:
+def _delayed(graph: Graph, start: Node, level: _Levels) -> Node | None:
     """The new start of a reduction of which a factor was taken out, or None."""
     c = Collective.of(start)
     assert c is not None
     value = shaped(c.payload)
-    most = level[value]
+    level.reach(start)
+    most = level.of[value]
     if not most:
         return None
-    factors = Factors(lambda n: level[n] >= most, c.group_name)
+    factors = Factors(lambda n: level.of[n] >= most, c.group_name)
     term = factors.term(value)
     if term is None or not term.factors:
         return None
-    before, after = start.prev, min(c.waits).prev
+    before = start.prev
     with graph.inserting_before(start):
         base = emit(graph, term.base)
         new = add_node(graph, start.target, flat(graph, base, None), *start.args[1:])
         inherit(new, [c])
-    _tell_levels(level, _between(before, start))
     with graph.inserting_before(min(c.waits)):
         result = in_shape_of(graph, add_node(graph, WAIT, new), base)
         for factor in term.factors:
             result = applied(graph, factor, result)
         whole = flat(graph, result, c.payload)
-    _tell_levels(level, _between(after, min(c.waits)))
+    level.go_on_from(before, new)
     replace_results(c, whole)
     erase(graph, c)
-    _tell_levels(level, whole.users)
     return new
 
 
-def _between(first: Node, last: Node) -> list[Node]:
-    found: list[Node] = []
-    node = first.next
-    while node is not last:
-        found.append(node)
-        node = node.next
-    return found
+class _Levels:
+    """How many collectives have to have ended one after the other before nodes.
 
+    They are told in the order of the graph, and no further than asked for: what a factor that is taken out changes lies
+    behind, so that no node is told twice.
 
-def _tell_levels(level: dict[Node, int], nodes: Iterable[Node]) -> None:
-    """Write down how many collectives have to have ended one after the other before nodes, and what follows from it."""
-    todo = list(nodes)
-    todo.reverse()
-    while todo:
-        node = todo.pop()
-        before = max((level[i] for i in node.all_input_nodes), default=0) + (Collective.of(node) is not None)
-        if level.get(node) != before:
-            known = node in level
-            level[node] = before
-            if known:
-                todo += node.users
+    Attributes:
+        of: the level, by node.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.of: dict[Node, int] = {}
+        self._last = self._tell(next(iter(graph.nodes)))  # and not going to be erased
+
+    def reach(self, start: Node) -> None:
+        """Tell all up to the start of a collective."""
+        while self._last is not start:
+            self._last = self._tell(self._last.next)
+
+    def go_on_from(self, before: Node, start: Node) -> None:
+        """Tell the nodes behind one, up to a new start: it stands for the one that was reached last."""
+        self._last = before
+        self.reach(start)
+
+    def _tell(self, node: Node) -> Node:
+        before = max((self.of[i] for i in node.all_input_nodes), default=0)
+        self.of[node] = before + (kind_of(node) is not None)
+        return node
 
 
 # --------------------------------------------------------------------------------- partial results together
 
 
 def _send_together(graph: Graph, prices: GatherPrices) -> None:
-    for start in [c.node for c in usual(graph) if c.node.args[1] == "max"]:
+    starts = [c.node for c in usual(graph) if c.node.args[1] == "max"]
+    if not starts:
+        return
+    place, summed, after = places(graph), {c.node for c in sums(graph)}, _After(graph, starts)
+    left = len(summed)
+    for start in starts:
         c = Collective.of(start)
         most = None if c is None else Maximum.found(c)
         if c is None or most is None:
             continue
-        found = _weighted(graph, most)
+        found = _weighted(most, summed, place, after)
         parts = [most.largest, *(s.value for s in found)]
         if found and prices.pays([c], [s.collective for s in found], parts):
-            _gather(graph, most, found)
+            _gather(graph, most, found, place, after)
+            summed.difference_update(s.collective.node for s in found)
+    if len(summed) < left:
+        sort(graph, place)
 
 
-def _weighted(graph: Graph, most: Maximum) -> list[Sum]:
+class _After:
+    """What comes after which of some nodes, as sets of bits.
+
+    Args:
+        graph: in a valid order.
+        starts: the nodes.
+    """
+
+    def __init__(self, graph: Graph, starts: Iterable[Node]) -> None:
+        self._bit = {start: 1 << i for i, start in enumerate(starts)}
+        self._bits: dict[Node, int] = {}
+        for node in graph.nodes:
+            self._bits[node] = self._of(node)
+
+    def _of(self, node: Node) -> int:
+        bits = self._bit.get(node, 0)
+        for i in node.all_input_nodes:
+            bits |= self._bits[i]
+        return bits
+
+    def __call__(self, start: Node, node: Node) -> bool:
+        """Whether a node comes after one of `starts`, or is it."""
+        return bool(self._bits[node] & self._bit[start])
+
+    def tell(self, node: Node) -> None:
+        """A node is new, or what it reads is: tell that, and what follows from it."""
+        stack = [node]
+        while stack:
+            new = [i for i in stack[-1].all_input_nodes if i not in self._bits]
+            if new:
+                stack += new
+                continue
+            node = stack.pop()
+            known, bits = self._bits.get(node), self._of(node)
+            self._bits[node] = bits if known is None else known | bits
+            if known is None or bits & ~known:
+                stack += [u for u in node.users if u in self._bits]
+
+
+def _weighted(most: Maximum, summed: Set[Node], place: Mapping[Node, float], after: _After) -> list[Sum]:
     """The sums whose terms have exponentials as factors, of which a maximum was subtracted."""
-    after = users_of(most.collective.node)
-    name = most.collective.group_name
+    start, name = most.collective.node, most.collective.group_name
 
     def exponential(node: Node) -> Term | None:
         shifted: Any = node.args[0]
         if shifted.target is not aten.sub.Tensor or len(shifted.args) != 2 or shifted.kwargs:
             return None
         x, shift = shifted.args
-        if not isinstance(x, Node) or not isinstance(shift, Node) or x in after or origin(x) != (most.of, most.order):
+        if (
+            not isinstance(x, Node)
+            or not isinstance(shift, Node)
+            or after(start, x)
+            or origin(x) != (most.of, most.order)
+        ):
             return None
         if not most.follows(shift) or not equal(shift.meta["val"].shape, most.largest.meta["val"].shape):
             return None
@@ -275,15 +333,35 @@ def _weighted(graph: Graph, most: Maximum) -> list[Sum]:
         axes = tuple(() if shift.meta["val"].shape[d] == 1 else (d,) for d in range(ndim))
         return Term(own, (Factor(aten.mul.Tensor, shift, axes, most.largest),))
 
-    factors = Factors(after.__contains__, name, exponential)
+    factors = Factors(lambda node: after(start, node), name, exponential)
     found: list[Sum] = []
-    for c in sums(graph):
-        if c.group_name != name or c.node not in after:
+    for node in sorted(_reached(most) & summed, key=place.__getitem__):
+        c = Collective.of(node)
+        if c is None or c.group_name != name:
             continue
         value = shaped(c.payload)
         term = factors.term(value)
         if term is not None and [f.largest for f in term.factors] == [most.largest]:
             found.append(Sum(c, value, term))
+    return found
+
+
+def _reached(most: Maximum) -> set[Node]:
+    """The collectives that could reduce exponentials of which a maximum was subtracted: `Factors` walk no further."""
+    shifts, exponentials = list(most.results), set[Node]()
+    for shift in shifts:  # which gets longer
+        for user in shift.users:
+            if user.target is aten.sub.Tensor:
+                exponentials.update(u for u in user.users if u.target is aten.exp.default)
+            if user not in shifts and user.op == "call_function" and most.follows(user):
+                shifts.append(user)
+    seen, found, edge = set(exponentials), set[Node](), exponentials
+    for _ in range(DEPTH + len(RESHAPES)):
+        edge = {u for node in edge for u in node.users} - seen
+        seen |= edge
+        starts = {node for node in edge if kind_of(node) is not None}
+        found |= starts
+        edge -= starts
     return found
 
 
@@ -293,9 +371,9 @@ def _finite(largest: Node) -> Call:
     return Call(aten.where.ScalarSelf, (infinite, 0.0, largest))
 
 
-def _gather(graph: Graph, most: Maximum, sums: Sequence[Sum]) -> None:
+def _gather(graph: Graph, most: Maximum, sums: Sequence[Sum], place: Mapping[Node, float], after: _After) -> None:
     c = most.collective
-    place = places(graph)
+    replaced: list[Node] = []
     members = sorted((c, *(s.collective for s in sums)), key=lambda m: place[m.node])
     with graph.inserting_before(members[-1].node):
         parts = [most.largest, *(emit(graph, s.term.base) for s in sums)]
@@ -306,15 +384,18 @@ def _gather(graph: Graph, most: Maximum, sums: Sequence[Sum]) -> None:
         results = {r: whole if same else flat(graph, whole, None) for r, same in in_shape.items()}
     for result, node in results.items():
         result.replace_all_uses_with(node)
+        replaced.append(node)
     for s, column in zip(sums, columns, strict=True):
         with graph.inserting_before(min(s.collective.waits)):
             (factor,) = s.term.factors
             merged = _merged(graph, factor, results.get(factor.source, factor.source), largest, column)
             flat_sum = flat(graph, cast(graph, merged, s.value.meta["val"].dtype), s.collective.payload)
         replace_results(s.collective, flat_sum)
+        replaced.append(flat_sum)
     for each in (*(s.collective for s in sums), c):
         erase(graph, each)
-    sort(graph, place)
+    for node in replaced:
+        after.tell(node)
 
 
 def _merged(graph: Graph, factor: Factor, shift: Node, largest: Node, column: Node) -> Node:

@@ -118,6 +118,7 @@ def merge_moments(graph: Graph, prices: GatherPrices) -> None:
     them: a rank sends two numbers more, by which its sum becomes its mean, and a square the scaled sum of as many equal
     squares as it has rows.
     """
+    place: dict[Node, float] | None = None
     for start in [c.node for c in sums(graph)]:
         c = Collective.of(start)
         found = None if c is None else _found(c)
@@ -125,7 +126,10 @@ def merge_moments(graph: Graph, prices: GatherPrices) -> None:
             continue
         steps = [found.first], [found.second]
         if prices.pays(*steps, [found.first.payload, found.second.payload], found.second.global_bytes):
+            place = places(graph) if place is None else place
             _merge(graph, found)
+    if place is not None:
+        sort(graph, place)
 
 
 def _found(c: Collective) -> _Moments | None:
@@ -180,7 +184,6 @@ def _kept(x: Node, dims: tuple[int, ...], mean: Node) -> bool:
 
 
 def _merge(graph: Graph, m: _Moments) -> None:
-    place = places(graph)
     sum_, square = m.first, m.second
     with graph.inserting_before(sum_.node):
         count = _count(graph, m.total.of, m.total.dims)
@@ -207,7 +210,6 @@ def _merge(graph: Graph, m: _Moments) -> None:
     replace_results(square, result)
     erase(graph, square)
     erase(graph, sum_)
-    sort(graph, place)
 
 
 def _count(graph: Graph, x: Node, dims: tuple[int, ...]) -> Node:

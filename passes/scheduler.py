@@ -9,7 +9,9 @@ compute waits for reductions where it would go beyond the limit.
 
 from __future__ import annotations
 
+import functools
 import heapq
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -18,11 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from shardcompile.passes.cost import computes_nothing
 from shardcompile.passes.simulator import Streams
 from shardcompile.passes.tasks import START, WAIT, WORK, Tasks
 
 _AT_ONCE = 1e-12
+
+_ROUNDING = 1e-9
+"""What sums of seconds may be wrong by, relative to them."""
 
 LEADS = 4.0
 """A collective leads if so many times its own time is left to do after it: then the path through it matters."""
@@ -41,6 +45,8 @@ class Plan:
         limit: bytes that should be held at most.
         leads: whether tasks that no later work waits for, such as the gradients of weights, fill gaps: they run when
             nothing else can, or when memory is scarce. Otherwise all tasks lead.
+        until: a schedule that ends later is of no use: it is given up as soon as it is sure to.
+        most: the same of one that holds more bytes.
     """
 
     rank: Sequence[float]
@@ -49,6 +55,8 @@ class Plan:
     window: int
     limit: float
     leads: bool = False
+    until: float = math.inf
+    most: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -56,9 +64,9 @@ class Schedule:
     """An order of tasks and what it comes to.
 
     Attributes:
-        order: all tasks.
-        total: seconds until everything has ended.
-        peak_bytes: the most that is held.
+        order: all tasks; none if it was given up, see `Plan`.
+        total: seconds until everything has ended, or what they are at least.
+        peak_bytes: the most that is held, or what that is at least.
         begins: by task, when its compute begins, or its collective.
     """
 
@@ -83,6 +91,10 @@ class Outline:
         first_use: by start: the place of the first task at work that needs its result.
         grows: by start: whether it holds more than it frees.
         curve: by place: bytes held while that task runs, if every collective runs just when it is needed.
+        tails: by task, see `tails`.
+        missing: by task: how many it has to follow, `prepares` not counted.
+        seconds: of all tasks on the compute stream.
+        busy: by group: seconds of its collectives.
     """
 
     def __init__(self, tasks: Tasks) -> None:
@@ -90,70 +102,85 @@ class Outline:
         self.prepares = _preparations(tasks)
         self.work = [n for n, kind in enumerate(tasks.kind) if kind == WORK and n not in self.prepares]
         self.work_place = {n: i for i, n in enumerate(self.work)}
-        self.results = {n for n in self.work[:-1] if self._is_result(n)}
-        self.clock = [0.0]
-        for n in self.work:
-            self.clock.append(self.clock[-1] + tasks.seconds[n])
+        self.results = {n for n in self.work[:-1] if tasks.idle[n] and self._is_read_last(n)}
+        self.clock = list(itertools.accumulate((tasks.seconds[n] for n in self.work), initial=0.0))
+        self.tails = tails(tasks)
         self.first_use = self._first_uses()
-        self.fillers = self._fillers()
         self.payload = {s: tasks.payload_bytes(s) for s in tasks.stream}
         self.grows = {s: tasks.alloc[s] > self.payload[s] for s in tasks.stream}
-        self.curve = self._curve()
+        prepares = self.prepares
+        self.missing = [
+            len(b) if prepares.isdisjoint(b) else len(b) - len(prepares.intersection(b)) for b in tasks.before
+        ]
+        self.seconds = math.fsum(tasks.seconds)
+        self.busy = dict.fromkeys(tasks.stream.values(), 0.0)
+        for s, group in tasks.stream.items():
+            self.busy[group] += tasks.price[s].seconds
 
-    def _is_result(self, n: int) -> bool:
-        tasks = self.tasks
-        return computes_nothing(tasks.nodes[n]) and all(a == self.work[-1] for a in tasks.after[n])
+    def _is_read_last(self, n: int) -> bool:
+        end = self.work[-1]
+        return all(a == end for a in self.tasks.after[n])
 
     def _first_uses(self) -> dict[int, int]:
         tasks, end = self.tasks, len(self.work)
         use = [end] * len(tasks.nodes)
         first = dict.fromkeys(tasks.stream, end)
         for n in range(len(tasks.nodes) - 1, -1, -1):
-            if n in self.work_place and n not in self.results:
-                use[n] = self.work_place[n]
+            place = self.work_place.get(n)
+            if place is not None and n not in self.results:
+                use[n] = place
                 continue
-            use[n] = min((use[a] for a in tasks.after[n]), default=end)
+            for a in tasks.after[n]:
+                if use[a] < use[n]:
+                    use[n] = use[a]
             if tasks.kind[n] == WAIT:
                 start = tasks.start_of[n]
                 first[start] = min(first[start], use[n])
         return first
 
-    def _fillers(self) -> set[int]:
-        tasks, tail = self.tasks, tails(self.tasks)
+    @functools.cached_property
+    def fillers(self) -> set[int]:
+        """See above."""
+        tasks, tail = self.tasks, self.tails
         leads = [False] * len(tasks.nodes)
         for n in range(len(tasks.nodes) - 1, -1, -1):
-            leads[n] = any(leads[a] for a in tasks.after[n])
+            for a in tasks.after[n]:
+                if leads[a]:
+                    leads[n] = True
+                    break
             if tasks.kind[n] == START and not leads[n]:
                 leads[n] = any(tail[wait] > LEADS * tasks.price[n].seconds for wait in tasks.after[n])
         return {n for n in self.work if not leads[n]}
 
-    def _curve(self) -> np.ndarray:
-        """Grows and falls by what is made at a place and what is read there last."""
+    @functools.cached_property
+    def curve(self) -> np.ndarray:
+        """It grows and falls by what is made at a place and what is read there last."""
         tasks, end = self.tasks, len(self.work)
         made = [end] * len(tasks.nbytes)
         freed = [0] * len(tasks.nbytes)
-        place = [0] * len(tasks.nodes)
         reached = 0
+        place: list[int] = []
         for n, kind in enumerate(tasks.kind):
-            if n in self.work_place:
-                reached = place[n] = self.work_place[n]
-            elif n in self.prepares:
-                place[n] = min((self.first_use[a] for a in tasks.after[n] if a in self.first_use), default=reached)
+            if kind == WAIT:
+                here = place[tasks.start_of[n]]
             elif kind == START:
                 needed = self.first_use[n]
-                place[n] = max(reached, needed if self.grows[n] and needed < end else 0)
+                here = max(reached, needed if self.grows[n] and needed < end else 0)
+            elif n in self.prepares:
+                here = min((self.first_use[a] for a in tasks.after[n] if a in self.first_use), default=reached)
             else:
-                place[n] = place[tasks.start_of[n]]
-        for n, reads in enumerate(tasks.reads):
+                here = reached = self.work_place[n]
+            place.append(here)
             if tasks.makes[n] >= 0:
-                made[tasks.makes[n]] = place[n]
-                freed[tasks.makes[n]] = max(freed[tasks.makes[n]], place[n])
-            for t in reads:
-                freed[t] = max(freed[t], place[n])
+                made[tasks.makes[n]] = here
+                freed[tasks.makes[n]] = max(freed[tasks.makes[n]], here)
+            for t in tasks.reads[n]:
+                if freed[t] < here:
+                    freed[t] = here
         steps = np.zeros(end + 2, dtype=np.int64)
-        for t, nbytes in enumerate(tasks.nbytes):
-            steps[min(made[t], end)] += nbytes
-            steps[min(freed[t], end) + 1] -= nbytes
+        nbytes = np.array(tasks.nbytes, dtype=np.int64)
+        np.add.at(steps, np.minimum(np.array(made, dtype=np.int64), end), nbytes)
+        np.subtract.at(steps, np.minimum(np.array(freed, dtype=np.int64), end) + 1, nbytes)
         return np.cumsum(steps)[: end + 1] + tasks.fixed
 
 
@@ -161,7 +188,10 @@ def tails(tasks: Tasks) -> list[float]:
     """By task: the least time from its start to the end of everything, packing and travelling included."""
     found = [0.0] * len(tasks.nodes)
     for n in range(len(tasks.nodes) - 1, -1, -1):
-        after = max((found[a] for a in tasks.after[n]), default=0.0)
+        after = 0.0
+        for a in tasks.after[n]:
+            if found[a] > after:
+                after = found[a]
         travel = tasks.price[n].seconds if tasks.kind[n] == START else 0.0
         found[n] = after + tasks.seconds[n] + travel
     return found
@@ -200,14 +230,15 @@ class Scheduler:
         self.order: list[int] = []
         self.begins = [0.0] * len(tasks.nodes)
         self._taken = [False] * len(tasks.nodes)
-        prepares = outline.prepares
-        self._missing = [len(b) - len(prepares.intersection(b)) for b in tasks.before]
+        self._kind, self._after, self._tails = tasks.kind, tasks.after, outline.tails
+        self._missing = list(outline.missing)
         self._readers = list(tasks.readers)
         self._held = self.peak = tasks.fixed
         fillers = outline.fillers | outline.results if plan.leads else outline.results
         self._leading = [n for n in outline.work if n not in fillers]
         self._lead_place = {n: i for i, n in enumerate(self._leading)}
         self._first = 0  # of the tasks that lead, the first one that is left
+        self._here = self._place_of_first()  # how far the compute has come: the place of that task
         self._oldest = 0  # of all tasks at work, where the first one that is left may be
         self._fill: list[tuple[int, int]] = []  # tasks that fill gaps
         self._beyond: list[tuple[int, int]] = []  # ready, but further than the window reaches
@@ -221,17 +252,29 @@ class Scheduler:
         self._waits: list[tuple[float, int]] = []
         self._freeing: list[tuple[float, int]] = []  # waits for collectives that shrink
         self._released: set[int] = set()  # starts of which one wait has come
-        self._curve = outline.curve.copy()
+        self._has_curve = not plan.leads and not math.isinf(plan.limit)
+        self._curve = outline.curve.copy() if self._has_curve else np.zeros(0, dtype=np.int64)
         self._queued = 0  # bytes of payloads whose reduction could start
         self._not_before: dict[int, int] = {}  # by start: the place from which memory may allow it
+        self._not_with: dict[int, tuple[int, int]] = {}  # the same, as long as no less is queued than so much
+        self._left = outline.seconds  # on the compute stream
+        self._busy_left = dict(outline.busy)
+        self._until = plan.until * (1 + _ROUNDING)
+        self._least = 0.0  # seconds that the schedule takes at least
 
     def run(self) -> Schedule:
         """The schedule."""
-        for n, missing in enumerate(list(self._missing)):
-            if not missing and n not in self.outline.prepares:
+        prepares, leading, taken = self.outline.prepares, self._leading, self._taken
+        for n, missing in enumerate(self.outline.missing):
+            if not missing and n not in prepares:
                 self._sort_in(n)
-        while len(self.order) < len(self._taken):
-            self._reach_further()
+        while len(self.order) < len(taken):
+            if self._least > self._until or self.peak > self.plan.most:
+                return Schedule([], self._least, self.peak, self.begins)
+            if self._first < len(leading) and taken[leading[self._first]]:
+                self._move_on()
+            if self._beyond and self._beyond[0][0] < self._first + self.plan.window:
+                self._reach_further()
             if self._start_one() or self._await_what_has_ended():
                 continue
             self._take(self._next_work())
@@ -241,13 +284,20 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------- taking
 
     def _take(self, n: int) -> None:
-        tasks, kind = self.tasks, self.tasks.kind[n]
+        tasks, kind = self.tasks, self._kind[n]
         if kind == WAIT:
-            self.now = max(self.now, self._ends[tasks.start_of[n]])
-        else:
+            end = self._ends[tasks.start_of[n]]
+            if end > self.now:
+                self.now = end
+        elif self.outline.missing[n] < len(tasks.before[n]):
             self._prepare(n)
-        self.begins[n] = self.now
-        self.now += tasks.seconds[n]
+        self.begins[n] = now = self.now
+        left, seconds = self._left, tasks.seconds[n]
+        least = now + (left if left > self._tails[n] else self._tails[n])
+        if least > self._least:
+            self._least = least
+        self._left = left - seconds
+        self.now = now + seconds
         if kind == START:
             self._run_collective(n)
         self.order.append(n)
@@ -255,9 +305,10 @@ class Scheduler:
         self._hold(n)
         if n in self.outline.prepares:
             return  # nothing waited for it
-        for a in tasks.after[n]:
-            self._missing[a] -= 1
-            if not self._missing[a]:
+        missing = self._missing
+        for a in self._after[n]:
+            missing[a] -= 1
+            if not missing[a]:
                 self._sort_in(a)
 
     def _prepare(self, task: int) -> None:
@@ -267,44 +318,58 @@ class Scheduler:
                 self._take(n)
 
     def _run_collective(self, n: int) -> None:
-        price = self.tasks.price[n]
-        self.begins[n], end = self._streams.run(self.tasks.stream[n], self.now, price.latency, price.seconds)
+        price, group = self.tasks.price[n], self.tasks.stream[n]
+        self.begins[n], end = self._streams.run(group, self.now, price.latency, price.seconds)
         self._ends[n] = end
-        here, outline = self._here(), self.outline
+        self._busy_left[group] -= price.seconds
+        self._least = max(self._least, end + self._busy_left[group])
+        here, outline = self._here, self.outline
         if outline.grows[n]:
             needed = outline.first_use[n]
-            if needed > here:
+            if needed > here and self._has_curve:
                 self._curve[here:needed] += self.tasks.alloc[n]
         else:
             self._queued -= outline.payload[n]
-            until = bisect_left(outline.clock, outline.clock[here] + end - self.now)
-            self._curve[here:until] += outline.payload[n]
+            if self._has_curve:
+                until = bisect_left(outline.clock, outline.clock[here] + end - self.now)
+                self._curve[here:until] += outline.payload[n]
 
     def _hold(self, n: int) -> None:
         """Count the memory."""
         tasks = self.tasks
-        self._held += tasks.alloc[n]
-        self.peak = max(self.peak, self._held)
-        kind = tasks.kind[n]
-        reads: Sequence[int] = tasks.reads[n] if kind != START else ()
+        alloc, made = tasks.alloc[n], tasks.makes[n]
+        held = self._held + alloc
+        if held > self.peak:
+            self.peak = held
+        if made >= 0 and not tasks.readers[made]:
+            held -= alloc
+        kind = self._kind[n]
+        if kind != START:
+            held -= self._freed(tasks.reads[n])
         if kind == WAIT and tasks.start_of[n] not in self._released:
             self._released.add(tasks.start_of[n])
-            reads = [*reads, *tasks.reads[tasks.start_of[n]]]
-        for t in reads:
-            self._readers[t] -= 1
-            if not self._readers[t]:
-                self._held -= tasks.nbytes[t]
-        if tasks.makes[n] >= 0 and not tasks.readers[tasks.makes[n]]:
-            self._held -= tasks.alloc[n]
+            held -= self._freed(tasks.reads[tasks.start_of[n]])
+        self._held = held
+
+    def _freed(self, read: Sequence[int]) -> int:
+        """Bytes of tensors that have been read once more, and have no more readers now."""
+        readers, freed = self._readers, 0
+        for t in read:
+            readers[t] -= 1
+            if not readers[t]:
+                freed += self.tasks.nbytes[t]
+        return freed
 
     def _sort_in(self, n: int) -> None:
         tasks, outline = self.tasks, self.outline
-        if tasks.kind[n] == WORK:
-            if n in self._lead_place:
-                heapq.heappush(self._beyond, (self._lead_place[n], n))
+        kind = self._kind[n]
+        if kind == WORK:
+            place = self._lead_place.get(n)
+            if place is not None:
+                heapq.heappush(self._beyond, (place, n))
             else:
                 heapq.heappush(self._fill, (outline.work_place[n], n))
-        elif tasks.kind[n] == WAIT:
+        elif kind == WAIT:
             item = (self._ends[tasks.start_of[n]], n)
             heapq.heappush(self._waits, item)
             if not outline.grows[tasks.start_of[n]]:
@@ -315,33 +380,47 @@ class Scheduler:
             self._queued += outline.payload[n]
             heapq.heappush(self._shrinking[tasks.stream[n]], (self.plan.urgency[n], n))
 
-    def _reach_further(self) -> None:
-        leading = self._leading
-        while self._first < len(leading) and self._taken[leading[self._first]]:
-            self._first += 1
-        while self._beyond and self._beyond[0][0] < self._first + self.plan.window:
-            place, n = heapq.heappop(self._beyond)
-            heapq.heappush(self._work, (self.plan.rank[n], place, n))
+    def _move_on(self) -> None:
+        """The first task that leads has been taken: look for the first one that is left."""
+        leading, taken, first = self._leading, self._taken, self._first
+        while first < len(leading) and taken[leading[first]]:
+            first += 1
+        self._first = first
+        self._here = self._place_of_first()
 
-    def _here(self) -> int:
-        """How far the compute has come: the place of the first task that is left of those that lead."""
+    def _place_of_first(self) -> int:
         outline = self.outline
         return outline.work_place[self._leading[self._first]] if self._first < len(self._leading) else len(outline.work)
+
+    def _reach_further(self) -> None:
+        reach = self._first + self.plan.window
+        while self._beyond and self._beyond[0][0] < reach:
+            place, n = heapq.heappop(self._beyond)
+            heapq.heappush(self._work, (self.plan.rank[n], place, n))
 
     # ----------------------------------------------------------------------------------- collectives
 
     def _start_one(self) -> bool:
         """Start one collective whose group would be idle, and for which there is memory; whether there was one."""
-        horizon = self._horizon()
-        progress = self.outline.clock[min(self._here() + 1, len(self.outline.work))]
-        while self._early and self._early[0][0] <= progress:
-            n = heapq.heappop(self._early)[1]
-            if not self._taken[n]:
-                heapq.heappush(self._growing[self.tasks.stream[n]], (self.plan.urgency[n], n))
+        if self._early:
+            clock = self.outline.clock
+            progress = clock[min(self._here + 1, len(clock) - 1)]
+            while self._early and self._early[0][0] <= progress:
+                n = heapq.heappop(self._early)[1]
+                if not self._taken[n]:
+                    heapq.heappush(self._growing[self.tasks.stream[n]], (self.plan.urgency[n], n))
+        horizon = self.now + _AT_ONCE
+        is_sure = False  # whether the horizon has been looked for
         for group, growing in self._growing.items():
-            if self._streams.free_at(group) >= max(horizon, self.now + _AT_ONCE):
+            shrinking = self._shrinking[group]
+            if not growing and not shrinking:
                 continue
-            best = self._best(growing, self._shrinking[group])
+            free_at = self._streams.free_at(group)
+            if free_at >= horizon and not is_sure:
+                horizon, is_sure = max(horizon, self._horizon()), True
+            if free_at >= horizon:
+                continue
+            best = self._best(growing, shrinking)
             if best is not None:
                 self._take(best)
                 return True
@@ -372,19 +451,26 @@ class Scheduler:
 
     def _fits(self, n: int) -> bool:
         """Whether a result may be held from now to its first use."""
-        here, needed = self._here(), self.outline.first_use[n]
+        here, needed = self._here, self.outline.first_use[n]
         if needed <= here or math.isinf(self.plan.limit):
             return True
         if self.plan.leads:  # not in the order that the curve is of
             return self._held + self.tasks.alloc[n] <= self.plan.limit
         if here < self._not_before.get(n, 0):
             return False
+        until, queued = self._not_with.get(n, (0, 0))
+        if here < until and queued <= self._queued:
+            return False  # as before: there is less room now than there was, if anything
         room = self.plan.limit - self.tasks.alloc[n]
         curve = self._curve[here:needed]
-        if curve.max() > room:
+        most = curve.max()
+        if most > room:
             self._not_before[n] = here + int(np.flatnonzero(curve > room)[-1]) + 1
             return False
-        return bool(curve.max() + self._queued <= room)
+        if most + self._queued > room:
+            self._not_with[n] = here + int(np.flatnonzero(curve > room - self._queued)[-1]) + 1, self._queued
+            return False
+        return True
 
     # ------------------------------------------------------------------------------------------ work
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from shardcompile.passes.scheduler import Outline, Plan, Schedule, Scheduler, tails
+from shardcompile.passes.scheduler import Outline, Plan, Schedule, Scheduler
 from shardcompile.passes.tasks import START, Tasks
 
 HASTE = (math.inf, 1.0)
@@ -49,7 +49,7 @@ def search(tasks: Tasks, limit: float, bound: float) -> Schedule:
     place, needed = _places(tasks), _needed(outline)
     for haste in HASTE:
         finder.attempt(Plan(place, needed, due_times(outline, haste), 1, limit))
-    urgent = [-tail for tail in tails(tasks)]
+    urgent = [-tail for tail in outline.tails]
     for leads, hastes in ((True, HASTE_OF_LEADING), (False, HASTE[:1])):
         for haste in hastes:
             finder.widen(Plan(urgent, needed, due_times(outline, haste), 1, limit, leads))
@@ -84,8 +84,10 @@ class _Finder:
         return True
 
     def _within(self, plan: Plan) -> Schedule:
+        # What takes longer than the best one is none, if that keeps to the limit.
+        until = self.best.total if self.best.order and self.best.peak_bytes <= self.limit else math.inf
         for share in NARROWER:
-            found = Scheduler(self.outline, replace(plan, limit=self.limit * share)).run()
+            found = Scheduler(self.outline, replace(plan, limit=self.limit * share, until=until)).run()
             if found.peak_bytes <= self.limit or (self.best.order and found.total >= self.best.total):
                 break  # with less memory it would be no faster
         return found
@@ -113,12 +115,16 @@ def quick_plans(outline: Outline, limit: float) -> list[Plan]:
         outline: of the tasks.
         limit: bytes.
     """
-    tasks, at_once = outline.tasks, due_times(outline, math.inf)
-    urgent, needed = [-tail for tail in tails(tasks)], _needed(outline)
-    return [
-        Plan(_places(tasks), needed, at_once, 1, limit),
-        Plan(urgent, needed, due_times(outline, QUICK_HASTE), QUICK_WINDOW, limit, leads=True),
-    ]
+    return [quick_plan(outline, limit, longest_first) for longest_first in (False, True)]
+
+
+def quick_plan(outline: Outline, limit: float, longest_first: bool) -> Plan:
+    """One of `quick_plans`."""
+    needed = _needed(outline)
+    if not longest_first:
+        return Plan(_places(outline.tasks), needed, due_times(outline, math.inf), 1, limit)
+    urgent = [-tail for tail in outline.tails]
+    return Plan(urgent, needed, due_times(outline, QUICK_HASTE), QUICK_WINDOW, limit, leads=True)
 
 
 def due_times(outline: Outline, haste: float) -> list[float]:

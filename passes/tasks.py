@@ -27,6 +27,7 @@ class Tasks:
     Attributes:
         nodes: by task: the node; of a bucket that of its last member.
         kind: by task: `WORK` on the compute stream, `START` of a collective, or `WAIT` for one.
+        idle: by task: whether it is a view or an allocation, which nothing needs before what reads it.
         seconds: by task: on the compute stream. Of a start what it packs, of a wait what it unpacks.
         before: by task: those that it must follow.
         after: by task: those that must follow it.
@@ -45,6 +46,7 @@ class Tasks:
 
     nodes: list[Node] = field(default_factory=list)
     kind: list[int] = field(default_factory=list)
+    idle: list[bool] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     before: list[list[int]] = field(default_factory=list)
     after: list[list[int]] = field(default_factory=list)
@@ -94,6 +96,7 @@ class Tasks:
         self.nodes.append(node)
         is_start = node in prices.group
         self.kind.append(START if is_start else WAIT if node in prices.awaits else WORK)
+        self.idle.append(computes_nothing(node))
         self.seconds.append(prices.packing.get(node, 0.0) if is_start else prices.seconds[node])
         self.before.append(before)
         self.after.append([])
@@ -170,44 +173,54 @@ class _Joining:
                 for wait in waits[m]:
                     self.first[wait] = waits[first][0]
             self.unpacks[waits[first][0]] = bucket.price.unpacking
+        self.shared = {first for n, first in enumerate(self.first) if first != n}  # those that stand for several
 
     def tasks(self) -> Tasks:
         old, first = self.old, self.first
-        before: list[set[int]] = [set() for _ in first]
-        reads: list[dict[int, None]] = [{} for _ in first]
-        for n, inputs in enumerate(old.before):
-            before[first[n]].update([first[b] for b in inputs])
-            reads[first[n]].update(dict.fromkeys([self.tensor[t] for t in old.reads[n]]))
+        before, reads = self._joined(old.before, first), self._joined(old.reads, self.tensor)
         last = {n: i for i, n in enumerate(first)}  # of a bucket
         tasks = [n for i, n in enumerate(first) if last[n] == i]
-        order = needed_first(tasks, before.__getitem__, on_demand=lambda n: computes_nothing(old.nodes[n]))
-        number = {n: i for i, n in enumerate(order)}
+        order = needed_first(tasks, before.__getitem__, on_demand=old.idle.__getitem__)
+        number = [-1] * len(first)
+        for i, n in enumerate(order):
+            number[n] = i
         new = Tasks(link=old.link, fixed=old.fixed, nbytes=[0] * len(old.nbytes), readers=[0] * len(old.nbytes))
         for t, nbytes in enumerate(old.nbytes):
             new.nbytes[self.tensor[t]] += nbytes
-        for n in order:
-            self._put(new, n, [number[b] for b in before[n]], list(reads[n]))
+        new.nodes = [old.nodes[n] for n in order]
+        new.kind, new.idle = [old.kind[n] for n in order], [old.idle[n] for n in order]
+        new.seconds = [
+            self.prices[n].packing if n in self.prices else self.unpacks.get(n, old.seconds[n]) for n in order
+        ]
+        new.before = [[number[b] for b in before[n]] for n in order]
+        new.after = [[] for _ in order]
+        for i, inputs in enumerate(new.before):
+            for b in inputs:
+                new.after[b].append(i)
+        new.makes = [self.makes.get(n, old.makes[n]) for n in order]
+        new.alloc = [new.nbytes[made] if made >= 0 else 0 for made in new.makes]
+        new.reads = [reads[n] for n in order]
+        for read in new.reads:
+            for t in read:
+                new.readers[t] += 1
         new.start_of = {number[w]: number[first[s]] for w, s in old.start_of.items() if first[w] == w}
         new.stream = {number[s]: group for s, group in old.stream.items() if first[s] == s}
         new.price = {number[s]: self.prices.get(s, p) for s, p in old.price.items() if first[s] == s}
         return new
 
-    def _put(self, new: Tasks, n: int, before: list[int], reads: list[int]) -> None:
-        old, here = self.old, len(new.nodes)
-        new.nodes.append(old.nodes[n])
-        new.kind.append(old.kind[n])
-        copied = self.prices[n].packing if n in self.prices else self.unpacks.get(n, old.seconds[n])
-        new.seconds.append(copied)
-        new.before.append(before)
-        new.after.append([])
-        for b in before:
-            new.after[b].append(here)
-        makes = self.makes.get(n, old.makes[n])
-        new.makes.append(makes)
-        new.alloc.append(new.nbytes[makes] if makes >= 0 else 0)
-        new.reads.append(reads)
-        for t in reads:
-            new.readers[t] += 1
+    def _joined(self, named: Sequence[list[int]], new: Sequence[int]) -> list[list[int]]:
+        """What tasks name, by the task that stands for them, under new names; of most of them nothing changes."""
+        found = list(named)
+        renamed = {old for old, name in enumerate(new) if old != name}
+        for n in self.shared:
+            found[n] = list(named[n])
+        for n, first in enumerate(self.first):
+            if first != n:
+                found[first] += named[n]
+        for n, names in enumerate(found):
+            if not renamed.isdisjoint(names) or n in self.shared:
+                found[n] = list(dict.fromkeys([new[name] for name in names]))
+        return found
 
 
 def _is_task(node: Node, prices: Prices) -> bool:

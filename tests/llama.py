@@ -54,7 +54,7 @@ class Groups:
 
     Attributes:
         weights: name of the group that weights are cut over.
-        ranks: in it.
+        ranks: in it; 1 for weights that are whole.
         products: name of the group of tensor parallelism.
         parts: ranks in that; 1 for none.
     """
@@ -108,6 +108,8 @@ class Writer(suite.Writer):
         """A weight, gathered in bfloat16."""
         block, shape, sizes = weight
         block = self.cast(block, BF16)
+        if self.groups.ranks == 1:
+            return block
         if self.uneven:
             return self.gathered(block, sizes, shape)
         return self.done(_c10d.all_gather_into_tensor.default, block, self.groups.ranks, self.groups.weights)
@@ -115,6 +117,8 @@ class Writer(suite.Writer):
     def reduced(self, gradient: Node, weight: tuple[Node, tuple[int, ...], list[int]]) -> Node:
         """The block of a gradient, reduced in float32."""
         gradient, sizes = self.cast(gradient, FP32), weight[2]
+        if self.groups.ranks == 1:
+            return gradient
         if self.uneven:
             return self.scattered(gradient, sizes)
         ranks, group = self.groups.ranks, self.groups.weights

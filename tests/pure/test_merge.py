@@ -12,6 +12,7 @@ import torch
 from lockstep import ALL_REDUCE, Builder
 from torch import Tensor
 from torch.fx import Graph, Node
+from work import calls
 
 from shardcompile.passes import MergeReductions
 from shardcompile.passes.collective import collectives
@@ -348,6 +349,21 @@ def test_a_write_before_a_reduction_or_to_its_result_leaves_it() -> None:
         close(y, x.softmax(0).T @ (v / 2))
     for first, second in merged(after, divided(x, v, CUTS[0]), 2):
         close(first, 2 * second)
+
+
+def test_work_grows_with_the_graph() -> None:
+    """Twice the layers that wait for one another, twice the work: no layer is looked at again for each one before."""
+    work = []
+    for layers in (16, 32):
+        with lockstep.world_of(RANKS):
+            b = Softmax()
+            x = b.input(50, 8)
+            for _ in range(layers):
+                x = b.call(aten.add.Tensor, x, b.call(aten.mm.default, x, b.product(b.softmax(x), x)))
+            graph = b.output(x)
+            work.append(calls(lambda graph=graph: MergeReductions(model=CostModel(H100))(graph)))  # type: ignore[misc]
+            assert len(collectives(graph)) == layers
+    assert work[1] <= 2.1 * work[0]
 
 
 def ancestors(node: Node) -> set[Node]:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import llama
 import lockstep
@@ -25,9 +26,10 @@ from shardcompile.collectives.buckets import _cuts
 from shardcompile.passes import BucketReduceScatters, Pipeline, choice
 from shardcompile.passes.bounds import lower_bound
 from shardcompile.passes.collective import WAIT, Collective, collectives
-from shardcompile.passes.cost import CostModel, Prices
+from shardcompile.passes.cost import CostModel, Prices, keeping_prices
 from shardcompile.passes.dependencies import needed_first
 from shardcompile.passes.edges import Edges
+from shardcompile.passes.hold import HoldOrder
 from shardcompile.passes.links import CPU_CORE, H100, INFINIBAND_NDR
 from shardcompile.passes.overlap import ScheduleOverlap, best_order
 from shardcompile.passes.scheduler import Outline, Scheduler
@@ -287,6 +289,41 @@ def test_work_of_the_scheduler_grows_no_faster_than_n_log_n() -> None:
         n = len(graph.nodes)
         per_node.append(work / (n * math.log2(n)))
     assert per_node[1] < 1.2 * per_node[0], per_node
+
+
+def counted(graph: Graph) -> dict[str, int]:
+    """How much work each pass has with a graph."""
+    found = {}
+    with keeping_prices():
+        for each in [*passes(ACROSS).passes, HoldOrder()]:
+            found[each.name] = calls(lambda each=each: each(graph))  # type: ignore[misc]
+    return found
+
+
+def test_work_of_every_pass_grows_with_the_graph() -> None:
+    """Twice the layers, hardly more than twice the work: of a graph for which as many buckets are tried in both sizes."""
+    by_size = []
+    for layers in (8, 16):
+        with world_of(RANKS):
+            graph = foreign(0, "forward", 8, uneven=True, layers=layers)
+            nodes = len(graph.nodes)
+            by_size.append((nodes, counted(graph)))
+    (few, before), (many, after) = by_size
+    growth = {name: after[name] / before[name] / (many / few) for name in before}
+    assert max(growth.values()) <= 1.15, growth
+
+
+def test_graphs_without_collectives_cost_next_to_nothing() -> None:
+    w = suite.Writer(place_of("even"))
+    x = w.input(64, 64)
+    for _ in range(300):
+        x = w.call(torch.ops.aten.add.Tensor, w.mm(x, w.t(x)), 1.0)
+    graph = w.output(x)
+    pipeline = Pipeline()
+    with world_of(RANKS), mock.patch.object(graph, "lint", side_effect=graph.lint) as lint:
+        work = calls(lambda: pipeline(graph))
+    assert lint.call_count == 1  # what no pass has changed is as valid as it was
+    assert work <= 120 * len(graph.nodes), work / len(graph.nodes)
 
 
 def test_waits_follow_their_starts() -> None:

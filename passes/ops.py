@@ -1,0 +1,83 @@
+"""What passes ask about ops again and again, looked up once for each op.
+
+Ops of torch are hashed and told apart in Python, and a pass over a large graph asks about every node several times.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+aten = torch.ops.aten
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+_ALLOCATIONS = {
+    *(aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default),
+    *(aten.new_empty.default, aten.new_empty_strided.default),
+}
+"""Ops that run no kernel."""
+
+
+class Op(NamedTuple):
+    """What is called.
+
+    Attributes:
+        target: the op, or what else a node calls; None of nodes that call nothing.
+        writes: whether it writes to one of its arguments.
+        random: whether it draws random numbers.
+        pointwise: whether it works element by element.
+        reduces: whether it is a reduction.
+        allocates: whether all that it does is to allocate memory.
+        shares: position or keyword of the argument whose memory its result shares, by its schema; None of most.
+    """
+
+    target: Any
+    writes: bool = False
+    random: bool = False
+    pointwise: bool = False
+    reduces: bool = False
+    allocates: bool = False
+    shares: int | str | None = None
+
+
+def op_of(node: Node) -> Op:
+    """What a node calls."""
+    if node.op != "call_function":
+        return _NONE
+    target: Any = node.target
+    found = _KNOWN.get(id(target))
+    if found is None:
+        found = _KNOWN[id(target)] = _looked_up(target)  # which keeps the target, so that no other has its id
+    return found
+
+
+_NONE = Op(None)
+_KNOWN: dict[int, Op] = {}
+
+
+def _looked_up(target: Any) -> Op:
+    tags, schema = getattr(target, "tags", ()), getattr(target, "_schema", None)
+    return Op(
+        target,
+        schema is not None and schema.is_mutable,
+        torch.Tag.nondeterministic_seeded in tags,
+        torch.Tag.pointwise in tags,
+        torch.Tag.reduction in tags,
+        target in _ALLOCATIONS,
+        _shared(target, schema),
+    )
+
+
+def _shared(target: Any, schema: Any) -> int | str | None:
+    if target in (WAIT, operator.getitem, aten._unsafe_view.default):
+        return 0
+    if schema is None or not schema.returns or schema.returns[0].alias_info is None:
+        return None
+    names = schema.returns[0].alias_info.before_set  # of a list of views it is empty
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and (not names or names & argument.alias_info.before_set):
+            return argument.name if argument.kwarg_only else i
+    return None
