@@ -57,8 +57,13 @@ _KIND_BY_ID = {id(target): kind for target, kind in KINDS.items()}
 """The same by the op's id: torch hashes ops in Python, and every pass asks about every node."""
 
 _CUT_AT = {
-    **{"all_gather_v": 3, "reduce_scatter_v": 4, "all_to_all_v": 5, "fetch_ranges": 4, "return_ranges": 4},
-    **{"fetch_block": 6, "return_block": 6},
+    "all_gather_v": 3,
+    "reduce_scatter_v": 4,
+    "all_to_all_v": 5,
+    "fetch_ranges": 4,
+    "return_ranges": 4,
+    "fetch_block": 6,
+    "return_block": 6,
 }
 """Which of the arguments is the first of the (source) cut: sizes, key and nest."""
 
