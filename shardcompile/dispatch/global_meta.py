@@ -33,6 +33,9 @@ _ROWS_BY_NUMBER = {
 }
 """Ops with a target, a dim, numbers and rows, whose fake kernels (2.11 - 2.15) do not compare rows with the target."""
 
+_COPIES = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
+"""Ops that keep the strides of what they copy, those along extents of 1 included."""
+
 _WHOLE_EXTREMA = {torch.ops.aten.max.default, torch.ops.aten.min.default}
 _PLACES_OF_EXTREMA = {torch.ops.aten.argmax.default, torch.ops.aten.argmin.default}
 _SPREADS = {getattr(torch.ops.aten, name).correction for name in ("std", "var", "std_mean", "var_mean")}
@@ -113,8 +116,10 @@ def _worked_out(mode: Any, cls: type, op: OpOverload, args: tuple[Any, ...], kwa
             run = unbound if op is torch.ops.aten.unbind.int else op
             out = run(*given, **{k: fake(a) for k, a in kwargs.items()})
             as_inputs = isinstance(out, Tensor) and "memory_format" not in kwargs and not op._schema.is_mutable
-            if mode is _EAGER.mode and as_inputs and is_elementwise(op):
+            if mode is _EAGER.mode and as_inputs and is_elementwise(op) and op not in _COPIES:
                 out = _in_rows_if_all_are(out, list(tensors_of(given)))
+            if op is torch.ops.aten.pow.Scalar:
+                out = out.new_empty(out.shape)  # in rows, however the exponents are stored
             if op in STORED_AS_A_SUM:
                 first, *others = tensors_of(given)  # no other one where that is a number with a symbol
                 out = out.new_empty_strided(out.shape, torch.add(first, others[0] if others else 0).stride())
