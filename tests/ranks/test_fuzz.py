@@ -371,3 +371,40 @@ def test_the_gradient_of_a_product_leaves_extents_open() -> None:
 def test_a_diagonal_of_a_view_is_written_to_in_a_graph(line: str, write: str) -> None:
     inputs = [Input("a0", (6, 5), "S(0)", {0: [4, 0, 2]}), Input("a1", (5, 5), "R")]
     assert found([line, write], inputs, backend="aot_eager").kind == RIGHT
+
+
+@pytest.mark.parametrize("sizes", [[0, 1, 0], [0, 0, 1]])
+def test_a_cut_that_a_program_knows_has_no_graph_of_its_own(sizes: list[int]) -> None:
+    """Half of what torch.chunk cuts is cut in a known way, which an input's cut may be, or not."""
+    inputs = [Input("a0", (1, 2), "S(0)", {0: sizes}, grad=True)]
+    lines = ['v0 = to(a0.expand([2, -1]), "S(0)")', "v1 = v0.chunk(2, 0)[-1]", "v2 = torch.stack([v1, a0], 2)"]
+    assert found(lines, inputs, backend="aot_eager").kind == RIGHT
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_sizes_that_a_program_states_are_compared_with_none() -> None:
+    """Not even where an input has them: a guard would have a graph for that cut, and another for all others."""
+    compiled = once(
+        lambda: torch.compile(
+            lambda x, y: x.redistribute(placements=[Shard(0)], sharding_shapes={0: [5, 0, 2]}) * y.sum(1, True),
+            fullgraph=True,
+            backend="aot_eager",
+            dynamic=True,
+        )
+    )
+    before = once(graphs_compiled)
+    for sizes in ([5, 0, 2], [1, 3, 3], [5, 0, 2], [4, 0, 3]):
+        full = torch.arange(21.0).reshape(7, 3)
+        x = ShardTensor.from_local(full.split(sizes)[rank()].clone(), mesh(), [Shard(0)], {0: sizes})
+        torch.testing.assert_close(compiled(x, x).full_tensor(), full * full.sum(1, True))
+    assert graphs_compiled() - before == 1
+
+
+def test_rows_are_written_into_a_block_that_is_not_stored_in_rows() -> None:
+    """Whether the result is contiguous is asked of nobody's block."""
+    inputs = [
+        Input("a0", (6, 4), "P(sum) S(1)", {1: [0, 4]}),
+        Input("a1", (4, 4), "P(sum) S(1)", {1: [1, 3]}),
+    ]
+    lines = ["v0 = torch.cat([a0, a1, a0], 0)", "v0.movedim(0, -1)[:2].fill_(0.25)"]
+    assert found(lines, inputs, (2, 2), "aot_eager").kind == RIGHT
