@@ -186,7 +186,8 @@ class _Planner:
             return True
         if (dim, depth) not in self._alike:
             now, target = self.cut(dim, 0, depth), self.cut(dim, 1, depth)
-            here = coordinate(self.src.mesh) if self.src.is_traced != self.dst.is_traced else None
+            known_to_one = now is not None and target is not None and now.is_traced != target.is_traced
+            here = coordinate(self.src.mesh) if known_to_one else None
             self._alike[dim, depth] = now is not None and now.same_blocks(target, here)
         return self._alike[dim, depth]
 

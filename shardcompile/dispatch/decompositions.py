@@ -366,6 +366,11 @@ def _strided_whole(
         return stored.expand(x.shape) if expanded else stored
 
     def strided(local: Tensor) -> Tensor:
+        if type(local) is not Tensor and op is aten.diagonal.default:
+            # Functionalization (2.11 - 2.15) refuses to write to an `as_strided` of a view. What torch's own asks of
+            # extents `global_meta` has asked of the same ones; where a block starts is none of a trace's business.
+            with compat.without_guards(local):
+                return op(local, *args)
         first = None if _is_zero(start) else start + local.storage_offset()
         return aten.as_strided.default(local, size, stride, first)
 

@@ -33,6 +33,13 @@ _ROWS_BY_NUMBER = {
 }
 """Ops with a target, a dim, numbers and rows, whose fake kernels (2.11 - 2.15) do not compare rows with the target."""
 
+_COPIES = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
+"""Ops that keep the strides of what they copy, those along extents of 1 included."""
+
+_WHOLE_EXTREMA = {torch.ops.aten.max.default, torch.ops.aten.min.default}
+_PLACES_OF_EXTREMA = {torch.ops.aten.argmax.default, torch.ops.aten.argmin.default}
+_SPREADS = {getattr(torch.ops.aten, name).correction for name in ("std", "var", "std_mean", "var_mean")}
+
 
 class _Eager(threading.local):
     """A mode is for one thread: it notes in itself that a kernel runs."""
@@ -103,13 +110,16 @@ def _worked_out(mode: Any, cls: type, op: OpOverload, args: tuple[Any, ...], kwa
             given = [fake(a) for a in args]
             if op in _ROWS_BY_NUMBER:
                 _check_rows(op, given[0], given[1], given[3])
+            _check_as_kernels_do(op, given[0] if given else None)
             if is_elementwise(op) and not op._schema.is_mutable:
                 given = _with_as_many_dims(given)
             run = unbound if op is torch.ops.aten.unbind.int else op
             out = run(*given, **{k: fake(a) for k, a in kwargs.items()})
             as_inputs = isinstance(out, Tensor) and "memory_format" not in kwargs and not op._schema.is_mutable
-            if mode is _EAGER.mode and as_inputs and is_elementwise(op):
+            if mode is _EAGER.mode and as_inputs and is_elementwise(op) and op not in _COPIES:
                 out = _in_rows_if_all_are(out, list(tensors_of(given)))
+            if op is torch.ops.aten.pow.Scalar:
+                out = out.new_empty(out.shape)  # in rows, however the exponents are stored
             if op in STORED_AS_A_SUM:
                 first, *others = tensors_of(given)  # no other one where that is a number with a symbol
                 out = out.new_empty_strided(out.shape, torch.add(first, others[0] if others else 0).stride())
@@ -154,6 +164,19 @@ def _check_rows(op: OpOverload, x: Tensor, dim: int, rows: Tensor) -> None:
     dim = dim % x.ndim
     if any(m != n for d, (m, n) in enumerate(zip(x.shape, rows.shape, strict=True)) if d != dim):
         raise RuntimeError(f"{op}: rows of shape {tuple(rows.shape)} do not fit into {tuple(x.shape)} along dim {dim}")
+
+
+def _check_as_kernels_do(op: OpOverload, x: Any) -> None:
+    """Raise what kernels raise and fake kernels (2.11 - 2.15) do not, where blocks are reduced by other ops."""
+    if op in _WHOLE_EXTREMA and any(isinstance(n, int) and n == 0 for n in x.shape):
+        raise RuntimeError(
+            f"{op}: Expected reduction dim to be specified for input.numel() == 0. Specify the reduction dim with the "
+            "'dim' argument."
+        )
+    if op in _PLACES_OF_EXTREMA and x.dtype is torch.bool:
+        raise RuntimeError(f"{op}: does not support bool input")
+    if op in _SPREADS and not (x.is_floating_point() or x.is_complex()):
+        raise RuntimeError(f"{op}: std and var only support floating point and complex dtypes, not {x.dtype}")
 
 
 def _in_rows_if_all_are(out: Tensor, given: Sequence[Tensor]) -> Tensor:

@@ -206,6 +206,7 @@ def _running_extremum(op: Any, worst: Callable[[torch.dtype], Any]) -> Callable[
     return run
 
 
+index_copy = _index_write(aten.index_copy.default)
 running_maximum = _running_extremum(aten.cummax.default, lowest)
 running_minimum = _running_extremum(aten.cummin.default, highest)
 
@@ -218,7 +219,7 @@ LOCAL_OPS: dict[Any, Callable[..., Any]] = {
     aten.cummax.default: running_maximum,
     aten.cummin.default: running_minimum,
     aten.copy_.default: copy_block,
-    aten.index_copy.default: _index_write(aten.index_copy.default),
+    aten.index_copy.default: index_copy,
     aten.index_fill.int_Scalar: _index_write(aten.index_fill.int_Scalar),
     aten.masked_fill_.Scalar: _masked_fill_(aten.masked_fill_.Scalar),
     aten.masked_fill_.Tensor: _masked_fill_(aten.masked_fill_.Tensor),

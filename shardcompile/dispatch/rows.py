@@ -18,6 +18,7 @@ from shardcompile import compat
 from shardcompile.collectives import block_size, derive
 from shardcompile.dispatch.copied_views import follow, note_view
 from shardcompile.dispatch.global_meta import global_meta
+from shardcompile.dispatch.local_ops import index_copy
 from shardcompile.dispatch.strides import in_order
 from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
 from shardcompile.plan import find_plan
@@ -100,7 +101,7 @@ def write_rows(x: Tensor, rows: Tensor, dim: int, first: IntLike, step: int, cou
     """A copy of a block with other rows."""
     if _numbers(first, count):
         return aten.slice_scatter.default(x, rows, dim, first, first + count * step, step)
-    return aten.index_copy.default(x, dim, positions(x, first, step, count), rows)
+    return index_copy(x, dim, positions(x, first, step, count), rows)
 
 
 # Slices

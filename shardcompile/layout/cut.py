@@ -279,8 +279,8 @@ class Cut:
         """Whether both divide a dim into the same blocks on the same ranks.
 
         Inside a trace the answer for two dynamic cuts compares their keys, which installs a guard. Keys that only
-        become known when the graph runs, and a dynamic cut and another kind, count as different there, which costs an
-        exchange that moves nothing if they were the same.
+        become known when the graph runs, and a dynamic cut and one of another kind, such as one whose sizes the program
+        states, count as different there, which costs an exchange that moves nothing if they were the same.
 
         Args:
             other: the other cut.
@@ -297,9 +297,11 @@ class Cut:
             return compat.same_symbol(self.extent, other.extent)
         if (self.inner, self.scale) != (other.inner, other.scale) or "chunk" in (self.kind, other.kind):
             return False
+        known, traced = (self, other) if self.blocks is not None else (other, self)
+        if known.kind == "fixed" and traced.blocks is None and isinstance(traced.key, torch.SymInt):
+            return False  # a guard would have a graph for that one cut, and another for all others
         if not compat.same_symbol(self.key, other.key):
             return False
-        known, traced = (self, other) if self.blocks is not None else (other, self)
         if known.blocks is not None and coordinate is not None:
             compat.settle(traced.block, known.blocks[known.block_index(coordinate)])
         return True

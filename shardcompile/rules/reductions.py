@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from shardcompile import compat
 from shardcompile.rules.registry import Strategies, register
 from shardcompile.rules.strategy import OpCall, Strategy, along, partial
 
@@ -107,8 +108,10 @@ def _repeat(call: OpCall) -> Iterable[Strategy]:
 
 def _cumprod(call: OpCall) -> Iterable[Strategy]:
     shape = call.tensors[0].shape
-    if shape:
-        int(shape[call.args[1] % len(shape)])  # torch unrolls the gradient over the dim: one graph for each extent
+    if shape and not compat.in_backward_pass():
+        # Torch unrolls the gradient over the dim: one graph for each extent. In the gradient of `prod` it is too late
+        # for that, since the forward graph gives extents to the outside, and there is no gradient of it in a graph.
+        int(shape[call.args[1] % len(shape)])
     return other_dims(1)(call)
 
 

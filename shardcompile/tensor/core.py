@@ -682,7 +682,9 @@ def _product(func: Callable[..., Any], x: Any, weight: Any, *args: Any, **kwargs
         layout = x._spec.layout
         cut = [d for d in range(x.ndim - 1) if layout.cuts[d] is not None]
         if cut and any(not isinstance(e, int) or e != 1 for e in layout.shape[: cut[0]]):
-            return func(x.movedim(cut[0], 0), weight, *args, **kwargs).movedim(0, cut[0]).contiguous()
+            out = func(x.movedim(cut[0], 0), weight, *args, **kwargs).movedim(0, cut[0])
+            # Not `contiguous`, which leaves strides of extents of 1 as they are: by them kernels order their results.
+            return out.clone(memory_format=torch.contiguous_format)
     return func(x, weight, *args, **kwargs)
 
 

@@ -311,3 +311,100 @@ def test_rows_of_a_dim_whose_extent_is_a_symbol_are_taken_apart() -> None:
     inputs = [Input("a0", (4, 6, 3), "S(2)", {0: [3, 0]}), Input("a1", (4, 6, 3), "S(1)", {0: [0, 6]})]
     lines = ["v0 = torch.cat([a0, a1], 0)", "v1 = v0.unbind(0)[-1]", "v2 = v1.log_softmax(0)"]
     assert found(lines, inputs, (2,), backend="aot_eager").kind == RIGHT
+
+
+@pytest.mark.parametrize(
+    ("line", "mesh", "inputs"),
+    [
+        (
+            'v4 = torch.einsum("ab,cd->cdab", a1, v3)',
+            (2, 2),
+            [Input("a0", (6, 1, 4), "R S(1)", {1: [1, 0]}), Input("a1", (3, 2), "R R")],
+        ),
+        ("v4 = 2**v3.mT", (2, 2), [Input("a0", (6, 2, 4), "R S(1)", {1: [1, 1]})]),
+    ],
+    ids=["einsum", "power"],
+)
+def test_what_follows_a_product_of_cut_rows_is_stored_as_a_plain_result(
+    line: str, mesh: tuple[int, ...], inputs: list[Input]
+) -> None:
+    """Kernels tell the order of dims by the strides along extents of 1 as well."""
+    assert (
+        found(["v0 = a0 * 2", "v1 = v0[5:, :1]", "v2 = v1.flatten(0, 2)", "v3 = v0 @ v2", line], inputs, mesh).kind
+        == RIGHT
+    )
+
+
+def test_a_copy_keeps_strides_along_extents_of_1() -> None:
+    inputs = [Input("a0", (6, 1), "R"), Input("a1", (3, 2), "R")]
+    lines = ["v0 = (a0 * 2).mT.clone()", 'v1 = torch.einsum("ab,cd->cdab", a1, v0.mT)']
+    assert found(lines, inputs).kind == RIGHT
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["v0.max()", "v0.min()", "v0.long().std()", "v0.long().var(0)", "(v0 > 0).argmax(0)", "(v0 > 0).argmin()"],
+)
+@pytest.mark.parametrize("layout", ["R", "S(0)"])
+def test_reductions_that_plain_pytorch_refuses(line: str, layout: str) -> None:
+    """Of nothing, or of what has no such reduction: blocks are reduced by ops that know more."""
+    given = Input("a0", (0, 3) if "()" in line and "long" not in line else (4, 3), layout, {0: [0, 0, 0]})
+    if layout == "R" or given.shape[0]:
+        given = Input("a0", given.shape, layout, {0: [3, 0, 1]} if layout != "R" else {})
+    with LocalRanks(3, processes=False) as ranks:
+        assert judge(ranks, Program((3,), [given], ["v0 = a0 * 2", line], refused=True)).kind == REFUSED
+
+
+def test_the_gradient_of_a_product_leaves_extents_open() -> None:
+    """It has a cumulative product, which would make a number of an extent that the forward graph has given away."""
+    lines = ["v0 = a0.prod(-1)", "v1 = a0.cummin(1)[0]"]
+    assert found(lines, [Input("a0", (4, 6), "R", grad=True)], (2,), "aot_eager").kind == RIGHT
+
+
+@pytest.mark.parametrize(
+    ("line", "write"),
+    often(
+        [("v0 = a0 * 2", "v0.diagonal(1, 1, 0).view([-1]).fill_(0.25)"), ("v0 = a1 * 2", "v0[1:].diagonal().mul_(3)")],
+        1,
+    ),
+)
+def test_a_diagonal_of_a_view_is_written_to_in_a_graph(line: str, write: str) -> None:
+    inputs = [Input("a0", (6, 5), "S(0)", {0: [4, 0, 2]}), Input("a1", (5, 5), "R")]
+    assert found([line, write], inputs, backend="aot_eager").kind == RIGHT
+
+
+@pytest.mark.parametrize("sizes", [[0, 1, 0], [0, 0, 1]])
+def test_a_cut_that_a_program_knows_has_no_graph_of_its_own(sizes: list[int]) -> None:
+    """Half of what torch.chunk cuts is cut in a known way, which an input's cut may be, or not."""
+    inputs = [Input("a0", (1, 2), "S(0)", {0: sizes}, grad=True)]
+    lines = ['v0 = to(a0.expand([2, -1]), "S(0)")', "v1 = v0.chunk(2, 0)[-1]", "v2 = torch.stack([v1, a0], 2)"]
+    assert found(lines, inputs, backend="aot_eager").kind == RIGHT
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_sizes_that_a_program_states_are_compared_with_none() -> None:
+    """Not even where an input has them: a guard would have a graph for that cut, and another for all others."""
+    compiled = once(
+        lambda: torch.compile(
+            lambda x, y: x.redistribute(placements=[Shard(0)], sharding_shapes={0: [5, 0, 2]}) * y.sum(1, True),
+            fullgraph=True,
+            backend="aot_eager",
+            dynamic=True,
+        )
+    )
+    before = once(graphs_compiled)
+    for sizes in ([5, 0, 2], [1, 3, 3], [5, 0, 2], [4, 0, 3]):
+        full = torch.arange(21.0).reshape(7, 3)
+        x = ShardTensor.from_local(full.split(sizes)[rank()].clone(), mesh(), [Shard(0)], {0: sizes})
+        torch.testing.assert_close(compiled(x, x).full_tensor(), full * full.sum(1, True))
+    assert graphs_compiled() - before == 1
+
+
+def test_rows_are_written_into_a_block_that_is_not_stored_in_rows() -> None:
+    """Whether the result is contiguous is asked of nobody's block."""
+    inputs = [
+        Input("a0", (6, 4), "P(sum) S(1)", {1: [0, 4]}),
+        Input("a1", (4, 4), "P(sum) S(1)", {1: [1, 3]}),
+    ]
+    lines = ["v0 = torch.cat([a0, a1, a0], 0)", "v0.movedim(0, -1)[:2].fill_(0.25)"]
+    assert found(lines, inputs, (2, 2), "aot_eager").kind == RIGHT
