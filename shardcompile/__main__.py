@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--no-compare", action="store_true", help="do not time eager and hand-written code")
     _add_explain(commands)
     _add_diff(commands)
+    _add_selftest(commands)
     calibrate = commands.add_parser(
         "calibrate",
         help="measure the link between the ranks of this machine, for the cost model",
@@ -97,6 +98,19 @@ def _add_diff(commands: Any) -> None:
     )
     diff.add_argument("before", type=Path, help="report.json")
     diff.add_argument("after", type=Path, help="report.json")
+
+
+def _add_selftest(commands: Any) -> None:
+    selftest = commands.add_parser(
+        "selftest",
+        help="check that everything is right on this machine, and how fast",
+        description="Runs collectives of all dtypes, families of ops, attention, a compiled model, halos, routing, "
+        "neighbours and checkpoints between ranks of this machine, compares with plain PyTorch, and prints a table. "
+        "Exits with 1 if anything is wrong.",
+    )
+    selftest.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto", help="auto: GPUs if there are")
+    selftest.add_argument("--ranks", type=_positive, help="number of processes: all GPUs, or 2 on a CPU")
+    selftest.add_argument("--only", nargs="+", default=[], metavar="NAME", help="checks whose names begin so")
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -160,6 +174,26 @@ def _calibrate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     latency, bandwidth = 1e6 * link.latency(options.ranks), link.bandwidth / 1e9
     print(f"{options.ranks} ranks, {backend}: latency {latency:.0f} us, {bandwidth:.2f} GB/s; saved to {options.out}")
     return 0
+
+
+def _selftest(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    import torch
+
+    from shardcompile.demo.launch import RankFailedError, launch
+    from shardcompile.selftest import Job, print_table, run_checks, traced_collectives
+
+    gpus = torch.cuda.device_count()
+    device = options.device if options.device != "auto" else "cuda" if gpus else "cpu"
+    ranks = options.ranks or (gpus if device == "cuda" and gpus else 2)
+    backend = _backend(parser, "nccl" if device == "cuda" else "gloo", ranks)
+    print(f"{ranks} ranks, {device}, {backend}, torch {torch.__version__}", flush=True)
+    job = Job(traced_collectives(ranks, device), tuple(options.only))
+    try:
+        findings = launch(run_checks, job, ranks, backend)[0]
+    except RankFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0 if print_table(findings) else 1
 
 
 def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -236,7 +270,7 @@ def _backend(parser: argparse.ArgumentParser, wanted: str, ranks: int) -> str:
     return wanted
 
 
-_COMMANDS = {"demo": _demo, "calibrate": _calibrate, "explain": _explain, "diff": _diff}
+_COMMANDS = {"demo": _demo, "calibrate": _calibrate, "explain": _explain, "diff": _diff, "selftest": _selftest}
 
 
 if __name__ == "__main__":

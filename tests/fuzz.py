@@ -338,13 +338,15 @@ def _end(stage: str, error: BaseException) -> End:
     if "add up to" in text or "its layout says" in text:
         return End("internal", stage, text, trace)  # a collective that was given other blocks than it was told of
     by_name = any(f"{name}(" in text for name in _REFUSALS)  # Dynamo puts it into its own
-    if isinstance(error, errors.ShardError) or by_name or _NOT_AFTER_A_TURN in text:
+    if isinstance(error, errors.ShardError) or by_name or _NOT_AFTER_A_TURN in text or _OUTPUTS_ALIAS in text:
         return End(REFUSED, stage, text, trace)
     return End("internal", stage, text, trace)
 
 
 _NOT_AFTER_A_TURN = "You should replace the inplace operation by an out-of-place one"
 """Of autograd, see `compat.forbid_writes_with_gradients`."""
+_OUTPUTS_ALIAS = "attempting to a compile a graph with two graph outputs\nthat alias one another"
+"""Of AOTAutograd, which names the outputs: results may share no memory where any input is a tensor subclass."""
 _REFUSALS = [e.__name__ for e in vars(errors).values() if isinstance(e, type) and issubclass(e, errors.ShardError)]
 _RAISED_BY_USERS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
 

@@ -307,7 +307,7 @@ def _attend_more(out: Tensor, denominator: Tensor, query: Tensor, *others: Any) 
     part, lse = _attend(query, *others)
     total = torch.logaddexp(denominator, lse)
     before, now = (torch.where(x == -float("inf"), 0.0, (x - total).exp()).unsqueeze(-1) for x in (denominator, lse))
-    return (out * before).add_(part * now), total
+    return part.to(out.dtype).mul_(now).addcmul_(out, before), total  # in the memory of the part, which is ours
 
 
 def _fake_attend_more(out: Tensor, denominator: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

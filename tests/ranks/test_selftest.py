@@ -1,0 +1,56 @@
+"""``python -m shardcompile selftest`` tells what is right, and says so where something is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from shardcompile.selftest import Finding, Job, print_table, run_checks
+from shardcompile.selftest.checks import CHECKS, Here
+from shardcompile.testing import rank
+
+
+def test_the_command() -> None:
+    command = [sys.executable, "-m", "shardcompile", "selftest", "--device", "cpu", "--ranks", "3", "--only"]
+    ended = subprocess.run(
+        [*command, "collectives", "redistribution", "halos", "routing", "neighbours", "checkpoints", "attention: doc"],
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = ended.stdout.splitlines()
+    assert lines[0].startswith("3 ranks, cpu, gloo, torch ")
+    assert [line.split()[0] for line in lines[1:-1]] == ["right"] * 10
+    assert lines[-1].startswith("10 of 10 right")
+
+
+@pytest.mark.ranks(2, processes=False)
+def test_what_is_wrong_on_one_rank_is_told_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(here: Here) -> str:
+        assert here.rank != 1, "rows are lost"
+        return "never shown"
+
+    monkeypatch.setitem(CHECKS, "zz", wrong)
+    (found,) = run_checks(Job([], ("zz",)))
+    assert found.problem.startswith("rank 1: AssertionError in wrong, lines [")
+    assert "rows are lost" in found.problem
+
+
+@pytest.mark.ranks(2, processes=False)
+def test_a_wrong_value_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = CHECKS["redistribution"].__globals__["fetch_ranges"]
+    monkeypatch.setitem(CHECKS["redistribution"].__globals__, "fetch_ranges", lambda *a: real(*a) + (rank() == 0))
+    found = {f.name: f.problem for f in run_checks(Job([], ("collectives: exch", "redistribution")))}
+    assert found["collectives: exchanges"].startswith("rank 0: AssertionError in exchanges, lines [")
+    assert not found["redistribution"]
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert print_table([Finding("a", "", "2 MiB", 1.0)])
+    assert not print_table([Finding("a", "", "", 1.0), Finding("long", "rank 0: E\nmore", "", 0.25)])
+    assert capsys.readouterr().out == (
+        "right  a     1.0 s  2 MiB\n1 of 1 right, 1 s\n"
+        "right  a        1.0 s\nWRONG  long     0.2 s\n       rank 0: E\n       more\n1 of 2 right, 1 s\n"
+    )
