@@ -13,7 +13,7 @@ from shardcompile.api import randn as randn
 from shardcompile.api import register_sharding as register_sharding
 from shardcompile.api import scatter_tensor as scatter_tensor
 from shardcompile.api import zeros as zeros
-from shardcompile.caches import tag_compiler_caches
+from shardcompile.compat.caches import tag_compiler_caches
 from shardcompile.contractions import einsum as einsum
 from shardcompile.contractions import tensordot as tensordot
 from shardcompile.contractions import transpose as transpose

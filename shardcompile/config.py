@@ -5,7 +5,7 @@ import sys
 import types
 from typing import Any, Literal
 
-import torch
+from shardcompile.compat.caches import put_into_keys
 
 fallback: Literal["replicate", "warn", "error"] = "replicate"
 """What happens to an op that no rule knows: its inputs are gathered and it runs on full values on every rank
@@ -41,8 +41,7 @@ class _Settings(types.ModuleType):
         if name == "attention":
             if value not in ("auto", "ring"):
                 raise ValueError(f"config.attention is 'auto' or 'ring', not {value!r}")
-            tag = torch.compiler.config.cache_key_tag.replace(_RING_TAG, "")
-            torch.compiler.config.cache_key_tag = tag + _RING_TAG if value == "ring" else tag
+            put_into_keys(_RING_TAG, value == "ring")
         super().__setattr__(name, value)
 
 

@@ -408,3 +408,21 @@ def test_rows_are_written_into_a_block_that_is_not_stored_in_rows() -> None:
     ]
     lines = ["v0 = torch.cat([a0, a1, a0], 0)", "v0.movedim(0, -1)[:2].fill_(0.25)"]
     assert found(lines, inputs, (2, 2), "aot_eager").kind == RIGHT
+
+
+@pytest.mark.nightly
+def test_a_slice_of_a_dim_that_no_block_tells_through_inductor() -> None:
+    given = [
+        Input("a0", (7, 3), layout="S(0)", sizes={0: [0, 0, 0, 7]}),
+        Input("a1", (3, 3)),
+        Input("a2", (7, 6), layout="R", dtype="int64", seed=367874),
+        Input("a3", (3, 3), layout="P(sum)", seed=647163),
+    ]
+    lines = [
+        *("v0 = a0[:, -4:5]", "v1 = a0[:4]", "v1.fill_(0.75)", "v2 = whole(v1)"),
+        "a3[:1:2].unflatten(0, [1, 1]).mul_(1.5)",
+        *("v3 = torch.stack([a0, v0], 1)", "v4 = torch.cat([v2, v1], -1)", "v5 = v1.flatten(0, 1)"),
+        *("v6 = torch.cat([v5, v5, v5], 0)", "v7 = torch.stack([a0, v0], 0)", "v8 = a0.unflatten(0, [7, 1])"),
+        *("v9 = whole(v8)", "v10 = v8.softmax(1)", "v11 = v10.min(1, keepdim=True)[0]  # if apart(v10, 1)"),
+    ]
+    assert found(lines, given, (4,), backend="inductor").kind == RIGHT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -237,3 +238,5 @@ def test_nonsense_is_refused_and_caches_are_told() -> None:
     assert torch.compiler.config.cache_key_tag != tag
     sc.config.attention = "ring"
     assert torch.compiler.config.cache_key_tag == tag
+    with ThreadPoolExecutor(1) as thread:  # settings of torch hold in the thread that sets them
+        assert thread.submit(lambda: torch.compiler.config.cache_key_tag).result() == tag
