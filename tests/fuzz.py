@@ -186,9 +186,9 @@ class Program:
         values: dict[str, Any] = dict(copies)
         refused = False
         for n, line in enumerate(self.lines):
+            if not _holds(line, values):
+                raise Unfit(line)
             try:
-                if not holds(line, values):
-                    raise Unfit(line)
                 run_line(line, values)
             except (RuntimeError, IndexError, ValueError, TypeError, NameError) as error:
                 shared = "single memory location" in str(error)  # nobody needs that refused: it has one meaning
@@ -239,6 +239,14 @@ class Program:
         scope = dict(CALLS)
         exec(compile(f"def program({', '.join(i.name for i in self.inputs)}):\n{body}", "<program>", "exec"), scope)
         return scope["program"]  # type: ignore[no-any-return]
+
+
+def _holds(line: str, values: dict[str, Any]) -> bool:
+    """Whether the condition of a line holds; not where plain PyTorch refuses the condition, which ranks do not ask."""
+    try:
+        return holds(line, values)
+    except (RuntimeError, IndexError, ValueError, TypeError, NameError):
+        return False
 
 
 def _short(given: Input) -> str:

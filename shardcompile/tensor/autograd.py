@@ -47,7 +47,7 @@ class Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         """Bring the gradient to the source's layout, and to its dtype after that."""
-        grad = _sharded(grad, ctx.cls, ctx.source)
+        grad = sharded_gradient(grad, ctx.cls, ctx.source)
         if ctx.backward_dtype is not None:
             grad = grad.to(ctx.backward_dtype)
         grad = redistributed(grad, ctx.source.reduced().with_dtype(grad.dtype))
@@ -72,7 +72,7 @@ def _resolved(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 
-def _sharded(grad: Tensor, cls: Any, layout: Layout) -> Any:
+def sharded_gradient(grad: Tensor, cls: Any, layout: Layout) -> Any:
     """A gradient as a sharded tensor.
 
     Where it is zero whatever the input, such as that of `sgn` in a second backward pass, autograd makes it itself:
@@ -93,7 +93,7 @@ class FromLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         """Hand out this rank's block of the gradient."""
-        grad = _sharded(grad, ctx.cls, ctx.layout)
+        grad = sharded_gradient(grad, ctx.cls, ctx.layout)
         grad = redistributed(grad, ctx.layout.reduced().with_dtype(grad.dtype))
         block, terms = ToLocal.apply(grad, None), _averaged_terms(ctx.layout)
         return block if terms == 1 else block / terms, None, None
@@ -161,7 +161,7 @@ class Promote(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         """Complete the gradient before it leaves."""
-        if not isinstance(grad, ctx.cls):  # as in `_sharded`
+        if not isinstance(grad, ctx.cls):  # as in `sharded_gradient`
             return grad, None, None
         grad = redistributed(grad, grad._spec.layout.replicated())
         return ToLocal.apply(grad, None), None, None

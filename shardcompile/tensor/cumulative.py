@@ -12,7 +12,7 @@ import torch
 
 from shardcompile.dispatch import scans
 from shardcompile.dispatch.rows import has_known_blocks
-from shardcompile.tensor.autograd import redistributed
+from shardcompile.tensor.autograd import redistributed, sharded_gradient
 
 
 class _CumulativeProduct(torch.autograd.Function):
@@ -30,6 +30,7 @@ class _CumulativeProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         """The gradient; by torch's loop if it shall have a gradient itself, for which zeros need more care."""
         x, out = ctx.saved_tensors
+        grad = sharded_gradient(grad, type(out), out._spec.layout)
         grad = redistributed(grad, out._spec.layout.with_dtype(grad.dtype))
         if torch.is_grad_enabled():
             return torch.ops.aten.cumprod_backward.default(grad, x, ctx.dim, out), None

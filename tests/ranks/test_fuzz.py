@@ -426,3 +426,10 @@ def test_a_slice_of_a_dim_that_no_block_tells_through_inductor() -> None:
         *("v9 = whole(v8)", "v10 = v8.softmax(1)", "v11 = v10.min(1, keepdim=True)[0]  # if apart(v10, 1)"),
     ]
     assert found(lines, given, (4,), backend="inductor").kind == RIGHT
+
+
+def test_a_gradient_that_autograd_makes_of_nothing() -> None:
+    """It is plain and full of zeros: no gradient reached the products."""
+    inputs = [Input("a0", (1, 0), "S(1)", {0: [0, 0]}, grad=True)]
+    lines = ["v0 = a0.cumprod(-2)", "v1 = torch.linalg.vector_norm(v0, 1, [-2], True)"]
+    assert found(lines, inputs, (2,)).kind == RIGHT
