@@ -58,6 +58,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis  # 2.11 - 2.15
 from torch.utils._sympy.symbol import SymT, symbol_is_type  # 2.11 - 2.15
 
 from shardcompile.compat.block_symbols import name_symbols_of_blocks
+from shardcompile.compat.late_sizes import tracing_again
 from shardcompile.compat.worlds import forget_with_world, note_trace, start_epoch, world_epoch
 
 __all__ = [
@@ -387,11 +388,14 @@ def trace_size_obliviously() -> None:
     donated, _functorch_config.donated_buffer = _functorch_config.donated_buffer, False  # 2.11 - 2.15
     memory_format = torch._C._conv_determine_backend_memory_format  # 2.11 - 2.15
     torch._C._conv_determine_backend_memory_format = _unguarded(memory_format)
+    from torch._dynamo.backends import common  # 2.11 - 2.15
     from torch._functorch import partitioners  # 2.11 - 2.15
     from torch._inductor import ir
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.lowering import lowerings
 
+    aot = common.aot_module_simplified  # 2.11 - 2.15
+    common.aot_module_simplified = tracing_again(aot)
     save_collectives = partitioners.force_save_collectives  # 2.11 - 2.15
     partitioners.force_save_collectives = _where_they_were_traced(save_collectives)
     assign = PythonWrapperCodegen.codegen_input_symbol_assignment  # 2.11 - 2.15
@@ -409,6 +413,7 @@ def trace_size_obliviously() -> None:
 
     def restore(_: Any) -> None:
         _functorch_config.donated_buffer = donated
+        common.aot_module_simplified = aot
         partitioners.force_save_collectives = save_collectives
         torch._C._conv_determine_backend_memory_format = memory_format
         lowerings[bmm] = lower_bmm

@@ -99,14 +99,17 @@ def _strides_of_few_rows(strides_of: Callable[..., Any]) -> Callable[..., Any]:
 
     def strides(source: Any, size: Any, known_size: Any, known_stride: Any, *rest: Any) -> Any:
         few = 0 in known_size or (1 in known_size and getattr(source, "member", None) == "_local_tensor")
-        order = _order_of_products(known_size, known_stride) if few else None
+        # What has no elements on any rank counts as one.
+        one = [dim for dim, extent in enumerate(size) if known_size[dim] == 0 and not isinstance(extent, sympy.Symbol)]
+        factors = [1 if dim in one else extent for dim, extent in enumerate(known_size)]
+        order = _order_of_products(factors, known_stride) if few else None
         if order is None:
             return strides_of(source, size, known_size, known_stride, *rest)
         symbolic: dict[int, Any] = {}
         expression: Any = sympy.Integer(1)
         for dim in order:
             symbolic[dim] = expression
-            expression = expression * size[dim]
+            expression = expression if dim in one else expression * size[dim]
         return [symbolic[dim] for dim in range(len(size))]
 
     return strides

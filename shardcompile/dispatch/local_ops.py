@@ -76,8 +76,12 @@ def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
 
 
 def unbound(x: Tensor, dim: int = 0) -> Any:
-    """`unbind`. In a trace torch's own (2.11 - 2.15) keeps the dim, unless it asks for an extent that it knows is 1."""
-    if isinstance(x.shape[dim], int):
+    """`unbind`; as rows that are selected, where torch's own (2.11 - 2.15) asks in a trace for sizes as numbers.
+
+    Of a dim whose extent is a symbol it keeps the dim, unless it is known to be 1. A write to a row it brings back to
+    the whole by asking for all sizes.
+    """
+    if all(isinstance(n, int) for n in x.shape):
         return aten.unbind.int(x, dim)
     return [aten.select.int(x, dim, i) for i in range(int(x.shape[dim]))]
 

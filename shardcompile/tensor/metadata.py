@@ -195,8 +195,9 @@ def with_stated_strides(local: Tensor, spec: Spec) -> Tensor:
     """The block, with strides that mean nothing set to those that a block of more rows would have.
 
     They mean nothing where an extent is 1, and where there are no elements; ops leave any number there. A graph that
-    was traced for a block with rows expects that strides are products of extents, zeros included, and would be compiled
-    again for this block, on this rank alone.
+    was traced for a block with rows expects that strides are products of extents, zeros of cut dims included, and would be
+    compiled again for this block, on this rank alone. A dim that is not cut and has no elements counts as one element, as
+    torch has it.
 
     Args:
         local: the block, stored in the order that the spec states.
@@ -213,8 +214,12 @@ def with_stated_strides(local: Tensor, spec: Spec) -> Tensor:
                 strides[d] = stated
             elif stated == global_step:
                 strides[d] = step
-        step, global_step = strides[d] * local.shape[d], stated * spec.shape[d]
-        whole = whole and spec.layout.cuts[d] is None
+        cut = spec.layout.cuts[d] is not None
+        step, global_step = (
+            strides[d] * (local.shape[d] if cut else max(local.shape[d], 1)),
+            stated * max(spec.shape[d], 1),
+        )
+        whole = whole and not cut
     return local if tuple(strides) == local.stride() else local.as_strided(local.shape, strides)
 
 
