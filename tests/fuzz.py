@@ -772,6 +772,8 @@ def search(
             program = draw(seed, *lengths, compiled=backend is not None)
             found = judge(world(program.ranks), program, backend)
             tally[found.kind] += 1
+            if tally.total() % 100 == 0:
+                print(f"{tally.total()} programs in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
             if found.kind == REFUSED:
                 refusals[found.stage if found.stage.startswith("as plain") else found.text[:110]] += 1
             if found.kind in (RIGHT, REFUSED):
