@@ -26,9 +26,9 @@ from shardcompile.dispatch.precision import widened
 from shardcompile.dispatch.rows import first_row, layout_of, wrap
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
+from shardcompile.ops import Strategy, along, always, state
 from shardcompile.plan import find_plan
 from shardcompile.redistribute import run_plan
-from shardcompile.rules import Strategy, along
 
 aten = torch.ops.aten
 _BATCH, _HEADS, _ROWS = 0, 1, 2
@@ -414,24 +414,18 @@ def _backward(op: Any) -> Callable[..., Any]:
     return run
 
 
-ATTENTION_OPS: dict[Any, Callable[..., Any]] = {
-    **{
-        op: _forward(op)
-        for op in (
-            aten._scaled_dot_product_flash_attention_for_cpu.default,
-            aten._scaled_dot_product_flash_attention.default,
-            aten._scaled_dot_product_efficient_attention.default,
-            aten._scaled_dot_product_cudnn_attention.default,
-        )
-    },
-    **{
-        op: _backward(op)
-        for op in (
-            aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-            aten._scaled_dot_product_flash_attention_backward.default,
-            aten._scaled_dot_product_efficient_attention_backward.default,
-            aten._scaled_dot_product_cudnn_attention_backward.default,
-        )
-    },
-}
-"""By op, its sharded form."""
+# What the forward pass gives besides its first result is for our backward pass alone.
+for _op in (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+):
+    state(_op, sharded=always(_forward(_op), stored="first"))
+for _op in (
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+):
+    state(_op, sharded=always(_backward(_op)))

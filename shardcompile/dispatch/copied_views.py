@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.errors import UnsupportedOpError
+from shardcompile.ops import record_of, state
 
 aten = torch.ops.aten
 
@@ -142,7 +143,7 @@ class CopiedView:
         parent = self.args[0]
         with torch._C.DisableTorchFunctionSubclass():
             value = type(view)._wrap(self.block, view._spec)
-            aten.copy_.default(parent, self._inverse()(parent, value))
+            aten.copy_.default(parent, self._inverse(value))
 
     def check_writable(self, op: Any) -> None:
         """Raise before anything is written that could not be written back.
@@ -151,7 +152,7 @@ class CopiedView:
             UnsupportedOpError: it could not.
         """
         parent = self.args[0]
-        if self.op not in _INVERSES:
+        if record_of(self.op).way_back is None:
             raise UnsupportedOpError(
                 f"{op} writes to a view ({self.op}) that a block cannot hold and that had to be copied, and there is "
                 f"no way back to the tensor that was viewed ({parent._spec.layout.describe()}). Write to the tensor "
@@ -160,9 +161,11 @@ class CopiedView:
         if parent._copied is not None:
             parent._copied.check_writable(op)
 
-    def _inverse(self) -> Callable[[Any, Any], Any]:
-        rest, index = self.args[1:], self.index
-        return lambda parent, value: _INVERSES[self.op](parent, value, index, *rest)
+    def _inverse(self, value: Any) -> Any:
+        """What is viewed, with a new value of the view in it."""
+        way_back = record_of(self.op).way_back
+        assert way_back is not None, "check_writable has been called"
+        return way_back(self.args[0], value, self.index, *self.args[1:])
 
 
 def _unbind_back(parent: Any, value: Any, index: int, dim: int = 0) -> Any:
@@ -194,29 +197,25 @@ def _permuted_back(parent: Any, value: Any, _: Any, dims: Any) -> Any:
     return aten.permute.default(value, inverse)
 
 
-_INVERSES: dict[Any, Callable[..., Any]] = {
-    aten.slice.Tensor: _scattered(aten.slice_scatter.default),
-    aten.select.int: _scattered(aten.select_scatter.default),
-    aten.diagonal.default: _scattered(aten.diagonal_scatter.default),
-    aten.as_strided.default: _scattered(aten.as_strided_scatter.default),
-    aten.unbind.int: _unbind_back,
-    aten.split.Tensor: _split_back,
-    aten.split_with_sizes.default: _split_sizes_back,
-    aten.t.default: lambda parent, value, _: aten.t.default(value),
-    aten.transpose.int: lambda parent, value, _, a, b: aten.transpose.int(value, a, b),
-    aten.permute.default: _permuted_back,
-    aten.view.default: _reshaped,
-    aten._unsafe_view.default: _reshaped,
-    aten.reshape.default: _reshaped,
-    aten.unsqueeze.default: _reshaped,
-    aten.squeeze.default: _reshaped,
-    aten.squeeze.dim: _reshaped,
-    aten.squeeze.dims: _reshaped,
-    aten.alias.default: lambda parent, value, _: value,
-    aten.detach.default: lambda parent, value, _: value,
-}
-"""By view op: (what is viewed, new value of the view, which result, the op's other arguments) -> new value of what is
-viewed."""
+state(aten.slice.Tensor, way_back=_scattered(aten.slice_scatter.default))
+state(aten.select.int, way_back=_scattered(aten.select_scatter.default))
+state(aten.diagonal.default, way_back=_scattered(aten.diagonal_scatter.default))
+state(aten.as_strided.default, way_back=_scattered(aten.as_strided_scatter.default))
+state(aten.unbind.int, way_back=_unbind_back)
+state(aten.split.Tensor, way_back=_split_back)
+state(aten.split_with_sizes.default, way_back=_split_sizes_back)
+state(aten.t.default, way_back=lambda parent, value, _: aten.t.default(value))
+state(aten.transpose.int, way_back=lambda parent, value, _, a, b: aten.transpose.int(value, a, b))
+state(aten.permute.default, way_back=_permuted_back)
+state(aten.view.default, way_back=_reshaped)
+state(aten._unsafe_view.default, way_back=_reshaped)
+state(aten.reshape.default, way_back=_reshaped)
+state(aten.unsqueeze.default, way_back=_reshaped)
+state(aten.squeeze.default, way_back=_reshaped)
+state(aten.squeeze.dim, way_back=_reshaped)
+state(aten.squeeze.dims, way_back=_reshaped)
+state(aten.alias.default, way_back=lambda parent, value, _: value)
+state(aten.detach.default, way_back=lambda parent, value, _: value, is_same=True)
 
 
 def follow(view: Any, op: Any, args: tuple[Any, ...], index: int | None, remake: Callable[[], Tensor]) -> None:

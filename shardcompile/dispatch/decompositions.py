@@ -18,12 +18,11 @@ from shardcompile.dispatch import additions, counts, lookups, rows, scans
 from shardcompile.dispatch.copied_views import follow, note_view
 from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.dispatch.group_norm import group_norm, group_norm_backward
-from shardcompile.dispatch.interpolation import INTERPOLATION_OPS
 from shardcompile.dispatch.logsumexp import is_nothing, largest, logsumexp
 from shardcompile.dispatch.precision import wide_dtype, widened
-from shardcompile.dispatch.windows import WINDOW_OPS
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout, Spec
+from shardcompile.ops import state
 from shardcompile.plan import find_plan
 from shardcompile.redistribute import run_plan
 
@@ -246,7 +245,7 @@ def _take(x: Any, index: Any) -> Tensor:
     return aten.index.Tensor(x.reshape(-1), [index])
 
 
-def _as_strided(x: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
+def as_strided(x: Any, size: Sequence[Any], stride: Sequence[Any], storage_offset: int | None = None) -> Any:
     """Slices and permutations where the strides are those of dims of `x`, otherwise on the whole value.
 
     Raises:
@@ -414,76 +413,71 @@ def _diagonal_scatter(x: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: in
     return torch.where(shaped[1] - shaped[0] == offset, values, x)
 
 
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    aten.mean.dim: _mean_dim,
-    aten.mean.default: _mean,
-    aten.var.correction: _var,
-    aten.std.correction: _std,
-    aten.var_mean.correction: _var_mean,
-    aten.std_mean.correction: _std_mean,
-    aten.linalg_vector_norm.default: _vector_norm,
-    aten.logsumexp.default: _logsumexp,
-    aten._softmax.default: _softmax,
-    aten._log_softmax.default: _log_softmax,
-    aten._softmax_backward_data.default: _softmax_backward,
-    aten._log_softmax_backward_data.default: _log_softmax_backward,
-    aten.max.dim: _extremum_dim(aten.amax.default),
-    aten.min.dim: _extremum_dim(aten.amin.default),
-    aten.argmax.default: _arg(aten.amax.default),
-    aten.argmin.default: _arg(aten.amin.default),
-    aten.mse_loss.default: _mse_loss,
-    aten.native_layer_norm.default: _layer_norm,
-    aten.native_layer_norm_backward.default: compat.decomposition_by_torch(aten.native_layer_norm_backward.default),
-    aten.native_group_norm.default: group_norm,
-    aten.native_group_norm_backward.default: group_norm_backward,
-    aten.addmm.default: _addmm,
-    aten.baddbmm.default: _baddbmm,
-    aten.addbmm.default: _addbmm,
-    aten.trace.default: _trace,
-    aten.equal.default: _equal,
-    aten.as_strided.default: _as_strided,
-    aten.diagonal.default: _diagonal,
-    aten.unfold.default: _strided_view(aten.unfold.default),
-    aten.take.default: _take,
-    aten.slice.Tensor: rows.slice_rows,
-    aten.slice_backward.default: rows.slice_backward,
-    aten.slice_scatter.default: rows.slice_scatter,
-    aten.select.int: rows.select,
-    aten.select_scatter.default: rows.select_scatter,
-    aten.split.Tensor: rows.split,
-    aten.split_with_sizes.default: rows.split_with_sizes,
-    aten.constant_pad_nd.default: rows.pad,
-    aten.cat.default: rows.cat,
-    aten.tril.default: _triangle(torch.le),
-    aten.triu.default: _triangle(torch.ge),
-    aten.diagonal_scatter.default: _diagonal_scatter,
-    aten.embedding.default: lookups.embedding,
-    aten.index_select.default: lookups.index_select,
-    aten.index.Tensor: lookups.index,
-    aten.gather.default: lookups.gather,
-    aten.scatter.src: lookups.scatter_src,
-    aten.scatter.value: lookups.scatter_value,
-    aten.index_add.default: additions.index_add,
-    aten.index_put.default: additions.index_put,
-    aten.scatter_add.default: additions.scatter_add,
-    aten.bincount.default: counts.bincount,
-    aten.histc.default: counts.histc,
-    aten.cumsum.default: scans.cumsum,
-    aten.cumprod.default: scans.cumprod,
-    aten.logcumsumexp.default: scans.logcumsumexp,
-    aten.cummax.default: scans.cummax,
-    aten.cummin.default: scans.cummin,
-    aten.flip.default: scans.flip,
-    aten.roll.default: scans.roll,
-    aten.repeat.default: scans.repeat,
-    **INTERPOLATION_OPS,
-    **WINDOW_OPS,
-    aten.size.default: lambda x: list(x._spec.shape),  # asked for where extents depend on values
-}
-"""By op, what is run when the op itself would have to gather."""
+state(aten.mean.dim, sharded=_mean_dim)
+state(aten.mean.default, sharded=_mean)
+state(aten.var.correction, sharded=_var)
+state(aten.std.correction, sharded=_std)
+state(aten.var_mean.correction, sharded=_var_mean)
+state(aten.std_mean.correction, sharded=_std_mean)
+state(aten.linalg_vector_norm.default, sharded=_vector_norm)
+state(aten.logsumexp.default, sharded=_logsumexp)
+state(aten._softmax.default, sharded=_softmax)
+state(aten._log_softmax.default, sharded=_log_softmax)
+state(aten._softmax_backward_data.default, sharded=_softmax_backward)
+state(aten._log_softmax_backward_data.default, sharded=_log_softmax_backward)
+state(aten.max.dim, sharded=_extremum_dim(aten.amax.default))
+state(aten.min.dim, sharded=_extremum_dim(aten.amin.default))
+state(aten.argmax.default, sharded=_arg(aten.amax.default))
+state(aten.argmin.default, sharded=_arg(aten.amin.default))
+state(aten.mse_loss.default, sharded=_mse_loss)
+state(aten.native_layer_norm.default, sharded=_layer_norm)
+state(
+    aten.native_layer_norm_backward.default,
+    sharded=compat.decomposition_by_torch(aten.native_layer_norm_backward.default),
+)
+state(aten.native_group_norm.default, sharded=group_norm)
+state(aten.native_group_norm_backward.default, sharded=group_norm_backward)
+state(aten.addmm.default, sharded=_addmm)
+state(aten.baddbmm.default, sharded=_baddbmm)
+state(aten.addbmm.default, sharded=_addbmm)
+state(aten.trace.default, sharded=_trace)
+state(aten.equal.default, sharded=_equal)
+state(aten.as_strided.default, sharded=as_strided)
+state(aten.diagonal.default, sharded=_diagonal)
+state(aten.unfold.default, sharded=_strided_view(aten.unfold.default))
+state(aten.take.default, sharded=_take)
+state(aten.slice.Tensor, sharded=rows.slice_rows)
+state(aten.slice_backward.default, sharded=rows.slice_backward)
+state(aten.slice_scatter.default, sharded=rows.slice_scatter)
+state(aten.select.int, sharded=rows.select)
+state(aten.select_scatter.default, sharded=rows.select_scatter)
+state(aten.split.Tensor, sharded=rows.split)
+state(aten.split_with_sizes.default, sharded=rows.split_with_sizes)
+state(aten.constant_pad_nd.default, sharded=rows.pad)
+state(aten.cat.default, sharded=rows.cat)
+state(aten.tril.default, sharded=_triangle(torch.le))
+state(aten.triu.default, sharded=_triangle(torch.ge))
+state(aten.diagonal_scatter.default, sharded=_diagonal_scatter)
+state(aten.embedding.default, sharded=lookups.embedding)
+state(aten.index_select.default, sharded=lookups.index_select)
+state(aten.index.Tensor, sharded=lookups.index)
+state(aten.gather.default, sharded=lookups.gather)
+state(aten.scatter.src, sharded=lookups.scatter_src)
+state(aten.scatter.value, sharded=lookups.scatter_value)
+state(aten.index_add.default, sharded=additions.index_add)
+state(aten.index_put.default, sharded=additions.index_put)
+state(aten.scatter_add.default, sharded=additions.scatter_add)
+state(aten.bincount.default, sharded=counts.bincount)
+state(aten.histc.default, sharded=counts.histc)
+state(aten.cumsum.default, sharded=scans.cumsum)
+state(aten.cumprod.default, sharded=scans.cumprod)
+state(aten.logcumsumexp.default, sharded=scans.logcumsumexp)
+state(aten.cummax.default, sharded=scans.cummax)
+state(aten.cummin.default, sharded=scans.cummin)
+state(aten.flip.default, sharded=scans.flip)
+state(aten.roll.default, sharded=scans.roll)
+state(aten.repeat.default, sharded=scans.repeat)
+state(aten.size.default, sharded=lambda x: list(x._spec.shape))  # asked for where extents depend on values
 
-NOT_DECOMPOSED = {
-    aten.index_add.default,  # torch's fails for an index of 0 dims
-    aten.diagonal_backward.default,
-}
-"""Ops whose decomposition in torch's table is of no use to us: they gather."""
+state(aten.index_add.default, not_decomposed="torch's fails for an index of 0 dims")
+state(aten.diagonal_backward.default, not_decomposed="torch's is of ops that gather")

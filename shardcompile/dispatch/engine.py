@@ -23,7 +23,6 @@ from torch import Tensor
 from shardcompile import compat, config
 from shardcompile.collectives import block_shape
 from shardcompile.compat import OpOverload
-from shardcompile.dispatch.attention import ATTENTION_OPS
 from shardcompile.dispatch.choice import Choice, OutputPlan, choose, whole_plan
 from shardcompile.dispatch.copied_views import (
     TURNED,
@@ -36,29 +35,23 @@ from shardcompile.dispatch.copied_views import (
     note_write,
     was_turned,
 )
-from shardcompile.dispatch.decompositions import DECOMPOSITIONS, NOT_DECOMPOSED
 from shardcompile.dispatch.foreign import check_collective
 from shardcompile.dispatch.global_meta import global_meta, tensors_of
 from shardcompile.dispatch.handlers import Handlers
-from shardcompile.dispatch.index_range import INDEXED, check_indices
-from shardcompile.dispatch.listwise import listwise_form
-from shardcompile.dispatch.local_ops import COPYING_VIEWS, LOCAL_OPS, copy_block
-from shardcompile.dispatch.memory_ops import MEMORY_OPS
-from shardcompile.dispatch.random import RANDOM_OPS
+from shardcompile.dispatch.index_range import check_indices
+from shardcompile.dispatch.local_ops import copy_block
 from shardcompile.dispatch.strides import all_in_order, in_one_order, in_order, may_be_mistold
 from shardcompile.errors import LayoutError, UnsupportedOpError, refusal
 from shardcompile.layout import Cut, Layout, Spec, contiguous_stride
+from shardcompile.ops import Form, OpCall, OpRecord, TensorArg, record_of
 from shardcompile.plan import Plan, find_plan
 from shardcompile.redistribute import run_plan
-from shardcompile.rules import OpCall, Rule, TensorArg, find_rule, is_elementwise, is_pointwise, pointwise_rule
 
 log = logging.getLogger("shardcompile")
 _CACHE: dict[Any, _Entry] = {}
 _CACHE_LIMIT = 1 << 15
 _FELL_BACK: set[OpOverload] = set()
-_FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
 _NOT_IN_PLACE = "Take the form that is not in place, such as x = x.transpose(0, 1) for x.transpose_(0, 1)"
-_POINTWISE = Rule(pointwise_rule, None, "torch.Tag.pointwise")
 
 
 def clear_cache() -> None:
@@ -213,16 +206,16 @@ class _Checked(_Entry):
     """Look at indices first.
 
     Args:
-        op: one of those that have some.
+        record: of an op that has some.
         entry: what is done then.
     """
 
-    def __init__(self, op: OpOverload, entry: _Entry) -> None:
-        self.op = op
+    def __init__(self, record: OpRecord, entry: _Entry) -> None:
+        self.record = record
         self.entry = entry
 
     def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        check_indices(cls, self.op, args, kwargs)
+        check_indices(cls, self.record, args, kwargs)
         return self.entry.run(cls, args, kwargs)
 
 
@@ -230,7 +223,7 @@ class _Local(_Entry):
     """Bring the inputs to the layouts that are needed, run the op on blocks, wrap the results.
 
     Args:
-        op: the op.
+        record: of the op.
         choice: the plans of its inputs.
         specs: of its results.
         arguments: makes the arguments of the op on blocks.
@@ -239,21 +232,22 @@ class _Local(_Entry):
 
     def __init__(
         self,
-        op: OpOverload,
+        record: OpRecord,
         choice: Choice,
         specs: Sequence[Any],
         arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None,
         mistold: int | None = None,
     ) -> None:
-        self.op = op
-        self.function = LOCAL_OPS.get(op) or compat.kernel_of(op)
+        self.record = record
+        self.op = op = record.op
+        self.function = record.kernel or compat.kernel_of(op)
         self.plans = [p if p.steps else None for p in choice.plans]
         self.specs = specs
         self.arguments = arguments
         self.mutates = op._schema.is_mutable
         self.aliases = op.is_view
         self.exchanges = any(p is not None for p in self.plans)
-        self.moved = self.aliases and (self.exchanges or op in COPYING_VIEWS)
+        self.moved = self.aliases and (self.exchanges or record.copies_block)
         self.fresh = not self.mutates and not self.aliases
         self.single = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
         self.mistold = mistold
@@ -280,13 +274,13 @@ class _Local(_Entry):
             local_args = self.arguments(local_args)
         if self.mistold is not None and type(local_args[self.mistold]) is not Tensor:
             stride = next(s.stride for s in self.specs if s is not None)
-            out = self.function(*in_one_order(self.op, local_args, stride), **local_kwargs)
+            out = self.function(*in_one_order(self.record, local_args, stride), **local_kwargs)
             return all_in_order(out, self.specs)
         return self.function(*local_args, **local_kwargs)
 
     def _as_view(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrapped: Any) -> Any:
         outs = wrapped if isinstance(wrapped, (list, tuple)) else [wrapped]
-        if self.op is not torch.ops.aten.detach.default:
+        if not self.record.is_same:
             for out in outs:
                 note_view(args[0], out)
         if self.moved or args[0]._copied is not None:
@@ -348,31 +342,28 @@ def _wrap_all(cls: type, out: Any, specs: Sequence[Any]) -> Any:
 
 def _decide(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
     check_collective(cls, op, args, kwargs)
-    if op in ATTENTION_OPS:
-        if "backward" in op.name():
-            return _Composed(ATTENTION_OPS[op])
-        strides = _stated_strides(cls, op, args, kwargs)
-        # What it gives besides is for its backward alone.
-        return _Composed(ATTENTION_OPS[op], None, [None if n else s for n, s in enumerate(strides)])
-    listwise = listwise_form(op)
-    if listwise is not None:
-        return _Composed(listwise)
-    if torch.Tag.nondeterministic_seeded in op.tags:
-        if op in RANDOM_OPS:
-            return _Composed(RANDOM_OPS[op])
+    record = record_of(op)
+    form = record.sharded
+    if form is not None and form.always:
+        return _Composed(form.run, None, _strides_of_form(cls, op, form, args, kwargs))
+    if record.is_random:
         raise UnsupportedOpError(f"{op}: no sharded form of this random op; {_tensors_text(cls, args, kwargs)}")
     call = _describe(cls, op, args, kwargs)
     mutated = _mutated(op, args, kwargs)
     entry = (
-        _decide_mutation(cls, call, mutated, args, kwargs) if mutated else _decide_functional(cls, call, args, kwargs)
+        _decide_mutation(cls, record, call, mutated, args, kwargs)
+        if mutated
+        else _decide_functional(cls, record, call, args, kwargs)
     )
     # What is gathered, or done by the functional form, is looked at there.
-    return _Checked(op, entry) if op in INDEXED and not isinstance(entry, (_Gathered, _Written)) else entry
+    looked_at = record.indices is not None and not isinstance(entry, (_Gathered, _Written))
+    return _Checked(record, entry) if looked_at else entry
 
 
-def _decide_functional(cls: type, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
-    op = call.op
-    rule = _rule_of(op)
+def _decide_functional(
+    cls: type, record: OpRecord, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Entry:
+    op, rule, form = record.op, record.rule, record.sharded
     if rule is not None:
         produced = functools.partial(_produced_bytes, cls, op, args, kwargs)
         choice = choose(_layouts(call), rule.ways(call), len(op._schema.returns), produced=produced)
@@ -380,16 +371,16 @@ def _decide_functional(cls: type, call: OpCall, args: tuple[Any, ...], kwargs: d
 
         def as_chosen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
             try:
-                return _local_entry(cls, call, rule, choice, args, kwargs)
+                return _local_entry(cls, record, call, choice, args, kwargs)
             except compat.UNKNOWN_OUTPUT_SHAPE:
                 return _fallback(call)
 
-        if not (choice.communicates and op in DECOMPOSITIONS):
+        if form is None or not choice.communicates:
             return as_chosen(args, kwargs)
-        return _Composed(DECOMPOSITIONS[op], as_chosen, _stated_strides(cls, op, args, kwargs))
-    if op in DECOMPOSITIONS:
-        return _Composed(DECOMPOSITIONS[op], lambda *_: _fallback(call))
-    composite = _composite(cls, op)
+        return _Composed(form.run, as_chosen, _strides_of_form(cls, op, form, args, kwargs))
+    if form is not None:
+        return _Composed(form.run, lambda *_: _fallback(call))
+    composite = _composite(cls, record)
     if composite is not None:
         return _Composed(composite, lambda *_: _fallback(call))
     return _fallback(call)
@@ -408,13 +399,10 @@ def _produced_bytes(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: di
     ]
 
 
-def _rule_of(op: OpOverload) -> Rule | None:
-    return find_rule(op) or (_POINTWISE if is_pointwise(op) else None)
-
-
-def _composite(cls: type, op: OpOverload) -> Callable[..., Any] | None:
+def _composite(cls: type, record: OpRecord) -> Callable[..., Any] | None:
     """The op in terms of others, if torch has it so: its own kernel, or its table of decompositions."""
-    if op in NOT_DECOMPOSED:
+    op = record.op
+    if record.not_decomposed:
         return None
     if op._can_decompose():
         return op.decompose
@@ -426,6 +414,14 @@ def _checked(cls: type, op: OpOverload, decomposition: Callable[..., Any], *args
     """A decomposition, of which some leave out what the op itself checks."""
     _check_shapes(cls, op, args, kwargs)
     return decomposition(*args, **kwargs)
+
+
+def _strides_of_form(cls: type, op: OpOverload, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Strides that the results of a form are given, None for those that stay as they come."""
+    if form.stored == "none":
+        return []
+    strides = _stated_strides(cls, op, args, kwargs)
+    return strides if form.stored == "all" else [None if n else s for n, s in enumerate(strides)]
 
 
 def _stated_strides(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -516,13 +512,13 @@ def _tensors_text(cls: type, args: Sequence[Any], kwargs: dict[str, Any]) -> str
 
 
 def _local_entry(
-    cls: type, call: OpCall, rule: Rule, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]
+    cls: type, record: OpRecord, call: OpCall, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _Entry:
     specs = _output_specs(cls, call, choice.outputs, args, kwargs)
     arguments = None
-    if rule.local_args is not None:
+    local_args = None if record.rule is None else record.rule.local_args
+    if local_args is not None:
         layouts = [s.layout for s in (specs[0] if isinstance(specs[0], list) else specs) if s is not None]
-        local_args = rule.local_args
 
         def arguments(local: tuple[Any, ...]) -> tuple[Any, ...]:
             # The shape is asked for in each call: ranks that are threads share what is cached.
@@ -530,9 +526,9 @@ def _local_entry(
 
     simple = arguments is None and not any(p.steps for p in choice.plans) and _is_simple(call, specs)
     mistold = None
-    if any(isinstance(s, Spec) for s in specs) and may_be_mistold(call.op, [t.ndim for t in call.tensors]):
+    if any(isinstance(s, Spec) for s in specs) and may_be_mistold(record, [t.ndim for t in call.tensors]):
         mistold = next((i for i, a in enumerate(args) if isinstance(a, Tensor)), None)
-    return (_Direct if simple else _Local)(call.op, choice, specs, arguments, mistold)
+    return (_Direct if simple else _Local)(record, choice, specs, arguments, mistold)
 
 
 def _is_simple(call: OpCall, specs: Sequence[Any]) -> bool:
@@ -581,33 +577,38 @@ def _argument(which: int | str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _decide_mutation(
-    cls: type, call: OpCall, mutated: list[int | str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    cls: type,
+    record: OpRecord,
+    call: OpCall,
+    mutated: list[int | str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> _Entry:
     targets = [_argument(m, args, kwargs) for m in mutated]
     if not all(isinstance(t, Tensor) for t in targets):
         raise UnsupportedOpError(f"{call.op} writes to a list of tensors; use the op on each of them")
     functional = compat.functional_variant(call.op)
-    if call.op in MEMORY_OPS:
+    if record.becomes is not None:
         if type(targets[0]) is not cls:
             raise UnsupportedOpError(
                 f"{call.op} gives a plain tensor the memory of a sharded one ({_tensors_text(cls, args, kwargs)}), "
                 "which has none of its own; take x.to_local() or x.full_tensor()"
             )
-        return _InPlaceView(call.op, MEMORY_OPS[call.op])
+        return _InPlaceView(call.op, record.becomes)
     if torch.Tag.inplace_view in call.op.tags and functional is not None:
         return _InPlaceView(call.op, functional)
     for target in targets:
         if type(target) is cls:
-            _refuse_expanded(call.op, target._spec)
+            _refuse_expanded(record, target._spec)
     _check_shapes(cls, call.op, args, kwargs)
-    rule = _rule_of(call.op)
+    rule = record.rule
     if mutated == [0] and type(targets[0]) is cls and rule is not None:
         choice = choose(_layouts(call), rule.ways(call), len(call.op._schema.returns), in_place=True)
         if choice is not None:
-            return _InPlace(call.op, choice)
+            return _InPlace(record, choice)
     if functional is not None:
         return _Written(call.op, functional, mutated)
-    composite = _composite(cls, call.op)
+    composite = _composite(cls, record)
     if composite is not None:
         return _Composed(composite)
     if any(type(t) is cls for t in targets):
@@ -618,15 +619,15 @@ def _decide_mutation(
 class _Direct(_Local):
     """Run the op on the blocks as they are: one result, tensors as positional arguments only."""
 
-    def __init__(self, op: OpOverload, choice: Choice, specs: Sequence[Any], *rest: Any) -> None:
-        super().__init__(op, choice, specs, *rest)
+    def __init__(self, record: OpRecord, choice: Choice, specs: Sequence[Any], *rest: Any) -> None:
+        super().__init__(record, choice, specs, *rest)
         self.in_rows = specs[0].is_plain and specs[0].stride == contiguous_stride(specs[0].shape)
 
     def run(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         blocks = [a._local_tensor if type(a) is cls else a for a in args]
         spec = self.specs[0]
         if self.mistold is not None and type(blocks[self.mistold]) is not Tensor:
-            blocks = in_one_order(self.op, blocks, spec.stride)
+            blocks = in_one_order(self.record, blocks, spec.stride)
             return cls._wrap(in_order(self.function(*blocks, **kwargs), spec.stride), spec)
         out = self.function(*blocks, **kwargs)
         # A kernel chooses the order by the strides of a block, of which one of few rows has others than the whole.
@@ -650,8 +651,8 @@ def _refuse_gradients_of_turned(op: OpOverload, target: Any, values: Sequence[An
 class _InPlace(_Local):
     """Write to this rank's block."""
 
-    def __init__(self, op: OpOverload, choice: Choice) -> None:
-        super().__init__(op, choice, [None], None)
+    def __init__(self, record: OpRecord, choice: Choice) -> None:
+        super().__init__(record, choice, [None], None)
         self.direct = not any(self.plans)
 
     def run(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -663,8 +664,8 @@ class _InPlace(_Local):
             copied.check_writable(self.op)
         if self.direct and not kwargs:
             blocks = [a._local_tensor if type(a) is cls else a for a in args]
-            if type(blocks[0]) is not Tensor and is_elementwise(self.op):
-                blocks[1:] = in_one_order(self.op, blocks[1:], blocks[0].stride())
+            if type(blocks[0]) is not Tensor and self.record.elementwise:
+                blocks[1:] = in_one_order(self.record, blocks[1:], blocks[0].stride())
             self.function(*_apart(blocks))
         else:
             self._blocks(cls, args, kwargs)
@@ -754,7 +755,7 @@ class _Written(_Entry):
         return targets[0] if len(targets) == 1 else tuple(targets)
 
 
-def _refuse_expanded(op: OpOverload, target: Spec) -> None:
+def _refuse_expanded(record: OpRecord, target: Spec) -> None:
     """Raise if several elements of what is written to lie in one place; a kernel only says so of a block with several.
 
     One value everywhere is the same in whatever order it is written.
@@ -763,9 +764,9 @@ def _refuse_expanded(op: OpOverload, target: Spec) -> None:
         isinstance(s, int) and s == 0 and not (isinstance(n, int) and n <= 1)
         for n, s in zip(target.shape, target.stride, strict=True)
     )
-    if expanded and op not in _FILLS:
+    if expanded and not record.one_value:
         raise refusal(
-            str(op), f"{target.layout.describe()}, an expanded tensor",
+            str(record.op), f"{target.layout.describe()}, an expanded tensor",
             "several of its elements lie in one place in memory", "Clone it before it is written to",
         )  # fmt: skip
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.errors import IndexRangeError
+from shardcompile.ops import OpRecord, state
 
 aten = torch.ops.aten
 
@@ -70,23 +71,20 @@ _ALONG_A_DIM = (
     *(aten.scatter_.value, aten.scatter_add_.default, aten.scatter_reduce_.two),
 )
 
-INDEXED: dict[Any, Callable[..., Iterator[Indexed]]] = {
-    **dict.fromkeys(_ALONG_A_DIM, _rows()),
-    aten.index_fill.int_Scalar: _rows(wraps=True),
-    aten.index_fill.int_Tensor: _rows(wraps=True),
-    aten.index_fill_.int_Scalar: _rows(wraps=True),
-    aten.index_fill_.int_Tensor: _rows(wraps=True),
-    aten.index.Tensor: _by_dim,
-    aten.index_put.default: _by_dim,
-    aten.index_put_.default: _by_dim,
-    aten.embedding.default: _table,
-    aten.nll_loss_forward.default: _classes,
-    aten.nll_loss2d_forward.default: _classes,
-}
-"""By op, what finds the index tensors among its arguments."""
+state(_ALONG_A_DIM, indices=_rows())
+state(aten.index_fill.int_Scalar, indices=_rows(wraps=True))
+state(aten.index_fill.int_Tensor, indices=_rows(wraps=True))
+state(aten.index_fill_.int_Scalar, indices=_rows(wraps=True))
+state(aten.index_fill_.int_Tensor, indices=_rows(wraps=True))
+state(aten.index.Tensor, indices=_by_dim)
+state(aten.index_put.default, indices=_by_dim)
+state(aten.index_put_.default, indices=_by_dim)
+state(aten.embedding.default, indices=_table)
+state(aten.nll_loss_forward.default, indices=_classes)
+state(aten.nll_loss2d_forward.default, indices=_classes)
 
 
-def check_indices(cls: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def check_indices(cls: Any, record: OpRecord, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raise if an index of a call is out of range: on all ranks, or, where the index is cut, on those that hold it.
 
     Those of a backward pass have been looked at in the forward pass.
@@ -94,15 +92,15 @@ def check_indices(cls: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any]
     Raises:
         IndexRangeError: one is.
     """
-    if compat.in_backward_pass():
+    if record.indices is None or compat.in_backward_pass():
         return
-    for found in INDEXED[op](*args, **kwargs):
+    for found in record.indices(*args, **kwargs):
         least, most = _bounds(cls, found)
         extent = found.x.shape[found.dim]
         if most >= extent or least < (-extent if found.wraps else 0):
             number = most if most >= extent else least
             raise IndexRangeError(
-                f"{op}: index {number} is out of range for dim {found.dim} of extent {extent}"
+                f"{record.op}: index {number} is out of range for dim {found.dim} of extent {extent}"
                 + (f" ({found.x._spec.layout.describe()})" if type(found.x) is cls else "")
             )
 

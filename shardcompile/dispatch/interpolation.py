@@ -20,6 +20,7 @@ from shardcompile.dispatch.precision import widened
 from shardcompile.dispatch.rows import has_known_blocks, positions
 from shardcompile.dispatch.windows import Windows
 from shardcompile.layout import IntLike
+from shardcompile.ops import state
 
 aten = torch.ops.aten
 
@@ -171,20 +172,19 @@ _LINEAR_BACKWARD = (
     aten.upsample_bilinear2d_backward,
     aten.upsample_trilinear3d_backward,
 )
-INTERPOLATION_OPS: dict[Any, Callable[..., Any]] = {
-    aten.upsample_nearest1d.default: _nearest,
-    aten.upsample_nearest2d.default: _nearest,
-    aten.upsample_nearest3d.default: _nearest,
-    aten._upsample_nearest_exact1d.default: _nearest,
-    aten._upsample_nearest_exact2d.default: _nearest,
-    aten._upsample_nearest_exact3d.default: _nearest,
-    aten.upsample_nearest1d_backward.default: _nearest_backward,
-    aten.upsample_nearest2d_backward.default: _nearest_backward,
-    aten.upsample_nearest3d_backward.default: _nearest_backward,
-    aten._upsample_nearest_exact1d_backward.default: _nearest_backward,
-    aten._upsample_nearest_exact2d_backward.default: _nearest_backward,
-    aten._upsample_nearest_exact3d_backward.default: _nearest_backward,
-    **{packet.default: _linear(packet.default) for packet in _LINEAR},
-    **{packet.default: _linear_backward(packet.default) for packet in _LINEAR_BACKWARD},
-}
-"""By op, its form along cut spatial dims."""
+state(aten.upsample_nearest1d.default, sharded=_nearest)
+state(aten.upsample_nearest2d.default, sharded=_nearest)
+state(aten.upsample_nearest3d.default, sharded=_nearest)
+state(aten._upsample_nearest_exact1d.default, sharded=_nearest)
+state(aten._upsample_nearest_exact2d.default, sharded=_nearest)
+state(aten._upsample_nearest_exact3d.default, sharded=_nearest)
+state(aten.upsample_nearest1d_backward.default, sharded=_nearest_backward)
+state(aten.upsample_nearest2d_backward.default, sharded=_nearest_backward)
+state(aten.upsample_nearest3d_backward.default, sharded=_nearest_backward)
+state(aten._upsample_nearest_exact1d_backward.default, sharded=_nearest_backward)
+state(aten._upsample_nearest_exact2d_backward.default, sharded=_nearest_backward)
+state(aten._upsample_nearest_exact3d_backward.default, sharded=_nearest_backward)
+for _packet in _LINEAR:
+    state(_packet.default, sharded=_linear(_packet.default))
+for _packet in _LINEAR_BACKWARD:
+    state(_packet.default, sharded=_linear_backward(_packet.default))

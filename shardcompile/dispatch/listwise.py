@@ -6,7 +6,7 @@ runs on the lists of blocks. A foreach op runs on each position on its own other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,20 +19,21 @@ from shardcompile.dispatch.copied_views import note_write
 from shardcompile.dispatch.rows import moved
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout, Spec
+from shardcompile.ops import always, family, state
+from shardcompile.ops.record import Facts
 
 aten = torch.ops.aten
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
-def listwise_form(op: OpOverload) -> Callable[..., Any] | None:
-    """What runs an op on lists of sharded tensors, or None if it is no such op."""
+@family
+def listwise(op: OpOverload) -> Facts | None:
+    """Ops on lists of tensors, by their names."""
     name = op._schema.name.removeprefix("aten::")
-    if op is _UNSCALE:
-        return _unscale
     if name.startswith("_foreach_"):
-        return lambda *args, **kwargs: _foreach(op, args, kwargs)
+        return {"sharded": always(lambda *args, **kwargs: _foreach(op, args, kwargs))}
     if name.startswith("_fused_") and op._schema.is_mutable and not any(a.is_out for a in op._schema.arguments):
-        return lambda *args, **kwargs: _fused(op, args, kwargs)
+        return {"sharded": always(lambda *args, **kwargs: _fused(op, args, kwargs))}
     return None
 
 
@@ -188,3 +189,6 @@ def _unscale(tensors: Sequence[Any], found_inf: Tensor, inv_scale: Tensor) -> No
     for target in tensors:
         _written(_UNSCALE, target)
     found_inf.copy_(torch.maximum(found_inf, found))
+
+
+state(_UNSCALE, sharded=always(_unscale))

@@ -13,7 +13,8 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.dispatch.logsumexp import logsumexp
 from shardcompile.dispatch.strides import in_one_order
-from shardcompile.rules import images
+from shardcompile.ops import record_of, state
+from shardcompile.rules.images import per_channel
 
 aten = torch.ops.aten
 
@@ -137,7 +138,7 @@ def _masked_fill_(op: Any) -> Callable[..., Tensor]:
         """Inside a trace torch's own makes a contiguous tensor, and asks for the size of a block that is not."""
         if type(x) is Tensor or x.ndim < 2:
             return op(x, mask, value)
-        return copy_block(x, functional(*in_one_order(functional, [x, mask], x.stride()), value))
+        return copy_block(x, functional(*in_one_order(record_of(functional), [x, mask], x.stride()), value))
 
     return local
 
@@ -210,37 +211,30 @@ index_copy = _index_write(aten.index_copy.default)
 running_maximum = _running_extremum(aten.cummax.default, lowest)
 running_minimum = _running_extremum(aten.cummin.default, highest)
 
-LOCAL_OPS: dict[Any, Callable[..., Any]] = {
-    aten.amax.default: _block_amax,
-    aten.amin.default: _extremum(aten.amin.default, highest),
-    aten.logsumexp.default: _logsumexp,
-    aten.max.default: _whole_extremum(aten.amax.default, lowest),
-    aten.min.default: _whole_extremum(aten.amin.default, highest),
-    aten.cummax.default: running_maximum,
-    aten.cummin.default: running_minimum,
-    aten.copy_.default: copy_block,
-    aten.index_copy.default: index_copy,
-    aten.index_fill.int_Scalar: _index_write(aten.index_fill.int_Scalar),
-    aten.masked_fill_.Scalar: _masked_fill_(aten.masked_fill_.Scalar),
-    aten.masked_fill_.Tensor: _masked_fill_(aten.masked_fill_.Tensor),
-    aten.roll.default: _roll,
-    aten._trilinear.default: lambda a, b, c, x, y, z, total, unroll=1: _trilinear(a, b, c, x, y, z, total),
-    aten.matmul.default: _matmul,
-    aten.unbind.int: unbound,
-    aten.view.default: _view,
-    aten._unsafe_view.default: _view,
-    aten.reshape.default: _view,
-    # A block must not be conjugated or negated lazily: below `__torch_dispatch__` nothing heeds the bit.
-    aten._conj.default: aten._conj_physical.default,
-    aten._neg_view.default: aten.neg.default,
-    # The rule names the dims that go: on a block, others may have extent 1 as well.
-    aten.squeeze.default: aten.squeeze.dims,
-    aten.squeeze.dim: aten.squeeze.dims,
-    **{op: _per_channel(op, n) for op, n in images.PER_CHANNEL.items()},
-    **{op: _per_channel(op, n) for op, n in images.PER_CHANNEL_BACKWARD.items()},
-    **{op: _per_channel(op, n) for op, n in images.INTERPOLATION_BACKWARD.items()},
-}
-"""By op, what runs on a block in its place."""
-
-COPYING_VIEWS = {aten._conj.default, aten._neg_view.default}
-"""View ops that have to copy the block."""
+state(aten.amax.default, kernel=_block_amax)
+state(aten.amin.default, kernel=_extremum(aten.amin.default, highest))
+state(aten.logsumexp.default, kernel=_logsumexp)
+state(aten.max.default, kernel=_whole_extremum(aten.amax.default, lowest))
+state(aten.min.default, kernel=_whole_extremum(aten.amin.default, highest))
+state(aten.cummax.default, kernel=running_maximum)
+state(aten.cummin.default, kernel=running_minimum)
+state(aten.copy_.default, kernel=copy_block)
+state(aten.index_copy.default, kernel=index_copy)
+state(aten.index_fill.int_Scalar, kernel=_index_write(aten.index_fill.int_Scalar))
+state(aten.masked_fill_.Scalar, kernel=_masked_fill_(aten.masked_fill_.Scalar))
+state(aten.masked_fill_.Tensor, kernel=_masked_fill_(aten.masked_fill_.Tensor))
+state(aten.roll.default, kernel=_roll)
+state(aten._trilinear.default, kernel=lambda a, b, c, x, y, z, total, unroll=1: _trilinear(a, b, c, x, y, z, total))
+state(aten.matmul.default, kernel=_matmul)
+state(aten.unbind.int, kernel=unbound)
+state(aten.view.default, kernel=_view)
+state(aten._unsafe_view.default, kernel=_view)
+state(aten.reshape.default, kernel=_view)
+# A block must not be conjugated or negated lazily: below `__torch_dispatch__` nothing heeds the bit.
+state(aten._conj.default, kernel=aten._conj_physical.default, copies_block=True)
+state(aten._neg_view.default, kernel=aten.neg.default, copies_block=True)
+# The rule names the dims that go: on a block, others may have extent 1 as well.
+state(aten.squeeze.default, kernel=aten.squeeze.dims)
+state(aten.squeeze.dim, kernel=aten.squeeze.dims)
+for _op, _spatial in per_channel():
+    state(_op, kernel=_per_channel(_op, _spatial))

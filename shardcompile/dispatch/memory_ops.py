@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.dispatch.decompositions import DECOMPOSITIONS
+from shardcompile.dispatch.decompositions import as_strided
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout, Spec, contiguous_stride
+from shardcompile.ops import state
 
 aten = torch.ops.aten
 
@@ -34,7 +35,7 @@ def _resized(x: Any, size: Sequence[Any], *, memory_format: Any = None) -> Any:
             f"resize_ of {x._spec.layout.describe()} to {tuple(size)} needs new memory, which views of the tensor "
             "would have to follow; make a new tensor with new_empty"
         )
-    return DECOMPOSITIONS[aten.as_strided.default](x, size, contiguous_stride(size))
+    return as_strided(x, size, contiguous_stride(size))
 
 
 def _resized_as(x: Any, like: Tensor, *, memory_format: Any = None) -> Any:
@@ -47,13 +48,10 @@ def _refused(x: Any, *_: Any, **__: Any) -> Any:
     )
 
 
-MEMORY_OPS: dict[Any, Callable[..., Any]] = {
-    aten.set_.source_Tensor: _set,
-    aten.set_.default: _refused,
-    aten.set_.source_Storage: _refused,
-    aten.set_.source_Storage_storage_offset: _refused,
-    aten.set_.source_Tensor_storage_offset: _refused,
-    aten.resize_.default: _resized,
-    aten.resize_as_.default: _resized_as,
-}
-"""By op, what gives the tensor that the argument becomes."""
+state(aten.set_.source_Tensor, becomes=_set)
+state(aten.set_.default, becomes=_refused)
+state(aten.set_.source_Storage, becomes=_refused)
+state(aten.set_.source_Storage_storage_offset, becomes=_refused)
+state(aten.set_.source_Tensor_storage_offset, becomes=_refused)
+state(aten.resize_.default, becomes=_resized)
+state(aten.resize_as_.default, becomes=_resized_as)

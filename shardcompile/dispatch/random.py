@@ -23,6 +23,7 @@ from shardcompile.collectives import wait
 from shardcompile.dispatch.strides import in_order
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout, Spec, dense_stride
+from shardcompile.ops import always, state
 
 aten = torch.ops.aten
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
@@ -143,6 +144,14 @@ def _integers_like(x: Any, low: int, high: int | None = None, *, dtype: torch.dt
     return _whole_numbers(_block(_reduced(x), "uniform", torch.float64), low, high).to(dtype or x.dtype)
 
 
+def _cauchy(u: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
+    return median + sigma * (math.pi * (u - 0.5)).tan()
+
+
+def _geometric(u: Tensor, p: float) -> Tensor:
+    return (torch.log1p(-u) / math.log1p(-p)).floor() + 1
+
+
 def _whole_numbers(u: Tensor, low: int, high: int | None = None) -> Tensor:
     low, high = (0, low) if high is None else (low, high)
     return (u * (high - low)).floor() + low
@@ -155,28 +164,23 @@ def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
     return aten.randn_like.default(like) * std + mean
 
 
-RANDOM_OPS: dict[Any, Callable[..., Any]] = {
-    aten.rand_like.default: _numbers_like("uniform"),
-    aten.randn_like.default: _numbers_like("normal"),
-    aten.randint_like.default: _integers_like,
-    aten.randint_like.low_dtype: _integers_like,
-    aten.uniform_.default: _refill("uniform", lambda u, low=0.0, high=1.0: u * (high - low) + low),
-    aten.normal_.default: _refill("normal", lambda z, mean=0.0, std=1.0: z * std + mean),
-    aten.log_normal_.default: _refill("normal", lambda z, mean=1.0, std=2.0: (z * std + mean).exp()),
-    aten.exponential_.default: _refill("uniform", lambda u, rate=1.0: -torch.log1p(-u) / rate),
-    aten.cauchy_.default: _refill(
-        "uniform", lambda u, median=0.0, sigma=1.0: median + sigma * (math.pi * (u - 0.5)).tan()
-    ),
-    aten.geometric_.default: _refill("uniform", lambda u, p: (torch.log1p(-u) / math.log1p(-p)).floor() + 1),
-    aten.random_.to: _refill("uniform", _whole_numbers, torch.float64),
-    getattr(aten.random_, "from"): _refill("uniform", _whole_numbers, torch.float64),
-    aten.normal.Tensor_Tensor: _normal,
-    aten.normal.Tensor_float: _normal,
-    aten.normal.float_Tensor: _normal,
-    aten.bernoulli_.float: _refill("uniform", lambda u, p=0.5: u < p),
-    aten.bernoulli_.Tensor: _bernoulli_from,
-    aten.bernoulli.default: _bernoulli,
-    aten.bernoulli.p: _bernoulli,
-    aten.native_dropout.default: _native_dropout,
-}
-"""By op, its sharded form."""
+state(aten.rand_like.default, sharded=always(_numbers_like("uniform")))
+state(aten.randn_like.default, sharded=always(_numbers_like("normal")))
+state(aten.randint_like.default, sharded=always(_integers_like))
+state(aten.randint_like.low_dtype, sharded=always(_integers_like))
+state(aten.uniform_.default, sharded=always(_refill("uniform", lambda u, low=0.0, high=1.0: u * (high - low) + low)))
+state(aten.normal_.default, sharded=always(_refill("normal", lambda z, mean=0.0, std=1.0: z * std + mean)))
+state(aten.log_normal_.default, sharded=always(_refill("normal", lambda z, mean=1.0, std=2.0: (z * std + mean).exp())))
+state(aten.exponential_.default, sharded=always(_refill("uniform", lambda u, rate=1.0: -torch.log1p(-u) / rate)))
+state(aten.cauchy_.default, sharded=always(_refill("uniform", _cauchy)))
+state(aten.geometric_.default, sharded=always(_refill("uniform", _geometric)))
+state(aten.random_.to, sharded=always(_refill("uniform", _whole_numbers, torch.float64)))
+state(getattr(aten.random_, "from"), sharded=always(_refill("uniform", _whole_numbers, torch.float64)))
+state(aten.normal.Tensor_Tensor, sharded=always(_normal))
+state(aten.normal.Tensor_float, sharded=always(_normal))
+state(aten.normal.float_Tensor, sharded=always(_normal))
+state(aten.bernoulli_.float, sharded=always(_refill("uniform", lambda u, p=0.5: u < p)))
+state(aten.bernoulli_.Tensor, sharded=always(_bernoulli_from))
+state(aten.bernoulli.default, sharded=always(_bernoulli))
+state(aten.bernoulli.p, sharded=always(_bernoulli))
+state(aten.native_dropout.default, sharded=always(_native_dropout))

@@ -24,6 +24,7 @@ from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.dispatch.precision import widened
 from shardcompile.dispatch.rows import has_known_blocks, moved, with_cut, wrap
 from shardcompile.layout import IntLike, Layout, contiguous_stride
+from shardcompile.ops import state
 
 aten = torch.ops.aten
 
@@ -384,18 +385,13 @@ def _avg_pool_backward(spatial: int, op: Any) -> Callable[..., Any]:
     return run
 
 
-WINDOW_OPS: dict[Any, Callable[..., Any]] = {
-    aten.convolution.default: convolution,
-    aten.convolution_backward.default: convolution_backward,
-    **{
-        op: make(spatial, op)
-        for make, ops in (
-            (_max_pool, (aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)),
-            (_max_pool_backward, (aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices_backward)),
-            (_avg_pool, (aten.avg_pool2d, aten.avg_pool3d)),
-            (_avg_pool_backward, (aten.avg_pool2d_backward, aten.avg_pool3d_backward)),
-        )
-        for spatial, op in zip((2, 3), (o.default for o in ops), strict=True)
-    },
-}
-"""By op, its form along cut spatial dims."""
+state(aten.convolution.default, sharded=convolution)
+state(aten.convolution_backward.default, sharded=convolution_backward)
+for _make, _packets in (
+    (_max_pool, (aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)),
+    (_max_pool_backward, (aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices_backward)),
+    (_avg_pool, (aten.avg_pool2d, aten.avg_pool3d)),
+    (_avg_pool_backward, (aten.avg_pool2d_backward, aten.avg_pool3d_backward)),
+):
+    for _spatial, _packet in zip((2, 3), _packets, strict=True):
+        state(_packet.default, sharded=_make(_spatial, _packet.default))
