@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from shardcompile import compat
 from shardcompile.dispatch.rows import moved, reduced, wrap
 from shardcompile.layout import Layout, contiguous_stride
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 
@@ -75,7 +76,7 @@ def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 def _fits(x: Any, dim: int, source: Any) -> bool:
     """Whether the source is cut along `dim`, fits the target otherwise, and is no smaller than it."""
-    if not hasattr(source, "_spec") or source._spec.layout.cuts[dim] is None or x.dtype is not source.dtype:
+    if not isinstance(source, Sharded) or source._spec.layout.cuts[dim] is None or x.dtype is not source.dtype:
         return False
     others = [d for d in range(x.ndim) if d != dim]
     if x.dtype is torch.bool or not _same([x.shape[d] for d in others], [source.shape[d] for d in others]):

@@ -29,6 +29,7 @@ from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
 from shardcompile.ops import Strategy, along, always, state
 from shardcompile.plan import find_plan
 from shardcompile.redistribute import run_plan
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 _BATCH, _HEADS, _ROWS = 0, 1, 2
@@ -61,7 +62,7 @@ class _Attention:
 
     def with_equal_heads(self) -> _Attention:
         """Where heads are cut, those of keys and values repeated: theirs are then cut as the query's are."""
-        cut = any(x._spec.layout.cuts[_HEADS] is not None for x in self.tensors[:3] if hasattr(x, "_spec"))
+        cut = any(x._spec.layout.cuts[_HEADS] is not None for x in self.tensors[:3] if isinstance(x, Sharded))
         heads = self.query.shape[_HEADS]
         if not cut:
             return self
@@ -83,13 +84,13 @@ class _Attention:
 
 def _product(a: Any, b: Any) -> Any:
     """Batched product with all dims of the batch kept apart, so that any of them may be cut."""
-    cls = type(a if hasattr(a, "_spec") else b)
+    cls = type(a if isinstance(a, Sharded) else b)
     return cls.__torch_dispatch__(aten.matmul.default, (), (a, b), {})
 
 
 def _sharded(values: Iterable[Any]) -> Any:
     """The first sharded tensor."""
-    return next(x for x in values if hasattr(x, "_spec"))
+    return next(x for x in values if isinstance(x, Sharded))
 
 
 # On blocks
@@ -171,7 +172,7 @@ def _returned(layout: Layout, like: Layout) -> Layout:
 
 
 def _return(local: Tensor, layout: Layout, like: Any) -> tuple[Tensor, Layout]:
-    if not hasattr(like, "_spec"):
+    if not isinstance(like, Sharded):
         return local, layout
     target = _returned(layout, like._spec.layout)
     return run_plan(find_plan(layout, target), local), target
@@ -218,7 +219,7 @@ def _on_blocks(tensors: Sequence[Any], has_mask: bool, backward: bool) -> tuple[
         cut = layouts[key].cut_of(_ROWS)
         for i in (key, value):
             plans[i] = find_plan(layouts[i], _in_blocks(plans[i].dst, ring, cut))
-    locals_ = [x._local_tensor if hasattr(x, "_spec") else x for x in tensors]
+    locals_ = [x._local_tensor if isinstance(x, Sharded) else x for x in tensors]
     blocks = [run_plan(plan, x) for plan, x in zip(plans, locals_, strict=True)]
     return _Ways(choice, tuple(p.dst for p in plans), ring), blocks
 
@@ -320,7 +321,7 @@ def _backward_on_blocks(a: _Attention, grad: Any, out: Any, denominator: Any) ->
 
 
 def _is_whole(attention: _Attention) -> bool:
-    return all(x._spec.layout.is_replicated for x in attention.tensors if hasattr(x, "_spec"))
+    return all(x._spec.layout.is_replicated for x in attention.tensors if isinstance(x, Sharded))
 
 
 def _on_whole_values(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -329,7 +330,7 @@ def _on_whole_values(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     cls, like = type(sharded), sharded._spec.layout.replicated()
 
     def whole(x: Any) -> Any:
-        if not hasattr(x, "_spec"):
+        if not isinstance(x, Sharded):
             return x
         layout = x._spec.layout
         return run_plan(find_plan(layout, layout.replicated()), x._local_tensor)

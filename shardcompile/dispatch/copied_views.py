@@ -110,13 +110,13 @@ class CopiedView:
     ) -> None:
         self.op, self.args, self.index, self.block, self.remake = op, args, index, block, remake
         self.writes = _watch(args[0]._local_tensor)
-        self.seen = self._state()
+        self.seen = self.state()
 
-    def _state(self) -> Any:
+    def state(self) -> Any:
         """Changes with every write to what is viewed, which shares its version with all of its views."""
         parent = self.args[0]
         version = None if parent.is_inference() else parent._version
-        return version, self.writes.count, None if parent._copied is None else parent._copied._state()
+        return version, self.writes.count, None if parent._copied is None else parent._copied.state()
 
     def follows(self, x: Any) -> bool:
         """Whether this is a view of a tensor, or a view of a view of it."""
@@ -125,10 +125,10 @@ class CopiedView:
 
     def current(self) -> Tensor:
         """The block, made again if it is out of date."""
-        state = self._state()
+        state = self.state()
         if state != self.seen:
             with compat.in_mode_of(self.block):
-                self.block, self.seen = self.remake(), self._state()
+                self.block, self.seen = self.remake(), self.state()
         return self.block
 
     def write_back(self, view: Any) -> None:

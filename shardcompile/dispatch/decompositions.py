@@ -25,6 +25,7 @@ from shardcompile.layout import Layout, Spec
 from shardcompile.ops import state
 from shardcompile.plan import find_plan
 from shardcompile.redistribute import run_plan
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 
@@ -399,7 +400,7 @@ def _triangle(keeps: Any) -> Callable[..., Any]:
 def _diagonal_scatter(x: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     """What is on the diagonal is known from row and column; element k of `src` is in row ``k - min(offset, 0)``."""
     global_meta(
-        type(x if hasattr(x, "_spec") else src), aten.diagonal_scatter.default, (x, src, offset, dim1, dim2), {}
+        type(x if isinstance(x, Sharded) else src), aten.diagonal_scatter.default, (x, src, offset, dim1, dim2), {}
     )
     dim1, dim2 = dim1 % x.ndim, dim2 % x.ndim
     count = src.shape[-1]

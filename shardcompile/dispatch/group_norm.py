@@ -18,6 +18,7 @@ from shardcompile.collectives import block_size
 from shardcompile.dispatch.precision import widened
 from shardcompile.dispatch.rows import first_row, has_known_blocks, positions, reduced, wrap
 from shardcompile.layout import Layout, contiguous_stride
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 _PLAIN = compat.decomposition_by_torch(aten.native_group_norm.default)
@@ -32,7 +33,7 @@ def _channel_sums(x: Any) -> Any:
 def _group_sums(x: Any, groups: int) -> Any:
     """Sums of each group's channels: [samples, channels] to [samples, groups]."""
     samples, channels = x.shape
-    cut = x._spec.layout.cuts[1] if hasattr(x, "_spec") else None
+    cut = x._spec.layout.cuts[1] if isinstance(x, Sharded) else None
     if cut is None:
         return reduced(aten.sum.dim_IntList(x.reshape(samples, groups, channels // groups), [2]))
     layout, block = x._spec.layout, x._local_tensor

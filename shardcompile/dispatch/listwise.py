@@ -21,6 +21,7 @@ from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout, Spec
 from shardcompile.ops import always, family, state
 from shardcompile.ops.record import Facts
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -38,7 +39,7 @@ def listwise(op: OpOverload) -> Facts | None:
 
 
 def _layout(x: Any) -> Layout | None:
-    return x._spec.layout if hasattr(x, "_spec") else None
+    return x._spec.layout if isinstance(x, Sharded) else None
 
 
 def _alike(tensors: Sequence[Tensor]) -> bool:

@@ -20,13 +20,14 @@ from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.dispatch.local_ops import padded
 from shardcompile.dispatch.rows import first_row, moved, reduced, wrap
 from shardcompile.layout import Cut, Layout
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 
 
 def _whole_along(x: Any, mesh_dims: Sequence[int], mesh: Any) -> tuple[Layout, Tensor]:
     """A tensor on every rank of some mesh dims, its other placements kept as far as they are no reductions."""
-    if not hasattr(x, "_spec"):
+    if not isinstance(x, Sharded):
         return Layout.whole(mesh, x.shape, x.dtype), x
     now = x._spec.layout.reduced()
     gone = {d for d, c in enumerate(now.cuts) if c is not None and set(c.mesh_dims) & set(mesh_dims)}
@@ -101,7 +102,7 @@ def _finish(x: Any, cut: Cut, values: Tensor, mine: Tensor, placed: Any, shape: 
 
 def embedding(weight: Any, indices: Any, *options: Any) -> Any:
     """``aten.embedding`` with a table that is cut by rows."""
-    cut = weight._spec.layout.cuts[0] if hasattr(weight, "_spec") else None
+    cut = weight._spec.layout.cuts[0] if isinstance(weight, Sharded) else None
     if cut is None:
         return NotImplemented
     weight = reduced(weight)
@@ -131,7 +132,7 @@ def _is_worth_it(x: Any, shape: Sequence[Any]) -> bool:
 
 def index_select(x: Any, dim: int, index: Any) -> Any:
     """``aten.index_select`` along a cut dim."""
-    if not hasattr(x, "_spec") or not x.ndim or index.ndim != 1:
+    if not isinstance(x, Sharded) or not x.ndim or index.ndim != 1:
         return NotImplemented
     dim = dim % x.ndim
     return _index(x, [index if d == dim else None for d in range(x.ndim)], aten.index_select.default, (x, dim, index))
@@ -139,7 +140,7 @@ def index_select(x: Any, dim: int, index: Any) -> Any:
 
 def index(x: Any, indices: Sequence[Any]) -> Any:
     """``aten.index`` by numbers along a cut dim."""
-    return _index(x, indices, aten.index.Tensor, (x, indices)) if hasattr(x, "_spec") else NotImplemented
+    return _index(x, indices, aten.index.Tensor, (x, indices)) if isinstance(x, Sharded) else NotImplemented
 
 
 def _index(x: Any, indices: Sequence[Any], op: Any, args: tuple[Any, ...]) -> Any:
@@ -173,7 +174,7 @@ def _index(x: Any, indices: Sequence[Any], op: Any, args: tuple[Any, ...]) -> An
 
 def gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     """``aten.gather`` along a cut dim of a tensor that is not cut otherwise."""
-    if not hasattr(x, "_spec") or not x.ndim or index.ndim != x.ndim or not _is_worth_it(x, index.shape):
+    if not isinstance(x, Sharded) or not x.ndim or index.ndim != x.ndim or not _is_worth_it(x, index.shape):
         return NotImplemented
     dim, layout = dim % x.ndim, x._spec.layout
     cut = layout.cuts[dim]
@@ -202,7 +203,7 @@ def scatter_src(x: Any, dim: int, index: Any, source: Any) -> Any:
 
 def _scattered(x: Any, dim: int, index: Any, op: Any, source: Any) -> Any:
     """Each rank writes the rows that it has; what belongs to others goes into a row of padding."""
-    if not hasattr(x, "_spec") or not x.ndim or index.ndim != x.ndim:
+    if not isinstance(x, Sharded) or not x.ndim or index.ndim != x.ndim:
         return NotImplemented
     dim, layout = dim % x.ndim, x._spec.layout
     cut = layout.cuts[dim]

@@ -23,6 +23,7 @@ from shardcompile.dispatch.strides import in_order
 from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
 from shardcompile.plan import find_plan
 from shardcompile.redistribute import run_plan
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 
@@ -40,13 +41,13 @@ def with_cut(layout: Layout, dim: int, cut: Cut) -> Layout:
 
 def layout_of(x: Any, mesh: Any) -> Layout:
     """The layout of a sharded or plain tensor."""
-    return x._spec.layout if hasattr(x, "_spec") else Layout.whole(mesh, tuple(x.shape), x.dtype)
+    return x._spec.layout if isinstance(x, Sharded) else Layout.whole(mesh, tuple(x.shape), x.dtype)
 
 
 def moved(x: Any, layout: Layout) -> Tensor:
     """The block of a sharded or plain tensor in another layout of its values."""
     plan = find_plan(layout_of(x, layout.mesh), layout.with_dtype(x.dtype))
-    return run_plan(plan, x._local_tensor if hasattr(x, "_spec") else x)
+    return run_plan(plan, x._local_tensor if isinstance(x, Sharded) else x)
 
 
 def first_row(cut: Cut, layout: Layout) -> IntLike:
@@ -60,7 +61,7 @@ def has_known_blocks(x: Any) -> bool:
     Every rank then has a graph of its own, of which AOTAutograd may save other tensors, and with them repeat other
     collectives in the backward pass: what a rank sends must not depend on what is saved.
     """
-    cuts = x._spec.layout.cuts if hasattr(x, "_spec") else ()
+    cuts = x._spec.layout.cuts if isinstance(x, Sharded) else ()
     return any(c is not None and c.is_traced and isinstance(c.block, int) for c in cuts)
 
 
@@ -217,11 +218,11 @@ def slice_scatter(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = 
     """``aten.slice_scatter`` along a cut dim: each rank writes the rows that are its own."""
     x, src = reduced(x), reduced(src)
     dim = dim % x.ndim
-    if not hasattr(x, "_spec") or x._spec.layout.cuts[dim] is None:
+    if not isinstance(x, Sharded) or x._spec.layout.cuts[dim] is None:
         return NotImplemented
     meta = global_meta(type(x), aten.slice_scatter.default, (x, src, dim, start, end, step), {})
     layout = x._spec.layout
-    cut, row = sliced_cut(layout.cuts[dim], begin_of(start, x.shape[dim]), step, src.shape[dim], layout.mesh)
+    cut, row = sliced_cut(layout.cut_of(dim), begin_of(start, x.shape[dim]), step, src.shape[dim], layout.mesh)
     rows = moved(src, with_cut(layout, dim, cut)).to(x.dtype)
     local = write_rows(x._local_tensor, rows, dim, row, step, block_size(cut, layout.mesh))
     return wrap(x, local, layout, compat.retraced(meta.stride()))
@@ -231,7 +232,7 @@ def select_scatter(x: Any, src: Any, dim: int, index: Any) -> Any:
     """``aten.select_scatter`` along a cut dim."""
     x = reduced(x)
     dim = dim % x.ndim
-    if not hasattr(x, "_spec") or x._spec.layout.cuts[dim] is None:
+    if not isinstance(x, Sharded) or x._spec.layout.cuts[dim] is None:
         return NotImplemented
     global_meta(type(x), aten.select_scatter.default, (x, src, dim, index), {})
     at = row_of(index, x.shape[dim])
@@ -240,7 +241,7 @@ def select_scatter(x: Any, src: Any, dim: int, index: Any) -> Any:
 
 def reduced(x: Any) -> Any:
     """A tensor with every pending reduction carried out."""
-    if hasattr(x, "_spec") and x._spec.layout.is_partial:
+    if isinstance(x, Sharded) and x._spec.layout.is_partial:
         return wrap(x, moved(x, x._spec.layout.reduced()), x._spec.layout.reduced(), x._spec.stride)
     return x
 
@@ -331,11 +332,11 @@ def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     ndim = max(t.ndim for t in tensors)
     kept = [t for t in tensors if t.ndim == ndim]  # torch.cat skips tensors of shape [0]
     dim = dim % max(ndim, 1)
-    cuts = [t._spec.layout.cuts[dim] if ndim and hasattr(t, "_spec") else None for t in kept]
+    cuts = [t._spec.layout.cuts[dim] if ndim and isinstance(t, Sharded) else None for t in kept]
     widest = max((c for c in cuts if c is not None), key=lambda c: len(c.mesh_dims), default=None)
     if widest is None:
         return NotImplemented
-    like = next(t for t in tensors if hasattr(t, "_spec"))
+    like = next(t for t in tensors if isinstance(t, Sharded))
     mesh = like._spec.layout.mesh
     meta = global_meta(type(like), aten.cat.default, (list(tensors), dim), {})
     parts: list[Any] = [
@@ -394,7 +395,7 @@ def _common_frame(tensors: Sequence[Any], dim: int, cut: Cut, mesh: Any) -> tupl
     cuts: list[Cut | None] = [None] * tensors[0].ndim
     for m in cut.mesh_dims:
         placements[m] = torch.distributed.tensor.Shard(dim)
-    layouts = [t._spec.layout for t in tensors if hasattr(t, "_spec")]
+    layouts = [t._spec.layout for t in tensors if isinstance(t, Sharded)]
     free = {m for m in range(len(mesh.shape)) if m not in cut.mesh_dims}
     for m in sorted(free):
         now = [x.placements[m] for x in layouts]

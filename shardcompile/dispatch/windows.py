@@ -25,6 +25,7 @@ from shardcompile.dispatch.precision import widened
 from shardcompile.dispatch.rows import has_known_blocks, moved, with_cut, wrap
 from shardcompile.layout import IntLike, Layout, contiguous_stride
 from shardcompile.ops import state
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 
@@ -55,17 +56,17 @@ class Windows:
             shape: global shape of the result.
             keep_channels: whether channels may be cut, too.
         """
-        if not hasattr(x, "_spec"):
+        if not isinstance(x, Sharded):
             return None
         spatial, layout = len(windows), x._spec.layout
         first = x.ndim - spatial
         cut = [d for d in range(first, x.ndim) if layout.cuts[d] is not None]
-        if not cut or any(len(layout.cuts[d].mesh_dims) > 1 for d in cut) or has_known_blocks(x):
+        if not cut or any(len(layout.cut_of(d).mesh_dims) > 1 for d in cut) or has_known_blocks(x):
             return None
         layout = layout.reduced()
         if not keep_channels and layout.cuts[1] is not None:
             layout = layout.gathered(1)
-        reads = [Reads.of(d, layout.cuts[d], shape[d], windows[d - first], layout.mesh) for d in cut]
+        reads = [Reads.of(d, layout.cut_of(d), shape[d], windows[d - first], layout.mesh) for d in cut]
         return Windows(layout, tuple(reads), spatial, tuple(shape))
 
     @functools.cached_property
@@ -213,7 +214,7 @@ def convolution_backward(grad: Any, x: Any, weight: Any, bias_sizes: Any, *optio
 
 
 def _class(*values: Any) -> Any:
-    return type(next(x for x in values if hasattr(x, "_spec")))
+    return type(next(x for x in values if isinstance(x, Sharded)))
 
 
 def _whole(x: Any, windows: Windows) -> Tensor:

@@ -4,14 +4,14 @@
 """
 
 from shardcompile.ops.record import Form as Form
-from shardcompile.ops.record import FunctionForm as FunctionForm
 from shardcompile.ops.record import OpRecord as OpRecord
 from shardcompile.ops.record import Order as Order
 from shardcompile.ops.record import Rule as Rule
 from shardcompile.ops.record import always as always
+from shardcompile.ops.registry import CONDITIONS as CONDITIONS
+from shardcompile.ops.registry import FUNCTIONS as FUNCTIONS
 from shardcompile.ops.registry import family as family
 from shardcompile.ops.registry import find_rule as find_rule
-from shardcompile.ops.registry import function_forms as function_forms
 from shardcompile.ops.registry import record_of as record_of
 from shardcompile.ops.registry import records as records
 from shardcompile.ops.registry import register as register

@@ -121,6 +121,7 @@ class OpRecord:
         is_same: of a view op: whether autograd takes its result for the tensor itself, and not for a view of it.
         one_value: whether it writes one value everywhere, in whatever order.
         spatial: trailing dims of an image, if it treats all other dims as samples.
+        functions: Python functions of torch that do something of their own above autograd before they call it.
         not_decomposed: why torch's decomposition is of no use; empty if it is.
         origins: for each field where it was stated.
     """
@@ -142,6 +143,7 @@ class OpRecord:
     is_same: bool = False
     one_value: bool = False
     spatial: int = 0
+    functions: tuple[object, ...] = ()
     not_decomposed: str = ""
     origins: Mapping[str, str] = field(default_factory=dict)
 
@@ -170,19 +172,5 @@ class Facts(TypedDict, total=False):
     is_same: bool
     one_value: bool
     spatial: int
+    functions: tuple[object, ...]
     not_decomposed: str
-
-
-@dataclass(frozen=True)
-class FunctionForm:
-    """A Python function of torch on sharded tensors, above autograd.
-
-    Attributes:
-        run: called with the function and its arguments.
-        when: of the positional arguments, whether it takes a call; every one if there is none.
-        reason: why the ops below do not suffice.
-    """
-
-    run: Run
-    when: Callable[[Sequence[Any]], bool] | None = None
-    reason: str = ""

@@ -15,7 +15,7 @@ from typing import Any, Unpack
 from shardcompile.compat import OpOverload, OpOverloadPacket
 from shardcompile.errors import RuleError
 from shardcompile.ops.notation import parse_notation
-from shardcompile.ops.record import Facts, Form, FunctionForm, LocalArgs, OpRecord, Rule, Strategies
+from shardcompile.ops.record import Facts, Form, LocalArgs, OpRecord, Rule, Run, Strategies
 
 Ops = OpOverload | OpOverloadPacket | Sequence[OpOverload | OpOverloadPacket]
 """An overload, a packet, which stands for all of its overloads, or several."""
@@ -25,7 +25,12 @@ Family = Callable[[OpOverload], Facts | None]
 
 _RECORDS: dict[OpOverload, OpRecord] = {}
 _FAMILIES: list[Family] = []
-_FUNCTIONS: dict[object, FunctionForm] = {}
+
+FUNCTIONS: dict[object, Run] = {}
+"""By Python function of torch, what it does above autograd. The compiler reads this, so it holds functions only."""
+
+CONDITIONS: dict[object, Callable[[Sequence[Any]], bool]] = {}
+"""By Python function, which calls those of `FUNCTIONS` take that do not take every one."""
 
 
 def overloads(op: OpOverload | OpOverloadPacket) -> list[OpOverload]:
@@ -67,20 +72,28 @@ def state(op: Ops, **facts: Unpack[Facts]) -> None:
         _state(overload, facts, origin)
 
 
-def state_function(functions: Sequence[object], form: FunctionForm) -> None:
+def state_function(
+    functions: Sequence[object], run: Run, of: Ops = (), when: Callable[[Sequence[Any]], bool] | None = None
+) -> None:
     """State what Python functions of torch do above autograd.
 
     Args:
         functions: as `__torch_function__` gets them.
-        form: what they do.
+        run: called with the function and its arguments.
+        of: the ops that they call at last, if there are some.
+        when: of the positional arguments, whether `run` takes a call; every one if there is none.
 
     Raises:
-        RuleError: one has a form.
+        RuleError: one is spoken for already.
     """
     for function in functions:
-        if function in _FUNCTIONS:
-            raise RuleError(f"{function} already has a form above autograd, {_FUNCTIONS[function].run}")
-        _FUNCTIONS[function] = form
+        if function in FUNCTIONS:
+            raise RuleError(f"{function} already does something above autograd, {FUNCTIONS[function]}")
+        FUNCTIONS[function] = run
+        if when is not None:
+            CONDITIONS[function] = when
+    for overload in _all(of):
+        _state(overload, {"functions": tuple(functions)}, _caller())
 
 
 def family(facts: Family) -> Family:
@@ -104,11 +117,6 @@ def record_of(op: OpOverload) -> OpRecord:
 def records() -> Iterator[OpRecord]:
     """The records of all ops of which something was stated."""
     return map(record_of, list(_RECORDS))
-
-
-def function_forms() -> Mapping[object, FunctionForm]:
-    """By Python function of torch, its form above autograd."""
-    return _FUNCTIONS
 
 
 def find_rule(op: OpOverload) -> Rule | None:
