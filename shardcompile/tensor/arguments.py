@@ -106,7 +106,7 @@ def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     target, name = args[0], func.__name__
     functional = getattr(torch.Tensor, name.replace("__i", "__") if name in _IN_PLACE_OPERATORS else name[:-1], None)
     if functional is None:
-        whole = torch.utils._pytree.tree_map_only(Sharded, Sharded.full_tensor, (tuple(args), dict(kwargs)))
+        whole = torch.utils._pytree.tree_map_only(Sharded, _whole, (tuple(args), dict(kwargs)))
         return func(*whole[0], **whole[1])
     value = functional(target.clone(), *args[1:], **kwargs)
     if value.shape != target.shape or not torch.can_cast(value.dtype, target.dtype):
@@ -115,3 +115,7 @@ def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             f"shape {tuple(target.shape)}"
         )
     return target.copy_(value.full_tensor())
+
+
+def _whole(x: Sharded) -> Tensor:
+    return x.full_tensor()
