@@ -18,6 +18,7 @@ from shardcompile.dispatch import (
 )
 from shardcompile.dispatch.engine import clear_cache as clear_cache
 from shardcompile.dispatch.engine import dispatch as dispatch
+from shardcompile.dispatch.engine import way_of as way_of
 from shardcompile.dispatch.handlers import Handlers as Handlers
 
 __all__ = [

@@ -46,11 +46,13 @@ from shardcompile.layout import Cut, Layout, Spec, contiguous_stride
 from shardcompile.ops import Form, OpCall, OpRecord, TensorArg, record_of
 from shardcompile.plan import Plan, find_plan
 from shardcompile.redistribute import run_plan
+from shardcompile.sharded import Sharded
 
 log = logging.getLogger("shardcompile")
 _CACHE: dict[Any, _Entry] = {}
 _CACHE_LIMIT = 1 << 15
 _FELL_BACK: set[OpOverload] = set()
+_BY_TORCH = "torch's decomposition"
 _NOT_IN_PLACE = "Take the form that is not in place, such as x = x.transpose(0, 1) for x.transpose_(0, 1)"
 
 
@@ -147,9 +149,11 @@ class _Entry:
     """What is done for a call.
 
     Attributes:
+        way: in words.
         specs_by_id: the specs whose identities are in the cache key.
     """
 
+    way = "on blocks"
     specs_by_id: Sequence[Spec] = ()
 
     def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -164,6 +168,7 @@ class _Composed(_Entry):
         otherwise: of arguments, what is done where the function returns NotImplemented, as some of torch's do. It is
             kept, and must not hold on to the arguments that it was decided on.
         strides: that the results of the op have; empty if they are not known, or are views.
+        way: as in `_Entry`.
     """
 
     def __init__(
@@ -171,7 +176,9 @@ class _Composed(_Entry):
         function: Callable[..., Any],
         otherwise: Callable[[Any, Any], _Entry] | None = None,
         strides: Sequence[Any] = (),
+        way: str = "its form",
     ) -> None:
+        self.way = way
         self.function = function
         self.otherwise = otherwise
         self.strides = strides
@@ -213,6 +220,7 @@ class _Checked(_Entry):
     def __init__(self, record: OpRecord, entry: _Entry) -> None:
         self.record = record
         self.entry = entry
+        self.way = entry.way
 
     def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_indices(cls, self.record, args, kwargs)
@@ -340,6 +348,11 @@ def _wrap_all(cls: type, out: Any, specs: Sequence[Any]) -> Any:
     return tuple([t if s is None or t is None else cls._wrap(t, s) for t, s in zip(out, specs, strict=True)])
 
 
+def way_of(cls: type[Sharded], op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """What dispatch does for a call, in words, without doing it."""
+    return _decide(cls, op, args, kwargs).way
+
+
 def _decide(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
     check_collective(cls, op, args, kwargs)
     record = record_of(op)
@@ -382,7 +395,7 @@ def _decide_functional(
         return _Composed(form.run, lambda *_: _fallback(call))
     composite = _composite(cls, record)
     if composite is not None:
-        return _Composed(composite, lambda *_: _fallback(call))
+        return _Composed(composite, lambda *_: _fallback(call), way=_BY_TORCH)
     return _fallback(call)
 
 
@@ -610,7 +623,7 @@ def _decide_mutation(
         return _Written(call.op, functional, mutated)
     composite = _composite(cls, record)
     if composite is not None:
-        return _Composed(composite)
+        return _Composed(composite, way=_BY_TORCH)
     if any(type(t) is cls for t in targets):
         raise UnsupportedOpError(f"{call.op} writes to its argument and has no functional form to run instead")
     return _fallback(call)
@@ -694,6 +707,8 @@ def _apart(blocks: list[Any]) -> list[Any]:
 class _InPlaceView(_Entry):
     """Turn the argument into a view of itself, e.g. ``transpose_``."""
 
+    way = "the op that is not in place, then taken over"
+
     def __init__(self, op: OpOverload, functional: Callable[..., Any]) -> None:
         self.op = op
         self.functional = functional
@@ -731,6 +746,8 @@ class _InPlaceView(_Entry):
 
 class _Written(_Entry):
     """Compute the functional form, then write its results to the arguments."""
+
+    way = "the op that is not in place, then a copy"
 
     def __init__(self, op: OpOverload, functional: OpOverload, mutated: list[int | str]) -> None:
         self.op = op
@@ -830,6 +847,8 @@ def _fallback(call: OpCall) -> _Entry:
 
 class _Gathered(_Entry):
     """Gather all inputs, run the op on full values, keep the results replicated."""
+
+    way = "on full values"
 
     def __init__(self, op: OpOverload, plans: Sequence[Plan], like: Layout) -> None:
         self.op = op

@@ -123,6 +123,7 @@ class OpRecord:
         spatial: trailing dims of an image, if it treats all other dims as samples.
         functions: Python functions of torch that do something of their own above autograd before they call it.
         not_decomposed: why torch's decomposition is of no use; empty if it is.
+        example: arguments to show what happens to it, in the words of `shardcompile.operators.examples`.
         origins: for each field where it was stated.
     """
 
@@ -145,6 +146,7 @@ class OpRecord:
     spatial: int = 0
     functions: tuple[object, ...] = ()
     not_decomposed: str = ""
+    example: str = ""
     origins: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -174,3 +176,4 @@ class Facts(TypedDict, total=False):
     spatial: int
     functions: tuple[object, ...]
     not_decomposed: str
+    example: str
