@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from shardcompile import compat, config
 from shardcompile.collectives import Ring
+from shardcompile.compat import OpOverload
 from shardcompile.dispatch.attention_blocks import attend, attend_backward, repeated_heads, summed_heads
 from shardcompile.dispatch.attention_ring import RingAttention
 from shardcompile.dispatch.choice import Choice, choose
@@ -27,6 +28,7 @@ from shardcompile.dispatch.rows import first_row, layout_of, wrap
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
 from shardcompile.ops import Strategy, along, always, state
+from shardcompile.ops.record import Run
 from shardcompile.plan import find_plan
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded
@@ -56,7 +58,7 @@ class _Attention:
     scale: float
 
     @property
-    def tensors(self) -> list[Any]:
+    def tensors(self) -> list[Tensor]:
         """Query, key, value and, if there is one, the mask."""
         return [x for x in (self.query, self.key, self.value, self.mask) if x is not None]
 
@@ -69,7 +71,7 @@ class _Attention:
         key, value = repeated_heads(self.key, heads), repeated_heads(self.value, heads)
         return _Attention(self.query, key, value, self.mask, self.causal, self.scale)
 
-    def gradient_of_mask(self, grad: Any, out: Any, denominator: Any) -> Any:
+    def gradient_of_mask(self, grad: Tensor, out: Tensor, denominator: Tensor) -> Tensor:
         """The gradient of what is added to the scores, from products: no fused kernel gives it for a block."""
         grad = widened(grad)
         heads = self.query.shape[_HEADS]
@@ -82,13 +84,13 @@ class _Attention:
         return grad_scores.sum_to_size(self.mask.shape).to(self.mask.dtype)
 
 
-def _product(a: Any, b: Any) -> Any:
+def _product(a: Tensor, b: Tensor) -> Tensor:
     """Batched product with all dims of the batch kept apart, so that any of them may be cut."""
     cls = type(a if isinstance(a, Sharded) else b)
     return cls.__torch_dispatch__(aten.matmul.default, (), (a, b), {})
 
 
-def _sharded(values: Iterable[Any]) -> Any:
+def _sharded(values: Iterable[object]) -> Sharded:
     """The first sharded tensor."""
     return next(x for x in values if isinstance(x, Sharded))
 
@@ -171,7 +173,7 @@ def _returned(layout: Layout, like: Layout) -> Layout:
     return layout
 
 
-def _return(local: Tensor, layout: Layout, like: Any) -> tuple[Tensor, Layout]:
+def _return(local: Tensor, layout: Layout, like: Tensor) -> tuple[Tensor, Layout]:
     if not isinstance(like, Sharded):
         return local, layout
     target = _returned(layout, like._spec.layout)
@@ -205,7 +207,7 @@ class _Ways:
         return RingAttention(Ring(cut, key.mesh, around=around), first_row(query.cut_of(_ROWS), query), causal, scale)
 
 
-def _on_blocks(tensors: Sequence[Any], has_mask: bool, backward: bool) -> tuple[_Ways, list[Tensor]]:
+def _on_blocks(tensors: Sequence[Tensor], has_mask: bool, backward: bool) -> tuple[_Ways, list[Tensor]]:
     """How a rank attends, and the blocks that it needs for it."""
     mesh = _sharded(tensors)._spec.layout.mesh
     layouts = tuple(layout_of(x, mesh) for x in tensors)
@@ -253,7 +255,7 @@ def _stride_by_rows(shape: Sequence[IntLike]) -> tuple[IntLike, ...]:
     return (rows * heads * features, features, heads * features, 1)
 
 
-def _forward_on_blocks(a: _Attention) -> tuple[Any, Any]:
+def _forward_on_blocks(a: _Attention) -> tuple[Tensor, Tensor]:
     """The result, and the logarithm of the softmax's denominator."""
     ways, (q, k, v, *masks) = _on_blocks(a.tensors, a.mask is not None, backward=False)
     (query, key), choice = ways.layouts[:2], ways.choice
@@ -294,7 +296,7 @@ def _merged(out: Tensor, denominator: Tensor, layout: Layout, of_denominator: La
     return summed.to(out.dtype), total
 
 
-def _backward_on_blocks(a: _Attention, grad: Any, out: Any, denominator: Any) -> list[Any]:
+def _backward_on_blocks(a: _Attention, grad: Tensor, out: Tensor, denominator: Tensor) -> Sequence[Tensor]:
     """The gradients of query, key and value."""
     tensors = [grad, *a.tensors[:3], out, denominator, *a.tensors[3:]]
     ways, blocks = _on_blocks(tensors, a.mask is not None, backward=True)
@@ -324,18 +326,18 @@ def _is_whole(attention: _Attention) -> bool:
     return all(x._spec.layout.is_replicated for x in attention.tensors if isinstance(x, Sharded))
 
 
-def _on_whole_values(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _on_whole_values(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> tuple[object, ...]:
     """The fused kernel on every rank, on full values."""
     sharded = _sharded([*args, *kwargs.values()])
     cls, like = type(sharded), sharded._spec.layout.replicated()
 
-    def whole(x: Any) -> Any:
+    def whole(x: object) -> object:
         if not isinstance(x, Sharded):
             return x
         layout = x._spec.layout
         return run_plan(find_plan(layout, layout.replicated()), x._local_tensor)
 
-    def wrapped(x: Any) -> Any:
+    def wrapped(x: object) -> object:
         if not isinstance(x, Tensor):
             return x
         layout = Layout.of(like.mesh, like.placements, tuple(x.shape), x.dtype, (None,) * x.ndim)
@@ -344,14 +346,14 @@ def _on_whole_values(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     return tuple(wrapped(x) for x in op(*[whole(a) for a in args], **{k: whole(a) for k, a in kwargs.items()}))
 
 
-def _refuse_dropout(op: Any, dropout_p: float) -> None:
+def _refuse_dropout(op: OpOverload, dropout_p: float) -> None:
     if dropout_p > 0:
         raise UnsupportedOpError(
             f"{op} with dropout on sharded tensors: use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
         )
 
 
-def _argument(op: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str, default: Any = None) -> Any:
+def _argument(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], name: str, default: Any = None) -> Any:
     for i, argument in enumerate(op._schema.arguments):
         if argument.name == name:
             if i < len(args) and not argument.kwarg_only:
@@ -360,7 +362,7 @@ def _argument(op: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str, d
     return default
 
 
-def _attention_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Attention:
+def _attention_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> _Attention:
     def get(name: str) -> Any:
         return _argument(op, args, kwargs, name)
 
@@ -377,10 +379,10 @@ def _attention_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Atte
     return _Attention(query, get("key"), get("value"), mask, get("is_causal"), factor)
 
 
-def _forward(op: Any) -> Callable[..., Any]:
+def _forward(op: OpOverload) -> Run:
     """The op's other results, such as the state of the random numbers, are empty: only our backward reads them."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> tuple[object, ...]:
         attention = _attention_of(op, args, kwargs)
         if _is_whole(attention):
             return _on_whole_values(op, args, kwargs)
@@ -393,8 +395,8 @@ def _forward(op: Any) -> Callable[..., Any]:
     return run
 
 
-def _backward(op: Any) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
+def _backward(op: OpOverload) -> Run:
+    def run(*args: Any, **kwargs: Any) -> tuple[object, ...]:
         attention = _attention_of(op, args, kwargs)
         if _is_whole(attention):
             return _on_whole_values(op, args, kwargs)

@@ -1,14 +1,11 @@
 """What an op gives on tensors of the global shapes."""
 
-# The class of sharded tensors arrives as an argument, so that its attributes are unknown here.
-# mypy: disable-error-code="attr-defined, union-attr"
-
 from __future__ import annotations
 
 import contextlib
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ from shardcompile.dispatch.local_ops import unbound
 from shardcompile.errors import refusal
 from shardcompile.layout import contiguous_stride
 from shardcompile.ops import Order, record_of, state
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 _NO_VIEW = re.compile("not compatible with input tensor's size and stride|Cannot view a tensor")
@@ -43,45 +41,45 @@ What is found in a trace is kept with its mode: the layers of a model ask for th
 _FOUND_LIMIT = 4096
 
 
-def global_meta(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def global_meta(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """What the op gives on tensors of the global shapes, without computing it.
 
     Errors that plain PyTorch raises for these shapes are raised here, on all ranks alike.
     """
-    mode = compat.detect_fake_mode([_held(cls, x) for x in tensors_of([*args, *kwargs.values()])])
+    mode = compat.detect_fake_mode([_held(x) for x in tensors_of([*args, *kwargs.values()])])
     known = _FOUND if mode is None else compat.kept_with(mode)
     if mode is None:
         if _EAGER.mode is None:
             _EAGER.mode = compat.FakeTensorMode()
         mode = _EAGER.mode
-    key = (op, torch.get_default_dtype(), _key(cls, args), _key(cls, tuple(kwargs.items())))
+    key = (op, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items())))
     try:
         found = known.get(key)
     except TypeError:  # an argument that cannot be hashed
-        return _worked_out(mode, cls, op, args, kwargs)
+        return _worked_out(mode, op, args, kwargs)
     if found is None:
         if len(known) >= _FOUND_LIMIT:
             known.clear()
-        found = known[key] = _worked_out(mode, cls, op, args, kwargs)
+        found = known[key] = _worked_out(mode, op, args, kwargs)
     return found
 
 
-def _key(cls: type, a: Any) -> Any:
+def _key(a: object) -> object:
     """What a result depends on; 1, 1.0 and True are equal but not the same argument."""
     if isinstance(a, Tensor):
-        return _key(cls, tuple(a.shape)), _key(cls, a.stride()), a.dtype, a.device
+        return _key(tuple(a.shape)), _key(a.stride()), a.dtype, a.device
     if isinstance(a, (list, tuple)):
-        return tuple(_key(cls, b) for b in a)
+        return tuple(_key(b) for b in a)
     if isinstance(a, (torch.SymInt, torch.SymFloat)):  # to compare them would be a guard
         return type(a), a.node.expr
     return type(a), a
 
 
-def _worked_out(mode: Any, cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _worked_out(mode: Any, op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     # Fake kernels of views (2.11 - 2.15) refuse some that PyTorch has, and give others strides that theirs have not.
     as_kernels_do = op.is_view and mode is _EAGER.mode
 
-    def fake(a: Any) -> Any:
+    def fake(a: object) -> object:
         if isinstance(a, Tensor):
             device = "meta" if as_kernels_do else a.device
             return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=device)
@@ -99,7 +97,8 @@ def _worked_out(mode: Any, cls: type, op: OpOverload, args: tuple[Any, ...], kwa
                 record.check(op, given)
             if record.elementwise and not op._schema.is_mutable:
                 given = _with_as_many_dims(given)
-            out = (record.shape_kernel or op)(*given, **{k: fake(a) for k, a in kwargs.items()})
+            run: Callable[..., Any] = record.shape_kernel or op
+            out = run(*given, **{k: fake(a) for k, a in kwargs.items()})
             as_inputs = isinstance(out, Tensor) and "memory_format" not in kwargs and not op._schema.is_mutable
             if mode is _EAGER.mode and as_inputs and record.elementwise and not record.keeps_strides:
                 out = _in_rows_if_all_are(out, list(tensors_of(given)))
@@ -115,13 +114,13 @@ def _worked_out(mode: Any, cls: type, op: OpOverload, args: tuple[Any, ...], kwa
             # Also where plain PyTorch has a view: a result along a cut dim may have that dim first in memory.
             raise refusal(
                 str(op),
-                f"a tensor with strides {tuple(args[0].stride())}",
+                f"a tensor with strides {tuple(next(tensors_of(args)).stride())}",
                 f"its elements are not in the order that this view needs ({error})",
                 record.instead,
             ) from None
 
 
-def _with_as_many_dims(args: Sequence[Any]) -> list[Any]:
+def _with_as_many_dims(args: Sequence[object]) -> list[object]:
     """Arguments of an elementwise op, its tensors with as many dims, as its kernel expands them.
 
     What a kernel gives is stored in an order of dims that follows from the strides of its inputs. Along the dims that
@@ -129,7 +128,7 @@ def _with_as_many_dims(args: Sequence[Any]) -> list[Any]:
     """
     most = max((a.ndim for a in args if isinstance(a, Tensor)), default=0)
 
-    def one(a: Any) -> Any:
+    def one(a: object) -> object:
         if not isinstance(a, Tensor) or a.ndim in (0, most):  # one without dims has a say of its own in the dtype
             return a
         missing = most - a.ndim
@@ -183,11 +182,11 @@ def _in_rows_if_all_are(out: Tensor, given: Sequence[Tensor]) -> Tensor:
     return out
 
 
-def _held(cls: type, x: Tensor) -> Tensor:
-    return block_as_held(x) if type(x) is cls else x
+def _held(x: Tensor) -> Tensor:
+    return block_as_held(x) if isinstance(x, Sharded) else x
 
 
-def tensors_of(values: Sequence[Any]) -> Iterator[Tensor]:
+def tensors_of(values: Iterable[object]) -> Iterator[Tensor]:
     """All tensors among arguments, those in lists included, in order."""
     for a in values:
         if isinstance(a, Tensor):

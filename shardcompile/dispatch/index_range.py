@@ -18,6 +18,7 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.errors import IndexRangeError
 from shardcompile.ops import OpRecord, state
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 
@@ -42,24 +43,24 @@ class Indexed:
 
 
 def _rows(wraps: bool = False) -> Callable[..., Iterator[Indexed]]:
-    def find(x: Any, dim: int, index: Any, *_: Any, **__: Any) -> Iterator[Indexed]:
+    def find(x: Tensor, dim: int, index: Tensor, *_: object, **__: object) -> Iterator[Indexed]:
         if x.ndim:
             yield Indexed(index, x, dim % x.ndim, wraps)
 
     return find
 
 
-def _by_dim(x: Any, indices: Sequence[Any], *_: Any, **__: Any) -> Iterator[Indexed]:
+def _by_dim(x: Tensor, indices: Sequence[Tensor | None], *_: object, **__: object) -> Iterator[Indexed]:
     if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):  # a mask may take several dims
         yield from (Indexed(i, x, d, wraps=True) for d, i in enumerate(indices) if i is not None)
 
 
-def _table(weight: Any, index: Any, *_: Any, **__: Any) -> Iterator[Indexed]:
+def _table(weight: Tensor, index: Tensor, *_: object, **__: object) -> Iterator[Indexed]:
     yield Indexed(index, weight, 0)
 
 
 def _classes(
-    x: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100
+    x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, ignore_index: int = -100
 ) -> Iterator[Indexed]:
     yield Indexed(target, x, 0 if x.ndim == 1 else 1, ignored=ignore_index)
 
@@ -84,7 +85,7 @@ state(aten.nll_loss_forward.default, indices=_classes)
 state(aten.nll_loss2d_forward.default, indices=_classes)
 
 
-def check_indices(cls: Any, record: OpRecord, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def check_indices(cls: type[Sharded], record: OpRecord, args: Sequence[object], kwargs: dict[str, object]) -> None:
     """Raise if an index of a call is out of range: on all ranks, or, where the index is cut, on those that hold it.
 
     Those of a backward pass have been looked at in the forward pass.
@@ -105,7 +106,7 @@ def check_indices(cls: Any, record: OpRecord, args: Sequence[Any], kwargs: dict[
             )
 
 
-def _bounds(cls: Any, found: Indexed) -> tuple[int, int]:
+def _bounds(cls: type[Sharded], found: Indexed) -> tuple[int, int]:
     """The smallest and the largest number that this rank has; of none, or of those left to kernels, 0 and -1."""
     index = found.index
     layout = index._spec.layout if type(index) is cls else None

@@ -11,22 +11,26 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
+from shardcompile.compat import OpOverload
 from shardcompile.dispatch.logsumexp import logsumexp
 from shardcompile.dispatch.strides import in_one_order
+from shardcompile.layout import IntLike
 from shardcompile.ops import record_of, state
+from shardcompile.ops.record import Run
 from shardcompile.rules.images import per_channel
 
 aten = torch.ops.aten
+Scalar = int | float | bool | complex
 
 
-def lowest(dtype: torch.dtype) -> Any:
+def lowest(dtype: torch.dtype) -> Scalar:
     """The value that never wins a maximum."""
     if dtype is torch.bool:
         return False
     return -float("inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-def highest(dtype: torch.dtype) -> Any:
+def highest(dtype: torch.dtype) -> Scalar:
     """The value that never wins a minimum."""
     if dtype is torch.bool:
         return True
@@ -37,7 +41,7 @@ def _may_be_empty(extent: int | torch.SymInt) -> bool:
     return not isinstance(extent, int) or extent == 0
 
 
-def padded(x: Tensor, dims: list[int], value: Any) -> Tensor:
+def padded(x: Tensor, dims: list[int], value: Scalar) -> Tensor:
     """`x` with one neutral row along dims that may be empty on this rank; Inductor fuses it into the reduction."""
     pad = [0] * (2 * x.ndim)
     for dim in dims:
@@ -46,19 +50,19 @@ def padded(x: Tensor, dims: list[int], value: Any) -> Tensor:
     if not any(pad):
         return x
     if x.dtype is torch.bool:  # constant_pad_nd of a bool wants a number
-        return aten.constant_pad_nd(x.to(torch.uint8), pad, int(value)).to(torch.bool)
+        return aten.constant_pad_nd(x.to(torch.uint8), pad, int(bool(value))).to(torch.bool)
     return aten.constant_pad_nd(x, pad, value)
 
 
-def _extremum(op: Any, neutral: Callable[[torch.dtype], Any]) -> Callable[..., Tensor]:
-    def local(x: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+def _extremum(op: OpOverload, neutral: Callable[[torch.dtype], Scalar]) -> Callable[..., Tensor]:
+    def local(x: Tensor, dim: Sequence[int] | None = (), keepdim: bool = False) -> Tensor:
         dims = list(range(x.ndim)) if dim is None or len(dim) == 0 else list(dim)
         return op(padded(x, dims, neutral(x.dtype)) if x.ndim else x, dim, keepdim)
 
     return local
 
 
-def _whole_extremum(op: Any, neutral: Callable[[torch.dtype], Any]) -> Callable[..., Tensor]:
+def _whole_extremum(op: OpOverload, neutral: Callable[[torch.dtype], Scalar]) -> Callable[..., Tensor]:
     def local(x: Tensor) -> Tensor:
         return op(padded(x, list(range(x.ndim)), neutral(x.dtype)), [], False) if x.ndim else x.clone()
 
@@ -68,7 +72,7 @@ def _whole_extremum(op: Any, neutral: Callable[[torch.dtype], Any]) -> Callable[
 _block_amax = _extremum(aten.amax.default, lowest)
 
 
-def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+def _logsumexp(x: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tensor:
     """`logsumexp` of a block. In a trace torch's own asks whether there are elements."""
     if all(isinstance(n, int) for n in x.shape):
         return aten.logsumexp.default(x, dim, keepdim)
@@ -76,14 +80,14 @@ def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     return logsumexp(x, dims, keepdim, _block_amax)
 
 
-def unbound(x: Tensor, dim: int = 0) -> Any:
+def unbound(x: Tensor, dim: int = 0) -> Sequence[Tensor]:
     """`unbind`. In a trace torch's own (2.11 - 2.15) keeps the dim, unless it asks for an extent that it knows is 1."""
     if isinstance(x.shape[dim], int):
         return aten.unbind.int(x, dim)
     return [aten.select.int(x, dim, i) for i in range(int(x.shape[dim]))]
 
 
-def _view(x: Tensor, shape: Sequence[Any]) -> Tensor:
+def _view(x: Tensor, shape: Sequence[IntLike]) -> Tensor:
     """A view, or a copy where the strides of a block forbid a view that those of the whole tensor allow.
 
     Inside a trace strides are compared by their hints, or the graph would be specialised on the size of this rank's
@@ -107,7 +111,7 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
     return _view(out, [*batch, *out.shape[1:]])
 
 
-def _flat_batch(x: Tensor, batch: Sequence[Any]) -> Tensor:
+def _flat_batch(x: Tensor, batch: Sequence[IntLike]) -> Tensor:
     """Broadcast to a batch, whose dims become one."""
     if any(isinstance(m, int) and m == 1 and n is not m for m, n in zip(x.shape, batch, strict=False)):
         x = x.expand([*batch, -1, -1])
@@ -122,7 +126,7 @@ def copy_block(target: Tensor, source: Tensor, non_blocking: bool = False) -> Te
         return target.copy_(source, non_blocking)
 
 
-def _index_write(op: Any) -> Callable[..., Tensor]:
+def _index_write(op: OpOverload) -> Callable[..., Tensor]:
     def local(x: Tensor, *args: Any) -> Tensor:
         """Inside a trace torch's own makes a contiguous tensor, and asks for the size of the block."""
         with contextlib.nullcontext() if type(x) is Tensor else compat.without_guards(x):
@@ -131,10 +135,10 @@ def _index_write(op: Any) -> Callable[..., Tensor]:
     return local
 
 
-def _masked_fill_(op: Any) -> Callable[..., Tensor]:
+def _masked_fill_(op: OpOverload) -> Callable[..., Tensor]:
     functional: Any = compat.functional_variant(op)
 
-    def local(x: Tensor, mask: Tensor, value: Any) -> Tensor:
+    def local(x: Tensor, mask: Tensor, value: Tensor) -> Tensor:
         """Inside a trace torch's own makes a contiguous tensor, and asks for the size of a block that is not."""
         if type(x) is Tensor or x.ndim < 2:
             return op(x, mask, value)
@@ -157,7 +161,7 @@ def _trilinear(
     return out.sum(total)
 
 
-def _roll(x: Tensor, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Tensor:
+def _roll(x: Tensor, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Tensor:
     """`roll`; inside a trace torch's own asks whether the block is empty."""
     if type(x) is Tensor or not dims:
         return aten.roll.default(x, shifts, dims)
@@ -168,15 +172,15 @@ def _roll(x: Tensor, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Tensor:
     return x
 
 
-def _per_channel(op: Any, spatial: int) -> Callable[..., Any]:
+def _per_channel(op: OpOverload, spatial: int) -> Run:
     """Where this rank may have no channels, which kernels refuse: all leading dims as samples of one channel."""
 
-    def local(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def local(x: Tensor, *args: Any, **kwargs: Any) -> object:
         leading = x.shape[:-spatial]
         if not _may_be_empty(leading[-1]):
             return op(x, *args, **kwargs)
 
-        def merged(a: Any) -> Any:
+        def merged(a: Tensor) -> Tensor:
             if isinstance(a, Tensor):
                 return _view(a, [math.prod(a.shape[:-spatial]), 1, *a.shape[-spatial:]])
             is_shape = isinstance(a, (list, tuple)) and len(a) == spatial + len(leading) > spatial
@@ -190,7 +194,9 @@ def _per_channel(op: Any, spatial: int) -> Callable[..., Any]:
     return local
 
 
-def _running_extremum(op: Any, worst: Callable[[torch.dtype], Any]) -> Callable[[Tensor, int], Sequence[Tensor]]:
+def _running_extremum(
+    op: OpOverload, worst: Callable[[torch.dtype], Scalar]
+) -> Callable[[Tensor, int], Sequence[Tensor]]:
     """`cummax` or `cummin` of a block, which in a trace has a row more along dims that may be empty on some ranks.
 
     Run for shapes alone, torch's kernel asks whether there are elements, to look at `dim` then. Nothing can be said of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,20 +11,23 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.dispatch.decompositions import as_strided
 from shardcompile.errors import UnsupportedOpError
-from shardcompile.layout import Layout, Spec, contiguous_stride
+from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride
 from shardcompile.ops import state
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 
 
-def _set(x: Any, source: Any) -> Any:
+def _set(x: Sharded, source: Tensor) -> Tensor:
     """``x.set_(source)``: another tensor on the block of `source`."""
-    if type(source) is type(x):
+    if isinstance(source, Sharded):
         return source._stand_in()
-    return type(x)._wrap(source, Spec.of(Layout.whole(x.device_mesh, source.shape, source.dtype), source.stride()))
+    return type(x)._wrap(
+        source, Spec.of(Layout.whole(x._spec.layout.mesh, source.shape, source.dtype), source.stride())
+    )
 
 
-def _resized(x: Any, size: Sequence[Any], *, memory_format: Any = None) -> Any:
+def _resized(x: Sharded, size: Sequence[IntLike], *, memory_format: torch.memory_format | None = None) -> Tensor:
     """``x.resize_(size)`` to no more elements than there are: the first ones."""
     if len(size) == x.ndim and all(compat.same_symbol(a, b) for a, b in zip(size, x.shape, strict=True)):
         return x  # torch leaves the strides as well
@@ -38,11 +40,11 @@ def _resized(x: Any, size: Sequence[Any], *, memory_format: Any = None) -> Any:
     return as_strided(x, size, contiguous_stride(size))
 
 
-def _resized_as(x: Any, like: Tensor, *, memory_format: Any = None) -> Any:
+def _resized_as(x: Sharded, like: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
     return _resized(x, like.shape, memory_format=memory_format)
 
 
-def _refused(x: Any, *_: Any, **__: Any) -> Any:
+def _refused(x: Sharded, *_: object, **__: object) -> Tensor:
     raise UnsupportedOpError(
         f"set_ of {x._spec.layout.describe()} to a storage: a sharded tensor has none; set_ takes a tensor"
     )

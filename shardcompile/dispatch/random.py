@@ -24,6 +24,7 @@ from shardcompile.dispatch.strides import in_order
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout, Spec, dense_stride
 from shardcompile.ops import always, state
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
@@ -68,7 +69,7 @@ def _agreed_seed(layout: Layout, device: torch.device) -> Tensor:
     return seed
 
 
-def _block(x: Any, kind: str, dtype: torch.dtype | None = None) -> Any:
+def _block(x: Sharded, kind: str, dtype: torch.dtype | None = None) -> Sharded:
     """Random numbers laid out like `x`, stored without gaps in the order of its strides, as `empty_like` would."""
     layout: Layout = x._spec.layout
     if any(isinstance(p, Partial) for p in layout.placements):
@@ -81,18 +82,18 @@ def _block(x: Any, kind: str, dtype: torch.dtype | None = None) -> Any:
 
 
 def _numbers_like(kind: str) -> Callable[..., Tensor]:
-    def run(x: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    def run(x: Sharded, *, dtype: torch.dtype | None = None, **_: object) -> Tensor:
         return _block(_reduced(x), kind, dtype)
 
     return run
 
 
-def _reduced(x: Any) -> Any:
+def _reduced(x: Sharded) -> Sharded:
     """Only the shape of `x` counts: a pending reduction is dropped."""
     return aten.zeros_like.default(x) if x._spec.layout.is_partial else x
 
 
-def _refuse_generator(generator: Any) -> None:
+def _refuse_generator(generator: torch.Generator | None) -> None:
     if generator is not None:
         raise UnsupportedOpError("random ops on sharded tensors take their seeds from the default generator only")
 
@@ -106,7 +107,7 @@ def _precise(dtype: torch.dtype) -> torch.dtype:
 def _refill(kind: str, transform: Callable[..., Tensor], dtype: torch.dtype | None = None) -> Callable[..., Tensor]:
     """An in-place op that fills its argument."""
 
-    def run(x: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
+    def run(x: Sharded, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Tensor:
         _refuse_generator(generator)
         numbers = _block(x, kind, _precise(x.dtype) if dtype is None else dtype)
         return aten.copy_.default(x, transform(numbers, *args, **kwargs))
@@ -114,23 +115,23 @@ def _refill(kind: str, transform: Callable[..., Tensor], dtype: torch.dtype | No
     return run
 
 
-def _bernoulli(x: Any, p: float | None = None, *, generator: Any = None) -> Tensor:
+def _bernoulli(x: Sharded, p: float | None = None, *, generator: torch.Generator | None = None) -> Tensor:
     _refuse_generator(generator)
     x = _settled(x)
     numbers = _block(x, "uniform", _precise(x.dtype))
     return aten.lt.Tensor(numbers, x).to(x.dtype) if p is None else (numbers < p).to(x.dtype)
 
 
-def _bernoulli_from(x: Any, p: Tensor, *, generator: Any = None) -> Tensor:
+def _bernoulli_from(x: Sharded, p: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
     _refuse_generator(generator)
     return aten.copy_.default(x, aten.lt.Tensor(_block(x, "uniform", _precise(x.dtype)), p))
 
 
-def _settled(x: Any) -> Any:
+def _settled(x: Any) -> Sharded:
     return x.redistribute(placements=x._spec.layout.reduced().placements) if x._spec.layout.is_partial else x
 
 
-def _native_dropout(x: Any, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+def _native_dropout(x: Sharded, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     x = _settled(x)
     if train is False:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
@@ -139,7 +140,9 @@ def _native_dropout(x: Any, p: float, train: bool | None) -> tuple[Tensor, Tenso
     return x * keep * scale, keep
 
 
-def _integers_like(x: Any, low: int, high: int | None = None, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def _integers_like(
+    x: Sharded, low: int, high: int | None = None, *, dtype: torch.dtype | None = None, **_: object
+) -> Tensor:
     low, high = (0, low) if high is None else (low, high)
     return _whole_numbers(_block(_reduced(x), "uniform", torch.float64), low, high).to(dtype or x.dtype)
 
@@ -157,7 +160,7 @@ def _whole_numbers(u: Tensor, low: int, high: int | None = None) -> Tensor:
     return (u * (high - low)).floor() + low
 
 
-def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
+def _normal(mean: Tensor, std: Tensor | float = 1.0, *, generator: torch.Generator | None = None) -> Tensor:
     """`torch.normal` of tensors of means or deviations."""
     _refuse_generator(generator)
     like = mean + std  # both sharded or plain, broadcast

@@ -98,7 +98,7 @@ def in_one_order(record: OpRecord, blocks: Sequence[Any], stride: Sequence[IntLi
         stride: global strides of its result.
     """
 
-    def aligned(x: Any) -> Any:
+    def aligned(x: Tensor) -> Tensor:
         if not isinstance(x, Tensor) or x.ndim < 2 or (x.ndim != len(stride) and not record.order.needs_rows):
             return x
         if any(compat.size_hint(s) == 0 and compat.size_hint(n) > 1 for s, n in zip(x.stride(), x.shape, strict=True)):
@@ -108,7 +108,7 @@ def in_one_order(record: OpRecord, blocks: Sequence[Any], stride: Sequence[IntLi
     return [aligned(x) for x in blocks]
 
 
-def all_in_order(out: Any, specs: Sequence[Any]) -> Any:
+def all_in_order(out: Tensor, specs: Sequence[Any]) -> Tensor:
     """The results of a local op in the order of their specs; a spec is None for what is no tensor."""
     if isinstance(out, Tensor):
         return out if specs[0] is None else in_order(out, specs[0].stride)

@@ -20,7 +20,7 @@ LocalArgs = Callable[[OpCall, tuple[Any, ...], Sequence[Layout], Callable[[Layou
 """From the call, the local arguments, the output layouts and a function that gives this rank's shape of a layout, to
 the positional arguments of the local call."""
 
-Run = Callable[..., Any]
+Run = Callable[..., object]
 """Called with the arguments of an op, or of a function, and returns its results."""
 
 
@@ -134,7 +134,7 @@ class OpRecord:
     elementwise: bool = False
     order: Order = Order.TOLD
     keeps_strides: bool = False
-    indices: Run | None = None
+    indices: Callable[..., Iterator[Any]] | None = None
     check: Callable[[OpOverload, Sequence[Any]], None] | None = None
     shape_kernel: Run | None = None
     instead: str = ""
@@ -164,7 +164,7 @@ class Facts(TypedDict, total=False):
     elementwise: bool
     order: Order
     keeps_strides: bool
-    indices: Run
+    indices: Callable[..., Iterator[Any]]
     check: Callable[[OpOverload, Sequence[Any]], None]
     shape_kernel: Run
     instead: str
