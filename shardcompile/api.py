@@ -16,8 +16,8 @@ from shardcompile.collectives import broadcast, receive_block, send_blocks
 from shardcompile.dispatch import clear_cache
 from shardcompile.errors import LayoutError, RuleError, UnsupportedOpError
 from shardcompile.layout import Cut, Layout, Spec, contiguous_stride, normalize_placements
+from shardcompile.ops import OpCall, Rule, Strategy, TensorArg, replace_rule
 from shardcompile.plan import target_layout
-from shardcompile.rules import OpCall, Rule, Strategy, TensorArg, replace_rule
 from shardcompile.tensor import ShardTensor
 from shardcompile.tensor.autograd import FromLocal
 from shardcompile.tensor.construct import agreed_metadata, stated_cuts

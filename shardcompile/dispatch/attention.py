@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from shardcompile import compat, config
 from shardcompile.collectives import Ring
+from shardcompile.compat import OpOverload
 from shardcompile.dispatch.attention_blocks import attend, attend_backward, repeated_heads, summed_heads
 from shardcompile.dispatch.attention_ring import RingAttention
 from shardcompile.dispatch.choice import Choice, choose
@@ -26,9 +27,11 @@ from shardcompile.dispatch.precision import widened
 from shardcompile.dispatch.rows import first_row, layout_of, wrap
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
+from shardcompile.ops import Strategy, along, always, state
+from shardcompile.ops.record import Run
 from shardcompile.plan import find_plan
 from shardcompile.redistribute import run_plan
-from shardcompile.rules import Strategy, along
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 _BATCH, _HEADS, _ROWS = 0, 1, 2
@@ -55,20 +58,20 @@ class _Attention:
     scale: float
 
     @property
-    def tensors(self) -> list[Any]:
+    def tensors(self) -> list[Tensor]:
         """Query, key, value and, if there is one, the mask."""
         return [x for x in (self.query, self.key, self.value, self.mask) if x is not None]
 
     def with_equal_heads(self) -> _Attention:
         """Where heads are cut, those of keys and values repeated: theirs are then cut as the query's are."""
-        cut = any(x._spec.layout.cuts[_HEADS] is not None for x in self.tensors[:3] if hasattr(x, "_spec"))
+        cut = any(x._spec.layout.cuts[_HEADS] is not None for x in self.tensors[:3] if isinstance(x, Sharded))
         heads = self.query.shape[_HEADS]
         if not cut:
             return self
         key, value = repeated_heads(self.key, heads), repeated_heads(self.value, heads)
         return _Attention(self.query, key, value, self.mask, self.causal, self.scale)
 
-    def gradient_of_mask(self, grad: Any, out: Any, denominator: Any) -> Any:
+    def gradient_of_mask(self, grad: Tensor, out: Tensor, denominator: Tensor) -> Tensor:
         """The gradient of what is added to the scores, from products: no fused kernel gives it for a block."""
         grad = widened(grad)
         heads = self.query.shape[_HEADS]
@@ -81,15 +84,15 @@ class _Attention:
         return grad_scores.sum_to_size(self.mask.shape).to(self.mask.dtype)
 
 
-def _product(a: Any, b: Any) -> Any:
+def _product(a: Tensor, b: Tensor) -> Tensor:
     """Batched product with all dims of the batch kept apart, so that any of them may be cut."""
-    cls = type(a if hasattr(a, "_spec") else b)
+    cls = type(a if isinstance(a, Sharded) else b)
     return cls.__torch_dispatch__(aten.matmul.default, (), (a, b), {})
 
 
-def _sharded(values: Iterable[Any]) -> Any:
+def _sharded(values: Iterable[object]) -> Sharded:
     """The first sharded tensor."""
-    return next(x for x in values if hasattr(x, "_spec"))
+    return next(x for x in values if isinstance(x, Sharded))
 
 
 # On blocks
@@ -170,8 +173,8 @@ def _returned(layout: Layout, like: Layout) -> Layout:
     return layout
 
 
-def _return(local: Tensor, layout: Layout, like: Any) -> tuple[Tensor, Layout]:
-    if not hasattr(like, "_spec"):
+def _return(local: Tensor, layout: Layout, like: Tensor) -> tuple[Tensor, Layout]:
+    if not isinstance(like, Sharded):
         return local, layout
     target = _returned(layout, like._spec.layout)
     return run_plan(find_plan(layout, target), local), target
@@ -204,7 +207,7 @@ class _Ways:
         return RingAttention(Ring(cut, key.mesh, around=around), first_row(query.cut_of(_ROWS), query), causal, scale)
 
 
-def _on_blocks(tensors: Sequence[Any], has_mask: bool, backward: bool) -> tuple[_Ways, list[Tensor]]:
+def _on_blocks(tensors: Sequence[Tensor], has_mask: bool, backward: bool) -> tuple[_Ways, list[Tensor]]:
     """How a rank attends, and the blocks that it needs for it."""
     mesh = _sharded(tensors)._spec.layout.mesh
     layouts = tuple(layout_of(x, mesh) for x in tensors)
@@ -218,7 +221,7 @@ def _on_blocks(tensors: Sequence[Any], has_mask: bool, backward: bool) -> tuple[
         cut = layouts[key].cut_of(_ROWS)
         for i in (key, value):
             plans[i] = find_plan(layouts[i], _in_blocks(plans[i].dst, ring, cut))
-    locals_ = [x._local_tensor if hasattr(x, "_spec") else x for x in tensors]
+    locals_ = [x._local_tensor if isinstance(x, Sharded) else x for x in tensors]
     blocks = [run_plan(plan, x) for plan, x in zip(plans, locals_, strict=True)]
     return _Ways(choice, tuple(p.dst for p in plans), ring), blocks
 
@@ -252,7 +255,7 @@ def _stride_by_rows(shape: Sequence[IntLike]) -> tuple[IntLike, ...]:
     return (rows * heads * features, features, heads * features, 1)
 
 
-def _forward_on_blocks(a: _Attention) -> tuple[Any, Any]:
+def _forward_on_blocks(a: _Attention) -> tuple[Tensor, Tensor]:
     """The result, and the logarithm of the softmax's denominator."""
     ways, (q, k, v, *masks) = _on_blocks(a.tensors, a.mask is not None, backward=False)
     (query, key), choice = ways.layouts[:2], ways.choice
@@ -293,7 +296,7 @@ def _merged(out: Tensor, denominator: Tensor, layout: Layout, of_denominator: La
     return summed.to(out.dtype), total
 
 
-def _backward_on_blocks(a: _Attention, grad: Any, out: Any, denominator: Any) -> list[Any]:
+def _backward_on_blocks(a: _Attention, grad: Tensor, out: Tensor, denominator: Tensor) -> Sequence[Tensor]:
     """The gradients of query, key and value."""
     tensors = [grad, *a.tensors[:3], out, denominator, *a.tensors[3:]]
     ways, blocks = _on_blocks(tensors, a.mask is not None, backward=True)
@@ -320,21 +323,21 @@ def _backward_on_blocks(a: _Attention, grad: Any, out: Any, denominator: Any) ->
 
 
 def _is_whole(attention: _Attention) -> bool:
-    return all(x._spec.layout.is_replicated for x in attention.tensors if hasattr(x, "_spec"))
+    return all(x._spec.layout.is_replicated for x in attention.tensors if isinstance(x, Sharded))
 
 
-def _on_whole_values(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _on_whole_values(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> tuple[object, ...]:
     """The fused kernel on every rank, on full values."""
     sharded = _sharded([*args, *kwargs.values()])
     cls, like = type(sharded), sharded._spec.layout.replicated()
 
-    def whole(x: Any) -> Any:
-        if not hasattr(x, "_spec"):
+    def whole(x: object) -> object:
+        if not isinstance(x, Sharded):
             return x
         layout = x._spec.layout
         return run_plan(find_plan(layout, layout.replicated()), x._local_tensor)
 
-    def wrapped(x: Any) -> Any:
+    def wrapped(x: object) -> object:
         if not isinstance(x, Tensor):
             return x
         layout = Layout.of(like.mesh, like.placements, tuple(x.shape), x.dtype, (None,) * x.ndim)
@@ -343,14 +346,14 @@ def _on_whole_values(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     return tuple(wrapped(x) for x in op(*[whole(a) for a in args], **{k: whole(a) for k, a in kwargs.items()}))
 
 
-def _refuse_dropout(op: Any, dropout_p: float) -> None:
+def _refuse_dropout(op: OpOverload, dropout_p: float) -> None:
     if dropout_p > 0:
         raise UnsupportedOpError(
             f"{op} with dropout on sharded tensors: use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
         )
 
 
-def _argument(op: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str, default: Any = None) -> Any:
+def _argument(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], name: str, default: Any = None) -> Any:
     for i, argument in enumerate(op._schema.arguments):
         if argument.name == name:
             if i < len(args) and not argument.kwarg_only:
@@ -359,7 +362,7 @@ def _argument(op: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str, d
     return default
 
 
-def _attention_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Attention:
+def _attention_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> _Attention:
     def get(name: str) -> Any:
         return _argument(op, args, kwargs, name)
 
@@ -376,10 +379,10 @@ def _attention_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Atte
     return _Attention(query, get("key"), get("value"), mask, get("is_causal"), factor)
 
 
-def _forward(op: Any) -> Callable[..., Any]:
+def _forward(op: OpOverload) -> Run:
     """The op's other results, such as the state of the random numbers, are empty: only our backward reads them."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> tuple[object, ...]:
         attention = _attention_of(op, args, kwargs)
         if _is_whole(attention):
             return _on_whole_values(op, args, kwargs)
@@ -392,8 +395,8 @@ def _forward(op: Any) -> Callable[..., Any]:
     return run
 
 
-def _backward(op: Any) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
+def _backward(op: OpOverload) -> Run:
+    def run(*args: Any, **kwargs: Any) -> tuple[object, ...]:
         attention = _attention_of(op, args, kwargs)
         if _is_whole(attention):
             return _on_whole_values(op, args, kwargs)
@@ -414,24 +417,18 @@ def _backward(op: Any) -> Callable[..., Any]:
     return run
 
 
-ATTENTION_OPS: dict[Any, Callable[..., Any]] = {
-    **{
-        op: _forward(op)
-        for op in (
-            aten._scaled_dot_product_flash_attention_for_cpu.default,
-            aten._scaled_dot_product_flash_attention.default,
-            aten._scaled_dot_product_efficient_attention.default,
-            aten._scaled_dot_product_cudnn_attention.default,
-        )
-    },
-    **{
-        op: _backward(op)
-        for op in (
-            aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-            aten._scaled_dot_product_flash_attention_backward.default,
-            aten._scaled_dot_product_efficient_attention_backward.default,
-            aten._scaled_dot_product_cudnn_attention_backward.default,
-        )
-    },
-}
-"""By op, its sharded form."""
+# What the forward pass gives besides its first result is for our backward pass alone.
+for _op in (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+):
+    state(_op, sharded=always(_forward(_op), stored="first"))
+for _op in (
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+):
+    state(_op, sharded=always(_backward(_op)))

@@ -39,6 +39,7 @@ _LIBRARY.define(
     tags=_TAGS,
 )
 _LIBRARY.define("joined_rows(Tensor key, Tensor value) -> Tensor", tags=_TAGS)
+Shape = Sequence[int]
 _FLASH_FEATURES = 256
 _ALIGNED_SCORES = 16
 """Elements to which rows of a mask have to be aligned for the memory-efficient kernel."""
@@ -182,7 +183,7 @@ def _with_equal_heads(x: _Inputs) -> tuple[Tensor, Tensor, Tensor]:
     return x.query, repeated_heads(x.key, heads), repeated_heads(x.value, heads)
 
 
-def repeated_heads(x: Any, heads: IntLike) -> Any:
+def repeated_heads(x: Tensor, heads: IntLike) -> Tensor:
     """Heads of keys or values [batch, heads, rows, features], once for each head of the query that uses them.
 
     Args:
@@ -195,7 +196,7 @@ def repeated_heads(x: Any, heads: IntLike) -> Any:
     return x.unsqueeze(2).expand(batch, own, heads // own, rows, features).reshape(batch, heads, rows, features)
 
 
-def summed_heads(x: Any, heads: IntLike) -> Any:
+def summed_heads(x: Tensor, heads: IntLike) -> Tensor:
     """Inverse of `repeated_heads` for gradients.
 
     Args:
@@ -310,7 +311,7 @@ def _attend_more(out: Tensor, denominator: Tensor, query: Tensor, *others: Any) 
     return part.to(out.dtype).mul_(now).addcmul_(out, before), total  # in the memory of the part, which is ours
 
 
-def _fake_attend_more(out: Tensor, denominator: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_attend_more(out: Tensor, denominator: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return _by_rows(out, out.shape[-1], out.shape[2]), denominator.new_empty(denominator.shape)
 
 
@@ -366,15 +367,17 @@ def _counted(shapes: Sequence[Sequence[int]], products: int) -> int:
 
 
 @register_flop_formula(torch.ops.shardcompile.attend)
-def _attend_flop(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+def _attend_flop(query: Shape, key: Shape, value: Shape, *rest: object, **named: object) -> int:
     return _counted([query, key, value], 2)
 
 
 @register_flop_formula(torch.ops.shardcompile.attend_more)
-def _attend_more_flop(out: Any, denominator: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+def _attend_more_flop(
+    _: object, __: object, query: Shape, key: Shape, value: Shape, *rest: object, **named: object
+) -> int:
     return _counted([query, key, value], 2)
 
 
 @register_flop_formula(torch.ops.shardcompile.attend_backward)
-def _attend_backward_flop(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+def _attend_backward_flop(_: object, query: Shape, key: Shape, value: Shape, *rest: object, **named: object) -> int:
     return _counted([query, key, value], 5)

@@ -87,13 +87,13 @@ def _attend_documents_backward(
     return grads  # type: ignore[return-value]
 
 
-def _fake_attend(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_attend(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     rows, heads, _features = query.shape
     out = query.new_empty([rows, heads, value.shape[-1]])
     return out, query.new_empty([heads, rows], dtype=wide_dtype(query.dtype))
 
 
-def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in (query, key, value))
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from shardcompile.layout import Cut, IntLike, Layout
+from shardcompile.ops import Strategy, replicate_all
 from shardcompile.plan import Plan, find_plan
-from shardcompile.rules import Strategy, replicate_all
 
 _MAX_COMBINATIONS = 256
 _LEAVING = 4

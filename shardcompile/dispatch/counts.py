@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial
 
 from shardcompile import compat
 from shardcompile.dispatch.rows import moved, reduced, wrap
 from shardcompile.layout import Layout
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 
 
-def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
+def bincount(x: Sharded, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """``aten.bincount`` of numbers that are cut; in a trace, where none is known, it is left to the rules."""
-    if not hasattr(x, "_spec") or x.ndim != 1 or x.dtype.is_floating_point or compat.is_fake(x._local_tensor):
+    if not isinstance(x, Sharded) or x.ndim != 1 or x.dtype.is_floating_point or compat.is_fake(x._local_tensor):
         return NotImplemented
     x = reduced(x)
     if x._spec.layout.cuts[0] is None or x.shape[0] == 0 or (weights is not None and weights.shape != x.shape):
@@ -32,9 +32,9 @@ def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
     return _added_up(x, found)
 
 
-def histc(x: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
+def histc(x: Sharded, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
     """``aten.histc`` of numbers that are cut, between limits that are given."""
-    if not hasattr(x, "_spec") or not min < max:
+    if not isinstance(x, Sharded) or not min < max:
         return NotImplemented
     x = reduced(x)
     if not any(c is not None for c in x._spec.layout.cuts) or 0 in x.shape:
@@ -42,7 +42,7 @@ def histc(x: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
     return _added_up(x, aten.histc.default(x._local_tensor, bins, min, max))
 
 
-def _added_up(x: Any, counts: torch.Tensor) -> Any:
+def _added_up(x: Sharded, counts: torch.Tensor) -> Tensor:
     """The counts of all blocks as a pending sum."""
     layout = x._spec.layout
     over = {m for c in layout.cuts if c is not None for m in c.mesh_dims}

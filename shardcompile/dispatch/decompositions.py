@@ -14,18 +14,20 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
+from shardcompile.compat import OpOverload
 from shardcompile.dispatch import additions, counts, lookups, rows, scans
 from shardcompile.dispatch.copied_views import follow, note_view
 from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.dispatch.group_norm import group_norm, group_norm_backward
-from shardcompile.dispatch.interpolation import INTERPOLATION_OPS
 from shardcompile.dispatch.logsumexp import is_nothing, largest, logsumexp
 from shardcompile.dispatch.precision import wide_dtype, widened
-from shardcompile.dispatch.windows import WINDOW_OPS
 from shardcompile.errors import UnsupportedOpError
-from shardcompile.layout import Layout, Spec
+from shardcompile.layout import IntLike, Layout, Spec
+from shardcompile.ops import state
+from shardcompile.ops.record import Run
 from shardcompile.plan import find_plan
 from shardcompile.redistribute import run_plan
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 
@@ -36,12 +38,14 @@ def _dims(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
     return [dim % max(x.ndim, 1)] if isinstance(dim, int) else [d % max(x.ndim, 1) for d in dim]
 
 
-def _count(x: Tensor, dims: Sequence[int]) -> Any:
+def _count(x: Tensor, dims: Sequence[int]) -> IntLike:
     """Elements that a reduction over `dims` combines."""
     return math.prod([x.shape[d] for d in dims]) if x.ndim else 1
 
 
-def _mean_dim(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+def _mean_dim(
+    x: Tensor, dim: int | Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
     dims = _dims(x, dim)
     dtype = x.dtype if dtype is None else dtype
     total = aten.sum.dim_IntList(x, dims, keepdim, dtype=wide_dtype(dtype))
@@ -52,12 +56,14 @@ def _mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     return _mean_dim(x, None, dtype=dtype)
 
 
-def _moments(x: Tensor, dim: Any, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
+def _moments(
+    x: Tensor, dim: int | Sequence[int] | None, correction: float | None, keepdim: bool
+) -> tuple[Tensor, Tensor]:
     """Variance and mean by two passes, as stable as the plain kernels."""
     dims = _dims(x, dim)
     dtype = x.dtype
     x = widened(x)
-    count = _count(x, dims)
+    count: Any = _count(x, dims)
     mean = aten.sum.dim_IntList(x, dims, True) / count
     deviation = x - mean
     square = deviation * deviation.conj() if x.is_complex() else deviation * deviation
@@ -69,25 +75,38 @@ def _moments(x: Tensor, dim: Any, correction: float | None, keepdim: bool) -> tu
     return (total / degrees).to(dtype.to_real()), mean.to(dtype)
 
 
-def _var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+def _var(
+    x: Tensor, dim: int | Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
     return _moments(x, dim, correction, keepdim)[0]
 
 
-def _std(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+def _std(
+    x: Tensor, dim: int | Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
     return _var(x, dim, correction=correction, keepdim=keepdim).sqrt()
 
 
-def _var_mean(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+def _var_mean(
+    x: Tensor, dim: int | Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
     return _moments(x, dim, correction, keepdim)
 
 
-def _std_mean(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+def _std_mean(
+    x: Tensor, dim: int | Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
     variance, mean = _moments(x, dim, correction, keepdim)
     return variance.sqrt(), mean
 
 
 def _vector_norm(
-    x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    x: Tensor,
+    ord: float = 2,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     x = x if dtype is None else x.to(dtype)
     dims = _dims(x, dim)
@@ -111,7 +130,7 @@ def _norm_of_sizes(size: Tensor, ord: float, dims: list[int], keepdim: bool) -> 
     return aten.sum.dim_IntList(size**ord, dims, keepdim) ** (1.0 / ord)
 
 
-def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+def _logsumexp(x: Tensor, dim: int | Sequence[int] | None, keepdim: bool = False) -> Tensor:
     return logsumexp(x, _dims(x, dim), keepdim, largest)
 
 
@@ -161,7 +180,7 @@ def _arg_extremum(x: Tensor, best: Tensor, dim: int, keepdim: bool) -> Tensor:
     return aten.amin.default(where, [dim], keepdim)
 
 
-def _extremum_dim(reduce: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+def _extremum_dim(reduce: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     def decomposed(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
         if x.ndim == 0:
             return x.clone(), torch.zeros_like(x, dtype=torch.int64)
@@ -173,7 +192,7 @@ def _extremum_dim(reduce: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     return decomposed
 
 
-def _arg(reduce: Any) -> Callable[..., Tensor]:
+def _arg(reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def decomposed(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
         if dim is not None or x.ndim <= 1:
             return _extremum_dim(reduce)(x, 0 if dim is None else dim, keepdim)[1]
@@ -202,7 +221,9 @@ def _reduced(x: Tensor, reduction: int) -> Tensor:
     return x.mean() if reduction == 1 else x.sum()
 
 
-def _layer_norm(x: Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     dims = list(range(x.ndim - len(shape), x.ndim))
     wide = widened(x)
     variance, mean = _moments(wide, dims, 0, True)
@@ -241,12 +262,14 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool((a == b).all().item())
 
 
-def _take(x: Any, index: Any) -> Tensor:
+def _take(x: Tensor, index: Tensor) -> Tensor:
     """Of the flattened tensor. Torch's decomposition reads the value of an index of 0 dims, which a trace cannot."""
     return aten.index.Tensor(x.reshape(-1), [index])
 
 
-def _as_strided(x: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
+def as_strided(
+    x: Sharded, size: Sequence[IntLike], stride: Sequence[IntLike], storage_offset: IntLike | None = None
+) -> Tensor:
     """Slices and permutations where the strides are those of dims of `x`, otherwise on the whole value.
 
     Raises:
@@ -260,12 +283,13 @@ def _as_strided(x: Any, size: Sequence[int], stride: Sequence[int], storage_offs
     return _strided_whole(x, aten.as_strided.default, (size, stride, start), size, stride, start)
 
 
-def _start_within(x: Any, storage_offset: Any) -> Any:
+def _start_within(x: Tensor, storage_offset: IntLike | None) -> IntLike:
     """Where a place in the storage is, counted from the first element of `x`."""
     if storage_offset is None:
         return 0
     # Where a view starts in the storage of a sharded tensor is not kept.
-    if x.is_inference() or (x._is_view() and not compat.same_symbol(x._base.numel(), x.numel())):
+    base = x._base if x._is_view() else None
+    if x.is_inference() or (base is not None and not compat.same_symbol(base.numel(), x.numel())):
         raise UnsupportedOpError(
             f"as_strided with a place in the storage that {x!r} is a view of; leave out storage_offset, which is then "
             "that of the view, or take as_strided of the tensor that was viewed"
@@ -273,7 +297,7 @@ def _start_within(x: Any, storage_offset: Any) -> Any:
     return storage_offset
 
 
-def _as_views(x: Any, size: Sequence[int], stride: Sequence[int]) -> Any:
+def _as_views(x: Sharded, size: Sequence[IntLike], stride: Sequence[IntLike]) -> Tensor | None:
     """The first rows of dims of `x` in some order, or None if that is not what the strides ask for."""
     # A trace must not take a cut extent for the number that it is compared with.
     same = compat.same_symbol if x._spec.is_plain else lambda a, b: compat.surely(a == b)
@@ -302,7 +326,7 @@ def _as_views(x: Any, size: Sequence[int], stride: Sequence[int]) -> Any:
     return out
 
 
-def _check_reach(x: Any, size: Sequence[int], stride: Sequence[int], start: Any) -> None:
+def _check_reach(x: Tensor, size: Sequence[IntLike], stride: Sequence[IntLike], start: IntLike) -> None:
     """Refuse elements that are not those of `x`."""
     span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     end = start + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
@@ -315,11 +339,11 @@ def _check_reach(x: Any, size: Sequence[int], stride: Sequence[int], start: Any)
         )
 
 
-def _strided_view(op: Any) -> Callable[..., Any]:
+def _strided_view(op: OpOverload) -> Run:
     """A view of rows at a distance from each other. Torch's own asks where `x` starts in a storage."""
 
-    def view(x: Any, *args: Any) -> Any:
-        meta = global_meta(type(x), op, (x, *args), {})
+    def view(x: Sharded, *args: Any) -> Tensor:
+        meta = global_meta(op, (x, *args), {})
         (start,) = compat.retraced([meta.storage_offset()])
         return _strided_whole(x, op, args, compat.global_extents(meta.shape), compat.retraced(meta.stride()), start)
 
@@ -329,18 +353,23 @@ def _strided_view(op: Any) -> Callable[..., Any]:
 _diagonal_at = _strided_view(aten.diagonal.default)
 
 
-def _diagonal(x: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+def _diagonal(x: Sharded, offset: int = 0, dim1: int = 0, dim2: int = 1) -> object:
     return _diagonal_at(x, offset, dim1, dim2)
 
 
-def _is_zero(n: Any) -> bool:
+def _is_zero(n: object) -> bool:
     """Whether a size is known to be 0, without a guard."""
     return isinstance(n, int) and n == 0
 
 
 def _strided_whole(
-    x: Any, op: Any, args: tuple[Any, ...], size: Sequence[int], stride: Sequence[int], start: Any
-) -> Any:
+    x: Sharded,
+    op: OpOverload,
+    args: tuple[object, ...],
+    size: Sequence[IntLike],
+    stride: Sequence[IntLike],
+    start: IntLike,
+) -> Tensor:
     """A view op on the whole value, stored with exactly the strides that the global tensor has.
 
     Args:
@@ -385,10 +414,10 @@ def _strided_whole(
     return wrapped
 
 
-def _triangle(keeps: Any) -> Callable[..., Any]:
+def _triangle(keeps: Callable[[Tensor, int], Tensor]) -> Run:
     """`tril` or `triu` of cut matrices: which elements stay is known from their row and column."""
 
-    def decomposed(x: Any, diagonal: int = 0) -> Any:
+    def decomposed(x: Tensor, diagonal: int = 0) -> Tensor:
         if x.ndim < 2:
             return NotImplemented
         rows = torch.arange(x.shape[-2], device=x.device).unsqueeze(-1)
@@ -397,11 +426,9 @@ def _triangle(keeps: Any) -> Callable[..., Any]:
     return decomposed
 
 
-def _diagonal_scatter(x: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+def _diagonal_scatter(x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
     """What is on the diagonal is known from row and column; element k of `src` is in row ``k - min(offset, 0)``."""
-    global_meta(
-        type(x if hasattr(x, "_spec") else src), aten.diagonal_scatter.default, (x, src, offset, dim1, dim2), {}
-    )
+    global_meta(aten.diagonal_scatter.default, (x, src, offset, dim1, dim2), {})
     dim1, dim2 = dim1 % x.ndim, dim2 % x.ndim
     count = src.shape[-1]
     if _is_zero(count):
@@ -414,76 +441,71 @@ def _diagonal_scatter(x: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: in
     return torch.where(shaped[1] - shaped[0] == offset, values, x)
 
 
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    aten.mean.dim: _mean_dim,
-    aten.mean.default: _mean,
-    aten.var.correction: _var,
-    aten.std.correction: _std,
-    aten.var_mean.correction: _var_mean,
-    aten.std_mean.correction: _std_mean,
-    aten.linalg_vector_norm.default: _vector_norm,
-    aten.logsumexp.default: _logsumexp,
-    aten._softmax.default: _softmax,
-    aten._log_softmax.default: _log_softmax,
-    aten._softmax_backward_data.default: _softmax_backward,
-    aten._log_softmax_backward_data.default: _log_softmax_backward,
-    aten.max.dim: _extremum_dim(aten.amax.default),
-    aten.min.dim: _extremum_dim(aten.amin.default),
-    aten.argmax.default: _arg(aten.amax.default),
-    aten.argmin.default: _arg(aten.amin.default),
-    aten.mse_loss.default: _mse_loss,
-    aten.native_layer_norm.default: _layer_norm,
-    aten.native_layer_norm_backward.default: compat.decomposition_by_torch(aten.native_layer_norm_backward.default),
-    aten.native_group_norm.default: group_norm,
-    aten.native_group_norm_backward.default: group_norm_backward,
-    aten.addmm.default: _addmm,
-    aten.baddbmm.default: _baddbmm,
-    aten.addbmm.default: _addbmm,
-    aten.trace.default: _trace,
-    aten.equal.default: _equal,
-    aten.as_strided.default: _as_strided,
-    aten.diagonal.default: _diagonal,
-    aten.unfold.default: _strided_view(aten.unfold.default),
-    aten.take.default: _take,
-    aten.slice.Tensor: rows.slice_rows,
-    aten.slice_backward.default: rows.slice_backward,
-    aten.slice_scatter.default: rows.slice_scatter,
-    aten.select.int: rows.select,
-    aten.select_scatter.default: rows.select_scatter,
-    aten.split.Tensor: rows.split,
-    aten.split_with_sizes.default: rows.split_with_sizes,
-    aten.constant_pad_nd.default: rows.pad,
-    aten.cat.default: rows.cat,
-    aten.tril.default: _triangle(torch.le),
-    aten.triu.default: _triangle(torch.ge),
-    aten.diagonal_scatter.default: _diagonal_scatter,
-    aten.embedding.default: lookups.embedding,
-    aten.index_select.default: lookups.index_select,
-    aten.index.Tensor: lookups.index,
-    aten.gather.default: lookups.gather,
-    aten.scatter.src: lookups.scatter_src,
-    aten.scatter.value: lookups.scatter_value,
-    aten.index_add.default: additions.index_add,
-    aten.index_put.default: additions.index_put,
-    aten.scatter_add.default: additions.scatter_add,
-    aten.bincount.default: counts.bincount,
-    aten.histc.default: counts.histc,
-    aten.cumsum.default: scans.cumsum,
-    aten.cumprod.default: scans.cumprod,
-    aten.logcumsumexp.default: scans.logcumsumexp,
-    aten.cummax.default: scans.cummax,
-    aten.cummin.default: scans.cummin,
-    aten.flip.default: scans.flip,
-    aten.roll.default: scans.roll,
-    aten.repeat.default: scans.repeat,
-    **INTERPOLATION_OPS,
-    **WINDOW_OPS,
-    aten.size.default: lambda x: list(x._spec.shape),  # asked for where extents depend on values
-}
-"""By op, what is run when the op itself would have to gather."""
+state(aten.mean.dim, sharded=_mean_dim)
+state(aten.mean.default, sharded=_mean)
+state(aten.var.correction, sharded=_var)
+state(aten.std.correction, sharded=_std)
+state(aten.var_mean.correction, sharded=_var_mean)
+state(aten.std_mean.correction, sharded=_std_mean)
+state(aten.linalg_vector_norm.default, sharded=_vector_norm)
+state(aten.logsumexp.default, sharded=_logsumexp)
+state(aten._softmax.default, sharded=_softmax)
+state(aten._log_softmax.default, sharded=_log_softmax)
+state(aten._softmax_backward_data.default, sharded=_softmax_backward)
+state(aten._log_softmax_backward_data.default, sharded=_log_softmax_backward)
+state(aten.max.dim, sharded=_extremum_dim(aten.amax.default))
+state(aten.min.dim, sharded=_extremum_dim(aten.amin.default))
+state(aten.argmax.default, sharded=_arg(aten.amax.default))
+state(aten.argmin.default, sharded=_arg(aten.amin.default))
+state(aten.mse_loss.default, sharded=_mse_loss)
+state(aten.native_layer_norm.default, sharded=_layer_norm)
+state(
+    aten.native_layer_norm_backward.default,
+    sharded=compat.decomposition_by_torch(aten.native_layer_norm_backward.default),
+)
+state(aten.native_group_norm.default, sharded=group_norm)
+state(aten.native_group_norm_backward.default, sharded=group_norm_backward)
+state(aten.addmm.default, sharded=_addmm)
+state(aten.baddbmm.default, sharded=_baddbmm)
+state(aten.addbmm.default, sharded=_addbmm)
+state(aten.trace.default, sharded=_trace)
+state(aten.equal.default, sharded=_equal)
+state(aten.as_strided.default, sharded=as_strided)
+state(aten.diagonal.default, sharded=_diagonal)
+state(aten.unfold.default, sharded=_strided_view(aten.unfold.default))
+state(aten.take.default, sharded=_take)
+state(aten.slice.Tensor, sharded=rows.slice_rows)
+state(aten.slice_backward.default, sharded=rows.slice_backward)
+state(aten.slice_scatter.default, sharded=rows.slice_scatter)
+state(aten.select.int, sharded=rows.select)
+state(aten.select_scatter.default, sharded=rows.select_scatter)
+state(aten.split.Tensor, sharded=rows.split)
+state(aten.split_with_sizes.default, sharded=rows.split_with_sizes)
+state(aten.constant_pad_nd.default, sharded=rows.pad)
+state(aten.cat.default, sharded=rows.cat)
+state(aten.tril.default, sharded=_triangle(torch.le))
+state(aten.triu.default, sharded=_triangle(torch.ge))
+state(aten.diagonal_scatter.default, sharded=_diagonal_scatter)
+state(aten.embedding.default, sharded=lookups.embedding)
+state(aten.index_select.default, sharded=lookups.index_select)
+state(aten.index.Tensor, sharded=lookups.index)
+state(aten.gather.default, sharded=lookups.gather)
+state(aten.scatter.src, sharded=lookups.scatter_src)
+state(aten.scatter.value, sharded=lookups.scatter_value)
+state(aten.index_add.default, sharded=additions.index_add)
+state(aten.index_put.default, sharded=additions.index_put)
+state(aten.scatter_add.default, sharded=additions.scatter_add)
+state(aten.bincount.default, sharded=counts.bincount)
+state(aten.histc.default, sharded=counts.histc)
+state(aten.cumsum.default, sharded=scans.cumsum)
+state(aten.cumprod.default, sharded=scans.cumprod)
+state(aten.logcumsumexp.default, sharded=scans.logcumsumexp)
+state(aten.cummax.default, sharded=scans.cummax)
+state(aten.cummin.default, sharded=scans.cummin)
+state(aten.flip.default, sharded=scans.flip)
+state(aten.roll.default, sharded=scans.roll)
+state(aten.repeat.default, sharded=scans.repeat)
+state(aten.size.default, sharded=lambda x: list(x._spec.shape))  # asked for where extents depend on values
 
-NOT_DECOMPOSED = {
-    aten.index_add.default,  # torch's fails for an index of 0 dims
-    aten.diagonal_backward.default,
-}
-"""Ops whose decomposition in torch's table is of no use to us: they gather."""
+state(aten.index_add.default, not_decomposed="torch's fails for an index of 0 dims")
+state(aten.diagonal_backward.default, not_decomposed="torch's is of ops that gather")

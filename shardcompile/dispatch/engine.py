@@ -1,5 +1,3 @@
-# The class of sharded tensors arrives as an argument, so that its attributes are unknown here.
-# mypy: disable-error-code="attr-defined, union-attr"
 """The engine: unwrap, ask the rule, redistribute inputs, run the op on blocks, wrap.
 
 What is decided for a call depends on its op, the layouts and strides of its tensors and its other arguments only,
@@ -19,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from shardcompile import compat, config
 from shardcompile.collectives import block_shape
 from shardcompile.compat import OpOverload
-from shardcompile.dispatch.attention import ATTENTION_OPS
 from shardcompile.dispatch.choice import Choice, OutputPlan, choose, whole_plan
 from shardcompile.dispatch.copied_views import (
     TURNED,
@@ -36,29 +35,28 @@ from shardcompile.dispatch.copied_views import (
     note_write,
     was_turned,
 )
-from shardcompile.dispatch.decompositions import DECOMPOSITIONS, NOT_DECOMPOSED
 from shardcompile.dispatch.foreign import check_collective
 from shardcompile.dispatch.global_meta import global_meta, tensors_of
 from shardcompile.dispatch.handlers import Handlers
-from shardcompile.dispatch.index_range import INDEXED, check_indices
-from shardcompile.dispatch.listwise import listwise_form
-from shardcompile.dispatch.local_ops import COPYING_VIEWS, LOCAL_OPS, copy_block
-from shardcompile.dispatch.memory_ops import MEMORY_OPS
-from shardcompile.dispatch.random import RANDOM_OPS
+from shardcompile.dispatch.index_range import check_indices
+from shardcompile.dispatch.local_ops import copy_block
 from shardcompile.dispatch.strides import all_in_order, in_one_order, in_order, may_be_mistold
 from shardcompile.errors import LayoutError, UnsupportedOpError, refusal
-from shardcompile.layout import Cut, Layout, Spec, contiguous_stride
+from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
+from shardcompile.ops import Form, OpCall, OpRecord, TensorArg, record_of
+from shardcompile.ops.record import Run
 from shardcompile.plan import Plan, find_plan
 from shardcompile.redistribute import run_plan
-from shardcompile.rules import OpCall, Rule, TensorArg, find_rule, is_elementwise, is_pointwise, pointwise_rule
+from shardcompile.sharded import Sharded, block_of, first_sharded
 
 log = logging.getLogger("shardcompile")
 _CACHE: dict[Any, _Entry] = {}
 _CACHE_LIMIT = 1 << 15
 _FELL_BACK: set[OpOverload] = set()
-_FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
+Specs = Sequence[Spec | list[Spec | None] | None]
+Strides = Sequence[Sequence[IntLike] | None]
+_BY_TORCH = "torch's decomposition"
 _NOT_IN_PLACE = "Take the form that is not in place, such as x = x.transpose(0, 1) for x.transpose_(0, 1)"
-_POINTWISE = Rule(pointwise_rule, None, "torch.Tag.pointwise")
 
 
 def clear_cache() -> None:
@@ -70,7 +68,11 @@ compat.forget_with_world(clear_cache)
 
 
 def dispatch(
-    cls: Any, op: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    cls: type[Sharded],
+    op: OpOverload,
+    types: Sequence[type],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, object] | None = None,
 ) -> Any:
     """Run an op whose arguments hold at least one sharded tensor; the `__torch_dispatch__` of its class.
 
@@ -118,7 +120,7 @@ def dispatch(
     return entry.run(cls, args, kwargs)
 
 
-def _extend_key(key: list[Any], cls: type, a: Any) -> None:
+def _extend_key(key: list[Any], cls: type[Sharded], a: Any) -> None:
     """Add what a decision depends on; specs by identity, which the entry keeps alive."""
     kind = type(a)
     key.append(kind)  # 1, 1.0 and True are equal but not the same argument
@@ -137,7 +139,9 @@ def _extend_key(key: list[Any], cls: type, a: Any) -> None:
         key.append([] if kind is torch.SymFloat or kind is torch.SymBool else a)  # not to be hashed, as a `SymInt`
 
 
-def _remember(cls: type, key: list[Any], entry: _Entry, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _remember(
+    cls: type[Sharded], key: list[Any], entry: _Entry, args: Sequence[object], kwargs: dict[str, object]
+) -> None:
     specs = [x._spec for x in tensors_of([*args, *kwargs.values()]) if type(x) is cls]
     if not all(s.is_plain for s in specs):
         return
@@ -154,12 +158,14 @@ class _Entry:
     """What is done for a call.
 
     Attributes:
+        way: in words.
         specs_by_id: the specs whose identities are in the cache key.
     """
 
+    way = "on blocks"
     specs_by_id: Sequence[Spec] = ()
 
-    def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         raise NotImplementedError
 
 
@@ -171,26 +177,29 @@ class _Composed(_Entry):
         otherwise: of arguments, what is done where the function returns NotImplemented, as some of torch's do. It is
             kept, and must not hold on to the arguments that it was decided on.
         strides: that the results of the op have; empty if they are not known, or are views.
+        way: as in `_Entry`.
     """
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        otherwise: Callable[[Any, Any], _Entry] | None = None,
-        strides: Sequence[Any] = (),
+        function: Callable[..., object],
+        otherwise: Callable[[tuple[object, ...], dict[str, object]], _Entry] | None = None,
+        strides: Strides = (),
+        way: str = "its form",
     ) -> None:
+        self.way = way
         self.function = function
         self.otherwise = otherwise
         self.strides = strides
 
-    def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         with torch._C.DisableTorchFunctionSubclass():
             out = self.function(*args, **kwargs)
         if self.otherwise is None or out is not NotImplemented:
             return self._stored(cls, out)
         return self.otherwise(args, kwargs).run(cls, args, kwargs)
 
-    def _stored(self, cls: type, out: Any) -> Any:
+    def _stored(self, cls: type[Sharded], out: Any) -> object:
         """The results, stored as those of the op itself: by that later ops decide what can be a view."""
         if not self.strides:
             return out
@@ -199,7 +208,7 @@ class _Composed(_Entry):
         return type(out)(_with_stride(cls, x, s) for x, s in zip(out, self.strides, strict=True))
 
 
-def _with_stride(cls: Any, x: Any, stride: Any) -> Any:
+def _with_stride(cls: type[Sharded], x: Any, stride: Any) -> Any:
     if type(x) is not cls or stride is None:
         return x
     pairs = zip(x.shape, x._spec.stride, stride, strict=True)
@@ -213,16 +222,17 @@ class _Checked(_Entry):
     """Look at indices first.
 
     Args:
-        op: one of those that have some.
+        record: of an op that has some.
         entry: what is done then.
     """
 
-    def __init__(self, op: OpOverload, entry: _Entry) -> None:
-        self.op = op
+    def __init__(self, record: OpRecord, entry: _Entry) -> None:
+        self.record = record
         self.entry = entry
+        self.way = entry.way
 
-    def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        check_indices(cls, self.op, args, kwargs)
+    def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        check_indices(cls, self.record, args, kwargs)
         return self.entry.run(cls, args, kwargs)
 
 
@@ -230,7 +240,7 @@ class _Local(_Entry):
     """Bring the inputs to the layouts that are needed, run the op on blocks, wrap the results.
 
     Args:
-        op: the op.
+        record: of the op.
         choice: the plans of its inputs.
         specs: of its results.
         arguments: makes the arguments of the op on blocks.
@@ -239,26 +249,27 @@ class _Local(_Entry):
 
     def __init__(
         self,
-        op: OpOverload,
+        record: OpRecord,
         choice: Choice,
-        specs: Sequence[Any],
+        specs: Specs,
         arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None,
         mistold: int | None = None,
     ) -> None:
-        self.op = op
-        self.function = LOCAL_OPS.get(op) or compat.kernel_of(op)
+        self.record = record
+        self.op = op = record.op
+        self.function: Callable[..., Any] = record.kernel or compat.kernel_of(op)
         self.plans = [p if p.steps else None for p in choice.plans]
-        self.specs = specs
+        self.specs: Sequence[Any] = specs
         self.arguments = arguments
         self.mutates = op._schema.is_mutable
         self.aliases = op.is_view
         self.exchanges = any(p is not None for p in self.plans)
-        self.moved = self.aliases and (self.exchanges or op in COPYING_VIEWS)
+        self.moved = self.aliases and (self.exchanges or record.copies_block)
         self.fresh = not self.mutates and not self.aliases
         self.single = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
         self.mistold = mistold
 
-    def run(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, cls: type[Sharded], args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
         out = self._blocks(cls, args, kwargs)
         if self.mutates:
             return args[0]
@@ -272,7 +283,7 @@ class _Local(_Entry):
             return self._as_view(cls, args, kwargs, wrapped)
         return wrapped
 
-    def _blocks(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _blocks(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         plans = iter(self.plans)
         local_args = tuple([_localize(cls, a, plans, self.moved) for a in args])
         local_kwargs = {k: _localize(cls, a, plans, self.moved) for k, a in kwargs.items()} if kwargs else kwargs
@@ -280,13 +291,13 @@ class _Local(_Entry):
             local_args = self.arguments(local_args)
         if self.mistold is not None and type(local_args[self.mistold]) is not Tensor:
             stride = next(s.stride for s in self.specs if s is not None)
-            out = self.function(*in_one_order(self.op, local_args, stride), **local_kwargs)
+            out = self.function(*in_one_order(self.record, local_args, stride), **local_kwargs)
             return all_in_order(out, self.specs)
         return self.function(*local_args, **local_kwargs)
 
-    def _as_view(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrapped: Any) -> Any:
+    def _as_view(self, cls: type[Sharded], args: tuple[Any, ...], kwargs: dict[str, object], wrapped: Any) -> object:
         outs = wrapped if isinstance(wrapped, (list, tuple)) else [wrapped]
-        if self.op is not torch.ops.aten.detach.default:
+        if not self.record.is_same:
             for out in outs:
                 note_view(args[0], out)
         if self.moved or args[0]._copied is not None:
@@ -319,7 +330,7 @@ def _is_settled(cut: Cut) -> bool:
     return cut.kind == "dynamic" and (isinstance(cut.key, int) or compat.is_specialised(cut.key))
 
 
-def _follow_all(wrapped: Any, op: OpOverload, args: tuple[Any, ...], blocks: Callable[[], Any]) -> None:
+def _follow_all(wrapped: Any, op: OpOverload, args: tuple[object, ...], blocks: Callable[[], Any]) -> None:
     """Have the result of a view op, or all of its results, follow what was viewed."""
     if not isinstance(wrapped, (list, tuple)):
         follow(wrapped, op, args, None, blocks)
@@ -328,7 +339,7 @@ def _follow_all(wrapped: Any, op: OpOverload, args: tuple[Any, ...], blocks: Cal
         follow(out, op, args, i, lambda i=i: blocks()[i])  # type: ignore[misc]
 
 
-def _localize(cls: type, a: Any, plans: Iterator[Plan | None], keep_order: bool = False) -> Any:
+def _localize(cls: type[Sharded], a: Any, plans: Iterator[Plan | None], keep_order: bool = False) -> Any:
     if isinstance(a, Tensor):
         plan = next(plans)
         local = a._local_tensor if type(a) is cls else a
@@ -340,65 +351,69 @@ def _localize(cls: type, a: Any, plans: Iterator[Plan | None], keep_order: bool 
     return a
 
 
-def _wrap_all(cls: type, out: Any, specs: Sequence[Any]) -> Any:
+def _wrap_all(cls: type[Sharded], out: Any, specs: Sequence[Any]) -> Any:
     if len(specs) == 1 and isinstance(specs[0], list):
         return [t if s is None else cls._wrap(t, s) for t, s in zip(out, specs[0], strict=True)]
     return tuple([t if s is None or t is None else cls._wrap(t, s) for t, s in zip(out, specs, strict=True)])
 
 
-def _decide(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
-    check_collective(cls, op, args, kwargs)
-    if op in ATTENTION_OPS:
-        if "backward" in op.name():
-            return _Composed(ATTENTION_OPS[op])
-        strides = _stated_strides(cls, op, args, kwargs)
-        # What it gives besides is for its backward alone.
-        return _Composed(ATTENTION_OPS[op], None, [None if n else s for n, s in enumerate(strides)])
-    listwise = listwise_form(op)
-    if listwise is not None:
-        return _Composed(listwise)
-    if torch.Tag.nondeterministic_seeded in op.tags:
-        if op in RANDOM_OPS:
-            return _Composed(RANDOM_OPS[op])
+def way_of(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> str:
+    """What dispatch does for a call, in words, without doing it."""
+    return _decide(cls, op, args, kwargs).way
+
+
+def _decide(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> _Entry:
+    check_collective(op, args, kwargs)
+    record = record_of(op)
+    form = record.sharded
+    if form is not None and form.always:
+        return _Composed(form.run, None, _strides_of_form(cls, op, form, args, kwargs))
+    if record.is_random:
         raise UnsupportedOpError(f"{op}: no sharded form of this random op; {_tensors_text(cls, args, kwargs)}")
     call = _describe(cls, op, args, kwargs)
     mutated = _mutated(op, args, kwargs)
     entry = (
-        _decide_mutation(cls, call, mutated, args, kwargs) if mutated else _decide_functional(cls, call, args, kwargs)
+        _decide_mutation(cls, record, call, mutated, args, kwargs)
+        if mutated
+        else _decide_functional(cls, record, call, args, kwargs)
     )
     # What is gathered, or done by the functional form, is looked at there.
-    return _Checked(op, entry) if op in INDEXED and not isinstance(entry, (_Gathered, _Written)) else entry
+    looked_at = record.indices is not None and not isinstance(entry, (_Gathered, _Written))
+    return _Checked(record, entry) if looked_at else entry
 
 
-def _decide_functional(cls: type, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
-    op = call.op
-    rule = _rule_of(op)
+def _decide_functional(
+    cls: type[Sharded], record: OpRecord, call: OpCall, args: tuple[object, ...], kwargs: dict[str, object]
+) -> _Entry:
+    op, rule, form = record.op, record.rule, record.sharded
     if rule is not None:
         produced = functools.partial(_produced_bytes, cls, op, args, kwargs)
         choice = choose(_layouts(call), rule.ways(call), len(op._schema.returns), produced=produced)
         assert choice is not None, "replicating everything is always possible"
 
-        def as_chosen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
+        def as_chosen(args: tuple[object, ...], kwargs: dict[str, object]) -> _Entry:
             try:
-                return _local_entry(cls, call, rule, choice, args, kwargs)
+                return _local_entry(cls, record, call, choice, args, kwargs)
             except compat.UNKNOWN_OUTPUT_SHAPE:
                 return _fallback(call)
 
-        if not (choice.communicates and op in DECOMPOSITIONS):
+        if form is None or not choice.communicates:
             return as_chosen(args, kwargs)
-        return _Composed(DECOMPOSITIONS[op], as_chosen, _stated_strides(cls, op, args, kwargs))
-    if op in DECOMPOSITIONS:
-        return _Composed(DECOMPOSITIONS[op], lambda *_: _fallback(call))
-    composite = _composite(cls, op)
+        return _Composed(form.run, as_chosen, _strides_of_form(cls, op, form, args, kwargs))
+    if form is not None:
+        return _Composed(form.run, lambda *_: _fallback(call))
+    composite = _composite(cls, record)
     if composite is not None:
-        return _Composed(composite, lambda *_: _fallback(call))
+        return _Composed(composite, lambda *_: _fallback(call), way=_BY_TORCH)
     return _fallback(call)
 
 
-def _produced_bytes(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+def _produced_bytes(
+    cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
+) -> list[int]:
     """Bytes of each output's global tensor, by hints while tracing; none if they depend on values."""
     try:
-        out = global_meta(cls, op, args, kwargs)
+        out = global_meta(op, args, kwargs)
     except compat.UNKNOWN_OUTPUT_SHAPE:
         return []
     outputs = out if isinstance(out, tuple) and len(op._schema.returns) > 1 else (out,)
@@ -408,13 +423,10 @@ def _produced_bytes(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: di
     ]
 
 
-def _rule_of(op: OpOverload) -> Rule | None:
-    return find_rule(op) or (_POINTWISE if is_pointwise(op) else None)
-
-
-def _composite(cls: type, op: OpOverload) -> Callable[..., Any] | None:
+def _composite(cls: type[Sharded], record: OpRecord) -> Run | None:
     """The op in terms of others, if torch has it so: its own kernel, or its table of decompositions."""
-    if op in NOT_DECOMPOSED:
+    op = record.op
+    if record.not_decomposed:
         return None
     if op._can_decompose():
         return op.decompose
@@ -422,19 +434,29 @@ def _composite(cls: type, op: OpOverload) -> Callable[..., Any] | None:
     return None if decomposition is None else functools.partial(_checked, cls, op, decomposition)
 
 
-def _checked(cls: type, op: OpOverload, decomposition: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checked(cls: type[Sharded], op: OpOverload, decomposition: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A decomposition, of which some leave out what the op itself checks."""
     _check_shapes(cls, op, args, kwargs)
     return decomposition(*args, **kwargs)
 
 
-def _stated_strides(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _strides_of_form(
+    cls: type[Sharded], op: OpOverload, form: Form, args: tuple[object, ...], kwargs: dict[str, object]
+) -> Strides:
+    """Strides that the results of a form are given, None for those that stay as they come."""
+    if form.stored == "none":
+        return []
+    strides = _stated_strides(cls, op, args, kwargs)
+    return strides if form.stored == "all" else [None if n else s for n, s in enumerate(strides)]
+
+
+def _stated_strides(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Strides:
     """Strides of the results of an op, None of what is no tensor; empty if they are not known, or are those of views.
 
     Errors that plain PyTorch raises for these shapes are raised here.
     """
     try:
-        meta = global_meta(cls, op, args, kwargs)
+        meta = global_meta(op, args, kwargs)
     except (*compat.UNKNOWN_OUTPUT_SHAPE, NotImplementedError):
         return []
     if op.is_view:
@@ -443,10 +465,10 @@ def _stated_strides(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: di
     return [m.stride() if isinstance(m, Tensor) else None for m in metas]
 
 
-def _check_shapes(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_shapes(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """Raise what plain PyTorch raises for these shapes, where they are known."""
     with contextlib.suppress(*compat.UNKNOWN_OUTPUT_SHAPE, NotImplementedError):
-        global_meta(cls, op, args, kwargs)
+        global_meta(op, args, kwargs)
 
 
 def _layouts(call: OpCall) -> list[Layout]:
@@ -456,7 +478,7 @@ def _layouts(call: OpCall) -> list[Layout]:
 # Describing a call
 
 
-def _describe(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpCall:
+def _describe(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> OpCall:
     mesh = _common_mesh(cls, op, args, kwargs)
     tensors: list[TensorArg] = []
 
@@ -474,11 +496,11 @@ def _describe(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str
     return OpCall(op, described, named, tuple(tensors))
 
 
-def _plain_layout(mesh: Any, x: Tensor) -> Layout:
+def _plain_layout(mesh: DeviceMesh, x: Tensor) -> Layout:
     return Layout.whole(mesh, tuple(x.shape), x.dtype)
 
 
-def _common_mesh(cls: type, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _common_mesh(cls: type[Sharded], op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> DeviceMesh:
     mesh = None
     for x in tensors_of([*args, *kwargs.values()]):
         if type(x) is not cls:
@@ -505,7 +527,7 @@ def _refuse_foreign(op: OpOverload, x: Tensor) -> None:
         )
 
 
-def _tensors_text(cls: type, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+def _tensors_text(cls: type[Sharded], args: Sequence[object], kwargs: dict[str, object]) -> str:
     return "; ".join(
         f"input {i}: {x._spec.layout.describe() if type(x) is cls else f'plain {tuple(x.shape)}'}"
         for i, x in enumerate(tensors_of([*args, *kwargs.values()]))
@@ -516,13 +538,18 @@ def _tensors_text(cls: type, args: Sequence[Any], kwargs: dict[str, Any]) -> str
 
 
 def _local_entry(
-    cls: type, call: OpCall, rule: Rule, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]
+    cls: type[Sharded],
+    record: OpRecord,
+    call: OpCall,
+    choice: Choice,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
 ) -> _Entry:
     specs = _output_specs(cls, call, choice.outputs, args, kwargs)
     arguments = None
-    if rule.local_args is not None:
+    local_args = None if record.rule is None else record.rule.local_args
+    if local_args is not None:
         layouts = [s.layout for s in (specs[0] if isinstance(specs[0], list) else specs) if s is not None]
-        local_args = rule.local_args
 
         def arguments(local: tuple[Any, ...]) -> tuple[Any, ...]:
             # The shape is asked for in each call: ranks that are threads share what is cached.
@@ -530,12 +557,12 @@ def _local_entry(
 
     simple = arguments is None and not any(p.steps for p in choice.plans) and _is_simple(call, specs)
     mistold = None
-    if any(isinstance(s, Spec) for s in specs) and may_be_mistold(call.op, [t.ndim for t in call.tensors]):
+    if any(isinstance(s, Spec) for s in specs) and may_be_mistold(record, [t.ndim for t in call.tensors]):
         mistold = next((i for i, a in enumerate(args) if isinstance(a, Tensor)), None)
-    return (_Direct if simple else _Local)(call.op, choice, specs, arguments, mistold)
+    return (_Direct if simple else _Local)(record, choice, specs, arguments, mistold)
 
 
-def _is_simple(call: OpCall, specs: Sequence[Any]) -> bool:
+def _is_simple(call: OpCall, specs: Specs) -> bool:
     """Whether a call has one fresh tensor as its result and no tensors inside of lists or keyword arguments."""
     direct = sum(isinstance(a, TensorArg) for a in call.args)
     fresh = not call.op.is_view and not call.op._schema.is_mutable
@@ -543,7 +570,7 @@ def _is_simple(call: OpCall, specs: Sequence[Any]) -> bool:
 
 
 def _output_specs(
-    cls: type, call: OpCall, outputs: Sequence[OutputPlan], args: tuple[Any, ...], kwargs: dict[str, Any]
+    cls: type[Sharded], call: OpCall, outputs: Sequence[OutputPlan], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> list[Any]:
     """Specs of the outputs, their global shapes, strides and dtypes being what the op gives for global inputs."""
     like = call.tensors[0].layout
@@ -556,7 +583,7 @@ def _output_specs(
         layout = plan.layout(like, compat.global_extents(meta.shape), meta.dtype)
         return Spec.of(layout, compat.retraced(meta.stride()))
 
-    meta = global_meta(cls, call.op, args, kwargs)
+    meta = global_meta(call.op, args, kwargs)
     metas = meta if isinstance(meta, tuple) and len(call.op._schema.returns) > 1 else (meta,)
     return [spec(m, plan) for m, plan in zip(metas, outputs, strict=True)]
 
@@ -564,7 +591,7 @@ def _output_specs(
 # Ops that write to an argument
 
 
-def _mutated(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int | str]:
+def _mutated(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> list[int | str]:
     """The arguments that are written to, each by its position or its name."""
     if not op._schema.is_mutable:
         return []
@@ -576,40 +603,45 @@ def _mutated(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
     return [w for w in written if _argument(w, args, kwargs) is not None]
 
 
-def _argument(which: int | str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _argument(which: int | str, args: Sequence[object], kwargs: dict[str, object]) -> Any:
     return args[which] if isinstance(which, int) else kwargs.get(which)
 
 
 def _decide_mutation(
-    cls: type, call: OpCall, mutated: list[int | str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    cls: type[Sharded],
+    record: OpRecord,
+    call: OpCall,
+    mutated: list[int | str],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
 ) -> _Entry:
     targets = [_argument(m, args, kwargs) for m in mutated]
     if not all(isinstance(t, Tensor) for t in targets):
         raise UnsupportedOpError(f"{call.op} writes to a list of tensors; use the op on each of them")
     functional = compat.functional_variant(call.op)
-    if call.op in MEMORY_OPS:
+    if record.becomes is not None:
         if type(targets[0]) is not cls:
             raise UnsupportedOpError(
                 f"{call.op} gives a plain tensor the memory of a sharded one ({_tensors_text(cls, args, kwargs)}), "
                 "which has none of its own; take x.to_local() or x.full_tensor()"
             )
-        return _InPlaceView(call.op, MEMORY_OPS[call.op])
+        return _InPlaceView(call.op, record.becomes)
     if torch.Tag.inplace_view in call.op.tags and functional is not None:
         return _InPlaceView(call.op, functional)
     for target in targets:
         if type(target) is cls:
-            _refuse_expanded(call.op, target._spec)
+            _refuse_expanded(record, target._spec)
     _check_shapes(cls, call.op, args, kwargs)
-    rule = _rule_of(call.op)
+    rule = record.rule
     if mutated == [0] and type(targets[0]) is cls and rule is not None:
         choice = choose(_layouts(call), rule.ways(call), len(call.op._schema.returns), in_place=True)
         if choice is not None:
-            return _InPlace(call.op, choice)
+            return _InPlace(record, choice)
     if functional is not None:
         return _Written(call.op, functional, mutated)
-    composite = _composite(cls, call.op)
+    composite = _composite(cls, record)
     if composite is not None:
-        return _Composed(composite)
+        return _Composed(composite, way=_BY_TORCH)
     if any(type(t) is cls for t in targets):
         raise UnsupportedOpError(f"{call.op} writes to its argument and has no functional form to run instead")
     return _fallback(call)
@@ -618,15 +650,18 @@ def _decide_mutation(
 class _Direct(_Local):
     """Run the op on the blocks as they are: one result, tensors as positional arguments only."""
 
-    def __init__(self, op: OpOverload, choice: Choice, specs: Sequence[Any], *rest: Any) -> None:
-        super().__init__(op, choice, specs, *rest)
-        self.in_rows = specs[0].is_plain and specs[0].stride == contiguous_stride(specs[0].shape)
+    def __init__(self, record: OpRecord, choice: Choice, specs: Specs, *rest: Any) -> None:
+        super().__init__(record, choice, specs, *rest)
+        spec = specs[0]
+        assert isinstance(spec, Spec), "such a call has one tensor as its result"
+        self.spec = spec
+        self.in_rows = spec.is_plain and spec.stride == contiguous_stride(spec.shape)
 
-    def run(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, cls: type[Sharded], args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
         blocks = [a._local_tensor if type(a) is cls else a for a in args]
-        spec = self.specs[0]
+        spec = self.spec
         if self.mistold is not None and type(blocks[self.mistold]) is not Tensor:
-            blocks = in_one_order(self.op, blocks, spec.stride)
+            blocks = in_one_order(self.record, blocks, spec.stride)
             return cls._wrap(in_order(self.function(*blocks, **kwargs), spec.stride), spec)
         out = self.function(*blocks, **kwargs)
         # A kernel chooses the order by the strides of a block, of which one of few rows has others than the whole.
@@ -635,7 +670,7 @@ class _Direct(_Local):
         return cls._wrap(out, spec)
 
 
-def _refuse_gradients_of_turned(op: OpOverload, target: Any, values: Sequence[Any]) -> None:
+def _refuse_gradients_of_turned(op: OpOverload, target: Sharded, values: Sequence[object]) -> None:
     """Raise if a write would give a gradient to views that autograd would take again of what was turned since."""
     wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
     if wanted and was_turned(target):
@@ -650,11 +685,11 @@ def _refuse_gradients_of_turned(op: OpOverload, target: Any, values: Sequence[An
 class _InPlace(_Local):
     """Write to this rank's block."""
 
-    def __init__(self, op: OpOverload, choice: Choice) -> None:
-        super().__init__(op, choice, [None], None)
+    def __init__(self, record: OpRecord, choice: Choice) -> None:
+        super().__init__(record, choice, [None], None)
         self.direct = not any(self.plans)
 
-    def run(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, cls: type[Sharded], args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
         target = args[0]
         if TURNED:
             _refuse_gradients_of_turned(self.op, target, args[1:])
@@ -663,8 +698,8 @@ class _InPlace(_Local):
             copied.check_writable(self.op)
         if self.direct and not kwargs:
             blocks = [a._local_tensor if type(a) is cls else a for a in args]
-            if type(blocks[0]) is not Tensor and is_elementwise(self.op):
-                blocks[1:] = in_one_order(self.op, blocks[1:], blocks[0].stride())
+            if type(blocks[0]) is not Tensor and self.record.elementwise:
+                blocks[1:] = in_one_order(self.record, blocks[1:], blocks[0].stride())
             self.function(*_apart(blocks))
         else:
             self._blocks(cls, args, kwargs)
@@ -675,7 +710,7 @@ class _InPlace(_Local):
         return target
 
 
-def _apart(blocks: list[Any]) -> list[Any]:
+def _apart(blocks: list[object]) -> list[object]:
     """The blocks of a write, those copied that share memory with the one that is written to.
 
     Torch refuses to write where it reads, where they overlap in part: for an empty block they never do, and its rank
@@ -693,11 +728,13 @@ def _apart(blocks: list[Any]) -> list[Any]:
 class _InPlaceView(_Entry):
     """Turn the argument into a view of itself, e.g. ``transpose_``."""
 
+    way = "the op that is not in place, then taken over"
+
     def __init__(self, op: OpOverload, functional: Callable[..., Any]) -> None:
         self.op = op
         self.functional = functional
 
-    def run(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, cls: type[Sharded], args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
         target = args[0]
         if target.requires_grad and not target._is_view() and has_views(target):
             # Of a plain tensor's views autograd knows where they lie in memory; of these it calls the view op again.
@@ -731,13 +768,15 @@ class _InPlaceView(_Entry):
 class _Written(_Entry):
     """Compute the functional form, then write its results to the arguments."""
 
+    way = "the op that is not in place, then a copy"
+
     def __init__(self, op: OpOverload, functional: OpOverload, mutated: list[int | str]) -> None:
         self.op = op
         self.functional = functional
         self.mutated = mutated
         self.outs = {a.name for a in op._schema.arguments if a.is_out}
 
-    def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         targets = [_argument(m, args, kwargs) for m in self.mutated]
         for target in targets:
             if type(target) is not cls:
@@ -750,11 +789,11 @@ class _Written(_Entry):
             result = self.functional(*args, **{k: v for k, v in kwargs.items() if k not in self.outs})
         results = result if isinstance(result, (list, tuple)) else [result]
         for target, value in zip(targets, results, strict=True):
-            _write(cls, self.op, target, value)
+            _write(self.op, target, value)
         return targets[0] if len(targets) == 1 else tuple(targets)
 
 
-def _refuse_expanded(op: OpOverload, target: Spec) -> None:
+def _refuse_expanded(record: OpRecord, target: Spec) -> None:
     """Raise if several elements of what is written to lie in one place; a kernel only says so of a block with several.
 
     One value everywhere is the same in whatever order it is written.
@@ -763,14 +802,14 @@ def _refuse_expanded(op: OpOverload, target: Spec) -> None:
         isinstance(s, int) and s == 0 and not (isinstance(n, int) and n <= 1)
         for n, s in zip(target.shape, target.stride, strict=True)
     )
-    if expanded and op not in _FILLS:
+    if expanded and not record.one_value:
         raise refusal(
-            str(op), f"{target.layout.describe()}, an expanded tensor",
+            str(record.op), f"{target.layout.describe()}, an expanded tensor",
             "several of its elements lie in one place in memory", "Clone it before it is written to",
         )  # fmt: skip
 
 
-def _write(cls: type, op: OpOverload, target: Any, value: Any) -> None:
+def _write(op: OpOverload, target: Tensor, value: Tensor) -> None:
     """Copy a value into a tensor, whatever their layouts; into a plain one on every rank."""
     if tuple(value.shape) != tuple(target.shape):
         raise UnsupportedOpError(f"{op}: out has shape {tuple(target.shape)}, not {tuple(value.shape)}")
@@ -778,23 +817,19 @@ def _write(cls: type, op: OpOverload, target: Any, value: Any) -> None:
         raise UnsupportedOpError(
             f"{op}: result type {value.dtype} can't be cast to the desired output type {target.dtype}"
         )
-    like = target if type(target) is cls else value
-    mesh = like._spec.layout.mesh
-    source = value._spec.layout if type(value) is cls else _plain_layout(mesh, value)
-    local = value._local_tensor if type(value) is cls else value
-    if type(target) is not cls:
+    mesh = first_sharded((target, value))._spec.layout.mesh
+    source = value._spec.layout if isinstance(value, Sharded) else _plain_layout(mesh, value)
+    local = block_of(value)
+    if not isinstance(target, Sharded):
         target.copy_(run_plan(whole_plan(source), local))
         return
     wanted = target._spec.layout
     same = [a == b and source.dtype is wanted.dtype for a, b in zip(source.placements, wanted.placements, strict=True)]
-    reached = [
-        torch.distributed.tensor.Replicate() if p.is_partial() and not s else p
-        for p, s in zip(wanted.placements, same, strict=True)
-    ]
+    reached = [Replicate() if p.is_partial() and not s else p for p, s in zip(wanted.placements, same, strict=True)]
     layout = Layout.of(mesh, reached, source.shape, source.dtype, wanted.cuts)
     local = run_plan(find_plan(source, layout), local)
     for mesh_dim, (before, after) in enumerate(zip(reached, wanted.placements, strict=True)):
-        if before != after:
+        if isinstance(after, Partial) and before != after:
             local = _as_term(local, after.reduce_op, compat.coordinate(mesh)[mesh_dim] == 0)
     copy_block(target._local_tensor, local)
     if target._copied is not None:
@@ -830,30 +865,32 @@ def _fallback(call: OpCall) -> _Entry:
 class _Gathered(_Entry):
     """Gather all inputs, run the op on full values, keep the results replicated."""
 
+    way = "on full values"
+
     def __init__(self, op: OpOverload, plans: Sequence[Plan], like: Layout) -> None:
         self.op = op
         self.plans = [p if p.steps else None for p in plans]
         self.mesh = like.mesh
 
-    def run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if compat.is_traced():
             with compat.noted(gathered_for=str(self.op)):
                 return self._run(cls, args, kwargs)
         return self._run(cls, args, kwargs)
 
-    def _run(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, cls: type[Sharded], args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
         wrapped = self._wrap(cls, self._values(cls, args, kwargs))
         if self.op.is_view and (any(p is not None for p in self.plans) or args[0]._copied is not None):
             _follow_all(wrapped, self.op, args, lambda: self._values(cls, args, kwargs))
         return wrapped
 
-    def _values(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _values(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         plans = iter(self.plans)
         local_args = [_localize(cls, a, plans, keep_order=True) for a in args]
         local_kwargs = {k: _localize(cls, a, plans, keep_order=True) for k, a in kwargs.items()}
         return self.op(*local_args, **local_kwargs)
 
-    def _wrap(self, cls: type, out: Any) -> Any:
+    def _wrap(self, cls: type[Sharded], out: Any) -> object:
         if isinstance(out, (list, tuple)):
             return type(out)(self._wrap(cls, o) for o in out)
         if not isinstance(out, Tensor):
@@ -869,7 +906,7 @@ class _Gathered(_Entry):
         return cls._wrap(out, Spec.of(_plain_layout(self.mesh, out), tuple(out.stride())))
 
 
-def replicated_spec(mesh: Any, x: Tensor) -> Spec:
+def replicated_spec(mesh: DeviceMesh, x: Tensor) -> Spec:
     """The spec of a plain tensor that is the same on every rank."""
     return Spec.of(_plain_layout(mesh, x), tuple(x.stride()))
 

@@ -1,14 +1,11 @@
 """What an op gives on tensors of the global shapes."""
 
-# The class of sharded tensors arrives as an argument, so that its attributes are unknown here.
-# mypy: disable-error-code="attr-defined, union-attr"
-
 from __future__ import annotations
 
 import contextlib
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,27 +15,14 @@ from shardcompile import compat
 from shardcompile.compat import OpOverload
 from shardcompile.dispatch.copied_views import block_as_held
 from shardcompile.dispatch.local_ops import unbound
-from shardcompile.dispatch.strides import STORED_AS_A_SUM
 from shardcompile.errors import refusal
 from shardcompile.layout import contiguous_stride
-from shardcompile.rules import is_elementwise
+from shardcompile.ops import Order, record_of, state
+from shardcompile.sharded import Sharded
 
+aten = torch.ops.aten
 _NO_VIEW = re.compile("not compatible with input tensor's size and stride|Cannot view a tensor")
 """What kernels and fake kernels say of a view that strides forbid."""
-
-
-_ROWS_BY_NUMBER = {
-    getattr(torch.ops.aten, name).default
-    for name in ("index_add", "index_add_", "index_copy", "index_copy_", "index_reduce", "index_reduce_")
-}
-"""Ops with a target, a dim, numbers and rows, whose fake kernels (2.11 - 2.15) do not compare rows with the target."""
-
-_COPIES = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
-"""Ops that keep the strides of what they copy, those along extents of 1 included."""
-
-_WHOLE_EXTREMA = {torch.ops.aten.max.default, torch.ops.aten.min.default}
-_PLACES_OF_EXTREMA = {torch.ops.aten.argmax.default, torch.ops.aten.argmin.default}
-_SPREADS = {getattr(torch.ops.aten, name).correction for name in ("std", "var", "std_mean", "var_mean")}
 
 
 class _Eager(threading.local):
@@ -57,45 +41,45 @@ What is found in a trace is kept with its mode: the layers of a model ask for th
 _FOUND_LIMIT = 4096
 
 
-def global_meta(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def global_meta(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """What the op gives on tensors of the global shapes, without computing it.
 
     Errors that plain PyTorch raises for these shapes are raised here, on all ranks alike.
     """
-    mode = compat.detect_fake_mode([_held(cls, x) for x in tensors_of([*args, *kwargs.values()])])
+    mode = compat.detect_fake_mode([_held(x) for x in tensors_of([*args, *kwargs.values()])])
     known = _FOUND if mode is None else compat.kept_with(mode)
     if mode is None:
         if _EAGER.mode is None:
             _EAGER.mode = compat.FakeTensorMode()
         mode = _EAGER.mode
-    key = (op, torch.get_default_dtype(), _key(cls, args), _key(cls, tuple(kwargs.items())))
+    key = (op, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items())))
     try:
         found = known.get(key)
     except TypeError:  # an argument that cannot be hashed
-        return _worked_out(mode, cls, op, args, kwargs)
+        return _worked_out(mode, op, args, kwargs)
     if found is None:
         if len(known) >= _FOUND_LIMIT:
             known.clear()
-        found = known[key] = _worked_out(mode, cls, op, args, kwargs)
+        found = known[key] = _worked_out(mode, op, args, kwargs)
     return found
 
 
-def _key(cls: type, a: Any) -> Any:
+def _key(a: object) -> object:
     """What a result depends on; 1, 1.0 and True are equal but not the same argument."""
     if isinstance(a, Tensor):
-        return _key(cls, tuple(a.shape)), _key(cls, a.stride()), a.dtype, a.device
+        return _key(tuple(a.shape)), _key(a.stride()), a.dtype, a.device
     if isinstance(a, (list, tuple)):
-        return tuple(_key(cls, b) for b in a)
+        return tuple(_key(b) for b in a)
     if isinstance(a, (torch.SymInt, torch.SymFloat)):  # to compare them would be a guard
         return type(a), a.node.expr
     return type(a), a
 
 
-def _worked_out(mode: Any, cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _worked_out(mode: Any, op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     # Fake kernels of views (2.11 - 2.15) refuse some that PyTorch has, and give others strides that theirs have not.
     as_kernels_do = op.is_view and mode is _EAGER.mode
 
-    def fake(a: Any) -> Any:
+    def fake(a: object) -> object:
         if isinstance(a, Tensor):
             device = "meta" if as_kernels_do else a.device
             return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=device)
@@ -103,40 +87,40 @@ def _worked_out(mode: Any, cls: type, op: OpOverload, args: tuple[Any, ...], kwa
             return [fake(b) for b in a]
         return a
 
+    record = record_of(op)
     known = compat.refusing_unknown_shapes(mode, op)
     faked = contextlib.nullcontext() if as_kernels_do else mode
     with compat.untraced(), faked, known, torch._C.DisableTorchFunctionSubclass():
         try:
             given = [fake(a) for a in args]
-            if op in _ROWS_BY_NUMBER:
-                _check_rows(op, given[0], given[1], given[3])
-            _check_as_kernels_do(op, given[0] if given else None)
-            if is_elementwise(op) and not op._schema.is_mutable:
+            if record.check is not None:
+                record.check(op, given)
+            if record.elementwise and not op._schema.is_mutable:
                 given = _with_as_many_dims(given)
-            run = unbound if op is torch.ops.aten.unbind.int else op
+            run: Callable[..., Any] = record.shape_kernel or op
             out = run(*given, **{k: fake(a) for k, a in kwargs.items()})
             as_inputs = isinstance(out, Tensor) and "memory_format" not in kwargs and not op._schema.is_mutable
-            if mode is _EAGER.mode and as_inputs and is_elementwise(op) and op not in _COPIES:
+            if mode is _EAGER.mode and as_inputs and record.elementwise and not record.keeps_strides:
                 out = _in_rows_if_all_are(out, list(tensors_of(given)))
-            if op is torch.ops.aten.pow.Scalar:
+            if record.order is Order.IN_ROWS:
                 out = out.new_empty(out.shape)  # in rows, however the exponents are stored
-            if op in STORED_AS_A_SUM:
+            if record.order is Order.AS_A_SUM:
                 first, *others = tensors_of(given)  # no other one where that is a number with a symbol
                 out = out.new_empty_strided(out.shape, torch.add(first, others[0] if others else 0).stride())
             return out
         except (ValueError, RuntimeError) as error:
-            if op is not torch.ops.aten.view.default or not _NO_VIEW.search(str(error)):
+            if not record.instead or not _NO_VIEW.search(str(error)):
                 raise
             # Also where plain PyTorch has a view: a result along a cut dim may have that dim first in memory.
             raise refusal(
                 str(op),
-                f"a tensor with strides {tuple(args[0].stride())}",
+                f"a tensor with strides {tuple(next(tensors_of(args)).stride())}",
                 f"its elements are not in the order that this view needs ({error})",
-                "Use reshape, which copies where it has to",
+                record.instead,
             ) from None
 
 
-def _with_as_many_dims(args: Sequence[Any]) -> list[Any]:
+def _with_as_many_dims(args: Sequence[object]) -> list[object]:
     """Arguments of an elementwise op, its tensors with as many dims, as its kernel expands them.
 
     What a kernel gives is stored in an order of dims that follows from the strides of its inputs. Along the dims that
@@ -144,7 +128,7 @@ def _with_as_many_dims(args: Sequence[Any]) -> list[Any]:
     """
     most = max((a.ndim for a in args if isinstance(a, Tensor)), default=0)
 
-    def one(a: Any) -> Any:
+    def one(a: object) -> object:
         if not isinstance(a, Tensor) or a.ndim in (0, most):  # one without dims has a say of its own in the dtype
             return a
         missing = most - a.ndim
@@ -153,12 +137,13 @@ def _with_as_many_dims(args: Sequence[Any]) -> list[Any]:
     return [one(a) for a in args]
 
 
-def _check_rows(op: OpOverload, x: Tensor, dim: int, rows: Tensor) -> None:
+def _check_rows(op: OpOverload, given: Sequence[Any]) -> None:
     """Raise, as kernels do, if rows do not fit into a tensor.
 
     A trace would otherwise learn in the backward pass that two extents are one number, when it has counted already what
     the forward pass gives.
     """
+    x, dim, _, rows = given[:4]
     if not x.ndim or x.ndim != rows.ndim:
         return  # numbers of a tensor without dims; or refused by the fake kernel
     dim = dim % x.ndim
@@ -166,16 +151,23 @@ def _check_rows(op: OpOverload, x: Tensor, dim: int, rows: Tensor) -> None:
         raise RuntimeError(f"{op}: rows of shape {tuple(rows.shape)} do not fit into {tuple(x.shape)} along dim {dim}")
 
 
-def _check_as_kernels_do(op: OpOverload, x: Any) -> None:
-    """Raise what kernels raise and fake kernels (2.11 - 2.15) do not, where blocks are reduced by other ops."""
-    if op in _WHOLE_EXTREMA and any(isinstance(n, int) and n == 0 for n in x.shape):
+def _refuse_nothing(op: OpOverload, given: Sequence[Any]) -> None:
+    """Raise if there is nothing to take an extremum of. On blocks they are reduced by other ops."""
+    if any(isinstance(n, int) and n == 0 for n in given[0].shape):
         raise RuntimeError(
             f"{op}: Expected reduction dim to be specified for input.numel() == 0. Specify the reduction dim with the "
             "'dim' argument."
         )
-    if op in _PLACES_OF_EXTREMA and x.dtype is torch.bool:
+
+
+def _refuse_bools(op: OpOverload, given: Sequence[Any]) -> None:
+    if given[0].dtype is torch.bool:
         raise RuntimeError(f"{op}: does not support bool input")
-    if op in _SPREADS and not (x.is_floating_point() or x.is_complex()):
+
+
+def _refuse_integers(op: OpOverload, given: Sequence[Any]) -> None:
+    x = given[0]
+    if not (x.is_floating_point() or x.is_complex()):
         raise RuntimeError(f"{op}: std and var only support floating point and complex dtypes, not {x.dtype}")
 
 
@@ -190,14 +182,30 @@ def _in_rows_if_all_are(out: Tensor, given: Sequence[Tensor]) -> Tensor:
     return out
 
 
-def _held(cls: type, x: Tensor) -> Tensor:
-    return block_as_held(x) if type(x) is cls else x
+def _held(x: Tensor) -> Tensor:
+    return block_as_held(x) if isinstance(x, Sharded) else x
 
 
-def tensors_of(values: Sequence[Any]) -> Iterator[Tensor]:
+def tensors_of(values: Iterable[object]) -> Iterator[Tensor]:
     """All tensors among arguments, those in lists included, in order."""
     for a in values:
         if isinstance(a, Tensor):
             yield a
         elif isinstance(a, (list, tuple)):
             yield from tensors_of(a)
+
+
+# What kernels refuse and fake kernels (2.11 - 2.15) do not.
+state(
+    [
+        *(aten.index_add.default, aten.index_copy.default, aten.index_reduce.default),
+        *(aten.index_add_.default, aten.index_copy_.default, aten.index_reduce_.default),
+    ],
+    check=_check_rows,
+)
+state([aten.max.default, aten.min.default], check=_refuse_nothing)
+state([aten.argmax.default, aten.argmin.default], check=_refuse_bools)
+state([packet.correction for packet in (aten.std, aten.var, aten.std_mean, aten.var_mean)], check=_refuse_integers)
+state([aten.clone.default, aten._to_copy.default], keeps_strides=True)
+state(aten.unbind.int, shape_kernel=unbound)
+state(aten.view.default, instead="Use reshape, which copies where it has to")

@@ -11,29 +11,31 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile import compat
 from shardcompile.collectives import block_size
 from shardcompile.dispatch.precision import widened
 from shardcompile.dispatch.rows import first_row, has_known_blocks, positions, reduced, wrap
-from shardcompile.layout import Layout, contiguous_stride
+from shardcompile.layout import IntLike, Layout, contiguous_stride
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 _PLAIN = compat.decomposition_by_torch(aten.native_group_norm.default)
 _PLAIN_BACKWARD = compat.decomposition_by_torch(aten.native_group_norm_backward.default)
 
 
-def _channel_sums(x: Any) -> Any:
+def _channel_sums(x: Tensor) -> Tensor:
     """Sums over all dims but samples and channels: [samples, channels]."""
     return aten.sum.dim_IntList(x, list(range(2, x.ndim))) if x.ndim > 2 else x
 
 
-def _group_sums(x: Any, groups: int) -> Any:
+def _group_sums(x: Tensor, groups: int) -> Tensor:
     """Sums of each group's channels: [samples, channels] to [samples, groups]."""
     samples, channels = x.shape
-    cut = x._spec.layout.cuts[1] if hasattr(x, "_spec") else None
-    if cut is None:
+    cut = x._spec.layout.cuts[1] if isinstance(x, Sharded) else None
+    if not isinstance(x, Sharded) or cut is None:
         return reduced(aten.sum.dim_IntList(x.reshape(samples, groups, channels // groups), [2]))
     layout, block = x._spec.layout, x._local_tensor
     own = positions(block, first_row(cut, layout), 1, block_size(cut, layout.mesh)) // (channels // groups)
@@ -44,20 +46,29 @@ def _group_sums(x: Any, groups: int) -> Any:
     return reduced(wrap(x, sums, summed, contiguous_stride(shape)))
 
 
-def _of_channels(x: Any, channels: Any, ndim: int) -> Any:
+def _of_channels(x: Tensor, channels: Any, ndim: int) -> Tensor:
     """A number for each group, given to all of its channels: [samples, groups] to [samples, channels, 1, ...]."""
     group = torch.arange(channels, device=x.device) // (channels // x.shape[1])
     return _spread(aten.index_select.default(x, 1, group), ndim)
 
 
-def _spread(x: Any, ndim: int) -> Any:
+def _spread(x: Tensor, ndim: int) -> Tensor:
     """With dims of extent 1 behind its own, so that it has the dims of a sample and what comes before."""
     for _ in range(ndim - 2):
         x = x.unsqueeze(-1)
     return x
 
 
-def group_norm(x: Any, weight: Any, bias: Any, samples: Any, channels: Any, inner: Any, groups: int, eps: float) -> Any:
+def group_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    samples: IntLike,
+    channels: IntLike,
+    inner: IntLike,
+    groups: int,
+    eps: float,
+) -> tuple[Tensor, ...]:
     """``aten.native_group_norm``, with variances by two passes, as stable as the plain kernel."""
     if not _is_usual(x, samples, channels, inner):
         return _PLAIN(x, weight, bias, samples, channels, inner, groups, eps)
@@ -73,7 +84,7 @@ def group_norm(x: Any, weight: Any, bias: Any, samples: Any, channels: Any, inne
     return out.to(x.dtype), mean.to(dtype), scale.to(dtype)
 
 
-def _is_usual(x: Any, samples: Any, channels: Any, inner: Any) -> bool:
+def _is_usual(x: Tensor, samples: IntLike, channels: IntLike, inner: IntLike) -> bool:
     """Whether the numbers that the op is given are the extents of its input; they are where `group_norm` calls it."""
     if x.ndim < 2 or has_known_blocks(x):
         return False
@@ -82,17 +93,17 @@ def _is_usual(x: Any, samples: Any, channels: Any, inner: Any) -> bool:
 
 
 def group_norm_backward(
-    grad: Any,
-    x: Any,
-    mean: Any,
-    scale: Any,
-    weight: Any,
-    samples: Any,
-    channels: Any,
-    inner: Any,
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    weight: Tensor | None,
+    samples: IntLike,
+    channels: IntLike,
+    inner: IntLike,
     groups: int,
     wanted: Sequence[bool],
-) -> Any:
+) -> tuple[Tensor | None, ...]:
     """``aten.native_group_norm_backward``."""
     if not _is_usual(x, samples, channels, inner):
         return _PLAIN_BACKWARD(grad, x, mean, scale, weight, samples, channels, inner, groups, wanted)

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.errors import IndexRangeError
+from shardcompile.ops import OpRecord, state
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 
@@ -41,24 +43,24 @@ class Indexed:
 
 
 def _rows(wraps: bool = False) -> Callable[..., Iterator[Indexed]]:
-    def find(x: Any, dim: int, index: Any, *_: Any, **__: Any) -> Iterator[Indexed]:
+    def find(x: Tensor, dim: int, index: Tensor, *_: object, **__: object) -> Iterator[Indexed]:
         if x.ndim:
             yield Indexed(index, x, dim % x.ndim, wraps)
 
     return find
 
 
-def _by_dim(x: Any, indices: Sequence[Any], *_: Any, **__: Any) -> Iterator[Indexed]:
+def _by_dim(x: Tensor, indices: Sequence[Tensor | None], *_: object, **__: object) -> Iterator[Indexed]:
     if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):  # a mask may take several dims
         yield from (Indexed(i, x, d, wraps=True) for d, i in enumerate(indices) if i is not None)
 
 
-def _table(weight: Any, index: Any, *_: Any, **__: Any) -> Iterator[Indexed]:
+def _table(weight: Tensor, index: Tensor, *_: object, **__: object) -> Iterator[Indexed]:
     yield Indexed(index, weight, 0)
 
 
 def _classes(
-    x: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100
+    x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, ignore_index: int = -100
 ) -> Iterator[Indexed]:
     yield Indexed(target, x, 0 if x.ndim == 1 else 1, ignored=ignore_index)
 
@@ -70,23 +72,20 @@ _ALONG_A_DIM = (
     *(aten.scatter_.value, aten.scatter_add_.default, aten.scatter_reduce_.two),
 )
 
-INDEXED: dict[Any, Callable[..., Iterator[Indexed]]] = {
-    **dict.fromkeys(_ALONG_A_DIM, _rows()),
-    aten.index_fill.int_Scalar: _rows(wraps=True),
-    aten.index_fill.int_Tensor: _rows(wraps=True),
-    aten.index_fill_.int_Scalar: _rows(wraps=True),
-    aten.index_fill_.int_Tensor: _rows(wraps=True),
-    aten.index.Tensor: _by_dim,
-    aten.index_put.default: _by_dim,
-    aten.index_put_.default: _by_dim,
-    aten.embedding.default: _table,
-    aten.nll_loss_forward.default: _classes,
-    aten.nll_loss2d_forward.default: _classes,
-}
-"""By op, what finds the index tensors among its arguments."""
+state(_ALONG_A_DIM, indices=_rows())
+state(aten.index_fill.int_Scalar, indices=_rows(wraps=True))
+state(aten.index_fill.int_Tensor, indices=_rows(wraps=True))
+state(aten.index_fill_.int_Scalar, indices=_rows(wraps=True))
+state(aten.index_fill_.int_Tensor, indices=_rows(wraps=True))
+state(aten.index.Tensor, indices=_by_dim)
+state(aten.index_put.default, indices=_by_dim)
+state(aten.index_put_.default, indices=_by_dim)
+state(aten.embedding.default, indices=_table)
+state(aten.nll_loss_forward.default, indices=_classes)
+state(aten.nll_loss2d_forward.default, indices=_classes)
 
 
-def check_indices(cls: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def check_indices(cls: type[Sharded], record: OpRecord, args: Sequence[object], kwargs: dict[str, object]) -> None:
     """Raise if an index of a call is out of range: on all ranks, or, where the index is cut, on those that hold it.
 
     Those of a backward pass have been looked at in the forward pass.
@@ -94,20 +93,20 @@ def check_indices(cls: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any]
     Raises:
         IndexRangeError: one is.
     """
-    if compat.in_backward_pass():
+    if record.indices is None or compat.in_backward_pass():
         return
-    for found in INDEXED[op](*args, **kwargs):
+    for found in record.indices(*args, **kwargs):
         least, most = _bounds(cls, found)
         extent = found.x.shape[found.dim]
         if most >= extent or least < (-extent if found.wraps else 0):
             number = most if most >= extent else least
             raise IndexRangeError(
-                f"{op}: index {number} is out of range for dim {found.dim} of extent {extent}"
+                f"{record.op}: index {number} is out of range for dim {found.dim} of extent {extent}"
                 + (f" ({found.x._spec.layout.describe()})" if type(found.x) is cls else "")
             )
 
 
-def _bounds(cls: Any, found: Indexed) -> tuple[int, int]:
+def _bounds(cls: type[Sharded], found: Indexed) -> tuple[int, int]:
     """The smallest and the largest number that this rank has; of none, or of those left to kernels, 0 and -1."""
     index = found.index
     layout = index._spec.layout if type(index) is cls else None

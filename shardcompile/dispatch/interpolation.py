@@ -7,7 +7,7 @@ interpolation takes place one may be on another: it is fetched, as the windows o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,15 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.collectives import Window
+from shardcompile.compat import OpOverload
 from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.dispatch.precision import widened
 from shardcompile.dispatch.rows import has_known_blocks, positions
 from shardcompile.dispatch.windows import Windows
 from shardcompile.layout import IntLike
+from shardcompile.ops import state
+from shardcompile.ops.record import Run
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 
@@ -35,7 +39,7 @@ def _factors(coarse: Sequence[IntLike], fine: Sequence[IntLike], scales: Sequenc
     return found
 
 
-def _nearest(x: Any, output_size: Sequence[IntLike], *scales: float | None) -> Any:
+def _nearest(x: Tensor, output_size: Sequence[IntLike], *scales: float | None) -> Tensor:
     first = x.ndim - len(output_size)
     factors = _factors(x.shape[first:], output_size, scales)
     if factors is None or has_known_blocks(x):
@@ -51,8 +55,8 @@ def _nearest(x: Any, output_size: Sequence[IntLike], *scales: float | None) -> A
 
 
 def _nearest_backward(
-    grad: Any, output_size: Sequence[IntLike], input_size: Sequence[IntLike], *scales: float | None
-) -> Any:
+    grad: Sharded, output_size: Sequence[IntLike], input_size: Sequence[IntLike], *scales: float | None
+) -> Tensor:
     first = grad.ndim - len(output_size)
     factors = _factors(input_size[first:], output_size, scales)
     if factors is None or has_known_blocks(grad):
@@ -104,9 +108,9 @@ def _is_linear(coarse: Sequence[IntLike], fine: Sequence[IntLike], align: bool, 
     return all(s is None or (s == int(s) and compat.surely(a * int(s) == b)) for a, b, s in given)
 
 
-def _linear(op: Any) -> Callable[..., Any]:
-    def run(x: Any, output_size: Sequence[IntLike], align: bool, *scales: float | None) -> Any:
-        meta = global_meta(type(x), op, (x, output_size, align, *scales), {})
+def _linear(op: OpOverload) -> Run:
+    def run(x: Tensor, output_size: Sequence[IntLike], align: bool, *scales: float | None) -> Tensor:
+        meta = global_meta(op, (x, output_size, align, *scales), {})
         coarse = x.shape[-len(output_size) :]
         if not x.dtype.is_floating_point or not _is_linear(coarse, output_size, align, scales):
             return NotImplemented
@@ -125,11 +129,11 @@ def _linear(op: Any) -> Callable[..., Any]:
     return run
 
 
-def _linear_backward(op: Any) -> Callable[..., Any]:
+def _linear_backward(op: OpOverload) -> Run:
     def run(
-        grad: Any, output_size: Sequence[IntLike], input_size: Sequence[IntLike], align: bool, *scales: float | None
-    ) -> Any:
-        meta = global_meta(type(grad), op, (grad, output_size, input_size, align, *scales), {})
+        grad: Tensor, output_size: Sequence[IntLike], input_size: Sequence[IntLike], align: bool, *scales: float | None
+    ) -> Tensor:
+        meta = global_meta(op, (grad, output_size, input_size, align, *scales), {})
         coarse = input_size[-len(output_size) :]
         if not _is_linear(coarse, output_size, align, scales):
             return NotImplemented
@@ -171,20 +175,19 @@ _LINEAR_BACKWARD = (
     aten.upsample_bilinear2d_backward,
     aten.upsample_trilinear3d_backward,
 )
-INTERPOLATION_OPS: dict[Any, Callable[..., Any]] = {
-    aten.upsample_nearest1d.default: _nearest,
-    aten.upsample_nearest2d.default: _nearest,
-    aten.upsample_nearest3d.default: _nearest,
-    aten._upsample_nearest_exact1d.default: _nearest,
-    aten._upsample_nearest_exact2d.default: _nearest,
-    aten._upsample_nearest_exact3d.default: _nearest,
-    aten.upsample_nearest1d_backward.default: _nearest_backward,
-    aten.upsample_nearest2d_backward.default: _nearest_backward,
-    aten.upsample_nearest3d_backward.default: _nearest_backward,
-    aten._upsample_nearest_exact1d_backward.default: _nearest_backward,
-    aten._upsample_nearest_exact2d_backward.default: _nearest_backward,
-    aten._upsample_nearest_exact3d_backward.default: _nearest_backward,
-    **{packet.default: _linear(packet.default) for packet in _LINEAR},
-    **{packet.default: _linear_backward(packet.default) for packet in _LINEAR_BACKWARD},
-}
-"""By op, its form along cut spatial dims."""
+state(aten.upsample_nearest1d.default, sharded=_nearest)
+state(aten.upsample_nearest2d.default, sharded=_nearest)
+state(aten.upsample_nearest3d.default, sharded=_nearest)
+state(aten._upsample_nearest_exact1d.default, sharded=_nearest)
+state(aten._upsample_nearest_exact2d.default, sharded=_nearest)
+state(aten._upsample_nearest_exact3d.default, sharded=_nearest)
+state(aten.upsample_nearest1d_backward.default, sharded=_nearest_backward)
+state(aten.upsample_nearest2d_backward.default, sharded=_nearest_backward)
+state(aten.upsample_nearest3d_backward.default, sharded=_nearest_backward)
+state(aten._upsample_nearest_exact1d_backward.default, sharded=_nearest_backward)
+state(aten._upsample_nearest_exact2d_backward.default, sharded=_nearest_backward)
+state(aten._upsample_nearest_exact3d_backward.default, sharded=_nearest_backward)
+for _packet in _LINEAR:
+    state(_packet.default, sharded=_linear(_packet.default))
+for _packet in _LINEAR_BACKWARD:
+    state(_packet.default, sharded=_linear_backward(_packet.default))

@@ -6,7 +6,7 @@ runs on the lists of blocks. A foreach op runs on each position on its own other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,30 +19,28 @@ from shardcompile.dispatch.copied_views import note_write
 from shardcompile.dispatch.rows import moved
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout, Spec
+from shardcompile.ops import always, family, state
+from shardcompile.ops.record import Facts
+from shardcompile.sharded import Sharded, block_of, layout_if_sharded
 
 aten = torch.ops.aten
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
-def listwise_form(op: OpOverload) -> Callable[..., Any] | None:
-    """What runs an op on lists of sharded tensors, or None if it is no such op."""
+@family
+def listwise(op: OpOverload) -> Facts | None:
+    """Ops on lists of tensors, by their names."""
     name = op._schema.name.removeprefix("aten::")
-    if op is _UNSCALE:
-        return _unscale
     if name.startswith("_foreach_"):
-        return lambda *args, **kwargs: _foreach(op, args, kwargs)
+        return {"sharded": always(lambda *args, **kwargs: _foreach(op, args, kwargs))}
     if name.startswith("_fused_") and op._schema.is_mutable and not any(a.is_out for a in op._schema.arguments):
-        return lambda *args, **kwargs: _fused(op, args, kwargs)
+        return {"sharded": always(lambda *args, **kwargs: _fused(op, args, kwargs))}
     return None
-
-
-def _layout(x: Any) -> Layout | None:
-    return x._spec.layout if hasattr(x, "_spec") else None
 
 
 def _alike(tensors: Sequence[Tensor]) -> bool:
     """Whether the tensors of one position can be worked on block by block."""
-    layouts = [_layout(t) for t in tensors]
+    layouts = [layout_if_sharded(t) for t in tensors]
     first = layouts[0]
     if first is None:
         return all(x is None for x in layouts)
@@ -56,14 +54,14 @@ def _same_blocks(a: Layout, b: Layout) -> bool:
     return all(c is d or (c is not None and d is not None and c.same_blocks(d, here)) for c, d in cuts)
 
 
-def _lists(args: Sequence[Any]) -> list[Sequence[Tensor]]:
+def _lists(args: Sequence[object]) -> list[Sequence[Tensor]]:
     return [a for a in args if isinstance(a, (list, tuple)) and len(a) and isinstance(a[0], Tensor)]
 
 
-def _foreach(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _foreach(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Tensor] | None:
     lists = _lists(args)
     name = op._schema.name.removeprefix("aten::_foreach_")
-    whole = not any(_layout(a) is not None for a in (*args, *kwargs.values()))
+    whole = not any(layout_if_sharded(a) is not None for a in (*args, *kwargs.values()))
     if whole and _is_elementwise(name.removesuffix("_")) and all(map(_alike, zip(*lists, strict=True))):
         return _on_blocks(op, args, kwargs)
     results = [_one(op, name, _at(op, args, i), kwargs) for i in range(len(lists[0]))]
@@ -78,7 +76,7 @@ def _is_elementwise(name: str) -> bool:
     return any(torch.Tag.pointwise in getattr(packet, o).tags for o in overloads)
 
 
-def _on_blocks(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _on_blocks(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> list[Tensor] | None:
     out = op(*map(_blocks, args), **kwargs)
     if op._schema.is_mutable:
         for target in args[0]:
@@ -88,19 +86,20 @@ def _on_blocks(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return [_wrapped(x, o) for x, o in zip(like, out, strict=True)]
 
 
-def _wrapped(like: Any, block: Tensor) -> Any:
-    layout = _layout(like)
-    return block if layout is None else type(like)._wrap(block, Spec.of(layout.with_dtype(block.dtype), like.stride()))
+def _wrapped(like: Tensor, block: Tensor) -> Tensor:
+    if not isinstance(like, Sharded):
+        return block
+    return type(like)._wrap(block, Spec.of(like._spec.layout.with_dtype(block.dtype), like.stride()))
 
 
-def _blocks(a: Any) -> Any:
+def _blocks(a: object) -> object:
     if isinstance(a, (list, tuple)):
-        return [x._local_tensor if _layout(x) is not None else x for x in a]
+        return [block_of(x) for x in a]
     return a
 
 
-def _written(op: OpOverload, target: Any) -> None:
-    if _layout(target) is None:
+def _written(op: OpOverload, target: Tensor) -> None:
+    if not isinstance(target, Sharded):
         return
     if target._copied is not None:
         target._copied.check_writable(op)
@@ -118,7 +117,7 @@ def _at(op: OpOverload, args: Sequence[Any], i: int) -> list[Any]:
     return picked
 
 
-def _one(op: OpOverload, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _one(op: OpOverload, name: str, args: list[Any], kwargs: dict[str, object]) -> Tensor:
     """A foreach op on one position, by the op that it is named after."""
     base = name.removesuffix("_")
     if base in ("addcdiv", "addcmul") and len(args) == 4:
@@ -140,7 +139,7 @@ def _one(op: OpOverload, name: str, args: list[Any], kwargs: dict[str, Any]) -> 
     return args[0].copy_(out) if op._schema.is_mutable else out
 
 
-def _fused(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _fused(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
     """A fused optimizer step: everything is brought to the layouts of the parameters, which come first."""
     parameters = args[0]
     local: list[Any] = []
@@ -150,15 +149,15 @@ def _fused(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
             continue
         writes = argument.alias_info is not None and argument.alias_info.is_write
         local.append([_like_parameter(op, p, x, writes) for p, x in zip(parameters, a, strict=False)] if a else a)
-    op(*local, **{k: v.full_tensor() if _layout(v) is not None else v for k, v in kwargs.items()})
+    op(*local, **{k: v.full_tensor() if isinstance(v, Sharded) else v for k, v in kwargs.items()})
     for a, argument in zip(args, op._schema.arguments, strict=False):
         if isinstance(a, (list, tuple)) and argument.alias_info is not None and argument.alias_info.is_write:
             for target in a:
                 _written(op, target)
 
 
-def _like_parameter(op: OpOverload, parameter: Any, x: Any, writes: bool) -> Tensor:
-    layout, now = _layout(parameter), _layout(x)
+def _like_parameter(op: OpOverload, parameter: Tensor, x: Tensor, writes: bool) -> Tensor:
+    layout, now = layout_if_sharded(parameter), layout_if_sharded(x)
     if layout is None and now is None:
         return x
     if layout is not None and now is None and x.ndim == 0:
@@ -171,20 +170,23 @@ def _like_parameter(op: OpOverload, parameter: Any, x: Any, writes: bool) -> Ten
     return moved(x, layout)
 
 
-def _text(x: Any) -> str:
-    layout = _layout(x)
+def _text(x: Tensor) -> str:
+    layout = layout_if_sharded(x)
     return f"a plain tensor {tuple(x.shape)}" if layout is None else layout.describe()
 
 
-def _unscale(tensors: Sequence[Any], found_inf: Tensor, inv_scale: Tensor) -> None:
+def _unscale(tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Divide gradients by the scale; whether any is infinite is asked of all ranks, so that all skip the step."""
     found = torch.zeros_like(found_inf)
-    if any(layout.is_partial for layout in map(_layout, tensors) if layout is not None):
+    if any(layout.is_partial for layout in map(layout_if_sharded, tensors) if layout is not None):
         raise UnsupportedOpError(f"{_UNSCALE} on a gradient with a pending reduction; redistribute it first")
     _UNSCALE(_blocks(tensors), found, inv_scale)
-    for mesh in {layout.mesh for layout in map(_layout, tensors) if layout is not None}:
+    for mesh in {layout.mesh for layout in map(layout_if_sharded, tensors) if layout is not None}:
         for mesh_dim in range(mesh.ndim):
             found = collective_ops.all_reduce(found, "max", compat.group_name_of(mesh, mesh_dim)).wait()
     for target in tensors:
         _written(_UNSCALE, target)
     found_inf.copy_(torch.maximum(found_inf, found))
+
+
+state(_UNSCALE, sharded=always(_unscale))

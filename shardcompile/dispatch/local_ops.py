@@ -11,21 +11,26 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
+from shardcompile.compat import OpOverload
 from shardcompile.dispatch.logsumexp import logsumexp
 from shardcompile.dispatch.strides import in_one_order
-from shardcompile.rules import images
+from shardcompile.layout import IntLike
+from shardcompile.ops import record_of, state
+from shardcompile.ops.record import Run
+from shardcompile.rules.images import per_channel
 
 aten = torch.ops.aten
+Scalar = int | float | bool | complex
 
 
-def lowest(dtype: torch.dtype) -> Any:
+def lowest(dtype: torch.dtype) -> Scalar:
     """The value that never wins a maximum."""
     if dtype is torch.bool:
         return False
     return -float("inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-def highest(dtype: torch.dtype) -> Any:
+def highest(dtype: torch.dtype) -> Scalar:
     """The value that never wins a minimum."""
     if dtype is torch.bool:
         return True
@@ -36,7 +41,7 @@ def _may_be_empty(extent: int | torch.SymInt) -> bool:
     return not isinstance(extent, int) or extent == 0
 
 
-def padded(x: Tensor, dims: list[int], value: Any) -> Tensor:
+def padded(x: Tensor, dims: list[int], value: Scalar) -> Tensor:
     """`x` with one neutral row along dims that may be empty on this rank; Inductor fuses it into the reduction."""
     pad = [0] * (2 * x.ndim)
     for dim in dims:
@@ -45,19 +50,19 @@ def padded(x: Tensor, dims: list[int], value: Any) -> Tensor:
     if not any(pad):
         return x
     if x.dtype is torch.bool:  # constant_pad_nd of a bool wants a number
-        return aten.constant_pad_nd(x.to(torch.uint8), pad, int(value)).to(torch.bool)
+        return aten.constant_pad_nd(x.to(torch.uint8), pad, int(bool(value))).to(torch.bool)
     return aten.constant_pad_nd(x, pad, value)
 
 
-def _extremum(op: Any, neutral: Callable[[torch.dtype], Any]) -> Callable[..., Tensor]:
-    def local(x: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+def _extremum(op: OpOverload, neutral: Callable[[torch.dtype], Scalar]) -> Callable[..., Tensor]:
+    def local(x: Tensor, dim: Sequence[int] | None = (), keepdim: bool = False) -> Tensor:
         dims = list(range(x.ndim)) if dim is None or len(dim) == 0 else list(dim)
         return op(padded(x, dims, neutral(x.dtype)) if x.ndim else x, dim, keepdim)
 
     return local
 
 
-def _whole_extremum(op: Any, neutral: Callable[[torch.dtype], Any]) -> Callable[..., Tensor]:
+def _whole_extremum(op: OpOverload, neutral: Callable[[torch.dtype], Scalar]) -> Callable[..., Tensor]:
     def local(x: Tensor) -> Tensor:
         return op(padded(x, list(range(x.ndim)), neutral(x.dtype)), [], False) if x.ndim else x.clone()
 
@@ -67,7 +72,7 @@ def _whole_extremum(op: Any, neutral: Callable[[torch.dtype], Any]) -> Callable[
 _block_amax = _extremum(aten.amax.default, lowest)
 
 
-def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+def _logsumexp(x: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tensor:
     """`logsumexp` of a block. In a trace torch's own asks whether there are elements."""
     if all(isinstance(n, int) for n in x.shape):
         return aten.logsumexp.default(x, dim, keepdim)
@@ -75,7 +80,7 @@ def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     return logsumexp(x, dims, keepdim, _block_amax)
 
 
-def unbound(x: Tensor, dim: int = 0) -> Any:
+def unbound(x: Tensor, dim: int = 0) -> Sequence[Tensor]:
     """`unbind`; as rows that are selected, where torch's own (2.11 - 2.15) asks in a trace for sizes as numbers.
 
     Of a dim whose extent is a symbol it keeps the dim, unless it is known to be 1. A write to a row it brings back to
@@ -86,7 +91,7 @@ def unbound(x: Tensor, dim: int = 0) -> Any:
     return [aten.select.int(x, dim, i) for i in range(int(x.shape[dim]))]
 
 
-def _view(x: Tensor, shape: Sequence[Any]) -> Tensor:
+def _view(x: Tensor, shape: Sequence[IntLike]) -> Tensor:
     """A view, or a copy where the strides of a block forbid a view that those of the whole tensor allow.
 
     Inside a trace strides are compared by their hints, or the graph would be specialised on the size of this rank's
@@ -110,7 +115,7 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
     return _view(out, [*batch, *out.shape[1:]])
 
 
-def _flat_batch(x: Tensor, batch: Sequence[Any]) -> Tensor:
+def _flat_batch(x: Tensor, batch: Sequence[IntLike]) -> Tensor:
     """Broadcast to a batch, whose dims become one."""
     if any(isinstance(m, int) and m == 1 and n is not m for m, n in zip(x.shape, batch, strict=False)):
         x = x.expand([*batch, -1, -1])
@@ -125,7 +130,7 @@ def copy_block(target: Tensor, source: Tensor, non_blocking: bool = False) -> Te
         return target.copy_(source, non_blocking)
 
 
-def _index_write(op: Any) -> Callable[..., Tensor]:
+def _index_write(op: OpOverload) -> Callable[..., Tensor]:
     def local(x: Tensor, *args: Any) -> Tensor:
         """Inside a trace torch's own makes a contiguous tensor, and asks for the size of the block."""
         with contextlib.nullcontext() if type(x) is Tensor else compat.without_guards(x):
@@ -134,14 +139,14 @@ def _index_write(op: Any) -> Callable[..., Tensor]:
     return local
 
 
-def _masked_fill_(op: Any) -> Callable[..., Tensor]:
+def _masked_fill_(op: OpOverload) -> Callable[..., Tensor]:
     functional: Any = compat.functional_variant(op)
 
-    def local(x: Tensor, mask: Tensor, value: Any) -> Tensor:
+    def local(x: Tensor, mask: Tensor, value: Tensor) -> Tensor:
         """Inside a trace torch's own makes a contiguous tensor, and asks for the size of a block that is not."""
         if type(x) is Tensor or x.ndim < 2:
             return op(x, mask, value)
-        return copy_block(x, functional(*in_one_order(functional, [x, mask], x.stride()), value))
+        return copy_block(x, functional(*in_one_order(record_of(functional), [x, mask], x.stride()), value))
 
     return local
 
@@ -160,7 +165,7 @@ def _trilinear(
     return out.sum(total)
 
 
-def _roll(x: Tensor, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Tensor:
+def _roll(x: Tensor, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Tensor:
     """`roll`; inside a trace torch's own asks whether the block is empty."""
     if type(x) is Tensor or not dims:
         return aten.roll.default(x, shifts, dims)
@@ -171,15 +176,15 @@ def _roll(x: Tensor, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Tensor:
     return x
 
 
-def _per_channel(op: Any, spatial: int) -> Callable[..., Any]:
+def _per_channel(op: OpOverload, spatial: int) -> Run:
     """Where this rank may have no channels, which kernels refuse: all leading dims as samples of one channel."""
 
-    def local(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def local(x: Tensor, *args: Any, **kwargs: Any) -> object:
         leading = x.shape[:-spatial]
         if not _may_be_empty(leading[-1]):
             return op(x, *args, **kwargs)
 
-        def merged(a: Any) -> Any:
+        def merged(a: Tensor) -> Tensor:
             if isinstance(a, Tensor):
                 return _view(a, [math.prod(a.shape[:-spatial]), 1, *a.shape[-spatial:]])
             is_shape = isinstance(a, (list, tuple)) and len(a) == spatial + len(leading) > spatial
@@ -193,7 +198,9 @@ def _per_channel(op: Any, spatial: int) -> Callable[..., Any]:
     return local
 
 
-def _running_extremum(op: Any, worst: Callable[[torch.dtype], Any]) -> Callable[[Tensor, int], Sequence[Tensor]]:
+def _running_extremum(
+    op: OpOverload, worst: Callable[[torch.dtype], Scalar]
+) -> Callable[[Tensor, int], Sequence[Tensor]]:
     """`cummax` or `cummin` of a block, which in a trace has a row more along dims that may be empty on some ranks.
 
     Run for shapes alone, torch's kernel asks whether there are elements, to look at `dim` then. Nothing can be said of
@@ -214,37 +221,30 @@ index_copy = _index_write(aten.index_copy.default)
 running_maximum = _running_extremum(aten.cummax.default, lowest)
 running_minimum = _running_extremum(aten.cummin.default, highest)
 
-LOCAL_OPS: dict[Any, Callable[..., Any]] = {
-    aten.amax.default: _block_amax,
-    aten.amin.default: _extremum(aten.amin.default, highest),
-    aten.logsumexp.default: _logsumexp,
-    aten.max.default: _whole_extremum(aten.amax.default, lowest),
-    aten.min.default: _whole_extremum(aten.amin.default, highest),
-    aten.cummax.default: running_maximum,
-    aten.cummin.default: running_minimum,
-    aten.copy_.default: copy_block,
-    aten.index_copy.default: index_copy,
-    aten.index_fill.int_Scalar: _index_write(aten.index_fill.int_Scalar),
-    aten.masked_fill_.Scalar: _masked_fill_(aten.masked_fill_.Scalar),
-    aten.masked_fill_.Tensor: _masked_fill_(aten.masked_fill_.Tensor),
-    aten.roll.default: _roll,
-    aten._trilinear.default: lambda a, b, c, x, y, z, total, unroll=1: _trilinear(a, b, c, x, y, z, total),
-    aten.matmul.default: _matmul,
-    aten.unbind.int: unbound,
-    aten.view.default: _view,
-    aten._unsafe_view.default: _view,
-    aten.reshape.default: _view,
-    # A block must not be conjugated or negated lazily: below `__torch_dispatch__` nothing heeds the bit.
-    aten._conj.default: aten._conj_physical.default,
-    aten._neg_view.default: aten.neg.default,
-    # The rule names the dims that go: on a block, others may have extent 1 as well.
-    aten.squeeze.default: aten.squeeze.dims,
-    aten.squeeze.dim: aten.squeeze.dims,
-    **{op: _per_channel(op, n) for op, n in images.PER_CHANNEL.items()},
-    **{op: _per_channel(op, n) for op, n in images.PER_CHANNEL_BACKWARD.items()},
-    **{op: _per_channel(op, n) for op, n in images.INTERPOLATION_BACKWARD.items()},
-}
-"""By op, what runs on a block in its place."""
-
-COPYING_VIEWS = {aten._conj.default, aten._neg_view.default}
-"""View ops that have to copy the block."""
+state(aten.amax.default, kernel=_block_amax)
+state(aten.amin.default, kernel=_extremum(aten.amin.default, highest))
+state(aten.logsumexp.default, kernel=_logsumexp)
+state(aten.max.default, kernel=_whole_extremum(aten.amax.default, lowest))
+state(aten.min.default, kernel=_whole_extremum(aten.amin.default, highest))
+state(aten.cummax.default, kernel=running_maximum)
+state(aten.cummin.default, kernel=running_minimum)
+state(aten.copy_.default, kernel=copy_block)
+state(aten.index_copy.default, kernel=index_copy)
+state(aten.index_fill.int_Scalar, kernel=_index_write(aten.index_fill.int_Scalar))
+state(aten.masked_fill_.Scalar, kernel=_masked_fill_(aten.masked_fill_.Scalar))
+state(aten.masked_fill_.Tensor, kernel=_masked_fill_(aten.masked_fill_.Tensor))
+state(aten.roll.default, kernel=_roll)
+state(aten._trilinear.default, kernel=lambda a, b, c, x, y, z, total, unroll=1: _trilinear(a, b, c, x, y, z, total))
+state(aten.matmul.default, kernel=_matmul)
+state(aten.unbind.int, kernel=unbound)
+state(aten.view.default, kernel=_view)
+state(aten._unsafe_view.default, kernel=_view)
+state(aten.reshape.default, kernel=_view)
+# A block must not be conjugated or negated lazily: below `__torch_dispatch__` nothing heeds the bit.
+state(aten._conj.default, kernel=aten._conj_physical.default, copies_block=True)
+state(aten._neg_view.default, kernel=aten.neg.default, copies_block=True)
+# The rule names the dims that go: on a block, others may have extent 1 as well.
+state(aten.squeeze.default, kernel=aten.squeeze.dims)
+state(aten.squeeze.dim, kernel=aten.squeeze.dims)
+for _op, _spatial in per_channel():
+    state(_op, kernel=_per_channel(_op, _spatial))

@@ -12,21 +12,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from shardcompile import compat
 from shardcompile.collectives import block_size
+from shardcompile.compat import OpOverload
 from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.dispatch.local_ops import padded
 from shardcompile.dispatch.rows import first_row, moved, reduced, wrap
-from shardcompile.layout import Cut, Layout
+from shardcompile.layout import Cut, IntLike, Layout
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 
 
-def _whole_along(x: Any, mesh_dims: Sequence[int], mesh: Any) -> tuple[Layout, Tensor]:
+def _whole_along(x: Tensor, mesh_dims: Sequence[int], mesh: DeviceMesh) -> tuple[Layout, Tensor]:
     """A tensor on every rank of some mesh dims, its other placements kept as far as they are no reductions."""
-    if not hasattr(x, "_spec"):
+    if not isinstance(x, Sharded):
         return Layout.whole(mesh, x.shape, x.dtype), x
     now = x._spec.layout.reduced()
     gone = {d for d, c in enumerate(now.cuts) if c is not None and set(c.mesh_dims) & set(mesh_dims)}
@@ -65,7 +68,9 @@ def _summed(values: Tensor, mine: Tensor) -> tuple[Tensor, str]:
     return torch.where(mine, values, 0), "sum"
 
 
-def _placed(layout: Layout, cut: Cut, ndim: int, of_x: dict[int, int], other: Layout, of_index: dict[int, int]) -> Any:
+def _placed(
+    layout: Layout, cut: Cut, ndim: int, of_x: dict[int, int], other: Layout, of_index: dict[int, int]
+) -> tuple[list[Placement], list[Cut | None]] | None:
     """Placements and cuts of the result, or None if both inputs are cut by one mesh dim.
 
     Args:
@@ -90,7 +95,15 @@ def _placed(layout: Layout, cut: Cut, ndim: int, of_x: dict[int, int], other: La
     return placements, cuts
 
 
-def _finish(x: Any, cut: Cut, values: Tensor, mine: Tensor, placed: Any, shape: Any, stride: Any) -> Any:
+def _finish(
+    x: Sharded,
+    cut: Cut,
+    values: Tensor,
+    mine: Tensor,
+    placed: tuple[list[Placement], list[Cut | None]],
+    shape: Sequence[IntLike],
+    stride: Sequence[IntLike],
+) -> Tensor:
     placements, cuts = placed
     term, reduce_op = _summed(values, mine)
     layout = x._spec.layout
@@ -99,13 +112,13 @@ def _finish(x: Any, cut: Cut, values: Tensor, mine: Tensor, placed: Any, shape: 
     return wrap(x, term, Layout.of(layout.mesh, placements, shape, values.dtype, cuts), stride)
 
 
-def embedding(weight: Any, indices: Any, *options: Any) -> Any:
+def embedding(weight: Sharded, indices: Tensor, *options: object) -> Tensor:
     """``aten.embedding`` with a table that is cut by rows."""
-    cut = weight._spec.layout.cuts[0] if hasattr(weight, "_spec") else None
+    cut = weight._spec.layout.cuts[0] if isinstance(weight, Sharded) else None
     if cut is None:
         return NotImplemented
     weight = reduced(weight)
-    meta = global_meta(type(weight), aten.embedding.default, (weight, indices, *options), {})
+    meta = global_meta(aten.embedding.default, (weight, indices, *options), {})
     layout = weight._spec.layout
     other, index = _whole_along(indices, cut.mesh_dims, layout.mesh)
     ndim = indices.ndim
@@ -119,7 +132,7 @@ def embedding(weight: Any, indices: Any, *options: Any) -> Any:
     return _finish(weight, cut, values, mine.unsqueeze(-1), placed, shape, stride)
 
 
-def _is_worth_it(x: Any, shape: Sequence[Any]) -> bool:
+def _is_worth_it(x: Tensor, shape: Sequence[IntLike]) -> bool:
     """Whether to add up the results, which moves each twice, takes fewer bytes than to gather the tensor."""
     out, whole = 2, 1
     for n in shape:
@@ -129,20 +142,20 @@ def _is_worth_it(x: Any, shape: Sequence[Any]) -> bool:
     return out <= whole
 
 
-def index_select(x: Any, dim: int, index: Any) -> Any:
+def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
     """``aten.index_select`` along a cut dim."""
-    if not hasattr(x, "_spec") or not x.ndim or index.ndim != 1:
+    if not isinstance(x, Sharded) or not x.ndim or index.ndim != 1:
         return NotImplemented
     dim = dim % x.ndim
     return _index(x, [index if d == dim else None for d in range(x.ndim)], aten.index_select.default, (x, dim, index))
 
 
-def index(x: Any, indices: Sequence[Any]) -> Any:
+def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     """``aten.index`` by numbers along a cut dim."""
-    return _index(x, indices, aten.index.Tensor, (x, indices)) if hasattr(x, "_spec") else NotImplemented
+    return _index(x, indices, aten.index.Tensor, (x, indices)) if isinstance(x, Sharded) else NotImplemented
 
 
-def _index(x: Any, indices: Sequence[Any], op: Any, args: tuple[Any, ...]) -> Any:
+def _index(x: Sharded, indices: Sequence[Any], op: OpOverload, args: tuple[object, ...]) -> Tensor:
     layout = x._spec.layout
     at = [d for d, i in enumerate(indices) if i is not None]
     cut_dims = [d for d in at if layout.cuts[d] is not None]
@@ -151,7 +164,7 @@ def _index(x: Any, indices: Sequence[Any], op: Any, args: tuple[Any, ...]) -> An
         return NotImplemented
     (dim,) = cut_dims
     cut = layout.cut_of(dim)
-    meta = global_meta(type(x), op, args, {})
+    meta = global_meta(op, args, {})
     shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
     rank = len(shape) - (x.ndim - len(at))
     if not _is_worth_it(x, shape) or (len(at) > 1 and len({indices[d].ndim for d in at}) > 1):
@@ -171,44 +184,47 @@ def _index(x: Any, indices: Sequence[Any], op: Any, args: tuple[Any, ...]) -> An
     return _finish(x, cut, values, mine, placed, shape, stride)
 
 
-def gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+def gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
     """``aten.gather`` along a cut dim of a tensor that is not cut otherwise."""
-    if not hasattr(x, "_spec") or not x.ndim or index.ndim != x.ndim or not _is_worth_it(x, index.shape):
+    if not isinstance(x, Sharded) or not x.ndim or index.ndim != x.ndim or not _is_worth_it(x, index.shape):
         return NotImplemented
     dim, layout = dim % x.ndim, x._spec.layout
     cut = layout.cuts[dim]
     if cut is None or layout.is_partial or sum(c is not None for c in layout.cuts) > 1:
         return NotImplemented
-    meta = global_meta(type(x), aten.gather.default, (x, dim, index), {})
+    meta = global_meta(aten.gather.default, (x, dim, index), {})
     other, whole = _whole_along(index, cut.mesh_dims, layout.mesh)
     if not other.is_replicated:
         return NotImplemented
     rows = padded(x._local_tensor, [dim], 0)
     mine, local = _own(whole, cut, layout, dim, wraps=False)
     values = aten.gather.default(rows, dim, local)
-    placed = ([Replicate()] * len(layout.placements), [None] * x.ndim)
-    return _finish(x, cut, values, mine, placed, compat.global_extents(meta.shape), compat.retraced(meta.stride()))
+    placements: list[Placement] = [Replicate()] * len(layout.placements)
+    cuts: list[Cut | None] = [None] * x.ndim
+    return _finish(
+        x, cut, values, mine, (placements, cuts), compat.global_extents(meta.shape), compat.retraced(meta.stride())
+    )
 
 
-def scatter_value(x: Any, dim: int, index: Any, value: Any) -> Any:
+def scatter_value(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
     """``aten.scatter`` of a number along a cut dim of a tensor that is not cut otherwise."""
     return _scattered(x, dim, index, aten.scatter.value, value)
 
 
-def scatter_src(x: Any, dim: int, index: Any, source: Any) -> Any:
+def scatter_src(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     """``aten.scatter`` of a tensor along a cut dim of a tensor that is not cut otherwise."""
     return _scattered(x, dim, index, aten.scatter.src, source)
 
 
-def _scattered(x: Any, dim: int, index: Any, op: Any, source: Any) -> Any:
+def _scattered(x: Tensor, dim: int, index: Tensor, op: OpOverload, source: Tensor) -> Tensor:
     """Each rank writes the rows that it has; what belongs to others goes into a row of padding."""
-    if not hasattr(x, "_spec") or not x.ndim or index.ndim != x.ndim:
+    if not isinstance(x, Sharded) or not x.ndim or index.ndim != x.ndim:
         return NotImplemented
     dim, layout = dim % x.ndim, x._spec.layout
     cut = layout.cuts[dim]
     if cut is None or layout.is_partial or sum(c is not None for c in layout.cuts) > 1:
         return NotImplemented
-    meta = global_meta(type(x), op, (x, dim, index, source), {})
+    meta = global_meta(op, (x, dim, index, source), {})
     given = [index, source] if op is aten.scatter.src else [index]
     whole = [_whole_along(t, cut.mesh_dims, layout.mesh) for t in given]
     if not all(other.is_replicated for other, _ in whole):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch import Tensor
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -14,6 +13,6 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALVES else dtype
 
 
-def widened(x: Any) -> Any:
+def widened(x: Tensor) -> Tensor:
     """A tensor in the dtype in which it is added up."""
     return x.float() if x.dtype in HALVES else x

@@ -23,6 +23,8 @@ from shardcompile.collectives import wait
 from shardcompile.dispatch.strides import in_order
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout, Spec, dense_stride
+from shardcompile.ops import always, state
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
@@ -67,7 +69,7 @@ def _agreed_seed(layout: Layout, device: torch.device) -> Tensor:
     return seed
 
 
-def _block(x: Any, kind: str, dtype: torch.dtype | None = None) -> Any:
+def _block(x: Sharded, kind: str, dtype: torch.dtype | None = None) -> Sharded:
     """Random numbers laid out like `x`, stored without gaps in the order of its strides, as `empty_like` would."""
     layout: Layout = x._spec.layout
     if any(isinstance(p, Partial) for p in layout.placements):
@@ -80,18 +82,18 @@ def _block(x: Any, kind: str, dtype: torch.dtype | None = None) -> Any:
 
 
 def _numbers_like(kind: str) -> Callable[..., Tensor]:
-    def run(x: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    def run(x: Sharded, *, dtype: torch.dtype | None = None, **_: object) -> Tensor:
         return _block(_reduced(x), kind, dtype)
 
     return run
 
 
-def _reduced(x: Any) -> Any:
+def _reduced(x: Sharded) -> Sharded:
     """Only the shape of `x` counts: a pending reduction is dropped."""
     return aten.zeros_like.default(x) if x._spec.layout.is_partial else x
 
 
-def _refuse_generator(generator: Any) -> None:
+def _refuse_generator(generator: torch.Generator | None) -> None:
     if generator is not None:
         raise UnsupportedOpError("random ops on sharded tensors take their seeds from the default generator only")
 
@@ -105,7 +107,7 @@ def _precise(dtype: torch.dtype) -> torch.dtype:
 def _refill(kind: str, transform: Callable[..., Tensor], dtype: torch.dtype | None = None) -> Callable[..., Tensor]:
     """An in-place op that fills its argument."""
 
-    def run(x: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
+    def run(x: Sharded, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Tensor:
         _refuse_generator(generator)
         numbers = _block(x, kind, _precise(x.dtype) if dtype is None else dtype)
         return aten.copy_.default(x, transform(numbers, *args, **kwargs))
@@ -113,23 +115,23 @@ def _refill(kind: str, transform: Callable[..., Tensor], dtype: torch.dtype | No
     return run
 
 
-def _bernoulli(x: Any, p: float | None = None, *, generator: Any = None) -> Tensor:
+def _bernoulli(x: Sharded, p: float | None = None, *, generator: torch.Generator | None = None) -> Tensor:
     _refuse_generator(generator)
     x = _settled(x)
     numbers = _block(x, "uniform", _precise(x.dtype))
     return aten.lt.Tensor(numbers, x).to(x.dtype) if p is None else (numbers < p).to(x.dtype)
 
 
-def _bernoulli_from(x: Any, p: Tensor, *, generator: Any = None) -> Tensor:
+def _bernoulli_from(x: Sharded, p: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
     _refuse_generator(generator)
     return aten.copy_.default(x, aten.lt.Tensor(_block(x, "uniform", _precise(x.dtype)), p))
 
 
-def _settled(x: Any) -> Any:
+def _settled(x: Any) -> Sharded:
     return x.redistribute(placements=x._spec.layout.reduced().placements) if x._spec.layout.is_partial else x
 
 
-def _native_dropout(x: Any, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+def _native_dropout(x: Sharded, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     x = _settled(x)
     if train is False:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
@@ -138,9 +140,19 @@ def _native_dropout(x: Any, p: float, train: bool | None) -> tuple[Tensor, Tenso
     return x * keep * scale, keep
 
 
-def _integers_like(x: Any, low: int, high: int | None = None, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def _integers_like(
+    x: Sharded, low: int, high: int | None = None, *, dtype: torch.dtype | None = None, **_: object
+) -> Tensor:
     low, high = (0, low) if high is None else (low, high)
     return _whole_numbers(_block(_reduced(x), "uniform", torch.float64), low, high).to(dtype or x.dtype)
+
+
+def _cauchy(u: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
+    return median + sigma * (math.pi * (u - 0.5)).tan()
+
+
+def _geometric(u: Tensor, p: float) -> Tensor:
+    return (torch.log1p(-u) / math.log1p(-p)).floor() + 1
 
 
 def _whole_numbers(u: Tensor, low: int, high: int | None = None) -> Tensor:
@@ -148,35 +160,30 @@ def _whole_numbers(u: Tensor, low: int, high: int | None = None) -> Tensor:
     return (u * (high - low)).floor() + low
 
 
-def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
+def _normal(mean: Tensor, std: Tensor | float = 1.0, *, generator: torch.Generator | None = None) -> Tensor:
     """`torch.normal` of tensors of means or deviations."""
     _refuse_generator(generator)
     like = mean + std  # both sharded or plain, broadcast
     return aten.randn_like.default(like) * std + mean
 
 
-RANDOM_OPS: dict[Any, Callable[..., Any]] = {
-    aten.rand_like.default: _numbers_like("uniform"),
-    aten.randn_like.default: _numbers_like("normal"),
-    aten.randint_like.default: _integers_like,
-    aten.randint_like.low_dtype: _integers_like,
-    aten.uniform_.default: _refill("uniform", lambda u, low=0.0, high=1.0: u * (high - low) + low),
-    aten.normal_.default: _refill("normal", lambda z, mean=0.0, std=1.0: z * std + mean),
-    aten.log_normal_.default: _refill("normal", lambda z, mean=1.0, std=2.0: (z * std + mean).exp()),
-    aten.exponential_.default: _refill("uniform", lambda u, rate=1.0: -torch.log1p(-u) / rate),
-    aten.cauchy_.default: _refill(
-        "uniform", lambda u, median=0.0, sigma=1.0: median + sigma * (math.pi * (u - 0.5)).tan()
-    ),
-    aten.geometric_.default: _refill("uniform", lambda u, p: (torch.log1p(-u) / math.log1p(-p)).floor() + 1),
-    aten.random_.to: _refill("uniform", _whole_numbers, torch.float64),
-    getattr(aten.random_, "from"): _refill("uniform", _whole_numbers, torch.float64),
-    aten.normal.Tensor_Tensor: _normal,
-    aten.normal.Tensor_float: _normal,
-    aten.normal.float_Tensor: _normal,
-    aten.bernoulli_.float: _refill("uniform", lambda u, p=0.5: u < p),
-    aten.bernoulli_.Tensor: _bernoulli_from,
-    aten.bernoulli.default: _bernoulli,
-    aten.bernoulli.p: _bernoulli,
-    aten.native_dropout.default: _native_dropout,
-}
-"""By op, its sharded form."""
+state(aten.rand_like.default, sharded=always(_numbers_like("uniform")))
+state(aten.randn_like.default, sharded=always(_numbers_like("normal")))
+state(aten.randint_like.default, sharded=always(_integers_like))
+state(aten.randint_like.low_dtype, sharded=always(_integers_like))
+state(aten.uniform_.default, sharded=always(_refill("uniform", lambda u, low=0.0, high=1.0: u * (high - low) + low)))
+state(aten.normal_.default, sharded=always(_refill("normal", lambda z, mean=0.0, std=1.0: z * std + mean)))
+state(aten.log_normal_.default, sharded=always(_refill("normal", lambda z, mean=1.0, std=2.0: (z * std + mean).exp())))
+state(aten.exponential_.default, sharded=always(_refill("uniform", lambda u, rate=1.0: -torch.log1p(-u) / rate)))
+state(aten.cauchy_.default, sharded=always(_refill("uniform", _cauchy)))
+state(aten.geometric_.default, sharded=always(_refill("uniform", _geometric)))
+state(aten.random_.to, sharded=always(_refill("uniform", _whole_numbers, torch.float64)))
+state(getattr(aten.random_, "from"), sharded=always(_refill("uniform", _whole_numbers, torch.float64)))
+state(aten.normal.Tensor_Tensor, sharded=always(_normal))
+state(aten.normal.Tensor_float, sharded=always(_normal))
+state(aten.normal.float_Tensor, sharded=always(_normal))
+state(aten.bernoulli_.float, sharded=always(_refill("uniform", lambda u, p=0.5: u < p)))
+state(aten.bernoulli_.Tensor, sharded=always(_bernoulli_from))
+state(aten.bernoulli.default, sharded=always(_bernoulli))
+state(aten.bernoulli.p, sharded=always(_bernoulli))
+state(aten.native_dropout.default, sharded=always(_native_dropout))

@@ -8,26 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor.placement_types import Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardcompile import compat
 from shardcompile.collectives import block_size, derive
+from shardcompile.compat import OpOverload
 from shardcompile.dispatch.copied_views import follow, note_view
 from shardcompile.dispatch.global_meta import global_meta
-from shardcompile.dispatch.local_ops import index_copy
+from shardcompile.dispatch.local_ops import Scalar, index_copy
 from shardcompile.dispatch.strides import in_order
 from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
 from shardcompile.plan import find_plan
 from shardcompile.redistribute import run_plan
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
+_T = TypeVar("_T", bound=Tensor)
 
 
-def wrap(like: Any, local: Tensor, layout: Layout, stride: Sequence[IntLike]) -> Any:
+def wrap(like: Sharded, local: Tensor, layout: Layout, stride: Sequence[IntLike]) -> Sharded:
     """A block that is nobody else's as a tensor of the class of `like`, stored in the order of the strides."""
     return type(like)._wrap(in_order(local, stride), Spec.of(layout, tuple(stride)))
 
@@ -38,15 +42,15 @@ def with_cut(layout: Layout, dim: int, cut: Cut) -> Layout:
     return Layout.of(layout.mesh, layout.placements, shape, layout.dtype, _replaced(layout.cuts, dim, cut))
 
 
-def layout_of(x: Any, mesh: Any) -> Layout:
+def layout_of(x: Tensor, mesh: DeviceMesh) -> Layout:
     """The layout of a sharded or plain tensor."""
-    return x._spec.layout if hasattr(x, "_spec") else Layout.whole(mesh, tuple(x.shape), x.dtype)
+    return x._spec.layout if isinstance(x, Sharded) else Layout.whole(mesh, tuple(x.shape), x.dtype)
 
 
-def moved(x: Any, layout: Layout) -> Tensor:
+def moved(x: Tensor, layout: Layout) -> Tensor:
     """The block of a sharded or plain tensor in another layout of its values."""
     plan = find_plan(layout_of(x, layout.mesh), layout.with_dtype(x.dtype))
-    return run_plan(plan, x._local_tensor if hasattr(x, "_spec") else x)
+    return run_plan(plan, x._local_tensor if isinstance(x, Sharded) else x)
 
 
 def first_row(cut: Cut, layout: Layout) -> IntLike:
@@ -54,17 +58,17 @@ def first_row(cut: Cut, layout: Layout) -> IntLike:
     return derive("located", [cut], [], cut.extent, layout.mesh)[1]
 
 
-def has_known_blocks(x: Any) -> bool:
+def has_known_blocks(x: Tensor) -> bool:
     """Whether a trace takes block sizes of a sharded tensor for numbers.
 
     Every rank then has a graph of its own, of which AOTAutograd may save other tensors, and with them repeat other
     collectives in the backward pass: what a rank sends must not depend on what is saved.
     """
-    cuts = x._spec.layout.cuts if hasattr(x, "_spec") else ()
+    cuts = x._spec.layout.cuts if isinstance(x, Sharded) else ()
     return any(c is not None and c.is_traced and isinstance(c.block, int) for c in cuts)
 
 
-def sliced_cut(cut: Cut, start: IntLike, step: int, count: IntLike, mesh: Any) -> tuple[Cut, IntLike]:
+def sliced_cut(cut: Cut, start: IntLike, step: int, count: IntLike, mesh: DeviceMesh) -> tuple[Cut, IntLike]:
     """The cut of rows ``start, start + step, ...``, `count` of them, and the first one in this rank's block."""
     found, row = derive("sliced", [cut], [start, step, count], count, mesh)
     if found.blocks is not None and cut.blocks is None:
@@ -121,23 +125,32 @@ def row_of(index: IntLike, extent: IntLike) -> IntLike:
     return index + extent if isinstance(index, int) and index < 0 else index
 
 
-def slice_rows(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+def slice_rows(
+    x: Sharded, dim: int = 0, start: IntLike | None = None, end: IntLike | None = None, step: int = 1
+) -> Sharded:
     """``aten.slice`` along a cut dim."""
     dim = dim % x.ndim
     if x._spec.layout.cuts[dim] is None:
         return NotImplemented
     args = (x, dim, start, end, step)
-    meta = global_meta(type(x), aten.slice.Tensor, args, {})
+    meta = global_meta(aten.slice.Tensor, args, {})
     shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
     begin = begin_of(start, x.shape[dim])
     return _view(x, aten.slice.Tensor, args, dim, begin, step, shape[dim], stride)
 
 
 def _view(
-    x: Any, op: Any, args: tuple[Any, ...], dim: int, begin: Any, step: int, count: Any, stride: Sequence[Any]
-) -> Any:
+    x: Sharded,
+    op: OpOverload,
+    args: tuple[object, ...],
+    dim: int,
+    begin: IntLike,
+    step: int,
+    count: IntLike,
+    stride: Sequence[IntLike],
+) -> Sharded:
     layout = x._spec.layout
-    cut, row = sliced_cut(layout.cuts[dim], begin, step, count, layout.mesh)
+    cut, row = sliced_cut(layout.cut_of(dim), begin, step, count, layout.mesh)
     size = block_size(cut, layout.mesh)
     block = take_rows(x._local_tensor, dim, row, step, size)
     wrapped = type(x)._wrap(block, Spec.of(with_cut(layout, dim, cut), tuple(stride)))
@@ -149,24 +162,24 @@ def _view(
     return wrapped
 
 
-def split(x: Any, size: int, dim: int = 0) -> Any:
+def split(x: Sharded, size: int, dim: int = 0) -> list[Sharded]:
     """``aten.split`` along a cut dim."""
     dim = dim % x.ndim
     if x._spec.layout.cuts[dim] is None:
         return NotImplemented
-    global_meta(type(x), aten.split.Tensor, (x, size, dim), {})
+    global_meta(aten.split.Tensor, (x, size, dim), {})
     extent = x.shape[dim]
     count = max(int(-(-extent // size)) if size else 1, 1)
     return [slice_rows(x, dim, i * size, (i + 1) * size) for i in range(count)]
 
 
-def split_with_sizes(x: Any, sizes: Sequence[Any], dim: int = 0) -> Any:
+def split_with_sizes(x: Sharded, sizes: Sequence[IntLike], dim: int = 0) -> list[Sharded]:
     """``aten.split_with_sizes`` along a cut dim."""
     dim = dim % x.ndim
     if x._spec.layout.cuts[dim] is None:
         return NotImplemented
-    global_meta(type(x), aten.split_with_sizes.default, (x, sizes, dim), {})
-    pieces: list[Any] = []
+    global_meta(aten.split_with_sizes.default, (x, sizes, dim), {})
+    pieces: list[Sharded] = []
     start: Any = 0
     for size in sizes:
         pieces.append(slice_rows(x, dim, start, start + size))
@@ -174,14 +187,14 @@ def split_with_sizes(x: Any, sizes: Sequence[Any], dim: int = 0) -> Any:
     return pieces
 
 
-def select(x: Any, dim: int, index: Any) -> Any:
+def select(x: Sharded, dim: int, index: IntLike) -> Tensor:
     """``aten.select`` along a cut dim: the row goes from its rank to the others."""
     dim = dim % x.ndim
     layout = x._spec.layout
     cut = layout.cuts[dim]
     if cut is None:
         return NotImplemented
-    meta = global_meta(type(x), aten.select.int, (x, dim, index), {})
+    meta = global_meta(aten.select.int, (x, dim, index), {})
     at = row_of(index, x.shape[dim])
     one, row = sliced_cut(cut, at, 1, 1, layout.mesh)
     sliced = with_cut(layout, dim, one)
@@ -206,55 +219,58 @@ def select(x: Any, dim: int, index: Any) -> Any:
     return wrapped
 
 
-def _lowered(placement: Any, dim: int) -> Any:
+def _lowered(placement: Placement, dim: int) -> Placement:
     """The placement when a dim in front of it goes."""
-    if getattr(placement, "dim", -1) > dim:
-        return type(placement)(placement.dim - 1)
-    return placement
+    return Shard(placement.dim - 1) if isinstance(placement, Shard) and placement.dim > dim else placement
 
 
-def slice_scatter(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+def slice_scatter(
+    x: Tensor, src: Tensor, dim: int = 0, start: IntLike | None = None, end: IntLike | None = None, step: int = 1
+) -> Tensor:
     """``aten.slice_scatter`` along a cut dim: each rank writes the rows that are its own."""
     x, src = reduced(x), reduced(src)
     dim = dim % x.ndim
-    if not hasattr(x, "_spec") or x._spec.layout.cuts[dim] is None:
+    if not isinstance(x, Sharded) or x._spec.layout.cuts[dim] is None:
         return NotImplemented
-    meta = global_meta(type(x), aten.slice_scatter.default, (x, src, dim, start, end, step), {})
+    meta = global_meta(aten.slice_scatter.default, (x, src, dim, start, end, step), {})
     layout = x._spec.layout
-    cut, row = sliced_cut(layout.cuts[dim], begin_of(start, x.shape[dim]), step, src.shape[dim], layout.mesh)
+    cut, row = sliced_cut(layout.cut_of(dim), begin_of(start, x.shape[dim]), step, src.shape[dim], layout.mesh)
     rows = moved(src, with_cut(layout, dim, cut)).to(x.dtype)
     local = write_rows(x._local_tensor, rows, dim, row, step, block_size(cut, layout.mesh))
     return wrap(x, local, layout, compat.retraced(meta.stride()))
 
 
-def select_scatter(x: Any, src: Any, dim: int, index: Any) -> Any:
+def select_scatter(x: Tensor, src: Tensor, dim: int, index: IntLike) -> Tensor:
     """``aten.select_scatter`` along a cut dim."""
     x = reduced(x)
     dim = dim % x.ndim
-    if not hasattr(x, "_spec") or x._spec.layout.cuts[dim] is None:
+    if not isinstance(x, Sharded) or x._spec.layout.cuts[dim] is None:
         return NotImplemented
-    global_meta(type(x), aten.select_scatter.default, (x, src, dim, index), {})
+    global_meta(aten.select_scatter.default, (x, src, dim, index), {})
     at = row_of(index, x.shape[dim])
     return slice_scatter(x, src.unsqueeze(dim), dim, at, at + 1)
 
 
-def reduced(x: Any) -> Any:
+def reduced(x: _T) -> _T:
     """A tensor with every pending reduction carried out."""
-    if hasattr(x, "_spec") and x._spec.layout.is_partial:
-        return wrap(x, moved(x, x._spec.layout.reduced()), x._spec.layout.reduced(), x._spec.stride)
+    if isinstance(x, Sharded) and x._spec.layout.is_partial:
+        out = wrap(x, moved(x, x._spec.layout.reduced()), x._spec.layout.reduced(), x._spec.stride)
+        return out  # type: ignore[return-value]
     return x
 
 
 # New rows around those that are there
 
 
-def slice_backward(grad: Any, sizes: Sequence[Any], dim: int, start: Any, end: Any, step: int) -> Any:
+def slice_backward(
+    grad: Sharded, sizes: Sequence[IntLike], dim: int, start: IntLike | None, end: IntLike | None, step: int
+) -> Tensor:
     """The gradient of a slice along a cut dim: in the cut of what was sliced, if the gradient still tells."""
     dim = dim % len(sizes)
     cut = grad._spec.layout.cuts[dim]
     if cut is None:
         return NotImplemented
-    meta = global_meta(type(grad), aten.slice_backward.default, (grad, sizes, dim, start, end, step), {})
+    meta = global_meta(aten.slice_backward.default, (grad, sizes, dim, start, end, step), {})
     extent, begin = compat.global_extents(meta.shape)[dim], begin_of(start, sizes[dim])
     base = cut.origin
     if base is not None and _surely_same((base[0].extent, base[1], base[2]), (extent, begin, step)):
@@ -269,13 +285,13 @@ def _surely_same(a: Sequence[IntLike], b: Sequence[IntLike]) -> bool:
     return all(m is n or compat.surely(m == n) for m, n in zip(a, b, strict=True))
 
 
-def grown(x: Any, dim: int, begin: IntLike, step: int, extent: IntLike, value: Any) -> Any:
+def grown(x: Sharded, dim: int, begin: IntLike, step: int, extent: IntLike, value: Scalar) -> Sharded:
     """Row i of a cut dim as row ``begin + i * step`` of `extent`, the others filled with a value."""
-    cut, row = derive("spread", [x._spec.layout.cuts[dim]], [begin, step, extent], extent, x._spec.layout.mesh)
+    cut, row = derive("spread", [x._spec.layout.cut_of(dim)], [begin, step, extent], extent, x._spec.layout.mesh)
     return _placed(x, dim, cut, row, step, value)
 
 
-def _placed(x: Any, dim: int, cut: Cut, row: IntLike, step: int, value: Any) -> Any:
+def _placed(x: Sharded, dim: int, cut: Cut, row: IntLike, step: int, value: Scalar) -> Sharded:
     layout, local = x._spec.layout, x._local_tensor
     size, count = block_size(cut, layout.mesh), local.shape[dim]
     target = with_cut(layout, dim, cut)
@@ -287,15 +303,15 @@ def _placed(x: Any, dim: int, cut: Cut, row: IntLike, step: int, value: Any) -> 
     return wrap(x, out, target, contiguous_stride(target.shape))
 
 
-def _rows_like(x: Tensor, dim: int, count: IntLike, value: Any) -> Tensor:
+def _rows_like(x: Tensor, dim: int, count: IntLike, value: Scalar) -> Tensor:
     torch._check(count >= 0)
     return x.new_full([count if d == dim else n for d, n in enumerate(x.shape)], value)
 
 
-def pad(x: Any, amounts: Sequence[Any], value: Any = 0) -> Any:
+def pad(x: Sharded, amounts: Sequence[IntLike], value: Scalar = 0) -> Tensor:
     """``aten.constant_pad_nd`` where a padded dim is cut: the first and the last rank have more rows."""
     by_dim = {x.ndim - 1 - i // 2: (amounts[i], amounts[i + 1]) for i in range(0, len(amounts) - 1, 2)}
-    global_meta(type(x), aten.constant_pad_nd.default, (x, amounts, value), {})
+    global_meta(aten.constant_pad_nd.default, (x, amounts, value), {})
     cut_dims = [d for d, a in by_dim.items() if x._spec.layout.cuts[d] is not None and not _nothing(a)]
     if not cut_dims:
         return NotImplemented
@@ -311,33 +327,33 @@ def pad(x: Any, amounts: Sequence[Any], value: Any = 0) -> Any:
     return x if _nothing(rest) else aten.constant_pad_nd.default(x, rest, value)
 
 
-def _nothing(amounts: Sequence[Any]) -> bool:
+def _nothing(amounts: Sequence[IntLike]) -> bool:
     return all(isinstance(n, int) and n == 0 for n in amounts)
 
 
-def _negative(amount: Any) -> bool:
+def _negative(amount: IntLike) -> bool:
     return bool(amount < 0)
 
 
-def _sums(x: Any) -> bool:
+def _sums(x: Sharded) -> bool:
     return all(getattr(p, "reduce_op", "sum") in ("sum", "avg") for p in x._spec.layout.placements)
 
 
 # Joins
 
 
-def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """``aten.cat`` along a cut dim: every rank gets as many rows as it has in all tensors together."""
     ndim = max(t.ndim for t in tensors)
     kept = [t for t in tensors if t.ndim == ndim]  # torch.cat skips tensors of shape [0]
     dim = dim % max(ndim, 1)
-    cuts = [t._spec.layout.cuts[dim] if ndim and hasattr(t, "_spec") else None for t in kept]
+    cuts = [t._spec.layout.cuts[dim] if ndim and isinstance(t, Sharded) else None for t in kept]
     widest = max((c for c in cuts if c is not None), key=lambda c: len(c.mesh_dims), default=None)
     if widest is None:
         return NotImplemented
-    like = next(t for t in tensors if hasattr(t, "_spec"))
+    like = next(t for t in tensors if isinstance(t, Sharded))
     mesh = like._spec.layout.mesh
-    meta = global_meta(type(like), aten.cat.default, (list(tensors), dim), {})
+    meta = global_meta(aten.cat.default, (list(tensors), dim), {})
     parts: list[Any] = [
         c if c is None or c.mesh_dims == widest.mesh_dims else Cut.chunk(widest.mesh_dims, widest.parts, c.extent)
         for c in cuts
@@ -355,7 +371,7 @@ def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     )
 
 
-def _as_block(x: Tensor, dim: int, cut: Cut, mesh: Any) -> Tensor:
+def _as_block(x: Tensor, dim: int, cut: Cut, mesh: DeviceMesh) -> Tensor:
     """Inside a trace: the symbol that stands for this rank's block as the extent, in place of a sum of others.
 
     They are equal when the graph runs, but the compiler would not know. And the backward graph could not read the
@@ -372,7 +388,7 @@ def _replaced(cuts: Sequence[Cut | None], dim: int, cut: Cut | None) -> list[Cut
     return [cut if d == dim else c for d, c in enumerate(cuts)]
 
 
-def _joined(cuts: Sequence[Any], extents: Sequence[IntLike], mesh: Any) -> tuple[Cut, list[Cut]]:
+def _joined(cuts: Sequence[Cut | IntLike], extents: Sequence[IntLike], mesh: DeviceMesh) -> tuple[Cut, list[Cut]]:
     """The cut of tensors one after the other, and what each of them has to be cut like."""
     total: IntLike = sum(extents)
     joined, _ = derive("joined", cuts, [], total, mesh)
@@ -388,13 +404,15 @@ def _joined(cuts: Sequence[Any], extents: Sequence[IntLike], mesh: Any) -> tuple
     return joined, pieces
 
 
-def _common_frame(tensors: Sequence[Any], dim: int, cut: Cut, mesh: Any) -> tuple[list[Any], list[Cut | None]]:
+def _common_frame(
+    tensors: Sequence[Tensor], dim: int, cut: Cut, mesh: DeviceMesh
+) -> tuple[list[Placement], list[Cut | None]]:
     """Placements, and cuts of the other dims, to which all tensors are brought."""
-    placements: list[Any] = [Replicate()] * len(mesh.shape)
+    placements: list[Placement] = [Replicate()] * len(mesh.shape)
     cuts: list[Cut | None] = [None] * tensors[0].ndim
     for m in cut.mesh_dims:
         placements[m] = torch.distributed.tensor.Shard(dim)
-    layouts = [t._spec.layout for t in tensors if hasattr(t, "_spec")]
+    layouts = [t._spec.layout for t in tensors if isinstance(t, Sharded)]
     free = {m for m in range(len(mesh.shape)) if m not in cut.mesh_dims}
     for m in sorted(free):
         now = [x.placements[m] for x in layouts]

@@ -16,15 +16,19 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.collectives import Pending, block_size, derive
+from shardcompile.compat import OpOverload
 from shardcompile.dispatch.global_meta import global_meta
-from shardcompile.dispatch.local_ops import highest, lowest, running_maximum, running_minimum
+from shardcompile.dispatch.local_ops import Scalar, highest, lowest, running_maximum, running_minimum
 from shardcompile.dispatch.precision import wide_dtype
 from shardcompile.dispatch.rows import cat, first_row, reduced, slice_rows, with_cut, wrap
-from shardcompile.layout import Cut, Layout
+from shardcompile.layout import Cut, IntLike, Layout
+from shardcompile.ops.record import Run
 from shardcompile.plan import find_plan
 from shardcompile.redistribute import run_plan
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
+Scan = Callable[..., Tensor]
 
 
 def _one_row_each(layout: Layout, dim: int, dtype: torch.dtype) -> tuple[Layout, Layout]:
@@ -39,7 +43,7 @@ def _of_blocks_before(
     layout: Layout,
     dim: int,
     passed_on: Sequence[Tensor],
-    nothing: Sequence[Any],
+    nothing: Sequence[Scalar],
     scan: Callable[..., Sequence[Tensor]],
     from_end: bool = False,
 ) -> list[Tensor]:
@@ -69,21 +73,23 @@ def _of_blocks_before(
     return [run_plan(find_plan(whole, rows), turned(t)) for (rows, whole), t in scanned]
 
 
-def _last_row(x: Tensor, dim: int, nothing: Any) -> Tensor:
+def _last_row(x: Tensor, dim: int, nothing: Scalar) -> Tensor:
     """The last row of a block, or a row of `nothing` if it has none."""
     front = x.new_full([1 if d == dim else n for d, n in enumerate(x.shape)], nothing)
     return aten.slice.Tensor(aten.cat.default([front, x], dim), dim, -1, 2**63 - 1)
 
 
-def _is_cut(x: Any, dim: int) -> bool:
+def _is_cut(x: Sharded, dim: int) -> bool:
     return x.ndim > 0 and x._spec.layout.cuts[dim % x.ndim] is not None
 
 
-def _cumulative(op: Any, nothing: float, combine: Any, from_end: bool = False) -> Callable[..., Any]:
-    def scan(x: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+def _cumulative(
+    op: OpOverload, nothing: float, combine: Callable[[Tensor, Tensor], Tensor], from_end: bool = False
+) -> Scan:
+    def scan(x: Sharded, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
         if not x.ndim:
             return NotImplemented
-        meta = global_meta(type(x), op, (x, dim), {} if dtype is None else {"dtype": dtype})
+        meta = global_meta(op, (x, dim), {} if dtype is None else {"dtype": dtype})
         x, dim = reduced(x), dim % x.ndim
         layout = x._spec.layout
         block = x._local_tensor.to(wide_dtype(meta.dtype))
@@ -104,24 +110,28 @@ cumprod = _cumulative(aten.cumprod.default, 1, aten.mul.Tensor)
 _logcumsumexp = _cumulative(aten.logcumsumexp.default, -math.inf, aten.logaddexp.default)
 
 
-def logcumsumexp(x: Any, dim: int) -> Any:
+def logcumsumexp(x: Tensor, dim: int) -> Tensor:
     """``aten.logcumsumexp`` along a cut dim; of complex numbers it is left to the fallback."""
     return NotImplemented if x.is_complex() else _logcumsumexp(x, dim)
 
 
 def _cumulative_extremum(
-    op: Any, of_block: Callable[..., Any], worst: Callable[[torch.dtype], Any], wins: Any
-) -> Callable[..., Any]:
+    op: OpOverload,
+    of_block: Callable[[Tensor, int], Sequence[Tensor]],
+    worst: Callable[[torch.dtype], Scalar],
+    wins: Callable[[Tensor, Tensor], Tensor],
+) -> Run:
     """`cummax` or `cummin`: values, and for each the last index that has it."""
 
-    def scan(x: Any, dim: int) -> Any:
+    def scan(x: Sharded, dim: int) -> tuple[Tensor, Tensor]:
         if not _is_cut(x, dim):
             return NotImplemented
-        meta = global_meta(type(x), op, (x, dim), {})[0]
+        meta = global_meta(op, (x, dim), {})[0]
         x, dim = reduced(x), dim % x.ndim
         layout, nothing = x._spec.layout, worst(meta.dtype)
         values, places = of_block(x._local_tensor, dim)
-        places = places + first_row(layout.cut_of(dim), layout)
+        start: Any = first_row(layout.cut_of(dim), layout)
+        places = places + start
 
         def best(rows: Tensor, at: Tensor) -> list[Tensor]:
             found, which = of_block(rows, dim)
@@ -150,7 +160,7 @@ cummin = _cumulative_extremum(aten.cummin.default, running_minimum, highest, ate
 # Rows in another order
 
 
-def flip(x: Any, dims: Sequence[int]) -> Any:
+def flip(x: Sharded, dims: Sequence[int]) -> Tensor:
     """``aten.flip`` along cut dims: the first rank and the last one exchange their blocks, and so on."""
     dims = [d % x.ndim for d in dims]
     layout, local = x._spec.layout, aten.flip.default(x._local_tensor, dims)
@@ -169,7 +179,7 @@ def flip(x: Any, dims: Sequence[int]) -> Any:
     return wrap(x, local, layout, x.stride())
 
 
-def roll(x: Any, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Any:
+def roll(x: Any, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Tensor:
     """``aten.roll`` along cut dims: two slices change places."""
     dims = dims or ([0] if x.ndim == 1 else [])
     if not any(_is_cut(x, d) for d in dims):
@@ -186,7 +196,7 @@ def roll(x: Any, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Any:
 _repeat_by_views = compat.decomposition_by_torch(aten.repeat.default)
 
 
-def repeat(x: Any, repeats: Sequence[Any]) -> Any:
+def repeat(x: Any, repeats: Sequence[IntLike]) -> Tensor:
     """``aten.repeat`` where a cut dim is repeated: copies one after the other."""
     new = len(repeats) - x.ndim
     known = [d for d in range(x.ndim) if _is_cut(x, d) and isinstance(repeats[new + d], int) and repeats[new + d] > 1]

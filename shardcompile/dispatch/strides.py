@@ -14,22 +14,22 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.layout import IntLike, contiguous_stride, dense_stride, order_of
-from shardcompile.rules import is_elementwise
+from shardcompile.ops import OpRecord, Order, state
 
 aten = torch.ops.aten
 
-STORED_AS_A_SUM = {
-    *(aten.logaddexp.default, aten.logaddexp2.default, aten.copysign.Tensor, aten.heaviside.default),
-    *(aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default, aten.floor_divide.default),
-    *(aten.xlogy.Tensor, aten.special_xlog1py.default, aten.logit_backward.default),
-    aten.native_dropout_backward.default,
-}
-"""Ops of two tensors of which torch's fake kernels (2.11 - 2.15) give other strides than its kernels, which store what
-they compute in the order in which the sum of the two is stored."""
-
-_MISTOLD = (
-    STORED_AS_A_SUM
-    | {
+state(
+    [
+        *(aten.logaddexp.default, aten.logaddexp2.default, aten.copysign.Tensor, aten.heaviside.default),
+        *(aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default, aten.floor_divide.default),
+        *(aten.xlogy.Tensor, aten.special_xlog1py.default, aten.logit_backward.default),
+        aten.native_dropout_backward.default,
+    ],
+    order=Order.AS_A_SUM,
+)
+state(aten.pow.Scalar, order=Order.IN_ROWS)
+state(
+    [
         op.default
         for op in (
             *(aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data),
@@ -41,19 +41,14 @@ _MISTOLD = (
             *(aten.mse_loss_backward, aten.huber_loss_backward, aten.smooth_l1_loss_backward),
             *(aten.soft_margin_loss_backward, aten.glu_backward, aten._weight_norm_interface),
         )
-    }
-    | {
-        aten.isin.Tensor_Tensor,
-        aten.isin.Tensor_Scalar,
-        aten.pow.Scalar,
-        aten.masked_fill.Scalar,
-        aten.masked_fill.Tensor,
-    }
+    ],
+    order=Order.OF_ROWS,
 )
-"""Ops that are not stored in the order of dims that a trace says, unless all their inputs are contiguous."""
-
-_ASKING = {aten.convolution.default, aten.convolution_backward.default}
-"""Ops of which a trace asks how their blocks are stored, and takes the answer for all ranks unless it is as stated."""
+state(
+    [aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar, aten.masked_fill.Scalar, aten.masked_fill.Tensor],
+    order=Order.OF_ROWS,
+)
+state([aten.convolution.default, aten.convolution_backward.default], order=Order.ASKED)
 
 
 def in_order(local: Tensor, stride: Sequence[IntLike]) -> Tensor:
@@ -79,41 +74,41 @@ def in_order(local: Tensor, stride: Sequence[IntLike]) -> Tensor:
     return local.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
 
 
-def may_be_mistold(op: Any, ndims: Sequence[int]) -> bool:
+def may_be_mistold(record: OpRecord, ndims: Sequence[int]) -> bool:
     """Whether a trace may take the result of an op to be stored otherwise than it is, or ask for the size of a block.
 
     Both happen where blocks of several orders of dims meet. What follows, as a view, is then decided on strides that
     the result does not have.
 
     Args:
-        op: the op.
+        record: of the op.
         ndims: of its tensors.
     """
-    if op.is_view or op._schema.is_mutable:
+    if record.op.is_view or record.op._schema.is_mutable:
         return False
-    return op in _MISTOLD or op in _ASKING or (is_elementwise(op) and sum(n > 1 for n in ndims) > 1)
+    return record.order is not Order.TOLD or (record.elementwise and sum(n > 1 for n in ndims) > 1)
 
 
-def in_one_order(op: Any, blocks: Sequence[Any], stride: Sequence[IntLike]) -> list[Any]:
+def in_one_order(record: OpRecord, blocks: Sequence[Any], stride: Sequence[IntLike]) -> list[Any]:
     """The blocks that meet in an op, in the order of the strides of its result; of some ops contiguous.
 
     Args:
-        op: for which `may_be_mistold` holds.
+        record: of an op for which `may_be_mistold` holds.
         blocks: its arguments; those that are expanded, and what is no tensor of as many dims, stay as they are.
         stride: global strides of its result.
     """
 
-    def aligned(x: Any) -> Any:
-        if not isinstance(x, Tensor) or x.ndim < 2 or (x.ndim != len(stride) and op not in _MISTOLD):
+    def aligned(x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor) or x.ndim < 2 or (x.ndim != len(stride) and not record.order.needs_rows):
             return x
         if any(compat.size_hint(s) == 0 and compat.size_hint(n) > 1 for s, n in zip(x.stride(), x.shape, strict=True)):
             return x
-        return in_order(x, range(x.ndim, 0, -1) if op in _MISTOLD else stride)
+        return in_order(x, range(x.ndim, 0, -1) if record.order.needs_rows else stride)
 
     return [aligned(x) for x in blocks]
 
 
-def all_in_order(out: Any, specs: Sequence[Any]) -> Any:
+def all_in_order(out: Tensor, specs: Sequence[Any]) -> Tensor:
     """The results of a local op in the order of their specs; a spec is None for what is no tensor."""
     if isinstance(out, Tensor):
         return out if specs[0] is None else in_order(out, specs[0].stride)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,15 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from shardcompile import compat
 from shardcompile.collectives import Reads, Window, block_shape
+from shardcompile.compat import OpOverload
 from shardcompile.dispatch import window_blocks
 from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.dispatch.precision import widened
 from shardcompile.dispatch.rows import has_known_blocks, moved, with_cut, wrap
 from shardcompile.layout import IntLike, Layout, contiguous_stride
+from shardcompile.ops import state
+from shardcompile.ops.record import Run
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 
@@ -45,7 +49,7 @@ class Windows:
     shape: tuple[IntLike, ...]
 
     @staticmethod
-    def of(x: Any, windows: Sequence[Window], shape: Sequence[IntLike], keep_channels: bool) -> Windows | None:
+    def of(x: Tensor, windows: Sequence[Window], shape: Sequence[IntLike], keep_channels: bool) -> Windows | None:
         """What is read of a sharded tensor; None if nothing is cut, or in a way that has to be gathered.
 
         Args:
@@ -54,17 +58,17 @@ class Windows:
             shape: global shape of the result.
             keep_channels: whether channels may be cut, too.
         """
-        if not hasattr(x, "_spec"):
+        if not isinstance(x, Sharded):
             return None
         spatial, layout = len(windows), x._spec.layout
         first = x.ndim - spatial
         cut = [d for d in range(first, x.ndim) if layout.cuts[d] is not None]
-        if not cut or any(len(layout.cuts[d].mesh_dims) > 1 for d in cut) or has_known_blocks(x):
+        if not cut or any(len(layout.cut_of(d).mesh_dims) > 1 for d in cut) or has_known_blocks(x):
             return None
         layout = layout.reduced()
         if not keep_channels and layout.cuts[1] is not None:
             layout = layout.gathered(1)
-        reads = [Reads.of(d, layout.cuts[d], shape[d], windows[d - first], layout.mesh) for d in cut]
+        reads = [Reads.of(d, layout.cut_of(d), shape[d], windows[d - first], layout.mesh) for d in cut]
         return Windows(layout, tuple(reads), spatial, tuple(shape))
 
     @functools.cached_property
@@ -91,31 +95,36 @@ class Windows:
         """Padding that is left to a kernel: none where what is read has it already."""
         return [0 if d in self.cut else p for d, p in enumerate(padding)]
 
-    def fetch(self, x: Any, fill: float = 0.0) -> Tensor:
+    def fetch(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """A block of the input with all rows that are read."""
         block = moved(x, self.layout)
         for r in self.reads:
             block = r.fetch(block, fill)
         return block
 
-    def give_back(self, grad: Tensor, stride: Sequence[IntLike], like: Any) -> Any:
+    def give_back(self, grad: Tensor, stride: Sequence[IntLike], like: Tensor) -> Tensor:
         """The gradient of the input, from that of a block with all rows that are read."""
         for r in reversed(self.reads):
             grad = r.give_back(grad)
-        return wrap(like, grad, self.layout.with_dtype(grad.dtype), stride)
+        return wrap(_sharded(like), grad, self.layout.with_dtype(grad.dtype), stride)
 
-    def result(self, local: Tensor, stride: Sequence[IntLike], like: Any) -> Any:
+    def result(self, local: Tensor, stride: Sequence[IntLike], like: Tensor) -> Tensor:
         """A block of the result as a sharded tensor."""
         stride = compat.retraced(stride)
-        return wrap(like, local, self.out.with_dtype(local.dtype), stride)
+        return wrap(_sharded(like), local, self.out.with_dtype(local.dtype), stride)
 
-    def sums(self, local: Tensor, like: Any) -> Any:
+    def sums(self, local: Tensor, like: Tensor) -> Tensor:
         """A term of what all samples and rows add up to, such as the gradient of a weight."""
         layout = self.layout
         placements = [Partial("sum") if isinstance(p, Shard) else Replicate() for p in layout.placements]
         shape = tuple(local.shape)
         summed = Layout.of(layout.mesh, placements, shape, local.dtype, (None,) * local.ndim)
-        return wrap(like, local, summed, contiguous_stride(shape))
+        return wrap(_sharded(like), local, summed, contiguous_stride(shape))
+
+
+def _sharded(x: Tensor) -> Sharded:
+    assert isinstance(x, Sharded), "what has windows is cut"
+    return x
 
 
 def _each(values: Sequence[int] | int, spatial: int) -> list[int]:
@@ -132,7 +141,7 @@ def _is_channels_last(stride: Sequence[IntLike]) -> bool:
 # Convolution
 
 
-def _convolution_windows(weight: Any, options: tuple[Any, ...], spatial: int) -> list[Window]:
+def _convolution_windows(weight: Tensor, options: Sequence[Any], spatial: int) -> list[Window]:
     stride, padding, dilation = (_each(o, spatial) for o in options[:3])
     found = []
     for extent, s, p, d in zip(weight.shape[2:], stride, padding, dilation, strict=True):
@@ -149,7 +158,7 @@ def _forward_window(stride: int, padding: int, reach: int) -> Window:
     return Window(stride, 1, padding, reach - padding, -((2 * padding - reach) // 2))
 
 
-def _skipped(windows: Windows, options: tuple[Any, ...]) -> list[IntLike]:
+def _skipped(windows: Windows, options: Sequence[Any]) -> list[IntLike]:
     """Of a transposed convolution of what is read the rows in front of a block's own."""
     _, padding, _, transposed, *_ = options
     if not transposed:
@@ -162,10 +171,10 @@ def _skipped(windows: Windows, options: tuple[Any, ...]) -> list[IntLike]:
     return rows
 
 
-def convolution(x: Any, weight: Any, bias: Any, *options: Any) -> Any:
+def convolution(x: Tensor, weight: Tensor, bias: Tensor, *options: Any) -> Tensor:
     """``aten.convolution`` of images of which a spatial dim is cut."""
     spatial = x.ndim - 2
-    meta = global_meta(_class(x, weight, bias), aten.convolution.default, (x, weight, bias, *options), {})
+    meta = global_meta(aten.convolution.default, (x, weight, bias, *options), {})
     windows = Windows.of(x, _convolution_windows(weight, options, spatial), compat.global_extents(meta.shape), False)
     if windows is None:
         return NotImplemented
@@ -183,15 +192,16 @@ def convolution(x: Any, weight: Any, bias: Any, *options: Any) -> Any:
     return windows.result(local, stride, x)
 
 
-def convolution_backward(grad: Any, x: Any, weight: Any, bias_sizes: Any, *options: Any) -> Any:
+def convolution_backward(
+    grad: Tensor, x: Sharded, weight: Tensor, bias_sizes: Sequence[int] | None, *options: Any
+) -> tuple[Tensor | None, ...]:
     """``aten.convolution_backward`` of the same."""
     *options_, wanted = options
     options, spatial = tuple(options_), x.ndim - 2
     windows = Windows.of(x, _convolution_windows(weight, options, spatial), tuple(grad.shape), False)
     if windows is None:
         return NotImplemented
-    cls = type(x)
-    metas = global_meta(cls, aten.convolution_backward.default, (grad, x, weight, bias_sizes, *options, wanted), {})
+    metas = global_meta(aten.convolution_backward.default, (grad, x, weight, bias_sizes, *options, wanted), {})
     stride = x._spec.stride if metas[0] is None else compat.retraced(metas[0].stride())
     grad_x, grad_weight, grad_bias = window_blocks.convolution_backward(
         moved(grad, windows.out),
@@ -211,11 +221,11 @@ def convolution_backward(grad: Any, x: Any, weight: Any, bias_sizes: Any, *optio
     )
 
 
-def _class(*values: Any) -> Any:
-    return type(next(x for x in values if hasattr(x, "_spec")))
+def _class(*values: object) -> type[Sharded]:
+    return type(next(x for x in values if isinstance(x, Sharded)))
 
 
-def _whole(x: Any, windows: Windows) -> Tensor:
+def _whole(x: Tensor, windows: Windows) -> Tensor:
     """The full value of a sharded or plain tensor."""
     return moved(x, Layout.whole(windows.layout.mesh, tuple(x.shape), x.dtype))
 
@@ -255,9 +265,9 @@ class _Pool:
         return [_forward_window(s, p, d * (k - 1)) for k, s, p, d in each]
 
 
-def _max_pool(spatial: int, op: Any) -> Callable[..., Any]:
-    def run(x: Any, *options: Any) -> Any:
-        values, indices = global_meta(type(x), op, (x, *options), {})
+def _max_pool(spatial: int, op: OpOverload) -> Run:
+    def run(x: Tensor, *options: Any) -> tuple[Tensor, ...]:
+        values, indices = global_meta(op, (x, *options), {})
         pool = _Pool.of(spatial, *options)
         if not x.dtype.is_floating_point:
             return NotImplemented
@@ -285,13 +295,15 @@ def _first_read(windows: Windows) -> list[IntLike]:
     return first
 
 
-def _max_pool_backward(spatial: int, op: Any) -> Callable[..., Any]:
-    def run(grad: Any, x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool, indices: Any) -> Any:
+def _max_pool_backward(spatial: int, op: OpOverload) -> Run:
+    def run(
+        grad: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool, indices: Tensor
+    ) -> Tensor:
         pool = _Pool.of(spatial, kernel, stride, padding, dilation, ceil)
         windows = Windows.of(x, pool.windows, tuple(grad.shape), True)
         if windows is None:
             return NotImplemented
-        meta = global_meta(type(x), op, (grad, x, kernel, stride, padding, dilation, ceil, indices), {})
+        meta = global_meta(op, (grad, x, kernel, stride, padding, dilation, ceil, indices), {})
         local = window_blocks.max_pool_backward(
             moved(grad, windows.out),
             moved(indices, windows.out),
@@ -329,7 +341,7 @@ def _divisor(pool: _Pool, count_outside: bool, divisor: int | None) -> int | Non
     return math.prod(pool.kernel) if regular else None
 
 
-def _counts(x: Any, pool: _Pool, shape: Sequence[IntLike], count_outside: bool) -> Tensor:
+def _counts(x: Tensor, pool: _Pool, shape: Sequence[IntLike], count_outside: bool) -> Tensor:
     """How many elements of every window count, [..., rows, columns], the same for all samples and channels."""
     spatial = len(pool.kernel)
     counts: Any = 1
@@ -343,9 +355,9 @@ def _counts(x: Any, pool: _Pool, shape: Sequence[IntLike], count_outside: bool) 
     return counts  # type: ignore[no-any-return]
 
 
-def _avg_pool(spatial: int, op: Any) -> Callable[..., Any]:
-    def run(x: Any, *options: Any) -> Any:
-        meta = global_meta(type(x), op, (x, *options), {})
+def _avg_pool(spatial: int, op: OpOverload) -> Run:
+    def run(x: Tensor, *options: Any) -> Tensor:
+        meta = global_meta(op, (x, *options), {})
         pool, count_outside, divisor = _average(spatial, options)
         windows = Windows.of(x, pool.windows, compat.global_extents(meta.shape), True)
         if windows is None or not x.dtype.is_floating_point:
@@ -368,13 +380,13 @@ def _avg_pool(spatial: int, op: Any) -> Callable[..., Any]:
     return run
 
 
-def _avg_pool_backward(spatial: int, op: Any) -> Callable[..., Any]:
-    def run(grad: Any, x: Any, *options: Any) -> Any:
+def _avg_pool_backward(spatial: int, op: OpOverload) -> Run:
+    def run(grad: Tensor, x: Tensor, *options: Any) -> Tensor:
         pool, count_outside, divisor = _average(spatial, options)
         windows = Windows.of(x, pool.windows, tuple(grad.shape), True)
         if windows is None:
             return NotImplemented
-        meta = global_meta(type(x), op, (grad, x, *options), {})
+        meta = global_meta(op, (grad, x, *options), {})
         one = _divisor(pool, count_outside, divisor)
         grad = grad if one else widened(grad) / _counts(x, pool, windows.out.shape, count_outside)
         options_ = (pool.kernel, pool.stride, windows.without_padding(pool.padding), pool.ceil_mode, one or 1)
@@ -384,18 +396,13 @@ def _avg_pool_backward(spatial: int, op: Any) -> Callable[..., Any]:
     return run
 
 
-WINDOW_OPS: dict[Any, Callable[..., Any]] = {
-    aten.convolution.default: convolution,
-    aten.convolution_backward.default: convolution_backward,
-    **{
-        op: make(spatial, op)
-        for make, ops in (
-            (_max_pool, (aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)),
-            (_max_pool_backward, (aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices_backward)),
-            (_avg_pool, (aten.avg_pool2d, aten.avg_pool3d)),
-            (_avg_pool_backward, (aten.avg_pool2d_backward, aten.avg_pool3d_backward)),
-        )
-        for spatial, op in zip((2, 3), (o.default for o in ops), strict=True)
-    },
-}
-"""By op, its form along cut spatial dims."""
+state(aten.convolution.default, sharded=convolution)
+state(aten.convolution_backward.default, sharded=convolution_backward)
+for _make, _packets in (
+    (_max_pool, (aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)),
+    (_max_pool_backward, (aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices_backward)),
+    (_avg_pool, (aten.avg_pool2d, aten.avg_pool3d)),
+    (_avg_pool_backward, (aten.avg_pool2d_backward, aten.avg_pool3d_backward)),
+):
+    for _spatial, _packet in zip((2, 3), _packets, strict=True):
+        state(_packet.default, sharded=_make(_spatial, _packet.default))

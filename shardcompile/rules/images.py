@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from shardcompile.rules.registry import register
-from shardcompile.rules.strategy import OpCall, Strategy, along, partial
+from shardcompile.compat import OpOverload
+from shardcompile.ops.registry import records, register, state
+from shardcompile.ops.strategy import OpCall, Strategy, along, partial
 from shardcompile.rules.views import local_shape_at
 
 aten = torch.ops.aten
@@ -37,7 +38,15 @@ def _linear(spatial: int) -> Callable[[OpCall], Iterable[Strategy]]:
     return rule
 
 
-PER_CHANNEL = {
+_LINEAR = ("avg_pool", "upsample")
+
+
+def _is_linear(name: str) -> bool:
+    return any(word in name for word in _LINEAR)
+
+
+# Ops that treat every channel alike, by their number of spatial dims.
+for _op, _spatial in {
     aten.avg_pool2d.default: 2,
     aten.avg_pool3d.default: 3,
     aten._adaptive_avg_pool2d.default: 2,
@@ -60,10 +69,12 @@ PER_CHANNEL = {
     aten.adaptive_max_pool3d.default: 3,
     aten.max_unpool2d.default: 2,
     aten.max_unpool3d.default: 3,
-}
-"""Ops that treat every channel alike, by their number of spatial dims."""
+}.items():
+    register(_op, (_linear if _is_linear(_op._schema.name) else _leading)(_spatial))
+    state(_op, spatial=_spatial)
 
-PER_CHANNEL_BACKWARD = {
+# Their gradients; all tensors are alike but for the spatial dims.
+for _op, _spatial in {
     aten.avg_pool2d_backward.default: 2,
     aten.avg_pool3d_backward.default: 3,
     aten._adaptive_avg_pool2d_backward.default: 2,
@@ -72,10 +83,12 @@ PER_CHANNEL_BACKWARD = {
     aten.max_pool3d_with_indices_backward.default: 3,
     aten.adaptive_max_pool2d_backward.default: 2,
     aten.adaptive_max_pool3d_backward.default: 3,
-}
-"""Their gradients; all tensors are alike but for the spatial dims."""
+}.items():
+    register(_op, _leading(_spatial))
+    state(_op, spatial=_spatial)
 
-INTERPOLATION_BACKWARD = {
+# Gradients of interpolation; argument 2 is the shape of the input.
+for _op, _spatial in {
     aten.upsample_linear1d_backward.default: 1,
     aten.upsample_bilinear2d_backward.default: 2,
     aten.upsample_trilinear3d_backward.default: 3,
@@ -88,22 +101,14 @@ INTERPOLATION_BACKWARD = {
     aten._upsample_nearest_exact3d_backward.default: 3,
     aten._upsample_bilinear2d_aa_backward.default: 2,
     aten._upsample_bicubic2d_aa_backward.default: 2,
-}
-"""Gradients of interpolation; argument 2 is the shape of the input."""
-
-_LINEAR = ("avg_pool", "upsample")
-
-
-def _is_linear(name: str) -> bool:
-    return any(word in name for word in _LINEAR)
-
-
-for _op, _spatial in PER_CHANNEL.items():
-    register(_op, (_linear if _is_linear(_op._schema.name) else _leading)(_spatial))
-for _op, _spatial in PER_CHANNEL_BACKWARD.items():
-    register(_op, _leading(_spatial))
-for _op, _spatial in INTERPOLATION_BACKWARD.items():
+}.items():
     register(_op, _linear(_spatial), local_shape_at(2))
+    state(_op, spatial=_spatial)
+
+
+def per_channel() -> list[tuple[OpOverload, int]]:
+    """Ops that treat all dims but the spatial ones as samples, with the number of those."""
+    return [(record.op, record.spatial) for record in records() if record.spatial]
 
 
 def _windows(call: OpCall) -> Iterable[Strategy]:

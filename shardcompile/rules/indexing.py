@@ -8,9 +8,9 @@ import torch
 from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile.layout import IntLike
+from shardcompile.ops.registry import register
+from shardcompile.ops.strategy import OpCall, Strategy, TensorArg, along, partial
 from shardcompile.rules.pointwise import is_one
-from shardcompile.rules.registry import register
-from shardcompile.rules.strategy import OpCall, Strategy, TensorArg, along, partial
 
 aten = torch.ops.aten
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
-from shardcompile.rules.notation import multilinear
+from shardcompile.ops.notation import multilinear
+from shardcompile.ops.registry import register
+from shardcompile.ops.strategy import OpCall, Strategy, TensorArg, along, partial
 from shardcompile.rules.pointwise import is_one
-from shardcompile.rules.registry import register
-from shardcompile.rules.strategy import OpCall, Strategy, TensorArg, along, partial
 
 aten = torch.ops.aten
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from shardcompile.rules.registry import register
-from shardcompile.rules.strategy import OpCall, Strategy, TensorArg, along
+from shardcompile.ops.registry import register
+from shardcompile.ops.strategy import OpCall, Strategy, TensorArg, along
 
 aten = torch.ops.aten
 

@@ -10,8 +10,9 @@ import torch
 
 from shardcompile.compat import OpOverload
 from shardcompile.layout import IntLike
-from shardcompile.rules.registry import register
-from shardcompile.rules.strategy import OpCall, Strategy, along, partial
+from shardcompile.ops.record import Facts, Rule
+from shardcompile.ops.registry import family, register, state
+from shardcompile.ops.strategy import OpCall, Strategy, along, partial
 
 aten = torch.ops.aten
 _REDUCE_OPS = ("sum", "avg", "product", "max", "min")
@@ -105,14 +106,13 @@ def _to_copy(call: OpCall) -> Iterable[Strategy]:
             yield partial([op], [op])
 
 
-def is_pointwise(op: OpOverload) -> bool:
-    """Whether torch tags the op as pointwise."""
-    return torch.Tag.pointwise in op.tags
+_TAGGED = Rule(pointwise, None, "torch.Tag.pointwise")
 
 
-def is_elementwise(op: OpOverload) -> bool:
-    """Whether all that an op reads for an element of its result are that element of its inputs, broadcast."""
-    return is_pointwise(op) or op in _BY_NAME
+@family
+def tagged_as_pointwise(op: OpOverload) -> Facts | None:
+    """Every op that torch tags as pointwise."""
+    return {"rule": _TAGGED, "elementwise": True} if torch.Tag.pointwise in op.tags else None
 
 
 def _zero_(call: OpCall) -> Iterable[Strategy]:
@@ -152,4 +152,6 @@ _BY_NAME = (
 )
 """Ops that are pointwise, of which torch does not tag all."""
 
-register(list(_BY_NAME), pointwise)
+register(_BY_NAME, pointwise)
+state(_BY_NAME, elementwise=True)
+state([aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default], one_value=True)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from shardcompile import compat
-from shardcompile.rules.registry import Strategies, register
-from shardcompile.rules.strategy import OpCall, Strategy, along, partial
+from shardcompile.ops.registry import Strategies, register
+from shardcompile.ops.strategy import OpCall, Strategy, along, partial
 
 aten = torch.ops.aten
 

@@ -9,10 +9,10 @@ import torch
 
 from shardcompile import compat
 from shardcompile.layout import Cut, IntLike, Layout, dense_stride
+from shardcompile.ops.registry import register
+from shardcompile.ops.strategy import OpCall, Strategy, along, partial
 from shardcompile.rules.pointwise import _REDUCE_OPS as REDUCE_OPS
 from shardcompile.rules.pointwise import is_one
-from shardcompile.rules.registry import register
-from shardcompile.rules.strategy import OpCall, Strategy, along, partial
 
 aten = torch.ops.aten
 LocalShape = Callable[[Layout], tuple[Any, ...]]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardcompile.dispatch.rows import has_known_blocks
+from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import redistributed
 
 
@@ -58,7 +59,7 @@ def pad(func: Callable[..., Any], input: Any, pad: Sequence[Any], mode: str = "c
 
 def _repeats_rows(x: Any, pad: Sequence[Any], mode: str) -> bool:
     spatial = len(pad) // 2
-    if mode not in _BORDERS or not hasattr(x, "_spec") or not all(isinstance(n, int) and n >= 0 for n in pad):
+    if mode not in _BORDERS or not isinstance(x, Sharded) or not all(isinstance(n, int) and n >= 0 for n in pad):
         return False
     if len(pad) % 2 or x.ndim - spatial not in (1, 2) or has_known_blocks(x):
         return False

@@ -12,6 +12,7 @@ import torch
 
 from shardcompile.dispatch import scans
 from shardcompile.dispatch.rows import has_known_blocks
+from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import redistributed, sharded_gradient
 
 
@@ -63,6 +64,6 @@ def cumprod(
 
 def _wants_gradient(x: Any, dim: int) -> bool:
     """Whether there is a gradient to take, of a tensor that is cut."""
-    if not hasattr(x, "_spec") or not -x.ndim <= dim < x.ndim or not torch.is_grad_enabled():
+    if not isinstance(x, Sharded) or not -x.ndim <= dim < x.ndim or not torch.is_grad_enabled():
         return False
     return x.requires_grad and any(c is not None for c in x._spec.layout.cuts) and not has_known_blocks(x)

@@ -17,6 +17,7 @@ from shardcompile import compat
 from shardcompile.collectives import cut_of_sizes, gather_counts
 from shardcompile.dispatch.rows import first_row, has_known_blocks
 from shardcompile.layout import Layout, Spec, contiguous_stride
+from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import FromLocal, ToLocal, redistributed
 
 
@@ -47,8 +48,8 @@ def nonzero(func: Callable[..., Any], input: Any, *, out: Any = None, as_tuple: 
 
 
 def _serves(x: Any, mask: Any) -> bool:
-    layouts = [t._spec.layout for t in (x, mask) if hasattr(t, "_spec")]
-    if not hasattr(x, "_spec") or not 0 < mask.ndim <= x.ndim:
+    layouts = [t._spec.layout for t in (x, mask) if isinstance(t, Sharded)]
+    if not isinstance(x, Sharded) or not 0 < mask.ndim <= x.ndim:
         return False
     if not all(compat.same_symbol(a, b) for a, b in zip(mask.shape, x.shape, strict=False)):
         return False
@@ -62,7 +63,7 @@ def _serves(x: Any, mask: Any) -> bool:
 def _kept(x: Any, mask: Any) -> Any:
     """``x[mask]`` where dim 0 of `x` is cut by one mesh dim, and no other dim of the mask's."""
     layout = x._spec.layout
-    if not hasattr(mask, "_spec"):
+    if not isinstance(mask, Sharded):
         mask = FromLocal.apply(mask, type(x), Spec.of(Layout.whole(layout.mesh, mask.shape, mask.dtype), mask.stride()))
     keep = ToLocal.apply(redistributed(mask, _first_dims(layout, mask)), None)
     cut, numbers = _chosen(keep.reshape(-1), layout)

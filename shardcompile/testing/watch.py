@@ -53,7 +53,7 @@ class ServiceWatch(CollectiveWatch):
         nbytes: what this rank has put into collectives.
     """
 
-    _EXCHANGES = (
+    _EXCHANGES: tuple[str, ...] = (
         *("all_gather", "all_to_all", "fetch_ranges", "return_ranges"),
         *("mirror_blocks", "fetch_block", "return_block", "fetch_spans", "return_spans"),
     )

@@ -13,7 +13,7 @@ from functools import cache
 
 from shardcompile.compat import OpOverload
 from shardcompile.errors import RuleError
-from shardcompile.rules.strategy import OpCall, Strategy, along, partial
+from shardcompile.ops.strategy import OpCall, Strategy, along, partial
 
 Axes = tuple[tuple[str, ...], ...]
 _AXIS = r"(?:[a-z]\w*|\[[a-z]\w*\])"
