@@ -8,10 +8,11 @@ import torch
 from torch.fx import Graph, Node
 
 from shardcompile import compat
-from shardcompile.passes.collective import WAIT, Collective, add_node, collectives, inherit
+from shardcompile.collectives.gathers import ALL_GATHER_V
+from shardcompile.collectives.of_torch import ALL_GATHER
+from shardcompile.passes.collective import WAIT, Collective, add_call, add_node, collectives, inherit
 
 aten = torch.ops.aten
-_c10d = torch.ops._c10d_functional
 
 
 class LowerEvenGathers:
@@ -38,7 +39,7 @@ class LowerEvenGathers:
 
     def __call__(self, graph: Graph) -> None:
         for c in collectives(graph):
-            if c.kind == "all_gather_v" and self._is_even(c):
+            if c.descriptor is ALL_GATHER_V and self._is_even(c):
                 _lower(graph, c)
 
     def _is_even(self, c: Collective) -> bool:
@@ -50,11 +51,9 @@ class LowerEvenGathers:
 
 
 def _lower(graph: Graph, c: Collective) -> None:
-    dim = c.node.args[1]
-    assert isinstance(dim, int)
     with graph.inserting_before(c.node):
-        rows = _rows_first(graph, c.payload, dim)
-        start = add_node(graph, _c10d.all_gather_into_tensor.default, rows, c.group_size, c.group_name)
+        rows = _rows_first(graph, c.payload, c.arguments.dim)
+        start = add_call(graph, ALL_GATHER, input=rows, group_size=c.group_size, group_name=c.group_name)
         inherit(start, [c])
     for wait in c.waits:
         with graph.inserting_before(wait):
