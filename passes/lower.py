@@ -10,9 +10,12 @@ from torch.fx import Graph, Node
 from shardcompile import compat
 from shardcompile.collectives.gathers import ALL_GATHER_V
 from shardcompile.collectives.of_torch import ALL_GATHER
+from shardcompile.collectives.transport import TRANSPORTS
 from shardcompile.passes.collective import WAIT, Collective, add_call, add_node, collectives, inherit
 
 aten = torch.ops.aten
+
+_RINGS = tuple(t.name for t in TRANSPORTS.values() if t.rings)
 
 
 class LowerEvenGathers:
@@ -26,12 +29,12 @@ class LowerEvenGathers:
     ranks know: exact, or padded once where that is cheaper (`shardcompile.collectives.transport`).
 
     Args:
-        backends: names of the backends whose groups this is done for.
+        backends: names of the backends whose groups this is done for; as a rule those whose transports say so.
     """
 
     name = "lower_even_gathers"
 
-    def __init__(self, backends: Sequence[str] = ("nccl",)) -> None:
+    def __init__(self, backends: Sequence[str] = _RINGS) -> None:
         self.backends = tuple(backends)
 
     def __repr__(self) -> str:

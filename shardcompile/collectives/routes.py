@@ -288,16 +288,15 @@ def _start(
 ) -> tuple[Call, list[Work]]:
     """Start to send ranges of `packed` and to fill ranges of `out`, as many rows as `sent` and `received` say.
 
-    gloo's own all-to-all takes a quarter of the time of single messages among four ranks. It has no tags: a rank with
-    another table would take messages for what they are not. So it is left to tables that the group has gathered, which
-    are the same on all ranks; others travel as messages whose tags are made of them.
+    A backend's own all-to-all has no tags: a rank with another table would take messages for what they are not. So it
+    is left to tables that the group has gathered, which are the same on all ranks; others travel as messages whose tags
+    are made of them.
     """
     row = digest_of(repr(tuple((str(x.dtype), *x.shape[1:]) for x in inputs)))
     table = _digest(counts)
-    if group.name() == "gloo" and table in _known_tables(group.group_name, counts.shape[1]):
+    if table in _known_tables(group.group_name, counts.shape[1]) and transport.transport_of(group).has_all_to_all:
         call = enter(group, EXCHANGE_ROWS.kind, inputs[0].dtype, ("row",), row)
-        call.agree()
-        return call, call.run([functools.partial(group.alltoall_base, out, packed, received, sent)])
+        return call, transport.transport_of(group).all_to_all(call, packed, sent, out, received)
     arriving = tuple(counts.sum(1 if back else 0).tolist())
     call = EXCHANGE_ROWS.enter(group, inputs[0].dtype, arriving, table, row)
     ends = transport.running_ends
