@@ -1,99 +1,43 @@
-"""What the ranks put into a collective and get out of it, and which nodes have other extents on other ranks.
+"""Which nodes have other extents on other ranks.
 
-A collective's cuts are written in its arguments. From them follow the bytes that move, and whether the block of this
-rank may be larger or smaller than that of another: if the sizes are known and not all equal. The block's own size is
-never asked, because it may happen to be equal to another's on some ranks only.
+A collective's cuts are written in its arguments: see `shardcompile.collectives.traffic` for what follows from them.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.fx import Graph, Node
 
 from shardcompile import compat
-from shardcompile.errors import ShardError
-from shardcompile.layout import CHUNK_KEY, DERIVATIONS, GroupCut, chunk_sizes
-from shardcompile.passes.collective import WAIT, Collective
+from shardcompile.collectives import traffic
+from shardcompile.collectives.arguments import map_arguments
+from shardcompile.collectives.own_blocks import PLACE_BLOCK, TAKE_BLOCK
+from shardcompile.collectives.traffic import Member
+from shardcompile.passes.collective import WAIT, Collective, called, value_of
 from shardcompile.passes.ops import op_of
 
 aten = torch.ops.aten
-_ours = torch.ops.shardcompile
-
-OUTER = "outer"
-"""In place of a group's name: ranks differ, but along another mesh dim than that of the group at hand."""
-
-
-@dataclass(frozen=True)
-class Side:
-    """The blocks that the ranks of a group put in, or get.
-
-    Attributes:
-        sizes: in group order; None if they are not known while compiling.
-        number: whether the graph has a number for the extent of this rank's block, not a symbol.
-        halo: rows that a block may have more than `sizes` says; fewer at the ends of the global extent.
-        nested: whether other groups along the same mesh dim have other blocks.
-        assumed: what `sizes` are taken for where only a halo moves, so that they hardly matter.
-    """
-
-    sizes: tuple[int, ...] | None
-    number: bool
-    halo: int = 0
-    nested: bool = False
-    assumed: tuple[int, ...] | None = None
-
-    @property
-    def uneven(self) -> bool:
-        """Whether extents in the graph differ between ranks. The same on all of them."""
-        if self.sizes is None:
-            return self.number  # symbols have hints that the ranks have in common
-        return len(set(self.sizes)) > 1 or (self.halo > 0 and len(self.sizes) > 1)
-
-    def labels(self, group_name: str) -> set[str]:
-        """The groups along which the extents may differ."""
-        return ({group_name} if self.uneven else set()) | ({OUTER} if self.nested and self.number else set())
-
-
-@dataclass(frozen=True)
-class Member:
-    """One tensor of a collective, of which a bucket has several.
-
-    Attributes:
-        payload: what this rank puts in.
-        put: the blocks put in; None if all ranks put in tensors of one shape.
-        get: the blocks got; None if all ranks get tensors of one shape.
-        nbytes: of the whole tensor, by hints; those of the payload for what has no cut.
-    """
-
-    payload: Node
-    put: Side | None
-    get: Side | None
-    nbytes: int
 
 
 def members(c: Collective, group_size: int | None) -> list[Member]:
-    """The members of a collective.
+    """What the ranks put in and get, for each payload of a collective.
 
     Args:
         c: any.
         group_size: of its group; None if that is not known, as cuts by torch.chunk then are not.
     """
-    make = _MEMBERS.get(c.kind)
-    if make is not None:
-        return make(c, group_size)
-    return [Member(p, None, None, nbytes_of(p)) for p in c.payloads]
+    return c.descriptor.members_of(c.values, group_size)
 
 
 def nbytes_of(node: Node) -> int:
     """Bytes of a node's tensors by hints."""
     value = node.meta.get("val")
-    return _nbytes(value) if isinstance(value, torch.Tensor) else sum(_nbytes(t) for t in tensors(node))
+    return traffic.nbytes_of(value) if isinstance(value, torch.Tensor) else sum(map(traffic.nbytes_of, tensors(node)))
 
 
 def tensors(node: Node) -> list[torch.Tensor]:
@@ -102,201 +46,6 @@ def tensors(node: Node) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     return [v for v in value if isinstance(v, torch.Tensor)] if isinstance(value, (list, tuple)) else []
-
-
-def _nbytes(value: torch.Tensor) -> int:
-    total = value.dtype.itemsize
-    for size in value.shape:
-        total *= size if type(size) is int else compat.size_hint(size)
-    return total
-
-
-def _with_extent(value: torch.Tensor, dim: int, extent: Any) -> int:
-    total = value.dtype.itemsize * compat.size_hint(_value(extent))
-    for d, size in enumerate(value.shape):
-        total *= 1 if d == dim else compat.size_hint(size)
-    return total
-
-
-def _value(argument: Any) -> Any:
-    return argument.meta["val"] if isinstance(argument, Node) else argument
-
-
-def _is_number(size: Any) -> bool:
-    return isinstance(size, int)  # neither a node nor a symbol
-
-
-def _side(cut: Sequence[Any], total: Any, extent: Any, group_size: int | None, halo: int = 0) -> Side:
-    sizes, key, nest = cut
-    nested = bool(nest) and not sizes and _is_number(key)
-    return Side(_resolved(sizes, key, nest, total, group_size), _is_number(extent), halo, nested)
-
-
-def _resolved(
-    sizes: Sequence[Any], key: Any, nest: Sequence[int], total: Any, group_size: int | None
-) -> tuple[int, ...] | None:
-    if sizes:
-        return tuple(sizes) if all(_is_number(s) for s in sizes) else None
-    if group_size is None or not _is_number(key) or (key == CHUNK_KEY and not _is_number(total)):
-        return None
-    try:
-        return GroupCut.resolve(total, sizes, key, nest, group_size)
-    except (LookupError, ShardError):  # a key of another process
-        return None
-
-
-def shares(side: Side | None, group_size: int) -> list[float]:
-    """The part of a whole that each rank holds; equal parts where the sizes are not known while compiling."""
-    if side is None or side.sizes is None or len(side.sizes) != group_size or not sum(side.sizes):
-        return [1 / group_size] * group_size
-    whole = sum(side.sizes)
-    return [min(s + side.halo, whole) / whole if s else 0.0 for s in side.sizes]
-
-
-def _all_gather_v(c: Collective, n: int | None) -> list[Member]:
-    x, dim, total, *cut = c.node.args[:6]
-    return [_gathered(x, dim, total, cut, n)]
-
-
-def _gathered(x: Any, dim: Any, total: Any, cut: Sequence[Any], n: int | None) -> Member:
-    value = x.meta["val"]
-    return Member(x, _side(cut, total, value.shape[dim], n), None, _with_extent(value, dim, total))
-
-
-def _reduce_scatter_v(c: Collective, n: int | None) -> list[Member]:
-    x, dim, block, _, *cut = c.node.args[:7]
-    return [_scattered(x, dim, block, cut, n)]
-
-
-def _scattered(x: Any, dim: Any, block: Any, cut: Sequence[Any], n: int | None) -> Member:
-    return Member(x, None, _side(cut, x.meta["val"].shape[dim], block, n), nbytes_of(x))
-
-
-def _all_to_all_v(c: Collective, n: int | None) -> list[Member]:
-    x, src_dim, dst_dim, total, block, *cuts = c.node.args[:11]
-    return [_turned(x, (src_dim, dst_dim), (total, block), (cuts[:3], cuts[3:]), n)]
-
-
-def _turned(
-    x: Any, dims: Sequence[Any], extents: Sequence[Any], cuts: Sequence[Sequence[Any]], n: int | None
-) -> Member:
-    (src_dim, dst_dim), (total, block) = dims, extents
-    value = x.meta["val"]
-    put = _side(cuts[0], total, value.shape[src_dim], n)
-    get = _side(cuts[1], value.shape[dst_dim], block, n)
-    return Member(x, put, get, _with_extent(value, src_dim, total))
-
-
-def _fetch_ranges(c: Collective, n: int | None) -> list[Member]:
-    x, dim, total, block, *cuts = c.node.args[:10]
-    value = x.meta["val"]  # type: ignore[union-attr]
-    get = _wanted(c, total, block, n)
-    put = _held(cuts[:3], total, value.shape[dim], n, get)
-    return [Member(x, put, get, _with_extent(value, dim, total))]  # type: ignore[arg-type]
-
-
-def _return_ranges(c: Collective, n: int | None) -> list[Member]:
-    x, dim, total, block, *cuts = c.node.args[:10]
-    value = x.meta["val"]  # type: ignore[union-attr]
-    put = _wanted(c, total, value.shape[dim], n)
-    get = _held(cuts[:3], total, block, n, put)
-    return [Member(x, put, get, _with_extent(value, dim, total))]  # type: ignore[arg-type]
-
-
-def _wanted(c: Collective, total: Any, extent: Any, n: int | None) -> Side:
-    """What ranks want of the rows that others hold: blocks, or what rows of theirs read."""
-    cut, reach = c.node.args[7:10], c.node.args[10]
-    if not reach:
-        return _side(cut, total, extent, n)
-    count, num, den, before, after = (compat.size_hint(_value(r)) for r in reach)  # type: ignore[union-attr]
-    side = _side(cut, count, extent, n)
-    rows = compat.size_hint(_value(total))
-    sizes, halo = side.sizes, -(-(before + after) // den)
-    if sizes is None:
-        return replace(side, halo=halo, assumed=None if n is None else chunk_sizes(rows, n))
-    ends = [min(end * num // den, rows) for end in itertools.accumulate(sizes[:-1])]
-    return replace(side, sizes=tuple(b - a for a, b in itertools.pairwise([0, *ends, rows])), halo=halo)
-
-
-def _held(cut: Sequence[Any], total: Any, extent: Any, n: int | None, wanted: Side) -> Side:
-    side = _side(cut, total, extent, n)
-    return replace(side, assumed=wanted.assumed) if side.sizes is None else side
-
-
-def _mirror_blocks(c: Collective, n: int | None) -> list[Member]:
-    x, dim, block = c.node.args[:3]
-    put = Side(None, _is_number(x.meta["val"].shape[dim]))  # type: ignore[union-attr]
-    return [Member(x, put, Side(None, _is_number(block)), nbytes_of(x))]  # type: ignore[arg-type]
-
-
-def _fetch_block(c: Collective, n: int | None) -> list[Member]:
-    x, dim, total, block, by, around, *cut = c.node.args[:9]
-    value = x.meta["val"]  # type: ignore[union-attr]
-    put, get = _side(cut, total, value.shape[dim], n), _side(cut, total, block, n)
-    if put.sizes is not None:
-        away, _ = DERIVATIONS["shifted"]([put.sizes], by, around)
-        put, get = (replace(put, sizes=away), get) if c.kind == "return_block" else (put, replace(get, sizes=away))
-    return [Member(x, put, get, _with_extent(value, dim, total))]  # type: ignore[arg-type]
-
-
-def _gather_cut(c: Collective, n: int | None) -> list[Member]:
-    x, dim = c.node.args[:2]
-    put = Side(None, _is_number(x.meta["val"].shape[dim]))  # type: ignore[union-attr]
-    return [Member(x, put, None, 16)]  # type: ignore[arg-type]
-
-
-def _all_to_all(c: Collective, n: int | None) -> list[Member]:
-    x, outputs, inputs = c.node.args[:3]
-    put, get = (Side(None, any(_is_number(s) for s in splits)) for splits in (inputs, outputs))  # type: ignore[union-attr]
-    return [Member(x, put, get, nbytes_of(x))]  # type: ignore[arg-type]
-
-
-def _cuts(node: Node, first: int) -> list[tuple[Any, Any, Any]]:
-    """The cuts of a bucket, see `shardcompile.collectives.buckets`."""
-    sizes, keys, nests, lengths = node.args[first : first + 4]
-    cuts: list[tuple[Any, Any, Any]] = []
-    i = j = 0
-    for key, a, b in zip(keys, lengths[::2], lengths[1::2], strict=True):  # type: ignore
-        cuts.append((sizes[i : i + a], key, nests[j : j + b]))  # type: ignore[index]
-        i, j = i + a, j + b
-    return cuts
-
-
-def _all_gather_bucket(c: Collective, n: int | None) -> list[Member]:
-    dims, totals = c.node.args[1:3]
-    rows = zip(c.payloads, dims, totals, _cuts(c.node, 3), strict=True)  # type: ignore[arg-type]
-    return [_gathered(*row, n) for row in rows]
-
-
-def _reduce_scatter_bucket(c: Collective, n: int | None) -> list[Member]:
-    dims, blocks = c.node.args[1:3]
-    rows = zip(c.payloads, dims, blocks, _cuts(c.node, 4), strict=True)  # type: ignore[arg-type]
-    return [_scattered(*row, n) for row in rows]
-
-
-def _all_to_all_bucket(c: Collective, n: int | None) -> list[Member]:
-    dims: Any = c.node.args[1]
-    extents: Any = c.node.args[2]
-    cuts = _cuts(c.node, 3)
-    pairs = [(dims[i : i + 2], extents[i : i + 2], cuts[i : i + 2]) for i in range(0, len(dims), 2)]
-    return [_turned(x, *pair, n) for x, pair in zip(c.payloads, pairs, strict=True)]
-
-
-_MEMBERS = {
-    "all_gather_v": _all_gather_v,
-    "reduce_scatter_v": _reduce_scatter_v,
-    "all_to_all_v": _all_to_all_v,
-    "fetch_ranges": _fetch_ranges,
-    "return_ranges": _return_ranges,
-    "mirror_blocks": _mirror_blocks,
-    "fetch_block": _fetch_block,
-    "return_block": _fetch_block,
-    "gather_cut": _gather_cut,
-    "all_to_all": _all_to_all,
-    "all_gather_bucket": _all_gather_bucket,
-    "reduce_scatter_bucket": _reduce_scatter_bucket,
-    "all_to_all_bucket": _all_to_all_bucket,
-}
 
 
 # Which nodes have other extents on other ranks.
@@ -352,11 +101,12 @@ class _Boundary:
     """An op that changes the cut along a group, so that its result's extents do not follow from its payloads'."""
 
     group_name: str
+    payloads: tuple[Node, ...]
     members: tuple[Member, ...]
 
     def seeds(self, node: Node) -> Iterator[tuple[str, list[Node]]]:
-        for m in self.members:
-            for side, end in ((m.put, m.payload), (m.get, node)):
+        for payload, m in zip(self.payloads, self.members, strict=True):
+            for side, end in ((m.put, payload), (m.get, node)):
                 for label in () if side is None else side.labels(self.group_name):
                     yield label, [end]
 
@@ -371,21 +121,15 @@ def _boundaries(graph: Graph, group_sizes: Mapping[str, int]) -> dict[Node, _Bou
         c = Collective.of(node)
         if c is not None:
             n = size_of_group(c.group_name, group_sizes)
-            found[node] = _Boundary(c.group_name, tuple(members(c, n)))
-        elif node.target in (_ours.take_block.default, _ours.place_block.default):
-            found[node] = _local_boundary(node, group_sizes)
+            found[node] = _Boundary(c.group_name, c.payloads, tuple(members(c, n)))
+            continue
+        for local in (TAKE_BLOCK, PLACE_BLOCK):
+            arguments = called(node, local)
+            if arguments is not None:
+                n = size_of_group(arguments.group_name, group_sizes)
+                of_values = local.members_of(map_arguments(value_of, arguments), n)
+                found[node] = _Boundary(arguments.group_name, (arguments.input,), tuple(of_values))
     return found
-
-
-def _local_boundary(node: Node, group_sizes: Mapping[str, int]) -> _Boundary:
-    x, dim, extent, *cut = node.args[:6]
-    name = str(node.args[-1])
-    n, value = size_of_group(name, group_sizes), x.meta["val"]  # type: ignore[union-attr]
-    if node.target is _ours.take_block.default:
-        member = Member(x, None, _side(cut, value.shape[dim], extent, n), nbytes_of(x))  # type: ignore[arg-type]
-    else:
-        member = _gathered(x, dim, extent, cut, n)
-    return _Boundary(name, (member,))
 
 
 def size_of_group(name: str, group_sizes: Mapping[str, int]) -> int | None:

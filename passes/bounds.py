@@ -16,7 +16,6 @@ from torch.fx import Graph, Node
 from shardcompile.passes import blocks
 from shardcompile.passes.collective import Collective
 from shardcompile.passes.cost import CostModel, Prices, readable
-from shardcompile.passes.traffic import Load
 
 
 def lower_bound(graph: Graph, prices: Prices) -> float:
@@ -64,16 +63,6 @@ def bucket_bound(graph: Graph, prices: Prices, model: CostModel) -> float:
     return max([path, *ends, *map(_one_machine_bound, work), *_once_each(fewest)])
 
 
-_MEETING = {
-    "all_gather_v": "all_gather",
-    "reduce_scatter_v": "reduce_scatter",
-}
-"""Kinds that share buckets with others, by the one that stands for both."""
-
-_UNEVEN = {"all_gather_v", "reduce_scatter_v", "all_to_all_v"}
-"""Kinds of which a rank may have more than another."""
-
-
 def _of_one_rank(graph: Graph, prices: Prices, model: CostModel) -> Prices:
     """Prices of what one rank moves and unpacks, of each kind and group that which has most in all.
 
@@ -101,12 +90,13 @@ def _of_one_rank(graph: Graph, prices: Prices, model: CostModel) -> Prices:
 def _parts(c: Collective, model: CostModel, labels: Mapping[Node, set[str]]) -> np.ndarray | None:
     """What each rank moves, or sends and receives, relative to the rank that moves most; None if all move the same."""
     n = model.group_size(c.group_name)
-    if c.kind not in _UNEVEN or n is None or model.link(c.group_name).medium != "ports":
+    joins = c.descriptor.joins
+    if joins is None or not joins.uneven or n is None or model.link(c.group_name).medium != "ports":
         return None
     members = blocks.members(c, n)
     if not readable(c, members, labels):
         return None
-    nbytes = Load.of(c.kind, members, n).nbytes.ravel()
+    nbytes = joins.load(members, n).nbytes.ravel()
     return nbytes / nbytes.max() if nbytes.any() else None
 
 
@@ -119,7 +109,8 @@ def _once_each(prices: Prices) -> list[float]:
         transfers[group] = transfers.get(group, 0.0) + prices.seconds[node] - latency
         c = Collective.of(node)
         assert c is not None
-        kind = (group, _MEETING.get(c.kind, c.kind))
+        joins = c.descriptor.joins
+        kind = (group, c.kind if joins is None else f"what joins {joins.bucket}")
         latencies[kind] = min(latency, latencies.get(kind, math.inf))
     return [seconds + sum(least for (g, _), least in latencies.items() if g == of) for of, seconds in transfers.items()]
 

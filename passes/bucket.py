@@ -20,14 +20,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from shardcompile.collectives import flat_cuts
-from shardcompile.collectives.transport import check_reduction
-from shardcompile.errors import CollectiveError
-from shardcompile.passes.choice import Choice
-from shardcompile.passes.collective import WAIT, Collective, add_node, collectives, inherit
-from shardcompile.passes.cost import CostModel, computes_nothing
-from shardcompile.passes.dependencies import needed_first, ordered_inputs
-from shardcompile.passes.traffic import (
+from shardcompile.collectives.buckets import ALL_GATHER_BUCKET, ALL_TO_ALL_BUCKET, REDUCE_SCATTER_BUCKET
+from shardcompile.collectives.of_torch import ALL_REDUCE, REDUCE_SCATTER
+from shardcompile.collectives.traffic import (
     Load,
     Traffic,
     exchanged_in_a_bucket,
@@ -35,14 +30,21 @@ from shardcompile.passes.traffic import (
     reduced_in_a_bucket,
     scattered_in_a_bucket,
 )
+from shardcompile.collectives.transport import check_reduction
+from shardcompile.errors import CollectiveError
+from shardcompile.layout import GroupCut
+from shardcompile.passes.choice import Choice
+from shardcompile.passes.collective import WAIT, Collective, add_call, add_node, collectives, inherit
+from shardcompile.passes.cost import CostModel, computes_nothing
+from shardcompile.passes.dependencies import needed_first, ordered_inputs
 
 aten = torch.ops.aten
-_ours = torch.ops.shardcompile
-_c10d = torch.ops._c10d_functional
 
 
 class Bucketing:
     """What the bucketing passes share: which collectives meet, and how a graph is put in order again.
+
+    What joins a bucket says so in its descriptor.
 
     Args:
         bucket_bytes: no bucket holds more, over all ranks; None for as much as makes the graph faster.
@@ -51,6 +53,8 @@ class Bucketing:
     """
 
     name = ""
+    bucket = ""
+    """The kind that members join, see `shardcompile.collectives.descriptor.Joins`."""
 
     def __init__(self, bucket_bytes: int | None = None, model: CostModel | None = None) -> None:
         self.bucket_bytes = bucket_bytes
@@ -62,7 +66,8 @@ class Bucketing:
     def __call__(self, graph: Graph) -> None:
         groups: dict[Any, list[Collective]] = {}
         for c in collectives(graph):
-            key = self._key(c) if _is_simple(c) else None
+            joins = c.descriptor.joins
+            key = self._key(c) if joins is not None and joins.bucket == self.bucket and _is_simple(c) else None
             if key is not None:
                 groups.setdefault((key, c.group_name, c.backward), []).append(c)
         groups = {key: group for key, group in groups.items() if len(group) > 1}
@@ -75,7 +80,7 @@ class Bucketing:
         raise NotImplementedError
 
     def _key(self, c: Collective) -> Any:
-        """What members of a bucket have in common besides their group, or None for what cannot join one."""
+        """What members of a bucket have in common besides their group, or None for what cannot join it after all."""
         raise NotImplementedError
 
     def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
@@ -126,11 +131,12 @@ class BucketAllReduces(Bucketing):
     """
 
     name = "bucket_all_reduces"
+    bucket = ALL_REDUCE.kind
 
     def _key(self, c: Collective) -> Any:
-        if c.kind != "all_reduce" or (c.value.ndim > 1 and not (_is_static(c) and c.value.is_contiguous())):
+        if c.value.ndim > 1 and not (_is_static(c) and c.value.is_contiguous()):
             return None
-        return c.node.args[1], c.value.dtype, c.value.device
+        return c.arguments.reduce_op, c.value.dtype, c.value.device
 
     def _traffic(self, kinds: Set[str], load: Load) -> Traffic:
         return reduced_in_a_bucket(load, passes=2)
@@ -139,7 +145,8 @@ class BucketAllReduces(Bucketing):
         flat = [_flat(graph, m.payload) for m in members]
         lengths = [_numel(graph, f) for f in flat]
         packed = add_node(graph, aten.cat.default, flat, 0)
-        start = add_node(graph, members[-1].node.target, packed, *members[-1].node.args[1:])
+        last = members[-1]
+        start = add_node(graph, last.node.target, *last.arguments._replace(input=packed))
         return start, lengths, members[-1].value.dtype
 
 
@@ -153,24 +160,23 @@ class BucketAllGathers(Bucketing):
     """
 
     name = "bucket_all_gathers"
+    bucket = ALL_GATHER_BUCKET.kind
 
     def _key(self, c: Collective) -> Any:
-        if c.kind == "all_gather_v":
-            # In bytes the parts' places are multiples of symbols, of which a view to a dtype would have to be sure.
-            return c.value.device, None if _is_static(c) else c.value.dtype
-        if c.kind == "all_gather" and c.value.ndim and _is_static(c):
-            return c.value.device, None
-        return None
+        if _is_even(c) and not (c.value.ndim and _is_static(c)):
+            return None
+        # In bytes the parts' places are multiples of symbols, of which a view to a dtype would have to be sure.
+        return c.value.device, None if _is_static(c) else c.value.dtype
 
     def _traffic(self, kinds: Set[str], load: Load) -> Traffic:
         return gathered_in_a_bucket(load)
 
     def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
-        arguments = [_gather_of(m) for m in members]
-        inputs = [m.payload for m in members]
-        dims, totals = [a[0] for a in arguments], [a[1] for a in arguments]
-        cuts = flat_cuts([a[2:] for a in arguments])
-        start = add_node(graph, _ours.all_gather_bucket.default, inputs, dims, totals, *cuts, members[-1].group_name)
+        inputs, dims, totals, cuts = _joined(members)
+        group_name = members[-1].group_name
+        start = add_call(
+            graph, ALL_GATHER_BUCKET, inputs=inputs, dims=dims, totals=totals, cuts=cuts, group_name=group_name
+        )
         dtype = start.meta["val"].dtype
         return start, [_length(graph, m, dtype) for m in members], dtype
 
@@ -190,26 +196,35 @@ class BucketReduceScatters(Bucketing):
     """
 
     name = "bucket_reduce_scatters"
+    bucket = REDUCE_SCATTER_BUCKET.kind
 
     def _key(self, c: Collective) -> Any:
-        if c.kind == "reduce_scatter_v":
-            return c.node.args[3], c.value.dtype, c.value.device, True
-        if c.kind != "reduce_scatter" or not c.value.ndim or not _is_static(c):
+        reduce_op = c.arguments.reduce_op
+        if not _is_even(c):
+            return reduce_op, c.value.dtype, c.value.device, True
+        if not c.value.ndim or not _is_static(c):
             return None
-        return c.node.args[1], c.value.dtype, c.value.device, _is_known(str(c.node.args[1]), c.value.dtype)
+        return reduce_op, c.value.dtype, c.value.device, _is_known(reduce_op, c.value.dtype)
 
     def _traffic(self, kinds: Set[str], load: Load) -> Traffic:
-        return reduced_in_a_bucket(load, passes=1) if kinds == {"reduce_scatter"} else scattered_in_a_bucket(load)
+        even = kinds == {REDUCE_SCATTER.kind}
+        return reduced_in_a_bucket(load, passes=1) if even else scattered_in_a_bucket(load)
 
     def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
-        if all(m.kind == "reduce_scatter" for m in members):
+        if all(map(_is_even, members)):
             start = _even_scatter(graph, members)
         else:
-            arguments, inputs = [_scatter_of(m) for m in members], [m.payload for m in members]
-            cuts = flat_cuts([a[2:] for a in arguments])
-            dims, blocks, op = [a[0] for a in arguments], [a[1] for a in arguments], _reduction_of(members[-1])
-            target, group_name = _ours.reduce_scatter_bucket.default, members[-1].group_name
-            start = add_node(graph, target, inputs, dims, blocks, op, *cuts, group_name)
+            inputs, dims, blocks, cuts = _joined(members)
+            start = add_call(
+                graph,
+                REDUCE_SCATTER_BUCKET,
+                inputs=inputs,
+                dims=dims,
+                blocks=blocks,
+                reduce_op=members[-1].arguments.reduce_op,
+                cuts=cuts,
+                group_name=members[-1].group_name,
+            )
         dtype = start.meta["val"].dtype
         return start, [_length(graph, m, dtype) for m in members], dtype
 
@@ -223,18 +238,20 @@ class BucketAllToAlls(Bucketing):
     """
 
     name = "bucket_all_to_alls"
+    bucket = ALL_TO_ALL_BUCKET.kind
 
     def _key(self, c: Collective) -> Any:
-        return (c.value.dtype, c.value.device) if c.kind == "all_to_all_v" else None
+        return c.value.dtype, c.value.device
 
     def _traffic(self, kinds: Set[str], load: Load) -> Traffic:
         return exchanged_in_a_bucket(load)
 
     def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
-        inputs, args = [m.payload for m in members], [m.node.args for m in members]
-        cuts = flat_cuts([cut for a in args for cut in (a[5:8], a[8:11])])  # type: ignore[misc]
-        dims, extents = [d for a in args for d in a[1:3]], [e for a in args for e in a[3:5]]
-        start = add_node(graph, _ours.all_to_all_bucket.default, inputs, dims, extents, *cuts, members[-1].group_name)
+        inputs, dims, extents, cuts = _joined(members)
+        group_name = members[-1].group_name
+        start = add_call(
+            graph, ALL_TO_ALL_BUCKET, inputs=inputs, dims=dims, extents=extents, cuts=cuts, group_name=group_name
+        )
         dtype = start.meta["val"].dtype
         return start, [_length(graph, m, dtype) for m in members], dtype
 
@@ -248,26 +265,31 @@ def _is_static(c: Collective) -> bool:
     return all(isinstance(s, int) for v in (c.value, c.node.meta["val"]) for s in v.shape)
 
 
-def _gather_of(c: Collective) -> tuple[Any, ...]:
-    """Dim, extent, sizes, key and nest of a gather, ours or torch's."""
-    if c.kind == "all_gather_v":
-        return c.node.args[1:6]
-    ranks, rows = c.node.args[1], c.value.shape[0]
-    return 0, ranks * rows, [rows] * ranks, 0, []  # type: ignore[operator, list-item]
+def _is_even(c: Collective) -> bool:
+    """Whether it is one of torch's own, of which all blocks are of one size."""
+    return c.descriptor.run is None
 
 
-def _scatter_of(c: Collective) -> tuple[Any, ...]:
-    """Dim, extent of a block, sizes, key and nest of a reduce-scatter, ours or torch's."""
-    args = c.node.args
-    if c.kind == "reduce_scatter_v":
-        return args[1], args[2], *args[4:7]  # type: ignore[misc]
-    ranks = args[2]
-    rows = c.value.shape[0] // ranks  # type: ignore[operator]
-    return 0, rows, [rows] * ranks, 0, []  # type: ignore[operator, list-item]
+def _joined(members: Sequence[Collective]) -> tuple[list[Any], list[int], list[Any], list[GroupCut]]:
+    """Payloads, dims, extents and cuts of members, as the arguments of a bucket."""
+    inputs: list[Any] = []
+    dims: list[int] = []
+    extents: list[Any] = []
+    cuts: list[GroupCut] = []
+    for m in members:
+        inputs.append(m.payload)
+        joins, result = m.descriptor.joins, _result(m)
+        assert joins is not None
+        dims += list(result)
+        extents += list(result.values())
+        cuts += joins.cuts(m.parts)
+    return inputs, dims, extents, cuts
 
 
-def _reduction_of(c: Collective) -> Any:
-    return c.node.args[3 if c.kind == "reduce_scatter_v" else 1]
+def _result(c: Collective) -> dict[int, Any]:
+    """Extents of a result where they are not the payload's, as numbers and nodes."""
+    assert c.descriptor.extents is not None, f"{c.kind} joins a bucket"
+    return c.descriptor.extents(c.parts)
 
 
 def _is_known(reduce_op: str, dtype: torch.dtype) -> bool:
@@ -281,11 +303,11 @@ def _is_known(reduce_op: str, dtype: torch.dtype) -> bool:
 
 def _even_scatter(graph: Graph, members: Sequence[Collective]) -> Node:
     """Torch's collective of even members: what belongs to a rank, of all members, lies together."""
-    target, ranks = members[-1].node.target, members[-1].node.args[2]
-    rows = [_rows_of(graph, m.payload, ranks) for m in members]
+    target, last = members[-1].node.target, members[-1].arguments
+    rows = [_rows_of(graph, m.payload, last.group_size) for m in members]
     packed = add_node(graph, aten.cat.default, rows, 1)
     flat = add_node(graph, aten.view.default, packed, [packed.meta["val"].numel()])
-    return add_node(graph, target, flat, *members[-1].node.args[1:])
+    return add_node(graph, target, *last._replace(input=flat))
 
 
 def _rows_of(graph: Graph, payload: Node, ranks: Any) -> Node:
@@ -328,8 +350,7 @@ def _length(graph: Graph, c: Collective, dtype: torch.dtype) -> Any:
 
 def _factors(graph: Graph, c: Collective) -> list[Any]:
     """Numbers and nodes whose product is the length of a flat result of ours."""
-    args = c.node.args
-    moved = {args[1]: args[2]} if c.kind != "all_to_all_v" else {args[1]: args[3], args[2]: args[4]}
+    moved = _result(c)
     return [moved[d] if d in moved else _extent(graph, c.payload, d) for d in range(c.value.ndim)]
 
 

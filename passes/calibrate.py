@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardcompile.collectives.gathers import ALL_GATHER_V, AllGatherV
 from shardcompile.errors import CollectiveError
-from shardcompile.layout import CHUNK_KEY
+from shardcompile.layout import CHUNK_KEY, GroupCut
 from shardcompile.passes.links import Link
 
 SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 23)
@@ -114,8 +115,7 @@ def _samples(group: ProcessGroup, sizes: Sequence[int], repeats: int) -> list[Sa
 
 def _gather(x: Tensor, group: ProcessGroup) -> None:
     n, block = group.size(), x.shape[0]
-    out = torch.ops.shardcompile.all_gather_v(x, 0, n * block, [block] * n, CHUNK_KEY, [], group.group_name)
-    torch.ops._c10d_functional.wait_tensor(out)
+    ALL_GATHER_V.start(AllGatherV(x, 0, n * block, GroupCut([block] * n, CHUNK_KEY, []), group.group_name)).wait()
 
 
 def _broadcast(x: Tensor, group: ProcessGroup) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 
 from shardcompile import compat
+from shardcompile.collectives.of_torch import ALL_GATHER, REDUCE_SCATTER, SHARD_DIM_ALLTOALL
 from shardcompile.passes.collective import Collective
 from shardcompile.passes.dependencies import writes
 from shardcompile.passes.pieces import Box, Pieces, Value, arguments_of, evaluate, is_tracked, static_shape
@@ -67,19 +68,22 @@ def chains(c: Collective) -> Iterator[Chain]:
         found = [_exchange(c, shape, _exchanged(c, shape))]
     elif len(c.waits) < len(c.node.users):
         return
-    elif c.kind == "all_gather":
+    elif c.descriptor is ALL_GATHER:
         known = _downstream(c.waits, Pieces.whole((c.group_size * shape[0], *shape[1:]), shape[0]))
         found = [_exchange(c, shape, known), _padded_gather(c, shape, known)]
-    elif c.kind == "reduce_scatter" and c.node.args[1] in ("sum", "avg"):
+    elif c.descriptor is REDUCE_SCATTER and c.arguments.reduce_op in ("sum", "avg"):
         found = [_padded_scatter(c, shape)]
     yield from (chain for chain in found if chain is not None)
 
 
 def exchange_of(node: Node) -> Collective | None:
     """An `EXCHANGE`, which is its own wait; None for other nodes, and where the group is no name."""
-    if node.op != "call_function" or node.target is not EXCHANGE or not isinstance(node.args[3], str):
+    if node.op != "call_function" or node.target is not EXCHANGE:
         return None
-    return Collective(node, "shard_dim_alltoall", (node.args[0],), node.args[3], (node,), True)  # type: ignore[arg-type]
+    a = SHARD_DIM_ALLTOALL.signature.read(node.args)
+    if not isinstance(a.group_name, str):
+        return None
+    return Collective(node, SHARD_DIM_ALLTOALL, (a.input,), a.group_name, (node,), True)  # type: ignore[arg-type]
 
 
 def _padded_gather(c: Collective, block: tuple[int, ...], known: dict[Node, Value]) -> Chain | None:
@@ -140,7 +144,7 @@ def _before_padding(node: Node, dims: Collection[int], zeros: int | None) -> Nod
 def _exchanged(c: Collective, block: tuple[int, ...]) -> dict[Node, Value]:
     """What is made of the result of an `EXCHANGE` by moving elements, in terms of all ranks' blocks stacked."""
     me = compat.process_group(c.group_name).rank()
-    gathered, divided = (int(d) % len(block) for d in c.node.args[1:3])  # type: ignore[arg-type]
+    gathered, divided = (d % len(block) for d in (c.arguments.gather_dim, c.arguments.shard_dim))
     width = block[divided] // c.group_size
     shape = tuple(c.node.meta["val"].shape)
     boxes = []

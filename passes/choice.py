@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 
 from torch.fx import Graph, Node
 
+from shardcompile.collectives.buckets import ALL_GATHER_BUCKET
+from shardcompile.collectives.traffic import Load, Traffic
 from shardcompile.passes import blocks
 from shardcompile.passes.collective import Collective
 from shardcompile.passes.cost import NOMINAL_BYTES, CostModel, Price, Prices, readable
@@ -30,7 +32,6 @@ from shardcompile.passes.overlap import byte_limit
 from shardcompile.passes.scheduler import Outline, Plan, Scheduler
 from shardcompile.passes.search import NARROWER, quick_plan
 from shardcompile.passes.tasks import WAIT, Bucket, Tasks
-from shardcompile.passes.traffic import Load, Traffic
 
 FIRST_SPAN = 16.0
 """For how many latencies a bucket may transfer, the first that is tried: latency is then a 17th of its time."""
@@ -40,9 +41,6 @@ STEP = 4.0
 
 EARLY = 1.0
 """A payload that is ready after so many latencies counts as ready at the start, such as a weight that is cast."""
-
-GATHERS = ("all_gather", "all_gather_v")
-"""Collectives that may run long before their results are needed."""
 
 DEADLINES = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 3.0)
 """When all should be done, relative to when they could be if buckets cost nothing, the first that is tried."""
@@ -163,7 +161,7 @@ class Choice:
                     c, task, self._load(c, prices.labels), price, place, before, after, c.global_bytes
                 )
                 # A gather that could run at the start meets only its like: it would wait for the others for nothing.
-                early = c.kind in GATHERS and ready[task] <= EARLY * candidate.price.latency
+                early = _gathers(c) and ready[task] <= EARLY * candidate.price.latency
                 self.divisible.setdefault((key, early), []).append(candidate)
         for candidates in self.divisible.values():
             candidates.sort(key=lambda c: (c.needed, c.task))
@@ -178,7 +176,8 @@ class Choice:
         if n is None:
             return None
         members = blocks.members(c, n)
-        return Load.of(c.kind, members, n) if readable(c, members, labels) else None
+        joins = c.descriptor.joins
+        return joins.load(members, n) if joins is not None and readable(c, members, labels) else None
 
     def _improve(self, key: Hashable, chosen: dict[Hashable, _Option]) -> None:
         """Try divisions of one group, from `FIRST_SPAN` to where it gets no better, and such as are done in time."""
@@ -388,6 +387,12 @@ def score(outline: Outline, plan: Plan, limit: float) -> Score:
 def _contention(outline: Outline) -> float:
     """Seconds by which collectives slow the compute down."""
     return CONTENTION * sum(price.seconds for price in outline.tasks.price.values())
+
+
+def _gathers(c: Collective) -> bool:
+    """Whether it may run long before its result is needed."""
+    joins = c.descriptor.joins
+    return joins is not None and joins.bucket == ALL_GATHER_BUCKET.kind
 
 
 def _are_early(candidates: Sequence[Candidate]) -> bool:

@@ -8,20 +8,32 @@ result here: on another rank, of which the block is not empty or the constant no
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from shardcompile import compat
+from shardcompile.collectives.descriptor import rows_of
+from shardcompile.collectives.gathers import ALL_GATHER_V, REDUCE_SCATTER_V
+from shardcompile.collectives.own_blocks import PLACE_BLOCK, TAKE_BLOCK
 from shardcompile.passes.blocks import is_pointwise
-from shardcompile.passes.collective import WAIT, Collective, add_node, collectives, inherit, kind_of
+from shardcompile.passes.collective import (
+    WAIT,
+    Collective,
+    add_call,
+    add_node,
+    called,
+    collectives,
+    inherit,
+    kind_of,
+    reduction_of,
+)
 from shardcompile.passes.dependencies import writes
 from shardcompile.passes.ops import op_of
 
 aten = torch.ops.aten
-_ours = torch.ops.shardcompile
 
 _RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _COPIES = (aten.clone.default, aten.alias.default)
@@ -143,7 +155,7 @@ class DropOwnSlice:
         return f"{type(self).__name__}()"
 
     def __call__(self, graph: Graph) -> None:
-        for start in [c.node for c in collectives(graph) if c.kind == "all_gather_v"]:
+        for start in [c.node for c in collectives(graph) if c.descriptor is ALL_GATHER_V]:
             c = _at(start)
             taken = [t for result in _results(c) for t in _readers(result) if _takes(t, start)]
             for node in taken:
@@ -172,7 +184,7 @@ class CancelRoundTrips:
 
     def __call__(self, graph: Graph) -> None:
         gone: set[Node] = set()
-        for start in [c.node for c in collectives(graph) if c.kind in _INVERSE]:
+        for start in [c.node for c in collectives(graph) if c.descriptor.inverse is not None]:
             inverses = [] if start in gone else _inverses(_at(start))
             for back in inverses:
                 for result in _results(back):
@@ -181,7 +193,7 @@ class CancelRoundTrips:
                 gone.add(back.node)
             if inverses:
                 _erase_unused(graph, start)
-        for taken in graph.find_nodes(op="call_function", target=_ours.take_block.default):
+        for taken in graph.find_nodes(op="call_function", target=TAKE_BLOCK.target):
             _cancel_placed(graph, taken)
 
 
@@ -203,7 +215,7 @@ class ReduceThenSlice:
     def __call__(self, graph: Graph) -> None:
         writers = [n for n in graph.nodes if writes(n)]
         for c in collectives(graph):
-            if c.kind == "all_reduce" and c.functional and len(c.payloads) == 1 and c.node.args[1] in ("sum", "avg"):
+            if reduction_of(c) in ("sum", "avg"):
                 _scatter(graph, c, writers)
 
 
@@ -223,7 +235,7 @@ class SpreadOwnBlock:
         return f"{type(self).__name__}()"
 
     def __call__(self, graph: Graph) -> None:
-        taken = graph.find_nodes(op="call_function", target=_ours.take_block.default)
+        taken = graph.find_nodes(op="call_function", target=TAKE_BLOCK.target)
         if not taken:
             return
         writers = [n for n in graph.nodes if writes(n)]
@@ -314,12 +326,13 @@ def _erase_unused(graph: Graph, node: Node) -> None:
 
 def _takes(node: Node, gather: Node) -> bool:
     """Whether a node takes this rank's block by the cut of an all-gather."""
-    _, dim, _, *cut = gather.args
-    return node.target is _ours.take_block.default and [node.args[1], *node.args[3:]] == [dim, *cut]
+    taken, whole = called(node, TAKE_BLOCK), called(gather, ALL_GATHER_V)
+    return taken is not None and _blocks_of(taken) == _blocks_of(whole)
 
 
-def _extent_of(value: Any) -> Any:
-    return value.meta["val"] if isinstance(value, Node) else value
+def _blocks_of(arguments: Any) -> tuple[Any, ...]:
+    """Which blocks of which dim an op takes, places or gathers."""
+    return arguments.dim, arguments.cut, arguments.group_name
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -329,13 +342,9 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _rows(c: Collective) -> tuple[int, list[Any]]:
     """Of one of our collectives the dim whose rows come first in its flat result, and the shape with that dim first."""
-    args: Any = c.node.args
-    shape, dim = list(c.value.shape), args[1]
-    if c.kind == "all_to_all_v":
-        shape[args[2]], extent = _extent_of(args[4]), args[3]
-    else:
-        extent = args[3] if c.kind == "fetch_ranges" else args[2]
-    return dim, [_extent_of(extent), *shape[:dim], *shape[dim + 1 :]]
+    assert c.descriptor.extents is not None, f"{c.kind} gives rows"
+    shape, dim = rows_of(c.value.shape, c.descriptor.extents(c.values))
+    return dim, list(shape)
 
 
 def _results(c: Collective) -> list[Node]:
@@ -386,44 +395,25 @@ def _readers(node: Node, order: Sequence[int] | None = None) -> Iterator[Node]:
 def _inverses(c: Collective) -> list[Collective]:
     """Collectives that undo this one, and whose results are read in their shape."""
     found = [Collective.of(reader) for result in _results(c) for reader in _readers(result)]
-    undo = _INVERSE[c.kind]
+    undo = c.descriptor.inverse
+    assert undo is not None, f"{c.kind} has an inverse"
     pairs = [
-        b for b in found if b is not None and b.kind == c.kind and b.node.args[1:] == undo(b.node.args, c.node.args)
+        b
+        for b in found
+        if b is not None and b.descriptor is c.descriptor and b.arguments == undo(c.arguments, b.arguments)
     ]
     return [b for b in pairs if _results(b)]
 
 
-def _all_to_all_back(back: Any, args: Any) -> tuple[Any, ...]:
-    _, src_dim, dst_dim, _, _, *cuts, group_name = args
-    return (dst_dim, src_dim, *back[3:5], *cuts[3:], *cuts[:3], group_name)
-
-
-def _fetch_back(back: Any, args: Any) -> tuple[Any, ...]:
-    _, dim, total, _, *cuts, reach, fill, group_name = args
-    # What rows read has no inverse: an argument that no fetch has.
-    return (dim, total, back[3], *cuts[3:], *cuts[:3], None if reach else [], fill, group_name)
-
-
-def _mirror_back(back: Any, args: Any) -> tuple[Any, ...]:
-    return (args[1], back[2], args[3])
-
-
-_INVERSE: dict[str, Callable[[Any, Any], tuple[Any, ...]]] = {
-    "all_to_all_v": _all_to_all_back,
-    "fetch_ranges": _fetch_back,
-    "mirror_blocks": _mirror_back,
-}
-"""By kind, the arguments that the inverse of a collective has; its extents follow from the cuts."""
-
-
 def _cancel_placed(graph: Graph, taken: Node) -> None:
-    placed = taken.args[0]
+    placed: Any = taken.args[0]
     while isinstance(placed, Node) and placed.target in _COPIES:
         placed = placed.args[0]
-    if not isinstance(placed, Node) or placed.target is not _ours.place_block.default:
+    whole = called(placed, PLACE_BLOCK) if isinstance(placed, Node) else None
+    if whole is None or not isinstance(whole.input, Node):
         return
-    block = placed.args[0]
-    if isinstance(block, Node) and [taken.args[1], *taken.args[3:]] == [placed.args[1], *placed.args[3:]]:
+    block = whole.input
+    if _blocks_of(called(taken, TAKE_BLOCK)) == _blocks_of(whole):
         with graph.inserting_before(placed):
             copy = _clone(graph, block)
         _replace(graph, taken, copy)
@@ -433,7 +423,8 @@ def _cancel_placed(graph: Graph, taken: Node) -> None:
 
 def _spread(graph: Graph, taken: Node, writers: Sequence[Node]) -> None:
     """Take a block of what is the same in all rows, by making no other rows."""
-    x, dim, block = taken.args[:3]
+    arguments = called(taken, TAKE_BLOCK)
+    x, dim, block = arguments.input, arguments.dim, arguments.block
     assert isinstance(x, Node) and isinstance(dim, int)
     path: list[Node] = []
     if not _is_spread(x, dim % x.meta["val"].ndim, path) or any(min(path) < w < taken for w in writers):
@@ -497,24 +488,34 @@ def _scatter(graph: Graph, c: Collective, writers: list[Node]) -> None:
     """Replace an all-reduce of which all that is read is this rank's block, each time by the same call."""
     wholes = dict.fromkeys(u if u.target in _RESHAPES else wait for wait in c.waits for u in wait.users)
     takers = [reader for whole in wholes for reader in whole.users]
-    if not takers or takers[0].target is not _ours.take_block.default or takers[0].args[-1] != c.group_name:
+    taken = [called(t, TAKE_BLOCK) for t in takers]
+    if not taken or taken[0] is None or taken[0].group_name != c.group_name:
         return
     shapes = [whole.meta["val"].shape for whole in wholes]
     size = _size_arguments(next(iter(wholes)))
     if size is None or len(c.waits) != len(c.node.users) or not all(_equal(s, shapes[0]) for s in shapes):
         return
     first = min(takers)
-    if any((t.target, *t.args[1:]) != (first.target, *first.args[1:]) for t in takers):
+    a = called(first, TAKE_BLOCK)
+    if any(t is None or t._replace(input=a.input) != a for t in taken):
         return
-    args: Any = first.args
-    dim, block, cut = args[1] % len(size), args[2], args[3:]
+    dim, block = a.dim % len(size), a.block
     known = all(n < c.node for n in (*first.all_input_nodes[1:], *size) if isinstance(n, Node))
     place = c.node if known else first
     if any(c.node < w < place for w in writers):
         return
     with graph.inserting_before(place):
         payload = add_node(graph, aten.view.default, c.payload, size)
-        start = add_node(graph, _ours.reduce_scatter_v.default, payload, dim, block, c.node.args[1], *cut)
+        start = add_call(
+            graph,
+            REDUCE_SCATTER_V,
+            input=payload,
+            dim=dim,
+            block=block,
+            reduce_op=c.arguments.reduce_op,
+            cut=a.cut,
+            group_name=a.group_name,
+        )
         inherit(start, [c])
     with graph.inserting_before(first):
         rows = [block, *size[:dim], *size[dim + 1 :]]
@@ -522,8 +523,8 @@ def _scatter(graph: Graph, c: Collective, writers: list[Node]) -> None:
         if dim:
             dims = [*range(1, dim + 1), 0, *range(dim + 1, len(rows))]
             result = _clone(graph, add_node(graph, aten.permute.default, result, dims))
-    for taken in takers:
-        _replace(graph, taken, result)
+    for node in takers:
+        _replace(graph, node, result)
     _erase_unused(graph, c.node)
 
 

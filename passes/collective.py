@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,65 +12,16 @@ import torch
 from torch.fx import Graph, Node
 
 from shardcompile import compat
+from shardcompile.collectives.arguments import map_arguments
+from shardcompile.collectives.descriptor import Descriptor, descriptor_of, descriptors, payloads_of
+from shardcompile.collectives.of_torch import ALL_REDUCE
+from shardcompile.collectives.traffic import is_number, nbytes_of, size_of
 from shardcompile.errors import ShardError
 from shardcompile.layout import CHUNK_KEY, GroupCut
 from shardcompile.passes.ops import WAIT as WAIT
 
-_c10d = torch.ops._c10d_functional
-_ours = torch.ops.shardcompile
-
-KINDS = {
-    _c10d.all_reduce.default: "all_reduce",
-    _c10d.all_reduce_.default: "all_reduce",
-    _c10d.all_reduce_coalesced.default: "all_reduce",
-    _c10d.all_reduce_coalesced_.default: "all_reduce",
-    _c10d.all_gather_into_tensor.default: "all_gather",
-    _c10d.all_gather_into_tensor_out.default: "all_gather",
-    _c10d.all_gather_into_tensor_coalesced.default: "all_gather",
-    _c10d.reduce_scatter_tensor.default: "reduce_scatter",
-    _c10d.reduce_scatter_tensor_coalesced.default: "reduce_scatter",
-    _c10d.all_to_all_single.default: "all_to_all",
-    _c10d.broadcast.default: "broadcast",
-    _c10d.broadcast_.default: "broadcast",
-    _ours.all_gather_v.default: "all_gather_v",
-    _ours.reduce_scatter_v.default: "reduce_scatter_v",
-    _ours.all_to_all_v.default: "all_to_all_v",
-    _ours.fetch_ranges.default: "fetch_ranges",
-    _ours.return_ranges.default: "return_ranges",
-    _ours.mirror_blocks.default: "mirror_blocks",
-    _ours.fetch_block.default: "fetch_block",
-    _ours.return_block.default: "return_block",
-    _ours.gather_cut.default: "gather_cut",
-    _ours.gather_counts.default: "gather_counts",
-    _ours.exchange_rows.default: "exchange_rows",
-    _ours.fetch_spans.default: "fetch_spans",
-    _ours.return_spans.default: "return_spans",
-    _ours.nearest.default: "nearest",
-    _ours.all_gather_bucket.default: "all_gather_bucket",
-    _ours.reduce_scatter_bucket.default: "reduce_scatter_bucket",
-    _ours.all_to_all_bucket.default: "all_to_all_bucket",
-}
+KINDS = {op: d.kind for d in descriptors() if d.communicates for op in d.overloads}
 """The functional collectives, torch's and ours. All of them take their payload first and the group's name last."""
-
-_KIND_BY_ID = {id(target): kind for target, kind in KINDS.items()}
-"""The same by the op's id: torch hashes ops in Python, and every pass asks about every node."""
-
-_CUT_AT = {
-    "all_gather_v": 3,
-    "reduce_scatter_v": 4,
-    "all_to_all_v": 5,
-    "fetch_ranges": 4,
-    "return_ranges": 4,
-    "fetch_block": 6,
-    "return_block": 6,
-}
-"""Which of the arguments is the first of the (source) cut: sizes, key and nest."""
-
-OF_ONE_RANK = {
-    *("all_to_all", "mirror_blocks", "gather_cut", "gather_counts", "exchange_rows", "nearest"),
-    *("fetch_spans", "return_spans"),
-}
-"""Kinds of which a graph tells what this rank puts in only. What all of them do is taken for as much from each."""
 
 NOTES = "shardcompile"
 """Under ``node.meta["custom"]``: why a collective is there, see `shardcompile.compat.noted`."""
@@ -95,7 +45,7 @@ class Collective:
 
     Attributes:
         node: where it starts.
-        kind: see `KINDS`.
+        descriptor: what it is.
         payloads: the tensors that this rank puts in: one, but for the coalesced forms.
         group_name: name of its process group.
         waits: the nodes that complete it, in the graph's order. Torch 2.15 repeats the wait for a result that the
@@ -104,7 +54,7 @@ class Collective:
     """
 
     node: Node
-    kind: str
+    descriptor: Descriptor[Any]
     payloads: tuple[Node, ...]
     group_name: str
     waits: tuple[Node, ...]
@@ -113,17 +63,38 @@ class Collective:
     @staticmethod
     def of(node: Node) -> Collective | None:
         """The collective that a node starts, or None."""
-        kind = kind_of(node)
-        if kind is None:
+        found = _starts(node)
+        if found is None:
             return None
-        first = node.args[0]
-        payloads = tuple(first) if isinstance(first, (list, tuple)) else (first,)
-        group_name = node.args[-1]
+        arguments = found.signature.read(node.args)
+        payloads, group_name = tuple(payloads_of(arguments)), arguments.group_name
         assert isinstance(group_name, str) and all(isinstance(p, Node) for p in payloads), f"unknown form of {node}"
         results = [node, *(u for u in node.users if u.target is operator.getitem)]
         waits = tuple(u for r in results for u in r.users if u.target is WAIT)
         functional = not node.target._schema.is_mutable  # type: ignore[union-attr]
-        return Collective(node, kind, payloads, group_name, waits, functional)  # type: ignore[arg-type]
+        return Collective(node, found, payloads, group_name, waits, functional)
+
+    @property
+    def kind(self) -> str:
+        """What it is, by its name; see `KINDS`."""
+        return self.descriptor.kind
+
+    @property
+    def arguments(self) -> Any:
+        """Its arguments by their names, as they are in the graph now: nodes in place of tensors and symbols."""
+        return self.descriptor.signature.read(self.node.args)
+
+    @property
+    def values(self) -> Any:
+        """Its arguments by their names, with the values of nodes: fake tensors and symbols."""
+        return map_arguments(value_of, self.arguments)
+
+    @property
+    def parts(self) -> Any:
+        """Its arguments by their names, with payloads as fake tensors, and nodes in place of symbols."""
+        first, *rest = arguments = self.arguments
+        several = isinstance(first, (list, tuple))
+        return type(arguments)([value_of(p) for p in first] if several else value_of(first), *rest)
 
     @property
     def payload(self) -> Node:
@@ -142,7 +113,7 @@ class Collective:
 
         Not the same on every rank where blocks are of fixed, unequal sizes: decisions read `global_bytes`.
         """
-        return sum(_hint(_nbytes(p.meta["val"])) for p in self.payloads)
+        return sum(nbytes_of(p.meta["val"]) for p in self.payloads)
 
     @cached_property
     def global_size(self) -> Any:
@@ -150,17 +121,10 @@ class Collective:
 
         Halos are not counted.
         """
-        if self.kind in ("all_gather", "all_gather_v", "all_gather_bucket"):
-            return sum(_nbytes(v) for v in _tensors(self.node.meta["val"]))
-        args: tuple[Any, ...] = self.node.args
-        if self.kind in ("all_to_all_v", "fetch_ranges", "return_ranges", "fetch_block", "return_block"):
-            return _with_extent(self.value, args[1], args[3] if self.kind == "all_to_all_v" else args[2])
-        if self.kind == "all_to_all_bucket":
-            dims, totals = args[1][::2], args[2][::2]
-            values = [p.meta["val"] for p in self.payloads]
-            return sum(_with_extent(v, d, t) for v, d, t in zip(values, dims, totals, strict=True))
-        whole = sum(_nbytes(p.meta["val"]) for p in self.payloads)
-        return whole * self.group_size if self.kind in OF_ONE_RANK else whole
+        if self.descriptor.whole is not None:
+            return self.descriptor.whole(self.values)
+        whole = sum(size_of(p.meta["val"]) for p in self.payloads)
+        return whole * self.group_size if self.descriptor.of_one_rank else whole
 
     @property
     def global_bytes(self) -> int:
@@ -178,38 +142,29 @@ class Collective:
 
         Of an all-to-all or a fetch those of its source. The same on every rank.
         """
-        if self.kind in ("all_gather", "reduce_scatter"):
-            rows = self.value.shape[0] if self.value.ndim else 1
-            rows = rows // self.group_size if self.kind == "reduce_scatter" else rows
-            return (rows,) * self.group_size if isinstance(rows, int) else None
-        if self.kind not in _CUT_AT:
+        source = self._source()
+        if source is None:
             return None
-        total, sizes, key, nest = self._cut()
-        unknown = any(isinstance(s, Node) for s in sizes) if sizes else isinstance(key, Node)
-        if unknown or (not sizes and key == CHUNK_KEY and not isinstance(total, int)):
+        total, cut = source
+        unknown = not all(map(is_number, cut.sizes)) if cut.sizes else not is_number(cut.key)
+        if unknown or (not cut.sizes and cut.key == CHUNK_KEY and not is_number(total)):
             return None
-        return GroupCut.resolve(total, sizes, key, nest, self.group_size)
+        return cut.blocks(total, self.group_size)
 
     def hinted_sizes(self) -> tuple[int, ...] | None:
         """`sizes`, dynamic ones as they were in the call that led to the trace; for looking at, not for decisions."""
-        if self.kind not in _CUT_AT:
-            return self.sizes
-        total, sizes, key, nest = (_hinted(a) for a in self._cut())
+        source = self._source()
+        if source is None:
+            return None
+        total, cut = source
+        hinted = GroupCut([_hint(s) for s in cut.sizes], _hint(cut.key), cut.nest)
         try:
-            return GroupCut.resolve(total, sizes, key, nest, self.group_size)
+            return hinted.blocks(_hint(total), self.group_size)
         except (LookupError, ShardError):  # the key of another process
             return None
 
-    def _cut(self) -> tuple[Any, Any, Any, Any]:
-        """Extent, sizes, key and nest of the (source) cut, as they are written in the graph."""
-        args: tuple[Any, ...] = self.node.args
-        first = _CUT_AT[self.kind]
-        sizes, key, nest = args[first : first + 3]
-        if self.kind == "reduce_scatter_v":
-            total = self.value.shape[args[1]]  # type: ignore[index]
-        else:
-            total = args[3] if self.kind == "all_to_all_v" else args[2]
-        return total, sizes, key, nest
+    def _source(self) -> tuple[Any, GroupCut] | None:
+        return None if self.descriptor.source is None else self.descriptor.source(self.values)
 
     @property
     def backward(self) -> bool:
@@ -242,7 +197,34 @@ class Collective:
 
 def kind_of(node: Node) -> str | None:
     """The kind of the collective that a node starts, or None."""
-    return _KIND_BY_ID.get(id(node.target)) if node.op == "call_function" else None
+    found = _starts(node)
+    return None if found is None else found.kind
+
+
+def reduction_of(c: Collective) -> str | None:
+    """The reduction of an all-reduce of one tensor that writes to nothing; None of others."""
+    usual = c.descriptor is ALL_REDUCE and c.functional and len(c.payloads) == 1
+    return c.arguments.reduce_op if usual else None
+
+
+def _starts(node: Node) -> Descriptor[Any] | None:
+    found = descriptor_of(node.target) if node.op == "call_function" else None
+    return found if found is not None and found.communicates else None
+
+
+def value_of(argument: Any) -> Any:
+    """What stands for an argument of a node: its fake tensor or symbol, if it is a node itself."""
+    return argument.meta["val"] if isinstance(argument, Node) else argument
+
+
+def called(node: Node, descriptor: Descriptor[Any]) -> Any:
+    """The arguments by their names of a node that calls an op; None if it calls another one."""
+    return descriptor.signature.read(node.args) if node.target is descriptor.target else None
+
+
+def add_call(graph: Graph, descriptor: Descriptor[Any], **arguments: Any) -> Node:
+    """A call of an op, with its arguments by their names, at the graph's insertion point, see `add_node`."""
+    return add_node(graph, descriptor.target, *descriptor.signature.write(descriptor.arguments(**arguments)))
 
 
 def collectives(graph: Graph) -> list[Collective]:
@@ -314,24 +296,6 @@ def add_number(graph: Graph, number: float, like: Node) -> Node:
 def _tensors(values: Any) -> list[torch.Tensor]:
     flat, _ = torch.utils._pytree.tree_flatten(values)
     return [v for v in flat if isinstance(v, torch.Tensor)]
-
-
-def _nbytes(value: torch.Tensor) -> Any:
-    return math.prod(value.shape) * value.dtype.itemsize
-
-
-def _with_extent(value: torch.Tensor, dim: Any, extent: Any) -> Any:
-    """Bytes of a tensor, had it this extent along a dim."""
-    extent = extent.meta["val"] if isinstance(extent, Node) else extent
-    rest = [s for d, s in enumerate(value.shape) if d != dim]
-    return math.prod((extent, *rest)) * value.dtype.itemsize
-
-
-def _hinted(argument: Any) -> Any:
-    """A number, node or list of these as numbers, by hints."""
-    if isinstance(argument, (list, tuple)):
-        return [_hinted(a) for a in argument]
-    return _hint(argument.meta["val"] if isinstance(argument, Node) else argument)
 
 
 def _hint(size: Any) -> int:

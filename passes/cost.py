@@ -20,12 +20,11 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 from shardcompile import compat
+from shardcompile.collectives.traffic import Member, Traffic, shares
 from shardcompile.passes import blocks, links
-from shardcompile.passes.blocks import Member, shares
 from shardcompile.passes.collective import WAIT, Collective, Seen, kind_of
 from shardcompile.passes.links import Device, Link
 from shardcompile.passes.ops import op_of
-from shardcompile.passes.traffic import TRAFFIC, Traffic
 
 aten = torch.ops.aten
 _LOG = logging.getLogger("shardcompile")
@@ -135,7 +134,7 @@ class CostModel:
         """
         labels = blocks.labels(c.node.graph, self.group_sizes) if labels is None else labels
         n = self.group_size(c.group_name)
-        moved = None if n is None else TRAFFIC.get(c.kind)
+        moved = c.descriptor.traffic
         if n is None or moved is None:
             _say_once(f"{c.kind} over group {c.group_name} of {n or 'unknown'} ranks has no price; a default stands in")
             return self.price_of(c.group_name, Traffic(NOMINAL_BYTES, NOMINAL_BYTES))
@@ -194,14 +193,8 @@ def readable(c: Collective, members: Sequence[Member], labels: Mapping[Node, set
     """
     if any(labels.get(p, set()) - {c.group_name} for p in c.payloads):
         return False
-    return not any(m.put is not None and m.put.sizes is None and m.put.number for m in members) or c.kind in _CUT_TELLS
-
-
-_CUT_TELLS = {
-    *("all_gather_v", "all_to_all_v", "fetch_ranges", "return_ranges", "fetch_block", "return_block"),
-    *("all_gather_bucket", "all_to_all_bucket", "gather_cut"),
-}
-"""Collectives of which the bytes of the whole are told by their arguments, not by the payload alone."""
+    unknown = any(m.put is not None and m.put.sizes is None and m.put.number for m in members)
+    return not unknown or c.descriptor.told
 
 
 @dataclass(frozen=True)
@@ -317,9 +310,9 @@ def _largest_blocks(graph: Graph, model: CostModel, labels: Mapping[Node, set[st
         members = blocks.members(c, n)
         if not readable(c, members, labels):
             continue
-        for m in members:
-            if m.put is not None and m.put.sizes is not None and labels.get(m.payload) == {c.group_name}:
-                found[m.payload] = max(found.get(m.payload, 0), int(m.nbytes * max(shares(m.put, n))))
+        for payload, m in zip(c.payloads, members, strict=True):
+            if m.put is not None and m.put.sizes is not None and labels.get(payload) == {c.group_name}:
+                found[payload] = max(found.get(payload, 0), int(m.nbytes * max(shares(m.put, n))))
         if labels.get(node) == {c.group_name} and all(m.get is not None and m.get.sizes is not None for m in members):
             columns = zip(*([m.nbytes * s for s in shares(m.get, n)] for m in members), strict=True)
             found[node] = int(max(sum(column) for column in columns))

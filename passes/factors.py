@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from shardcompile import compat
+from shardcompile.collectives.of_torch import ALL_GATHER, ALL_REDUCE
 from shardcompile.passes.blocks import is_pointwise
 from shardcompile.passes.collective import WAIT, Collective, add_node
 from shardcompile.passes.dependencies import writes
@@ -115,7 +116,7 @@ class Factors:
     def _told_by_inputs(self, node: Node) -> bool:
         if node.target is WAIT:
             c = Collective.of(node.args[0])  # type: ignore[arg-type]
-            return c is not None and c.group_name == self._group and c.kind in ("all_reduce", "all_gather")
+            return c is not None and c.group_name == self._group and c.descriptor in (ALL_REDUCE, ALL_GATHER)
         if not _is_call(node) or not (is_pointwise(node) or node.target in _VIEWS):
             return False
         if is_pointwise(node) and not all(_is_plain(a) for a in (*node.args, *node.kwargs.values())):

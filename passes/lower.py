@@ -8,10 +8,14 @@ import torch
 from torch.fx import Graph, Node
 
 from shardcompile import compat
-from shardcompile.passes.collective import WAIT, Collective, add_node, collectives, inherit
+from shardcompile.collectives.gathers import ALL_GATHER_V
+from shardcompile.collectives.of_torch import ALL_GATHER
+from shardcompile.collectives.transport import TRANSPORTS
+from shardcompile.passes.collective import WAIT, Collective, add_call, add_node, collectives, inherit
 
 aten = torch.ops.aten
-_c10d = torch.ops._c10d_functional
+
+_RINGS = tuple(t.name for t in TRANSPORTS.values() if t.rings)
 
 
 class LowerEvenGathers:
@@ -25,12 +29,12 @@ class LowerEvenGathers:
     ranks know: exact, or padded once where that is cheaper (`shardcompile.collectives.transport`).
 
     Args:
-        backends: names of the backends whose groups this is done for.
+        backends: names of the backends whose groups this is done for; as a rule those whose transports say so.
     """
 
     name = "lower_even_gathers"
 
-    def __init__(self, backends: Sequence[str] = ("nccl",)) -> None:
+    def __init__(self, backends: Sequence[str] = _RINGS) -> None:
         self.backends = tuple(backends)
 
     def __repr__(self) -> str:
@@ -38,7 +42,7 @@ class LowerEvenGathers:
 
     def __call__(self, graph: Graph) -> None:
         for c in collectives(graph):
-            if c.kind == "all_gather_v" and self._is_even(c):
+            if c.descriptor is ALL_GATHER_V and self._is_even(c):
                 _lower(graph, c)
 
     def _is_even(self, c: Collective) -> bool:
@@ -50,11 +54,9 @@ class LowerEvenGathers:
 
 
 def _lower(graph: Graph, c: Collective) -> None:
-    dim = c.node.args[1]
-    assert isinstance(dim, int)
     with graph.inserting_before(c.node):
-        rows = _rows_first(graph, c.payload, dim)
-        start = add_node(graph, _c10d.all_gather_into_tensor.default, rows, c.group_size, c.group_name)
+        rows = _rows_first(graph, c.payload, c.arguments.dim)
+        start = add_call(graph, ALL_GATHER, input=rows, group_size=c.group_size, group_name=c.group_name)
         inherit(start, [c])
     for wait in c.waits:
         with graph.inserting_before(wait):

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from shardcompile.passes.blocks import is_pointwise
-from shardcompile.passes.collective import Collective
+from shardcompile.passes.collective import Collective, reduction_of
 from shardcompile.passes.factors import RESHAPES, equal, origin
 
 aten = torch.ops.aten
@@ -41,9 +41,7 @@ class Maximum:
     @staticmethod
     def found(c: Collective) -> Maximum | None:
         """What a collective is, or None if it is no maximum of one tensor's elements along kept dims."""
-        if c.kind != "all_reduce" or not c.functional or len(c.payloads) != 1 or c.node.args[1] != "max":
-            return None
-        if len(c.waits) != len(c.node.users):
+        if reduction_of(c) != "max" or len(c.waits) != len(c.node.users):
             return None
         payload = _flattened(c.payload)
         largest = payload if payload.meta["val"].is_floating_point() else _encoded(payload)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from shardcompile.passes.collective import WAIT, Collective, add_node, inherit, kind_of
+from shardcompile.passes.collective import WAIT, Collective, add_node, inherit, kind_of, reduction_of
 from shardcompile.passes.cost import CostModel
 from shardcompile.passes.factors import (
     DEPTH,
@@ -140,16 +140,16 @@ def _share_equal_terms(graph: Graph) -> None:
                     result.replace_all_uses_with(first[1].results[0])
                 erase(graph, c)
             continue
-        value = shaped(c.payload)
+        value, how = shaped(c.payload), (reduction_of(c), c.group_name)
         source, order = origin(value)
         content = scaled_sum(value) if c.payload.meta["val"].ndim == 1 else None
         if content is not None:
-            same, _ = first_of.setdefault((content, c.node.args[1:], value.meta["val"].dtype), (c.node, None))
+            same, _ = first_of.setdefault((content, how, value.meta["val"].dtype), (c.node, None))
             if same is not c.node and _wait_of(same) < min(c.waits):
                 replace_results(c, _wait_of(same))
                 erase(graph, c)
             continue
-        key = (source, c.node.args[1:], value.meta["val"].dtype)
+        key = (source, how, value.meta["val"].dtype)
         start, (before, its_order) = first_of.setdefault(key, (c.node, (value, order)))
         if start is not c.node:
             _replace_permuted(graph, c, start, before, [its_order.index(d) for d in order])
@@ -205,7 +205,7 @@ def _delayed(graph: Graph, start: Node, level: _Levels) -> Node | None:
     before = start.prev
     with graph.inserting_before(start):
         base = emit(graph, term.base)
-        new = add_node(graph, start.target, flat(graph, base, None), *start.args[1:])
+        new = add_node(graph, start.target, *c.arguments._replace(input=flat(graph, base, None)))
         inherit(new, [c])
     with graph.inserting_before(min(c.waits)):
         result = in_shape_of(graph, add_node(graph, WAIT, new), base)
@@ -252,7 +252,7 @@ class _Levels:
 
 
 def _send_together(graph: Graph, prices: GatherPrices) -> None:
-    starts = [c.node for c in usual(graph) if c.node.args[1] == "max"]
+    starts = [c.node for c in usual(graph) if reduction_of(c) == "max"]
     if not starts:
         return
     place, summed, after = places(graph), {c.node for c in sums(graph)}, _After(graph, starts)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from shardcompile.passes.collective import WAIT, Collective, add_node, add_number
+from shardcompile.passes.collective import WAIT, Collective, add_node, add_number, reduction_of
 from shardcompile.passes.factors import RESHAPES, equal, extents, origin
 from shardcompile.passes.rewrite import (
     GatherPrices,
@@ -171,8 +171,7 @@ def _reduction_behind(mean: Node) -> Collective | None:
     while node.target in _RESHAPES or _is_scaled(node):
         node = node.args[0]  # type: ignore[assignment]
     c = Collective.of(node.args[0]) if node.target is WAIT else None  # type: ignore[arg-type]
-    usual = c is not None and c.kind == "all_reduce" and c.functional and len(c.payloads) == 1
-    return c if usual and c is not None and c.node.args[1] == "sum" and len(c.waits) == len(c.node.users) else None
+    return c if c is not None and reduction_of(c) == "sum" and len(c.waits) == len(c.node.users) else None
 
 
 def _kept(x: Node, dims: tuple[int, ...], mean: Node) -> bool:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from shardcompile import compat
-from shardcompile.layout import CHUNK_KEY
+from shardcompile.collectives.gathers import ALL_GATHER_V, REDUCE_SCATTER_V
+from shardcompile.collectives.of_torch import ALL_GATHER, REDUCE_SCATTER
+from shardcompile.collectives.turns import ALL_TO_ALL_V
+from shardcompile.layout import CHUNK_KEY, GroupCut
 from shardcompile.passes.chains import Chain, chains, exchange_of, padded_from
-from shardcompile.passes.collective import WAIT, Collective, add_node, inherit
+from shardcompile.passes.collective import WAIT, Collective, add_call, add_node, inherit
 from shardcompile.passes.pieces import arguments_of, is_tracked
 
 aten = torch.ops.aten
-_ours = torch.ops.shardcompile
 
 
 class NormaliseChains:
@@ -88,9 +89,9 @@ class NormaliseChains:
         return {f"{index}: {chain}": chain for chain in found}
 
     def _is_wanted(self, chain: Chain) -> bool:
-        if chain.new_cut is not None and chain.start.kind == "all_gather":
+        if chain.new_cut is not None and chain.start.descriptor is ALL_GATHER:
             return self.agree is not None
-        return chain.start.kind != "reduce_scatter" or self.scatters
+        return chain.start.descriptor is not REDUCE_SCATTER or self.scatters
 
 
 def _collective(node: Node) -> Collective | None:
@@ -101,31 +102,52 @@ def _rewrite(graph: Graph, chain: Chain) -> None:
     c = chain.start
     me = compat.process_group(c.group_name).rank()
     (dim, sizes), payload = chain.cut, c.payload
-    cut: tuple[Any, ...] = (list(sizes), CHUNK_KEY, [])
+    cut = GroupCut(list(sizes), CHUNK_KEY, [])
     shape = list(payload.meta["val"].shape)
     with graph.inserting_before(c.node):
         if chain.new_cut is not None:
             to_dim, to_sizes = chain.new_cut
             block = _unpadded(graph, c, {dim: sizes[me], to_dim: sum(to_sizes)})
-            cuts = (*cut, list(to_sizes), CHUNK_KEY, [])
+            to_cut = GroupCut(list(to_sizes), CHUNK_KEY, [])
             shape[dim], shape[to_dim] = sum(sizes), to_sizes[me]
-            args = (dim, to_dim, sum(sizes), to_sizes[me], *cuts, c.group_name)
-            start = add_node(graph, _ours.all_to_all_v.default, block, *args)
-        elif c.kind == "all_gather":
+            start = add_call(
+                graph,
+                ALL_TO_ALL_V,
+                input=block,
+                src_dim=dim,
+                dst_dim=to_dim,
+                total=sum(sizes),
+                block=to_sizes[me],
+                src=cut,
+                dst=to_cut,
+                group_name=c.group_name,
+            )
+        elif c.descriptor is ALL_GATHER:
             block = _unpadded(graph, c, {dim: sizes[me]})
             shape[dim] = sum(sizes)
-            start = add_node(graph, _ours.all_gather_v.default, block, dim, sum(sizes), *cut, c.group_name)
+            start = add_call(
+                graph, ALL_GATHER_V, input=block, dim=dim, total=sum(sizes), cut=cut, group_name=c.group_name
+            )
         else:
             shape[0] //= c.group_size
             shape[dim] = sizes[me]
-            args = (dim, sizes[me], c.node.args[1], *cut, c.group_name)
-            start = add_node(graph, _ours.reduce_scatter_v.default, *chain.whole, *args)
+            (whole,) = chain.whole
+            start = add_call(
+                graph,
+                REDUCE_SCATTER_V,
+                input=whole,
+                dim=dim,
+                block=sizes[me],
+                reduce_op=c.arguments.reduce_op,
+                cut=cut,
+                group_name=c.group_name,
+            )
     inherit(start, [c])
     result = _awaited(graph, c, start, dim, shape)
     replaced: list[Node] = []
     if chain.new_cut is not None:
         replaced = _replace_padded(graph, chain.whole, result, chain.new_cut[0])
-    elif c.kind == "all_gather":
+    elif c.descriptor is ALL_GATHER:
         for node in chain.whole:
             node.replace_all_uses_with(result)
     else:

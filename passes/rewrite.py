@@ -9,14 +9,23 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch.fx import Graph, Node
 
+from shardcompile.collectives.of_torch import ALL_GATHER
 from shardcompile.passes.blocks import labels
-from shardcompile.passes.collective import NOTES, WAIT, Collective, add_node, collectives, inherit
+from shardcompile.passes.collective import (
+    NOTES,
+    WAIT,
+    Collective,
+    add_call,
+    add_node,
+    collectives,
+    inherit,
+    reduction_of,
+)
 from shardcompile.passes.cost import CostModel
 from shardcompile.passes.dependencies import ordered_inputs, reorder, writes
 from shardcompile.passes.factors import RESHAPES, extents
 
 aten = torch.ops.aten
-_c10d = torch.ops._c10d_functional
 
 
 def usual(graph: Graph) -> list[Collective]:
@@ -30,9 +39,7 @@ def usual(graph: Graph) -> list[Collective]:
     return [
         c
         for c in collectives(graph)
-        if c.kind == "all_reduce"
-        and c.functional
-        and len(c.payloads) == 1
+        if reduction_of(c) is not None
         and 0 < len(c.waits) == len(c.node.users)
         and (first is None or (max(c.waits) < first and not _is_written_to(c)))
     ]
@@ -40,7 +47,7 @@ def usual(graph: Graph) -> list[Collective]:
 
 def sums(graph: Graph) -> list[Collective]:
     """Those of them that add up."""
-    return [c for c in usual(graph) if c.node.args[1] == "sum"]
+    return [c for c in usual(graph) if reduction_of(c) == "sum"]
 
 
 def _is_written_to(c: Collective) -> bool:
@@ -116,7 +123,7 @@ def exchanged(graph: Graph, parts: Sequence[Node], members: Sequence[Collective]
     dtype = functools.reduce(torch.promote_types, (p.meta["val"].dtype for p in parts))
     pieces = [flat(graph, cast(graph, p, dtype), None) for p in parts]
     packed = add_node(graph, aten.cat.default, pieces, 0)
-    start = add_node(graph, _c10d.all_gather_into_tensor.default, packed, ranks, members[0].group_name)
+    start = add_call(graph, ALL_GATHER, input=packed, group_size=ranks, group_name=members[0].group_name)
     inherit(start, members)
     _tell(start, members)
     (total,) = extents(graph, packed)

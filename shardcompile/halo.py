@@ -13,7 +13,7 @@ from shardcompile import compat
 from shardcompile.collectives import Pending, block_size, derive
 from shardcompile.dispatch.rows import take_rows
 from shardcompile.errors import LayoutError
-from shardcompile.layout import Cut, IntLike, Layout
+from shardcompile.layout import Cut, IntLike, Layout, write_cut
 from shardcompile.tensor import ShardTensor
 from shardcompile.tensor.autograd import ToLocal, redistributed
 from shardcompile.tensor.of_rows import on_mesh, wrapped
@@ -119,7 +119,7 @@ class _Reach:
             return x
         (mesh_dim,) = self.cut.mesh_dims
         held = self.cut.group_ref(compat.coordinate(self.mesh) or ())
-        cut = (held.sizes, held.key, held.nest)
+        cut = write_cut(held)
         extent, shown = self.cut.extent, self.shown
         assert shown is not None, "the dim is cut"
         numbers = [extent, 1, 1, self.before, self.after]

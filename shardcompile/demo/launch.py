@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not declare that it exports it
 
+from shardcompile.collectives.transport import device_type
+
 Work = Callable[[Any], Any]
 """What a rank does: gets the argument, returns a result that pickles."""
 
@@ -135,7 +137,7 @@ def _rank_main(job: _Job, connection: Connection[Any, Any]) -> NoReturn:
     try:
         _join(job)
         result = job.work(job.argument)
-        if job.backend == "nccl":
+        if device_type(job.backend) == "cuda":
             torch.cuda.synchronize()
         connection.send(result)
         dist.barrier()
@@ -154,7 +156,7 @@ def _end_with_parent() -> None:
 
 
 def _join(job: _Job) -> None:
-    if job.backend == "nccl":
+    if device_type(job.backend) == "cuda":
         torch.cuda.set_device(job.rank)
     store = TCPStore("127.0.0.1", job.store_port, is_master=False)
     dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.ranks)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.collectives import ops as collective_ops
+from shardcompile.collectives import reductions as collective_ops
 from shardcompile.compat import OpOverload
 from shardcompile.dispatch.copied_views import note_write
 from shardcompile.dispatch.rows import moved

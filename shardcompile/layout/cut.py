@@ -349,6 +349,10 @@ class GroupCut:
     key: IntLike
     nest: list[int]
 
+    def blocks(self, total: int, ranks: int) -> tuple[int, ...]:
+        """Block sizes in group order, at run time; see `resolve`."""
+        return GroupCut.resolve(total, self.sizes, self.key, self.nest, ranks)  # type: ignore[arg-type]
+
     @staticmethod
     def resolve(total: int, sizes: Sequence[int], key: int, nest: Sequence[int], world_size: int) -> tuple[int, ...]:
         """Block sizes in group order, at run time.

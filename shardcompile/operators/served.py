@@ -43,18 +43,6 @@ class Served:
     error: str = ""
 
 
-class _Watch(ServiceWatch):
-    """Of the ops of our namespace only some send; kernels for a block and what is worked out of cuts do not."""
-
-    _EXCHANGES = (*ServiceWatch._EXCHANGES, "exchange_rows")
-    _SENDS = (*_EXCHANGES, "gather_counts", "gather_cut", "nearest", "reduce_scatter")
-
-    def saw(self, name: str, x: object, out: object) -> None:
-        namespace, _, kind = name.partition("::")
-        if namespace != "shardcompile" or (kind.startswith(self._SENDS) and kind != "nearest_here"):
-            super().saw(name, x, out)
-
-
 class Ranks:
     """Ranks that run calls and see what is sent."""
 
@@ -106,7 +94,7 @@ def _served(op: OpOverload, example: Example, cut: str, dims: Sequence[int | Non
     with torch.no_grad():
         try:
             way = way_of(ShardTensor, op, args, {})
-            with _Watch(whole) as watch:
+            with ServiceWatch(whole) as watch:
                 out = op(*args)
         except (ShardError, RuntimeError, ValueError, NotImplementedError, IndexError) as error:
             return Served(cut, "refused", error=f"{type(error).__name__}: {error}")

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import all_gather_even, cut_of_sizes
-from shardcompile.collectives.ops import symbolic_cut
+from shardcompile.collectives import all_gather_even, cut_of_sizes, symbolic_cut
 from shardcompile.errors import LayoutError
 from shardcompile.layout import Cut, IntLike, Layout, Spec, digest_of, normalize_placements
 

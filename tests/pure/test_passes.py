@@ -147,7 +147,7 @@ def test_random_ops_keep_their_order() -> None:
 
 def _gathered_as_bytes(calls: list[Any]) -> list[Tensor]:
     """What each rank gets of a bucket of gathers: the members one after the other, of whatever dtypes, as one dtype."""
-    inputs = [call[0] for call in calls]
+    inputs = [call.inputs for call in calls]
     dtype = bucket_dtype([x.dtype for x in inputs[0]])
     return [torch.cat([torch.cat(blocks).view(-1).view(dtype) for blocks in zip(*inputs, strict=True)])] * len(calls)
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.fx import Graph
 from work import calls
 
-from shardcompile.collectives.buckets import _cuts
+from shardcompile.collectives.gathers import AllGatherV, ReduceScatterV
+from shardcompile.collectives.turns import AllToAllV
 from shardcompile.passes import BucketReduceScatters, Pipeline, choice
 from shardcompile.passes.bounds import lower_bound
 from shardcompile.passes.collective import WAIT, Collective, collectives
@@ -202,33 +203,30 @@ def test_buckets_that_delay_more_than_they_save_are_not_made() -> None:
 # ------------------------------------------------------------------------------------------------- values
 
 
-def _members(calls: list[Any], arguments: Callable[[Any, int], tuple[Any, ...]], run: Callable[..., Any]) -> Any:
+def _members(calls: list[Any], arguments: Callable[[Any, int], Any], run: Callable[..., Any]) -> Any:
     """Buckets as so many collectives: what each rank gets of all members, one after the other."""
-    parts = [run([arguments(call, i) for call in calls]) for i in range(len(calls[0][0]))]
+    parts = [run([arguments(call, i) for call in calls]) for i in range(len(calls[0].inputs))]
     return [torch.cat([part[rank] for part in parts]) for rank in range(len(calls))]
 
 
 def _gather_bucket(calls: list[Any]) -> Any:
-    def arguments(call: Any, i: int) -> tuple[Any, ...]:
-        inputs, dims, totals, *cuts, group = call
-        return inputs[i], dims[i], totals[i], *_cuts(*cuts)[i], group
+    def arguments(c: Any, i: int) -> AllGatherV:
+        return AllGatherV(c.inputs[i], c.dims[i], c.totals[i], c.cuts[i], c.group_name)
 
     return _members(calls, arguments, lockstep._all_gather_v)
 
 
 def _scatter_bucket(calls: list[Any]) -> Any:
-    def arguments(call: Any, i: int) -> tuple[Any, ...]:
-        inputs, dims, blocks, op, *cuts, group = call
-        return inputs[i], dims[i], blocks[i], op, *_cuts(*cuts)[i], group
+    def arguments(c: Any, i: int) -> ReduceScatterV:
+        return ReduceScatterV(c.inputs[i], c.dims[i], c.blocks[i], c.reduce_op, c.cuts[i], c.group_name)
 
     return _members(calls, arguments, lockstep._reduce_scatter_v)
 
 
 def _exchange_bucket(calls: list[Any]) -> Any:
-    def arguments(call: Any, i: int) -> tuple[Any, ...]:
-        inputs, dims, extents, *cuts, group = call
-        pairs = _cuts(*cuts)[2 * i : 2 * i + 2]
-        return inputs[i], *dims[2 * i : 2 * i + 2], *extents[2 * i : 2 * i + 2], *pairs[0], *pairs[1], group
+    def arguments(c: Any, i: int) -> AllToAllV:
+        pair = slice(2 * i, 2 * i + 2)
+        return AllToAllV(c.inputs[i], *c.dims[pair], *c.extents[pair], *c.cuts[pair], c.group_name)
 
     return _members(calls, arguments, lockstep._all_to_all_v)
 
