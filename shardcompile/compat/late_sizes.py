@@ -13,10 +13,15 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput  # 2.11 - 2.15
+from torch._functorch._aot_autograd.descriptors import (  # 2.11 - 2.15
+    BackwardTokenAOTOutput,
+    GradAOTOutput,
+    PhiloxUpdatedBackwardOffsetAOTOutput,
+)
 from torch._functorch.partitioners import default_partition  # 2.11 - 2.15
 from torch.fx import GraphModule
 
+_OF_BACKWARD_PASS = (GradAOTOutput, BackwardTokenAOTOutput, PhiloxUpdatedBackwardOffsetAOTOutput)
 MOST_TRACES = 4
 """Each further one has found another symbol to be a number; programs that need more than two are not known."""
 
@@ -56,15 +61,18 @@ def _checked(partition: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forward_results(joint: GraphModule) -> int | None:
-    """How many results of a joint graph come before the first gradient; None if the graph does not say."""
+    """How many results of a joint graph are those of the forward pass; None if the graph does not say.
+
+    The others are gradients, and nothing is said of one that is not wanted.
+    """
     described = joint.graph.output_node().meta.get("desc")
     if described is None:
         return None
-    return next((i for i, d in enumerate(described) if _is_gradient(d)), len(described))
+    return sum(1 for d in described if d is not None and not isinstance(_root(d), _OF_BACKWARD_PASS))
 
 
-def _is_gradient(described: Any) -> bool:
-    """Whether a description is that of a gradient, or of a part of one."""
-    while not isinstance(described, GradAOTOutput) and hasattr(described, "base"):
+def _root(described: Any) -> Any:
+    """What a part of a sharded result is a part of."""
+    while hasattr(described, "base") and not isinstance(described, _OF_BACKWARD_PASS):
         described = described.base
-    return isinstance(described, GradAOTOutput)
+    return described

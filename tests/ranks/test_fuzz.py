@@ -457,3 +457,13 @@ def test_dims_without_elements_do_not_tell_blocks_apart(dims: tuple[int, ...]) -
     place = dims.index(7)
     inputs = [Input("a0", dims, f"S({place})", {0: [2, 3, 2, 0]}, inferred=True)]
     assert found(["v0 = a0 * 2"], inputs, (4,), "aot_eager").kind == RIGHT
+
+
+def test_a_size_that_the_backward_pass_finds_to_be_a_number_beside_gradients_that_nobody_wants() -> None:
+    """The gradient of `cumprod` of a plain tensor is a loop over the extent, which the forward pass does not ask for."""
+    inputs = [
+        Input("a0", (6, 4), "S(1) S(0)", {1: [6, 0], 0: [4, 0]}, grad=True),
+        Input("a1", (4,), "P(sum) S(0)", {1: [2, 2]}, grad=True),
+    ]
+    lines = ["v0 = torch.cat([a1, a1, a1], 0)", "v1 = whole(a0)", "v2 = a0 + a1", "v3 = v1.cumprod(-2)"]
+    assert found(lines, inputs, (2, 2), "aot_eager").kind == RIGHT
