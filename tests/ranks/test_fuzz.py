@@ -467,3 +467,8 @@ def test_a_size_that_the_backward_pass_finds_to_be_a_number_beside_gradients_tha
     ]
     lines = ["v0 = torch.cat([a1, a1, a1], 0)", "v1 = whole(a0)", "v2 = a0 + a1", "v3 = v1.cumprod(-2)"]
     assert found(lines, inputs, (2, 2), "aot_eager").kind == RIGHT
+
+
+def test_a_dim_without_rows_that_is_cut_twice_tells_its_blocks() -> None:
+    inputs = [Input("a0", (1, 0, 1), "S(1) S(1)", {1: [0, 0, 0, 0]}), Input("a1", (1, 1))]
+    assert found(["v0 = a0 @ a1"], inputs, (2, 2), "aot_eager").kind == RIGHT
