@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardcompile.dispatch import scans
 from shardcompile.dispatch.rows import has_known_blocks
@@ -20,7 +21,7 @@ class _CumulativeProduct(torch.autograd.Function):
     """Products of every row and those before it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, dim: int) -> Any:
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
         """The products."""
         out = scans.cumprod(x, dim)
         ctx.dim = dim
@@ -38,7 +39,7 @@ class _CumulativeProduct(torch.autograd.Function):
         return _gradient(grad, redistributed(x, out._spec.layout), out, ctx.dim), None
 
 
-def _gradient(grad: Any, x: Any, out: Any, dim: int) -> Any:
+def _gradient(grad: Any, x: Any, out: Any, dim: int) -> Tensor:
     """In front of the first zero sums of products, divided by the factor that is left out.
 
     At the first zero itself the products are those with a one in its place; behind it all of them hold that zero.
@@ -62,7 +63,7 @@ def cumprod(
     return _CumulativeProduct.apply(input if dtype is None else input.to(dtype), dim)
 
 
-def _wants_gradient(x: Any, dim: int) -> bool:
+def _wants_gradient(x: Tensor, dim: int) -> bool:
     """Whether there is a gradient to take, of a tensor that is cut."""
     if not isinstance(x, Sharded) or not -x.ndim <= dim < x.ndim or not torch.is_grad_enabled():
         return False

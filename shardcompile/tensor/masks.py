@@ -21,24 +21,24 @@ from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import FromLocal, ToLocal, redistributed
 
 
-def is_mask(index: Any) -> bool:
+def is_mask(index: object) -> bool:
     """Whether an index of ``x[index]`` is a mask."""
     return isinstance(index, Tensor) and index.dtype is torch.bool and index.ndim > 0
 
 
-def getitem(func: Callable[..., Any], x: Any, mask: Any) -> Any:
+def getitem(func: Callable[..., Any], x: Tensor, mask: Tensor) -> object:
     """``x[mask]``."""
     return _kept(x, mask) if _serves(x, mask) else func(x, mask)
 
 
-def masked_select(func: Callable[..., Any], input: Any, mask: Any, **options: Any) -> Any:
+def masked_select(func: Callable[..., Any], input: Tensor, mask: Tensor, **options: Any) -> object:
     """``torch.masked_select``; what is broadcast is left to torch."""
     if options or not is_mask(mask) or tuple(mask.shape) != tuple(input.shape) or not _serves(input, mask):
         return func(input, mask, **options)
     return _kept(input, mask)
 
 
-def nonzero(func: Callable[..., Any], input: Any, *, out: Any = None, as_tuple: bool = False) -> Any:
+def nonzero(func: Callable[..., Any], input: Tensor, *, out: Tensor | None = None, as_tuple: bool = False) -> object:
     """``torch.nonzero``."""
     if out is not None or not _serves(input, input):
         options = {} if out is None else {"out": out}
@@ -47,7 +47,7 @@ def nonzero(func: Callable[..., Any], input: Any, *, out: Any = None, as_tuple: 
     return numbers.unbind(1) if as_tuple else numbers
 
 
-def _serves(x: Any, mask: Any) -> bool:
+def _serves(x: Tensor, mask: Tensor) -> bool:
     layouts = [t._spec.layout for t in (x, mask) if isinstance(t, Sharded)]
     if not isinstance(x, Sharded) or not 0 < mask.ndim <= x.ndim:
         return False
@@ -92,7 +92,7 @@ def _numbers(x: Any) -> Any:
     return FromLocal.apply(rows, type(x), Spec.of(result, contiguous_stride(shape)))
 
 
-def _first_dims(layout: Layout, mask: Any) -> Layout:
+def _first_dims(layout: Layout, mask: Tensor) -> Layout:
     """The layout of a mask beside that of what it is a mask of."""
     cut = layout.cut_of(0)
     placements = [Shard(0) if m in cut.mesh_dims else Replicate() for m in range(layout.mesh.ndim)]
