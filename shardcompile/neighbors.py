@@ -152,7 +152,7 @@ def _rows_only(x: Any, mesh: Any, what: str) -> Any:
     return redistributed(x, layout if layout.cuts[1] is None else layout.gathered(1))
 
 
-def _for_each_query(local: Tensor, rows: Layout) -> Any:
+def _for_each_query(local: Tensor, rows: Layout) -> object:
     """Results of each query, cut as the queries."""
     shape = (rows.shape[0], *local.shape[1:])
     return wrapped(local, Layout.of(rows.mesh, rows.placements, shape, local.dtype, rows.cuts[: local.ndim]))

@@ -33,7 +33,9 @@ class _Symbols:
         self._extents: dict[Any, Any] = {}
         self._hints: dict[int, int] = {}
 
-    def sizes(self, size: Any, source: Any, symbolic_context: Any, hint_overrides: dict[int, int] | None = None) -> Any:
+    def sizes(
+        self, size: object, source: object, symbolic_context: object, hint_overrides: dict[int, int] | None = None
+    ) -> Any:
         """What torch calls to make the symbols of a shape; the dims of a block that have hints of ours are cut."""
         outer, self._hints = self._hints, hint_overrides or {}
         try:
@@ -76,7 +78,7 @@ class _Symbols:
     def _value(self, size: Any) -> int:
         return int(self._env.backed_var_to_val.get(size, size))  # 2.12 - 2.15; `var_to_val` before
 
-    def _offset(self, value: Any, source: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _offset(self, value: object, source: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Where a block starts in its storage is a number like any other.
 
         Blocks that are views of a tensor that every rank holds (``whole.split(sizes)[rank]``) start anywhere. Torch

@@ -12,7 +12,7 @@ from torch._higher_order_ops.map import map_impl  # 2.11 - 2.15
 from torch._higher_order_ops.scan import scan_op  # 2.11 - 2.15
 
 
-def control_flow_ops() -> list[Any]:
+def control_flow_ops() -> list[object]:
     """Higher-order ops that trace a function on tensors, as a tensor's `__torch_function__` sees them."""
     higher_order = torch.ops.higher_order
     return [higher_order.cond, higher_order.flex_attention, map_impl, scan_op, higher_order.while_loop]

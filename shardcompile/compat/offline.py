@@ -27,7 +27,7 @@ def fake_store() -> torch.distributed.Store:
     return FakeStore()
 
 
-def fake_tensors() -> contextlib.AbstractContextManager[Any]:
+def fake_tensors() -> contextlib.AbstractContextManager[object]:
     """Inside of it tensors have no memory, on any device."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -82,7 +82,7 @@ def fake_inputs_as_real_ones() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(MetaTensorDescriber, "describe_tensor", described)
 
 
-def is_fake_outside_traces(x: Any) -> bool:
+def is_fake_outside_traces(x: object) -> bool:
     """Whether a tensor is of `fake_tensors`: a trace has symbols for sizes."""
     return type(x) is FakeTensor and x.fake_mode.shape_env is None
 
@@ -112,12 +112,12 @@ def capturing_backend(
     # Heavy to import, and not needed by `import shardcompile`.
     from torch._inductor.decomposition import select_decomp_table  # 2.13 - 2.15
 
-    def compiled(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    def compiled(graph: GraphModule, _: Sequence[object]) -> Callable[..., Any]:
         if not seen:
             partitioned(graph, None)
         return boxed
 
-    def boxed(inputs: list[Any]) -> Any:
+    def boxed(inputs: list[object]) -> object:
         return run(inputs)
 
     boxed._boxed_call = True  # type: ignore[attr-defined]  # 2.13 - 2.15

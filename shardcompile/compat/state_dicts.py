@@ -54,7 +54,7 @@ def teach_state_dicts(sharded: type[Tensor], cut_like: Callable[[Tensor, Any], A
         """A function of full values and of this rank's state dict, which it fills with them."""
 
         @functools.wraps(put_full_values)
-        def put(full: Any, local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        def put(full: object, local: dict[str, object], *args: object, **kwargs: object) -> None:
             before = {key: value for key, value in local.items() if isinstance(value, sharded)}
             put_full_values(full, local, *args, **kwargs)
             for key, like in before.items():
@@ -69,7 +69,7 @@ def teach_state_dicts(sharded: type[Tensor], cut_like: Callable[[Tensor, Any], A
     _replace("_broadcast_tensors", cutting(broadcast))
 
 
-def _replace(name: str, function: Callable[..., Any]) -> None:
+def _replace(name: str, function: Callable[..., object]) -> None:
     known = getattr(_utils, name)
     for module in (_utils, sys.modules.get(_STATE_DICT)):
         if getattr(module, name, None) is known:

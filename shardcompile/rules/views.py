@@ -144,8 +144,8 @@ def local_shape_at(position: int) -> Callable[..., tuple[Any, ...]]:
     """Replace the argument at `position`, a global output shape, by this rank's one."""
 
     def local_args(
-        call: OpCall, args: tuple[Any, ...], outputs: Sequence[Layout], shape: LocalShape
-    ) -> tuple[Any, ...]:
+        call: OpCall, args: tuple[object, ...], outputs: Sequence[Layout], shape: LocalShape
+    ) -> tuple[object, ...]:
         return (*args[:position], list(shape(outputs[0])), *args[position + 1 :])
 
     return local_args
@@ -214,8 +214,8 @@ def _squeeze(call: OpCall) -> Iterable[Strategy]:
 
 
 def _squeeze_locally(
-    call: OpCall, args: tuple[Any, ...], outputs: Sequence[Layout], shape: LocalShape
-) -> tuple[Any, ...]:
+    call: OpCall, args: tuple[object, ...], outputs: Sequence[Layout], shape: LocalShape
+) -> tuple[object, ...]:
     """A block of one row is not a dim of extent 1: name the dims that go."""
     return (args[0], _squeezed_dims(call))
 

@@ -76,13 +76,13 @@ def _product(func: Callable[..., Any], x: object, weight: object, *args: Any, **
 
 
 def _attend(
-    func: Callable[..., Any],
+    func: Callable[..., object],
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> object:
     """`scaled_dot_product_attention`: its fused kernels draw random numbers of their own."""
     if compat.is_compiling():
@@ -121,7 +121,7 @@ def _formatted(func: Callable[..., Any], x: Any, spec: str) -> str:
     return func(x.detach().full_tensor() if x.ndim == 0 and x._holds_values else x, spec)
 
 
-def _no_memory(func: Callable[..., Any], x: Sharded, *args: object, **kwargs: object) -> object:
+def _no_memory(func: Callable[..., object], x: Sharded, *args: object, **kwargs: object) -> object:
     raise UnsupportedOpError(
         f"{func.__name__} of {x._spec.layout.describe()}: a sharded tensor has no memory of its own that others could "
         f"read; take x.to_local() for this rank's block, or x.full_tensor()"
@@ -153,7 +153,7 @@ def _unsafe_view(func: Callable[..., Any], x: Tensor, *args: Any) -> Tensor:
     return out
 
 
-def _tensor_split(func: Callable[..., Any], x: object, *args: Any, **kwargs: Any) -> object:
+def _tensor_split(func: Callable[..., object], x: object, *args: object, **kwargs: object) -> object:
     """`tensor_split`, whose kernel reads the memory of a tensor that says where to split."""
 
     def known(where: Any) -> object:

@@ -26,19 +26,19 @@ def is_mask(index: object) -> bool:
     return isinstance(index, Tensor) and index.dtype is torch.bool and index.ndim > 0
 
 
-def getitem(func: Callable[..., Any], x: Tensor, mask: Tensor) -> object:
+def getitem(func: Callable[..., object], x: Tensor, mask: Tensor) -> object:
     """``x[mask]``."""
     return _kept(x, mask) if _serves(x, mask) else func(x, mask)
 
 
-def masked_select(func: Callable[..., Any], input: Tensor, mask: Tensor, **options: Any) -> object:
+def masked_select(func: Callable[..., object], input: Tensor, mask: Tensor, **options: object) -> object:
     """``torch.masked_select``; what is broadcast is left to torch."""
     if options or not is_mask(mask) or tuple(mask.shape) != tuple(input.shape) or not _serves(input, mask):
         return func(input, mask, **options)
     return _kept(input, mask)
 
 
-def nonzero(func: Callable[..., Any], input: Tensor, *, out: Tensor | None = None, as_tuple: bool = False) -> object:
+def nonzero(func: Callable[..., object], input: Tensor, *, out: Tensor | None = None, as_tuple: bool = False) -> object:
     """``torch.nonzero``."""
     if out is not None or not _serves(input, input):
         options = {} if out is None else {"out": out}
