@@ -10,6 +10,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType, TracebackType
+from typing import Any
 
 import cloudpickle
 
