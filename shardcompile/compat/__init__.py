@@ -250,7 +250,7 @@ def global_extents(shape: Sequence[object]) -> tuple[Any, ...]:
     return tuple(_number_if_small(n) for n in retraced(shape))
 
 
-def _number_if_small(extent: Any) -> Any:
+def _number_if_small(extent: Any) -> object:
     small = isinstance(extent, torch.SymInt) and not is_unbacked(extent) and size_hint(extent) in (0, 1)
     return int(extent) if small else extent
 
@@ -298,7 +298,7 @@ def _lower_as_collective(op: torch._ops.OpOverload) -> None:
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
 
-    def lowering(*args: Any) -> Any:
+    def lowering(*args: Any) -> object:
         kernel: Any = ir._CollectiveKernel.create_out_of_place(op, *args)
         return torch.utils._pytree.tree_map(ir.TensorBox.create, kernel)
 
@@ -479,7 +479,7 @@ def _lowered_by_hint(lowering: Callable[..., object]) -> Callable[..., object]:
     return lower
 
 
-def _one_of_two_if_known(formula: Any, which: int) -> Callable[..., Any]:
+def _one_of_two_if_known(formula: Any, which: int) -> Callable[..., object]:
     """Inductor's `evaluate_min` or `evaluate_max`, which leaves a formula where it is not known which size it is.
 
     Where ends of a slice are clamped, Inductor takes one of both, and guards on that. With guards only from what holds
@@ -491,7 +491,7 @@ def _one_of_two_if_known(formula: Any, which: int) -> Callable[..., Any]:
         which: of the sizes in ascending order is wanted.
     """
 
-    def evaluate(self: Any, left: Any, right: Any) -> Any:
+    def evaluate(self: Any, left: Any, right: Any) -> object:
         left, right = (sympy.sympify(x).xreplace(self.inv_precomputed_replacements) for x in (left, right))
         for in_order in ((left, right), (right, left)):
             if self.statically_known_leq(*in_order):
@@ -509,7 +509,7 @@ def _by_both_names(assign: Callable[..., None]) -> Callable[..., None]:
     """
     from torch._inductor.virtualized import V  # 2.11 - 2.15
 
-    def assigned(self: Any, name: str, value: Any, bound_vars: Any, *rest: Any, **options: Any) -> None:
+    def assigned(self: Any, name: str, value: object, bound_vars: Any, *rest: object, **options: object) -> None:
         assign(self, name, value, bound_vars, *rest, **options)
         for symbol in list(bound_vars):
             other = V.graph.sizevars.simplify(symbol)
@@ -869,7 +869,7 @@ def stands_for_itself(size: Any) -> None:
         _stand_for(mode.tracer, size)
 
 
-def _known_value(size: Any) -> Any:
+def _known_value(size: Any) -> object:
     """A size as a number, if it is known to be one by now."""
     return int(size.node.expr) if is_specialised(size) else size
 
@@ -966,7 +966,7 @@ def let_comm_debug_mode_see_through(cls: type[torch.Tensor]) -> None:
     mode = _comm_mode.CommDebugMode
     handler = mode.__torch_dispatch__
 
-    def step_back(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def step_back(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         if any(issubclass(t, cls) for t in types):
             return NotImplemented
         return handler(self, func, types, args, kwargs)

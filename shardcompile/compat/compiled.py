@@ -52,7 +52,7 @@ def look_at_notes(look: Look) -> None:
         setattr(self, _NOTES, tuple(notes))
 
     @functools.wraps(finish)
-    def look_and_finish(self: Any, *args: Any, **named: Any) -> None:
+    def look_and_finish(self: Any, *args: object, **named: object) -> None:
         first = look(getattr(self, _NOTES, ()))
         finish(self, *args, **named)
         if first is not None:

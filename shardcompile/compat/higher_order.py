@@ -28,7 +28,7 @@ def tell_storages(sharded: Any) -> None:
         return
 
     @functools.wraps(storages_of)
-    def of_block(x: Any) -> Any:
+    def of_block(x: Any) -> object:
         return storages_of(x._local_tensor if isinstance(x, sharded) else x)
 
     _traced.get_tensor_storages = of_block  # type: ignore[assignment]
@@ -38,5 +38,5 @@ def run_regions_in_line(sharded: type) -> None:
     """Have a nested region that is given sharded tensors become part of the graph around it, as what it computes."""
 
     @invoke_subgraph.py_impl(sharded)
-    def in_line(subgraph: Any, identifier: Any, *operands: Any) -> Any:
+    def in_line(subgraph: Any, identifier: object, *operands: Any) -> object:
         return subgraph(*operands)

@@ -53,14 +53,14 @@ def _watch_compilations(patches: contextlib.ExitStack) -> None:
     call, aot = OutputGraph.call_user_compiler, common.aot_module_simplified
 
     @functools.wraps(call)
-    def call_user_compiler(self: Any, gm: GraphModule, example_inputs: Any) -> Any:
+    def call_user_compiler(self: Any, gm: GraphModule, example_inputs: Any) -> object:
         with contextlib.ExitStack() as told:
             for observer in _OBSERVERS.here():
                 told.enter_context(observer.captured(*_named(self.root_tx.f_code), gm))
             return call(self, gm, example_inputs)
 
     @functools.wraps(aot)
-    def aot_module_simplified(mod: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+    def aot_module_simplified(mod: Any, args: Any, *rest: Any, **kwargs: Any) -> object:
         for observer in _OBSERVERS.here():
             kwargs = _observed(observer, kwargs)
         return aot(mod, args, *rest, **kwargs)

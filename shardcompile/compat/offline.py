@@ -68,14 +68,14 @@ def modules_with_fake_parameters() -> Iterator[None]:
         yield
 
 
-def fake_inputs_as_real_ones() -> contextlib.AbstractContextManager[Any]:
+def fake_inputs_as_real_ones() -> contextlib.AbstractContextManager[object]:
     """Inside of it a trace gives the dims of `fake_tensors` symbols as it does for others, with their hints.
 
     Torch 2.15 has a way of its own for fake inputs, meant for those of another trace, which leaves the hints out.
     """
     describe = MetaTensorDescriber.describe_tensor
 
-    def described(self: Any, t: torch.Tensor, **kwargs: Any) -> Any:
+    def described(self: Any, t: torch.Tensor, **kwargs: Any) -> object:
         found = describe(self, t, **kwargs)
         return dataclasses.replace(found, fake_mode=None) if is_fake_outside_traces(t) else found
 
@@ -89,7 +89,7 @@ def is_fake_outside_traces(x: object) -> bool:
 
 def capturing_backend(
     partitioned: Callable[[GraphModule, GraphModule | None], None],
-    run: Callable[..., Any],
+    run: Callable[..., object],
     joint_pass: Callable[[Graph], None],
 ) -> Any:
     """A backend of ``torch.compile`` that hands over the graphs as AOTAutograd makes them for Inductor.

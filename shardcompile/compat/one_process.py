@@ -146,7 +146,7 @@ _WARNINGS = ("filters", "showwarning", "_showwarnmsg_impl")  # what `warnings.ca
 _SDP = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
 
 
-def kept_by_rank() -> list[Any]:
+def kept_by_rank() -> list[object]:
     """What a rank would find as it left it if it had a process to itself: random numbers, settings, warnings."""
     kernels = [getattr(torch._C, f"_get_{name}_sdp_enabled")() for name in _SDP]
     settings = {n: v for n, v in vars(config).items() if isinstance(v, (str, bool, float)) and n[0] != "_"}
@@ -219,7 +219,7 @@ def _guard_on_rank(rank: int) -> None:
     def holds(_: object) -> bool:
         return _HERE.state is not None and _HERE.state.rank == rank
 
-    def create(builder: Any, guard: Any) -> None:
+    def create(builder: object, guard: Any) -> None:
         _OF_ONE_RANK.setdefault(rank, {})[id(guard)] = guard
         add_condition(builder, holds, f"rank of this thread == {rank}")
 

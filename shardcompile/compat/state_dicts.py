@@ -32,7 +32,7 @@ def teach_state_dicts(sharded: type[Tensor], cut_like: Callable[[Tensor, Any], A
 
     def in_blocks(of_plain: Callable[..., Any], of_dtensor: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(of_plain)
-        def act(value: Any, *args: Any) -> Any:
+        def act(value: object, *args: object) -> Any:
             if not isinstance(value, sharded):
                 return of_plain(value, *args)
             found = of_dtensor(value, *args)
@@ -45,7 +45,7 @@ def teach_state_dicts(sharded: type[Tensor], cut_like: Callable[[Tensor, Any], A
     @functools.wraps(iterate)
     def iterate_state_dict(
         item: Any, of_sharded_tensor: Any, of_dtensor: Any, of_plain: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    ) -> object:
         if not hasattr(of_plain, "__shardcompile__"):  # it calls itself
             of_plain = in_blocks(of_plain, of_dtensor)
         return iterate(item, of_sharded_tensor, of_dtensor, of_plain, *args, **kwargs)

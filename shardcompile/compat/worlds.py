@@ -125,7 +125,7 @@ def add_guard(holds: Callable[[object], bool], text: str) -> None:
     guards.add(Guard(GlobalStateSource(), create), collect_debug_stack=False)
 
 
-def add_condition(builder: Any, holds: Callable[[Any], bool], text: str) -> None:
+def add_condition(builder: Any, holds: Callable[[object], bool], text: str) -> None:
     """Add a condition to the guards that torch is building.
 
     Args:

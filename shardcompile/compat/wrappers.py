@@ -48,11 +48,11 @@ def ask_before_wrapping(
     def of_fully_shard(_: object, parameter: object, *rest: object, **options: object) -> None:
         as_parameter(parameter, "fully_shard")
 
-    def of_fsdp(_: Any, parameters: Any, *rest: Any, **options: Any) -> None:
+    def of_fsdp(_: object, parameters: Any, *rest: object, **options: object) -> None:
         for parameter in parameters:
             as_parameter(parameter, "FullyShardedDataParallel")
 
-    def of_ddp(_: Any, module: Any, *rest: Any, **options: Any) -> None:
+    def of_ddp(_: object, module: Any, *rest: object, **options: object) -> None:
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # 2.11 - 2.15
         for name, parameter in module.named_parameters():
             if name not in ignored:

@@ -353,7 +353,9 @@ def _refuse_dropout(op: OpOverload, dropout_p: float) -> None:
         )
 
 
-def _argument(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], name: str, default: Any = None) -> Any:
+def _argument(
+    op: OpOverload, args: Sequence[object], kwargs: dict[str, object], name: str, default: object = None
+) -> Any:
     for i, argument in enumerate(op._schema.arguments):
         if argument.name == name:
             if i < len(args) and not argument.kwarg_only:

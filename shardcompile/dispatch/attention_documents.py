@@ -97,12 +97,12 @@ def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: 
     return tuple(x.new_empty(x.shape) for x in (query, key, value))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, ends, *ctx.rest = inputs
     ctx.save_for_backward(query, key, value, *output, ends)
 
 
-def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+def _gradients(ctx: Any, grad: Tensor, _: object) -> tuple[object, ...]:
     *tensors, ends = ctx.saved_tensors
     grads = _ops.attend_documents_backward(grad, *tensors, ends, *ctx.rest)
     return (*grads, None, *[None] * len(ctx.rest))

@@ -131,7 +131,7 @@ def copy_block(target: Tensor, source: Tensor, non_blocking: bool = False) -> Te
 
 
 def _index_write(op: OpOverload) -> Callable[..., Tensor]:
-    def local(x: Tensor, *args: Any) -> Tensor:
+    def local(x: Tensor, *args: object) -> Tensor:
         """Inside a trace torch's own makes a contiguous tensor, and asks for the size of the block."""
         with contextlib.nullcontext() if type(x) is Tensor else compat.without_guards(x):
             return op(x, *args)

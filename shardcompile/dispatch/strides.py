@@ -89,7 +89,7 @@ def may_be_mistold(record: OpRecord, ndims: Sequence[int]) -> bool:
     return record.order is not Order.TOLD or (record.elementwise and sum(n > 1 for n in ndims) > 1)
 
 
-def in_one_order(record: OpRecord, blocks: Sequence[Any], stride: Sequence[IntLike]) -> list[Any]:
+def in_one_order(record: OpRecord, blocks: Sequence[Any], stride: Sequence[IntLike]) -> list[object]:
     """The blocks that meet in an op, in the order of the strides of its result; of some ops contiguous.
 
     Args:

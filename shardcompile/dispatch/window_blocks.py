@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,7 +173,7 @@ def _renumbered(
 def _max_pool(
     x: Tensor,
     kernel: list[int],
-    *options: Any,
+    *options: object,
     size: list[int],
     whole: list[int],
     first: list[int],
@@ -192,7 +191,7 @@ def _max_pool_backward(
     grad: Tensor,
     indices: Tensor,
     kernel: list[int],
-    *options: Any,
+    *options: object,
     size: list[int],
     whole: list[int],
     first: list[int],

@@ -373,7 +373,7 @@ def _new(call: OpCall) -> Iterable[Strategy]:
 
 def _new_strided_locally(
     call: OpCall, args: tuple[Any, ...], outputs: Sequence[Layout], shape: LocalShape
-) -> tuple[Any, ...]:
+) -> tuple[object, ...]:
     """A block is dense, its dims in the order that the global strides state."""
     local = shape(outputs[0])
     return (args[0], list(local), list(dense_stride(local, args[2])), *args[3:])

@@ -40,7 +40,7 @@ class Redistribute(torch.autograd.Function):
     """From one layout to another, and one dtype to another before."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, layout: Layout, async_op: bool, backward_dtype: torch.dtype | None) -> Any:
+    def forward(ctx: Any, x: Any, layout: Layout, async_op: bool, backward_dtype: torch.dtype | None) -> object:
         """Redistribute, and remember where the gradient has to go."""
         ctx.cls, ctx.source = type(x), x._spec.layout
         ctx.dtype, ctx.backward_dtype = x.dtype, backward_dtype

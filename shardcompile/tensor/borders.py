@@ -49,7 +49,9 @@ def _whole(x: Tensor, dim: int) -> Tensor:
     return redistributed(x, x._spec.layout.gathered(dim))  # type: ignore[no-any-return]
 
 
-def pad(func: Callable[..., Any], input: Any, pad: Sequence[Any], mode: str = "constant", value: Any = None) -> Any:
+def pad(
+    func: Callable[..., object], input: Any, pad: Sequence[Any], mode: str = "constant", value: object = None
+) -> object:
     """``torch.nn.functional.pad``; constants, and what torch refuses, are left to torch."""
     if not _repeats_rows(input, pad, mode):
         return func(input, pad, mode, value)

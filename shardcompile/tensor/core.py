@@ -56,7 +56,7 @@ _FUNCTION_HANDLERS, _NAMED_HANDLERS = Handlers.functions, Handlers.names
 class _Block:
     """This rank's block: an attribute that is set on construction, but for the cases that are found here on use."""
 
-    def __get__(self, x: Any, owner: type | None = None) -> Any:
+    def __get__(self, x: Any, owner: type | None = None) -> object:
         if x is None:
             return self
         if x._copied is not None:

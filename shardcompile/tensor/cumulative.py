@@ -54,8 +54,8 @@ def _gradient(grad: Any, x: Any, out: Any, dim: int) -> Tensor:
 
 
 def cumprod(
-    func: Callable[..., Any], input: Any, dim: int, *, dtype: torch.dtype | None = None, out: Any = None
-) -> Any:
+    func: Callable[..., object], input: Any, dim: int, *, dtype: torch.dtype | None = None, out: Any = None
+) -> object:
     """``torch.cumprod``."""
     options = {} if out is None else {"out": out}
     if out is not None or not isinstance(dim, int) or not _wants_gradient(input, dim):

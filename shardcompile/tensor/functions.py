@@ -43,7 +43,7 @@ def _require_grad(func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any
     return out
 
 
-def _gradient(func: Callable[..., Any], x: Any) -> object:
+def _gradient(func: Callable[..., object], x: Any) -> object:
     """``x.grad``; Dynamo, which reads it of parameters while it compiles an optimizer's step, is told what it is of."""
     grad = func(x)
     if type(grad) is ShardTensor and compat.is_compiling() and getattr(x, "_is_param", False):
@@ -112,7 +112,7 @@ def _tell_equal_extents(query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
         bool(query.shape[-3] % key.shape[-3] == 0)
 
 
-def _tolist(func: Callable[..., Any], x: Any) -> Any:
+def _tolist(func: Callable[..., object], x: Any) -> object:
     return x.full_tensor().tolist()
 
 
@@ -128,7 +128,7 @@ def _no_memory(func: Callable[..., object], x: Sharded, *args: object, **kwargs:
     )
 
 
-def _numpy(func: Callable[..., Any], x: Any, **kwargs: Any) -> Any:
+def _numpy(func: Callable[..., Any], x: Any, **kwargs: Any) -> object:
     """A number as a numpy array; larger tensors are not gathered behind the caller's back."""
     if x.ndim > 0:
         raise UnsupportedOpError(

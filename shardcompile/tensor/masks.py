@@ -60,7 +60,7 @@ def _serves(x: Tensor, mask: Tensor) -> bool:
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
-def _kept(x: Any, mask: Any) -> Any:
+def _kept(x: Any, mask: Any) -> object:
     """``x[mask]`` where dim 0 of `x` is cut by one mesh dim, and no other dim of the mask's."""
     layout = x._spec.layout
     if not isinstance(mask, Sharded):

@@ -293,7 +293,7 @@ class Rooms:
             room.clear()
 
 
-def create_group(options: Any, _: Any) -> ThreadGroup:
+def create_group(options: Any, _: object) -> ThreadGroup:
     """What `torch.distributed` calls to make a group of this backend, in a rank's thread."""
     rooms = rank_state.here().rooms
     return rooms.group(options.group_id, options.global_ranks_in_group, options.group_rank)

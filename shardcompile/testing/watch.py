@@ -75,7 +75,7 @@ class ServiceWatch(CollectiveWatch):
         self._gathers = False
         self.nbytes = 0
 
-    def saw(self, name: str, x: Any, out: Any) -> None:
+    def saw(self, name: str, x: object, out: Any) -> None:
         self._names.add(name)
         self.nbytes += x.nbytes if isinstance(x, Tensor) else 0
         self._gathers |= name.partition("::")[2].startswith("all_gather") and out.numel() >= self._whole
