@@ -13,7 +13,6 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from shardcompile import compat
 from shardcompile.collectives import broadcast, receive_block, send_blocks
-from shardcompile.compat import OpOverload
 from shardcompile.dispatch import clear_cache
 from shardcompile.errors import LayoutError, RuleError, UnsupportedOpError
 from shardcompile.layout import Cut, Layout, Spec, contiguous_stride, normalize_placements
@@ -250,7 +249,7 @@ def full(size: Sequence[int], fill_value: Any, *, dtype: torch.dtype | None = No
 # Extension points
 
 
-def register_sharding(op: OpOverload | Sequence[OpOverload]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the legal placements of an op, as in `torch.distributed.tensor.experimental`.
 
     The decorated function gets the op's arguments, with an object that has ``shape``, ``ndim``, ``dtype`` and
