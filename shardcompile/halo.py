@@ -11,9 +11,9 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.collectives import Pending, block_size, derive
-from shardcompile.dispatch.rows import take_rows
 from shardcompile.errors import LayoutError
 from shardcompile.layout import Cut, IntLike, Layout, write_cut
+from shardcompile.ops.view.rows import take_rows
 from shardcompile.tensor import ShardTensor
 from shardcompile.tensor.autograd import ToLocal, redistributed
 from shardcompile.tensor.of_rows import on_mesh, wrapped

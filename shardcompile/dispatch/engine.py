@@ -23,8 +23,16 @@ from torch.distributed.tensor.placement_types import Partial, Replicate
 from shardcompile import compat, config
 from shardcompile.collectives import block_shape
 from shardcompile.compat import OpOverload
-from shardcompile.dispatch.choice import Choice, OutputPlan, choose, whole_plan
-from shardcompile.dispatch.copied_views import (
+from shardcompile.dispatch.foreign import check_collective
+from shardcompile.dispatch.handlers import Handlers
+from shardcompile.errors import LayoutError, UnsupportedOpError, refusal
+from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
+from shardcompile.ops import Form, OpCall, OpRecord, TensorArg, record_of
+from shardcompile.ops.choice import Choice, OutputPlan, choose, whole_plan
+from shardcompile.ops.index.in_range import check_indices
+from shardcompile.ops.record import Run
+from shardcompile.ops.support.blocks import copy_block
+from shardcompile.ops.support.copied_views import (
     TURNED,
     WATCHED,
     follow,
@@ -35,16 +43,8 @@ from shardcompile.dispatch.copied_views import (
     note_write,
     was_turned,
 )
-from shardcompile.dispatch.foreign import check_collective
-from shardcompile.dispatch.global_meta import global_meta, tensors_of
-from shardcompile.dispatch.handlers import Handlers
-from shardcompile.dispatch.index_range import check_indices
-from shardcompile.dispatch.local_ops import copy_block
-from shardcompile.dispatch.strides import all_in_order, in_one_order, in_order, may_be_mistold
-from shardcompile.errors import LayoutError, UnsupportedOpError, refusal
-from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
-from shardcompile.ops import Form, OpCall, OpRecord, TensorArg, record_of
-from shardcompile.ops.record import Run
+from shardcompile.ops.support.global_meta import global_meta, tensors_of
+from shardcompile.ops.support.strides import all_in_order, in_one_order, in_order, may_be_mistold
 from shardcompile.plan import Plan, find_plan
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded, block_of, first_sharded

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement
 
 from shardcompile.dispatch.engine import replicated_spec
-from shardcompile.dispatch.strides import in_order
 from shardcompile.errors import LayoutError, RedistributeError
 from shardcompile.layout import Layout, Spec, contiguous_stride, dense_stride, normalize_placements
+from shardcompile.ops.support.strides import in_order
 from shardcompile.plan import find_plan, target_layout
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded

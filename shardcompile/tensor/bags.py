@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
-from shardcompile.dispatch.precision import widened
-from shardcompile.dispatch.rows import has_known_blocks
+from shardcompile.ops.support.precision import widened
+from shardcompile.ops.view.rows import has_known_blocks
 from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import redistributed
 

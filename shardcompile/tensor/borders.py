@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardcompile.dispatch.rows import has_known_blocks
+from shardcompile.ops.view.rows import has_known_blocks
 from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import redistributed
 

@@ -14,10 +14,10 @@ from shardcompile import compat
 from shardcompile.collectives import wait
 from shardcompile.compat import OpOverload
 from shardcompile.dispatch import Handlers, clear_cache, dispatch
-from shardcompile.dispatch.strides import in_order
 from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpError
 from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, normalize_placements
 from shardcompile.ops import CONDITIONS, FUNCTIONS
+from shardcompile.ops.support.strides import in_order
 from shardcompile.plan import target_layout
 from shardcompile.sharded import Sharded
 from shardcompile.tensor import checkpoint, construct

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardcompile.dispatch import scans
-from shardcompile.dispatch.rows import has_known_blocks
+from shardcompile.ops.scan import sharded as scans
+from shardcompile.ops.view.rows import has_known_blocks
 from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import redistributed, sharded_gradient
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from shardcompile import compat
 from shardcompile.collectives import cut_of_sizes, gather_counts
-from shardcompile.dispatch.rows import first_row, has_known_blocks
 from shardcompile.layout import Layout, Spec, contiguous_stride
+from shardcompile.ops.view.rows import first_row, has_known_blocks
 from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import FromLocal, ToLocal, redistributed
 
