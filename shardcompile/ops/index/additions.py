@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from shardcompile import compat
 from shardcompile.layout import IntLike, Layout, contiguous_stride
+from shardcompile.ops import state
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.sharded import Sharded
 
@@ -92,3 +93,9 @@ def _sums(x: Tensor, dim: int, source: Sharded, add: Callable[[Tensor], Tensor])
     sums = add(block.new_zeros([x.shape[dim] if d == dim else n for d, n in enumerate(block.shape)]))
     pending = Layout.of(layout.mesh, placements, tuple(x.shape), x.dtype, cuts)
     return x + wrap(source, sums, pending, contiguous_stride(x.shape))
+
+
+state(aten.index_add.default, sharded=index_add)
+state(aten.index_put.default, sharded=index_put)
+state(aten.scatter_add.default, sharded=scatter_add)
+state(aten.index_add.default, not_decomposed="torch's fails for an index of 0 dims")

@@ -8,6 +8,7 @@ from torch.distributed.tensor.placement_types import Partial
 
 from shardcompile import compat
 from shardcompile.layout import Layout
+from shardcompile.ops import state
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.sharded import Sharded
 
@@ -49,3 +50,7 @@ def _added_up(x: Sharded, counts: torch.Tensor) -> Tensor:
     placements = [Partial("sum") if m in over else p for m, p in enumerate(layout.placements)]
     shape = tuple(counts.shape)
     return wrap(x, counts, Layout.of(layout.mesh, placements, shape, counts.dtype, [None]), counts.stride())
+
+
+state(aten.bincount.default, sharded=bincount)
+state(aten.histc.default, sharded=histc)

@@ -19,6 +19,7 @@ from shardcompile import compat
 from shardcompile.collectives import block_size
 from shardcompile.compat import OpOverload
 from shardcompile.layout import Cut, IntLike, Layout
+from shardcompile.ops import state
 from shardcompile.ops.support.blocks import padded
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import first_row, moved, reduced, wrap
@@ -236,3 +237,17 @@ def _scattered(x: Tensor, dim: int, index: Tensor, op: OpOverload, source: Tenso
     longer = op(torch.cat([block, padding], dim), dim, local, whole[1][1] if len(whole) > 1 else source)
     written = torch.narrow_copy(longer, dim, 0, size)
     return wrap(x, written, layout, compat.retraced(meta.stride()))
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """Of the flattened tensor. Torch's decomposition reads the value of an index of 0 dims, which a trace cannot."""
+    return aten.index.Tensor(x.reshape(-1), [index])
+
+
+state(aten.take.default, sharded=_take)
+state(aten.embedding.default, sharded=embedding)
+state(aten.index_select.default, sharded=index_select)
+state(aten.index.Tensor, sharded=index)
+state(aten.gather.default, sharded=gather)
+state(aten.scatter.src, sharded=scatter_src)
+state(aten.scatter.value, sharded=scatter_value)

@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Partial, Shard
 from shardcompile import compat
 from shardcompile.collectives import block_size
 from shardcompile.layout import IntLike, Layout, contiguous_stride
+from shardcompile.ops import state
 from shardcompile.ops.support.precision import widened
 from shardcompile.ops.view.rows import first_row, has_known_blocks, positions, reduced, wrap
 from shardcompile.sharded import Sharded
@@ -121,3 +122,7 @@ def group_norm_backward(
     dtype = x.dtype if weight is None else weight.dtype
     grads = [aten.sum.dim_IntList(g, [0]).to(dtype) for g in (grad_weight, grad_bias)]
     return (grad_x, *[g if is_wanted else None for g, is_wanted in zip(grads, wanted[1:], strict=True)])
+
+
+state(aten.native_group_norm.default, sharded=group_norm)
+state(aten.native_group_norm_backward.default, sharded=group_norm_backward)

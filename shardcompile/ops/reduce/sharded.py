@@ -1,4 +1,4 @@
-"""Ops written in terms of other ops on the same, global, tensors.
+"""Reductions, softmax and losses in terms of other ops on the same, global, tensors.
 
 They are right on any layout because every op that they use is. Each is taken where its op would otherwise have to
 gather a cut dim; the counts in them (`numel`, `shape`) are global ones, never those of a block.
@@ -13,24 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardcompile import compat
-from shardcompile.compat import OpOverload
-from shardcompile.errors import UnsupportedOpError
-from shardcompile.layout import IntLike, Layout, Spec
+from shardcompile.layout import IntLike
 from shardcompile.ops import state
-from shardcompile.ops.index import additions, counts
-from shardcompile.ops.index import sharded as lookups
-from shardcompile.ops.norm.group_norm import group_norm, group_norm_backward
-from shardcompile.ops.record import Run
-from shardcompile.ops.scan import sharded as scans
-from shardcompile.ops.support.copied_views import follow, note_view
-from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.logsumexp import is_nothing, largest, logsumexp
 from shardcompile.ops.support.precision import wide_dtype, widened
-from shardcompile.ops.view import rows
-from shardcompile.plan import find_plan
-from shardcompile.redistribute import run_plan
-from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 
@@ -59,7 +45,7 @@ def _mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     return _mean_dim(x, None, dtype=dtype)
 
 
-def _moments(
+def moments(
     x: Tensor, dim: int | Sequence[int] | None, correction: float | None, keepdim: bool
 ) -> tuple[Tensor, Tensor]:
     """Variance and mean by two passes, as stable as the plain kernels."""
@@ -81,7 +67,7 @@ def _moments(
 def _var(
     x: Tensor, dim: int | Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Tensor:
-    return _moments(x, dim, correction, keepdim)[0]
+    return moments(x, dim, correction, keepdim)[0]
 
 
 def _std(
@@ -93,13 +79,13 @@ def _std(
 def _var_mean(
     x: Tensor, dim: int | Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    return _moments(x, dim, correction, keepdim)
+    return moments(x, dim, correction, keepdim)
 
 
 def _std_mean(
     x: Tensor, dim: int | Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    variance, mean = _moments(x, dim, correction, keepdim)
+    variance, mean = moments(x, dim, correction, keepdim)
     return variance.sqrt(), mean
 
 
@@ -224,226 +210,6 @@ def _reduced(x: Tensor, reduction: int) -> Tensor:
     return x.mean() if reduction == 1 else x.sum()
 
 
-def _layer_norm(
-    x: Tensor, shape: Sequence[int], weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    dims = list(range(x.ndim - len(shape), x.ndim))
-    wide = widened(x)
-    variance, mean = _moments(wide, dims, 0, True)
-    scale = (variance + eps).rsqrt()
-    out = (wide - mean) * scale
-    out = out if weight is None else out * weight
-    out = out if bias is None else out + bias
-    return out.to(x.dtype), mean, scale
-
-
-def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _added(aten.mm.default(a, b), bias, beta, alpha)
-
-
-def _added(product: Tensor, bias: Tensor, beta: float, alpha: float) -> Tensor:
-    product = product if alpha == 1 else product * alpha
-    if beta == 0:  # then a NaN in the bias does not count
-        return product
-    return product + (bias if beta == 1 else bias * beta)
-
-
-def _baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _added(aten.bmm.default(a, b), bias, beta, alpha)
-
-
-def _addbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _added(aten.sum.dim_IntList(aten.bmm.default(a, b), [0]), bias, beta, alpha)
-
-
-def _trace(x: Tensor) -> Tensor:
-    rows, columns = (torch.arange(n, device=x.device) for n in x.shape)
-    return aten.sum.default(torch.where(rows.unsqueeze(-1) == columns, x, 0))
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool((a == b).all().item())
-
-
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    """Of the flattened tensor. Torch's decomposition reads the value of an index of 0 dims, which a trace cannot."""
-    return aten.index.Tensor(x.reshape(-1), [index])
-
-
-def as_strided(
-    x: Sharded, size: Sequence[IntLike], stride: Sequence[IntLike], storage_offset: IntLike | None = None
-) -> Tensor:
-    """Slices and permutations where the strides are those of dims of `x`, otherwise on the whole value.
-
-    Raises:
-        UnsupportedOpError: elements are asked for that are in the memory that `x` is a view of, but not in `x`.
-    """
-    start = _start_within(x, storage_offset)
-    views = _as_views(x, size, stride) if _is_zero(start) else None
-    if views is not None:
-        return views
-    _check_reach(x, size, stride, start)
-    return _strided_whole(x, aten.as_strided.default, (size, stride, start), size, stride, start)
-
-
-def _start_within(x: Tensor, storage_offset: IntLike | None) -> IntLike:
-    """Where a place in the storage is, counted from the first element of `x`."""
-    if storage_offset is None:
-        return 0
-    # Where a view starts in the storage of a sharded tensor is not kept.
-    base = x._base if x._is_view() else None
-    if x.is_inference() or (base is not None and not compat.same_symbol(base.numel(), x.numel())):
-        raise UnsupportedOpError(
-            f"as_strided with a place in the storage that {x!r} is a view of; leave out storage_offset, which is then "
-            "that of the view, or take as_strided of the tensor that was viewed"
-        )
-    return storage_offset
-
-
-def _as_views(x: Sharded, size: Sequence[IntLike], stride: Sequence[IntLike]) -> Tensor | None:
-    """The first rows of dims of `x` in some order, or None if that is not what the strides ask for."""
-    # A trace must not take a cut extent for the number that it is compared with.
-    same = compat.same_symbol if x._spec.is_plain else lambda a, b: compat.surely(a == b)
-    left = list(range(x.ndim))
-    kept: list[int] = []
-    for n, s in zip(size, stride, strict=True):
-        if isinstance(n, int) and n == 1:
-            continue
-        fits = (d for d in left if same(x.stride(d), s) and compat.guarded(n <= x.shape[d]))
-        dim = next(fits, None)
-        if dim is None:
-            return None
-        left.remove(dim)
-        kept.append(dim)
-    if any(compat.guarded(x.shape[d] == 0) for d in left):
-        return None
-    wide = [n for n in size if not (isinstance(n, int) and n == 1)]
-    for n, d in zip(wide, kept, strict=True):
-        x = x if same(n, x.shape[d]) else aten.slice.Tensor(x, d, 0, n)
-    for d in reversed(left):
-        x = aten.select.int(x, d, 0)
-    rows = sorted(kept)
-    out = aten.permute.default(x, [rows.index(d) for d in kept])
-    for i, n in enumerate(size):
-        out = aten.unsqueeze.default(out, i) if isinstance(n, int) and n == 1 else out
-    return out
-
-
-def _check_reach(x: Tensor, size: Sequence[IntLike], stride: Sequence[IntLike], start: IntLike) -> None:
-    """Refuse elements that are not those of `x`."""
-    span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    end = start + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-    # Of nothing, nothing is out of reach. Elements between those of `x` are not known.
-    known = compat.guarded(span <= x.numel()) and compat.guarded(end <= span)
-    if not known and not any(map(_is_zero, size)):
-        raise UnsupportedOpError(
-            f"as_strided({tuple(size)}, {tuple(stride)}, {start}) of {x!r} with strides {tuple(x.stride())} reaches "
-            "elements that are not in this tensor; take as_strided of the tensor that it is a view of"
-        )
-
-
-def _strided_view(op: OpOverload) -> Run:
-    """A view of rows at a distance from each other. Torch's own asks where `x` starts in a storage."""
-
-    def view(x: Sharded, *args: Any) -> Tensor:
-        meta = global_meta(op, (x, *args), {})
-        (start,) = compat.retraced([meta.storage_offset()])
-        return _strided_whole(x, op, args, compat.global_extents(meta.shape), compat.retraced(meta.stride()), start)
-
-    return view
-
-
-_diagonal_at = _strided_view(aten.diagonal.default)
-
-
-def _diagonal(x: Sharded, offset: int = 0, dim1: int = 0, dim2: int = 1) -> object:
-    return _diagonal_at(x, offset, dim1, dim2)
-
-
-def _is_zero(n: object) -> bool:
-    """Whether a size is known to be 0, without a guard."""
-    return isinstance(n, int) and n == 0
-
-
-def _strided_whole(
-    x: Sharded,
-    op: OpOverload,
-    args: tuple[object, ...],
-    size: Sequence[IntLike],
-    stride: Sequence[IntLike],
-    start: IntLike,
-) -> Tensor:
-    """A view op on the whole value, stored with exactly the strides that the global tensor has.
-
-    Args:
-        x: what is viewed.
-        op: the op.
-        args: its other arguments.
-        size: of the view.
-        stride: of the view.
-        start: its place, counted from the first element of `x`.
-    """
-    layout = x._spec.layout.replicated()
-    plan = find_plan(x._spec.layout, layout)
-    # Rows that are one in memory; of no rows there is none to keep.
-    expanded = [d for d, s in enumerate(x.stride()) if _is_zero(s) and not _is_zero(x.shape[d])]
-
-    def whole() -> Tensor:
-        local = run_plan(plan, x._local_tensor)
-        if local.stride() == tuple(x.stride()):
-            return local
-        for dim in expanded:
-            local = local.narrow(dim, 0, 1)
-        stored = torch.empty_strided(local.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(local)
-        return stored.expand(x.shape) if expanded else stored
-
-    def strided(local: Tensor) -> Tensor:
-        if type(local) is not Tensor and op is aten.diagonal.default:
-            # Functionalization (2.11 - 2.15) refuses to write to an `as_strided` of a view. What torch's own asks of
-            # extents `global_meta` has asked of the same ones; where a block starts is none of a trace's business.
-            with compat.without_guards(local):
-                return op(local, *args)
-        first = None if _is_zero(start) else start + local.storage_offset()
-        return aten.as_strided.default(local, size, stride, first)
-
-    out = strided(whole())
-    placed = Layout.of(layout.mesh, layout.placements, tuple(out.shape), out.dtype, (None,) * out.ndim)
-    wrapped = type(x)._wrap(out, Spec.of(placed, tuple(out.stride())))
-    note_view(x, wrapped)
-    if plan.steps or x._copied is not None or x._local_tensor.stride() != tuple(x.stride()):
-        follow(wrapped, op, (x, *args), None, lambda: strided(whole()))
-    elif type(x._local_tensor) is Tensor:  # the compiler would make the result anew, without its place in the storage
-        compat.share_storage(wrapped, x)
-    return wrapped
-
-
-def _triangle(keeps: Callable[[Tensor, int], Tensor]) -> Run:
-    """`tril` or `triu` of cut matrices: which elements stay is known from their row and column."""
-
-    def decomposed(x: Tensor, diagonal: int = 0) -> Tensor:
-        if x.ndim < 2:
-            return NotImplemented
-        rows = torch.arange(x.shape[-2], device=x.device).unsqueeze(-1)
-        return torch.where(keeps(torch.arange(x.shape[-1], device=x.device) - rows, diagonal), x, 0)
-
-    return decomposed
-
-
-def _diagonal_scatter(x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
-    """What is on the diagonal is known from row and column; element k of `src` is in row ``k - min(offset, 0)``."""
-    global_meta(aten.diagonal_scatter.default, (x, src, offset, dim1, dim2), {})
-    dim1, dim2 = dim1 % x.ndim, dim2 % x.ndim
-    count = src.shape[-1]
-    if _is_zero(count):
-        return x.clone()
-    rows, columns = (torch.arange(x.shape[d], device=x.device) for d in (dim1, dim2))
-    places = (rows + min(offset, 0)).clamp(min=0, max=count - 1)
-    values = aten.index_select.default(src, src.ndim - 1, places)
-    values = values.movedim(-1, dim1 - (dim2 < dim1)).unsqueeze(dim2)
-    shaped = [n.reshape([-1 if e == d else 1 for e in range(x.ndim)]) for d, n in ((dim1, rows), (dim2, columns))]
-    return torch.where(shaped[1] - shaped[0] == offset, values, x)
-
-
 state(aten.mean.dim, sharded=_mean_dim)
 state(aten.mean.default, sharded=_mean)
 state(aten.var.correction, sharded=_var)
@@ -461,54 +227,3 @@ state(aten.min.dim, sharded=_extremum_dim(aten.amin.default))
 state(aten.argmax.default, sharded=_arg(aten.amax.default))
 state(aten.argmin.default, sharded=_arg(aten.amin.default))
 state(aten.mse_loss.default, sharded=_mse_loss)
-state(aten.native_layer_norm.default, sharded=_layer_norm)
-state(
-    aten.native_layer_norm_backward.default,
-    sharded=compat.decomposition_by_torch(aten.native_layer_norm_backward.default),
-)
-state(aten.native_group_norm.default, sharded=group_norm)
-state(aten.native_group_norm_backward.default, sharded=group_norm_backward)
-state(aten.addmm.default, sharded=_addmm)
-state(aten.baddbmm.default, sharded=_baddbmm)
-state(aten.addbmm.default, sharded=_addbmm)
-state(aten.trace.default, sharded=_trace)
-state(aten.equal.default, sharded=_equal)
-state(aten.as_strided.default, sharded=as_strided)
-state(aten.diagonal.default, sharded=_diagonal)
-state(aten.unfold.default, sharded=_strided_view(aten.unfold.default))
-state(aten.take.default, sharded=_take)
-state(aten.slice.Tensor, sharded=rows.slice_rows)
-state(aten.slice_backward.default, sharded=rows.slice_backward)
-state(aten.slice_scatter.default, sharded=rows.slice_scatter)
-state(aten.select.int, sharded=rows.select)
-state(aten.select_scatter.default, sharded=rows.select_scatter)
-state(aten.split.Tensor, sharded=rows.split)
-state(aten.split_with_sizes.default, sharded=rows.split_with_sizes)
-state(aten.constant_pad_nd.default, sharded=rows.pad)
-state(aten.cat.default, sharded=rows.cat)
-state(aten.tril.default, sharded=_triangle(torch.le))
-state(aten.triu.default, sharded=_triangle(torch.ge))
-state(aten.diagonal_scatter.default, sharded=_diagonal_scatter)
-state(aten.embedding.default, sharded=lookups.embedding)
-state(aten.index_select.default, sharded=lookups.index_select)
-state(aten.index.Tensor, sharded=lookups.index)
-state(aten.gather.default, sharded=lookups.gather)
-state(aten.scatter.src, sharded=lookups.scatter_src)
-state(aten.scatter.value, sharded=lookups.scatter_value)
-state(aten.index_add.default, sharded=additions.index_add)
-state(aten.index_put.default, sharded=additions.index_put)
-state(aten.scatter_add.default, sharded=additions.scatter_add)
-state(aten.bincount.default, sharded=counts.bincount)
-state(aten.histc.default, sharded=counts.histc)
-state(aten.cumsum.default, sharded=scans.cumsum)
-state(aten.cumprod.default, sharded=scans.cumprod)
-state(aten.logcumsumexp.default, sharded=scans.logcumsumexp)
-state(aten.cummax.default, sharded=scans.cummax)
-state(aten.cummin.default, sharded=scans.cummin)
-state(aten.flip.default, sharded=scans.flip)
-state(aten.roll.default, sharded=scans.roll)
-state(aten.repeat.default, sharded=scans.repeat)
-state(aten.size.default, sharded=lambda x: list(x._spec.shape))  # asked for where extents depend on values
-
-state(aten.index_add.default, not_decomposed="torch's fails for an index of 0 dims")
-state(aten.diagonal_backward.default, not_decomposed="torch's is of ops that gather")

@@ -18,6 +18,7 @@ from shardcompile import compat
 from shardcompile.collectives import Pending, block_size, derive
 from shardcompile.compat import OpOverload
 from shardcompile.layout import Cut, IntLike, Layout
+from shardcompile.ops import state
 from shardcompile.ops.record import Run
 from shardcompile.ops.scan.kernels import running_maximum, running_minimum
 from shardcompile.ops.support.blocks import Scalar, highest, lowest
@@ -208,3 +209,13 @@ def repeat(x: Any, repeats: Sequence[IntLike]) -> Tensor:
     for d in known:
         x = cat([x] * repeats[new + d], d)
     return aten.repeat.default(x, [1 if i - new in known else n for i, n in enumerate(repeats)])
+
+
+state(aten.cumsum.default, sharded=cumsum)
+state(aten.cumprod.default, sharded=cumprod)
+state(aten.logcumsumexp.default, sharded=logcumsumexp)
+state(aten.cummax.default, sharded=cummax)
+state(aten.cummin.default, sharded=cummin)
+state(aten.flip.default, sharded=flip)
+state(aten.roll.default, sharded=roll)
+state(aten.repeat.default, sharded=repeat)

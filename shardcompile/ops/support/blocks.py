@@ -31,6 +31,7 @@ def highest(dtype: torch.dtype) -> Scalar:
 
 
 def may_be_empty(extent: int | torch.SymInt) -> bool:
+    """Whether an extent is 0, or may be in a run."""
     return not isinstance(extent, int) or extent == 0
 
 

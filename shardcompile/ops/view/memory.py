@@ -12,7 +12,7 @@ from shardcompile import compat
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride
 from shardcompile.ops import state
-from shardcompile.ops.reduce.sharded import as_strided
+from shardcompile.ops.view.strided import as_strided
 from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten

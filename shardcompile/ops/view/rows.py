@@ -19,6 +19,7 @@ from shardcompile import compat
 from shardcompile.collectives import block_size, derive
 from shardcompile.compat import OpOverload
 from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
+from shardcompile.ops import state
 from shardcompile.ops.support.blocks import Scalar, index_copy
 from shardcompile.ops.support.copied_views import follow, note_view
 from shardcompile.ops.support.global_meta import global_meta
@@ -426,3 +427,15 @@ def _common_frame(
                 for m in c.mesh_dims:
                     placements[m] = torch.distributed.tensor.Shard(d)
     return placements, cuts
+
+
+state(aten.slice.Tensor, sharded=slice_rows)
+state(aten.slice_backward.default, sharded=slice_backward)
+state(aten.slice_scatter.default, sharded=slice_scatter)
+state(aten.select.int, sharded=select)
+state(aten.select_scatter.default, sharded=select_scatter)
+state(aten.split.Tensor, sharded=split)
+state(aten.split_with_sizes.default, sharded=split_with_sizes)
+state(aten.constant_pad_nd.default, sharded=pad)
+state(aten.cat.default, sharded=cat)
+state(aten.size.default, sharded=lambda x: list(x._spec.shape))  # asked for where extents depend on values

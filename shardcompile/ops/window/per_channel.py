@@ -25,7 +25,7 @@ def _per_channel(op: OpOverload, spatial: int) -> Run:
         if not may_be_empty(leading[-1]):
             return op(x, *args, **kwargs)
 
-        def merged(a: Tensor) -> Tensor:
+        def merged(a: object) -> object:
             if isinstance(a, Tensor):
                 return view_block(a, [math.prod(a.shape[:-spatial]), 1, *a.shape[-spatial:]])
             is_shape = isinstance(a, (list, tuple)) and len(a) == spatial + len(leading) > spatial
