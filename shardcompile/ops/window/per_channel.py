@@ -28,8 +28,9 @@ def _per_channel(op: OpOverload, spatial: int) -> Run:
         def merged(a: object) -> object:
             if isinstance(a, Tensor):
                 return view_block(a, [math.prod(a.shape[:-spatial]), 1, *a.shape[-spatial:]])
-            is_shape = isinstance(a, (list, tuple)) and len(a) == spatial + len(leading) > spatial
-            return [math.prod(a[:-spatial]), 1, *a[-spatial:]] if is_shape else a
+            if isinstance(a, (list, tuple)) and len(a) == spatial + len(leading) > spatial:  # a shape
+                return [math.prod(a[:-spatial]), 1, *a[-spatial:]]
+            return a
 
         out = op(merged(x), *map(merged, args), **kwargs)
         if isinstance(out, Tensor):
