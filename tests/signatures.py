@@ -1,4 +1,4 @@
-"""Counts the signatures that say ``Any``: ``python tests/signatures.py [--list FOLDER]``."""
+"""Counts signatures that say ``Any``: ``python tests/signatures.py [--list FOLDER]``. Bars: tests/pure/test_signatures.py."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def group_name_of(mesh: DeviceMesh, mesh_dim: int) -> str:
     return mesh.get_group(mesh_dim).group_name
 
 
-def coordinate(mesh: Any) -> Any:
+def coordinate(mesh: DeviceMesh) -> Any:
     """This rank's place in a mesh, a number for each mesh dim; None outside of it."""
     return mesh.get_coordinate()
 
@@ -170,7 +170,7 @@ def current_mesh() -> DeviceMesh:
     return _mesh_resources.get_current_mesh()
 
 
-def same_symbol(a: Any, b: Any) -> bool:
+def same_symbol(a: object, b: object) -> bool:
     """Whether two sizes are equal; of those that get their value when the graph runs, whether they surely are.
 
     Installs a guard where the sizes are symbols whose values are known.
@@ -180,7 +180,7 @@ def same_symbol(a: Any, b: Any) -> bool:
     return surely(a == b) if is_unbacked(a) or is_unbacked(b) else bool(a == b)
 
 
-def settle(size: Any, number: int) -> None:
+def settle(size: object, number: int) -> None:
     """Have a trace know a size by the number that it is on this rank, where other guards say so already.
 
     It is not compared: its hint, which all ranks share, is another number on most of them.
@@ -240,7 +240,7 @@ def suggest_hint(size: Any, number: int) -> None:
         size.node.shape_env.var_to_hint_override[size.node.expr] = max(number, 2)  # 2.11 - 2.15
 
 
-def global_extents(shape: Sequence[Any]) -> tuple[Any, ...]:
+def global_extents(shape: Sequence[object]) -> tuple[Any, ...]:
     """The global extents of a result, which were computed while nothing was traced, computed again: see `retraced`.
 
     Those of 0 and 1 are numbers, with a guard, as they are where an input has them. A 1 may be broadcast. And where a
@@ -250,17 +250,17 @@ def global_extents(shape: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(_number_if_small(n) for n in retraced(shape))
 
 
-def _number_if_small(extent: Any) -> Any:
+def _number_if_small(extent: Any) -> object:
     small = isinstance(extent, torch.SymInt) and not is_unbacked(extent) and size_hint(extent) in (0, 1)
     return int(extent) if small else extent
 
 
-def is_specialised(size: Any) -> bool:
+def is_specialised(size: object) -> bool:
     """Whether a size that was a symbol has become a number while tracing."""
     return isinstance(size, torch.SymInt) and bool(size.node.expr.is_number)
 
 
-def is_unbacked(value: Any) -> bool:
+def is_unbacked(value: object) -> bool:
     """Whether a size is a symbol that gets its value when the graph runs."""
     return isinstance(value, torch.SymInt) and bool(free_unbacked_symbols(value))  # 2.11 - 2.15
 
@@ -276,13 +276,13 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch._utils._flatten_dense_tensors(tensors)
 
 
-def lowered_when_traced(op: torch._ops.OpOverload, fake: Callable[..., Any]) -> Callable[..., Any]:
+def lowered_when_traced(op: torch._ops.OpOverload, fake: Callable[..., object]) -> Callable[..., Any]:
     """The fake kernel of a collective, which teaches Inductor the op when a trace meets it for the first time.
 
     Inductor's lowerings take more than a second to import, which eager programs need not pay.
     """
 
-    def traced(*args: Any) -> Any:
+    def traced(*args: Any) -> object:
         _lower_as_collective(op)
         return fake(*args)
 
@@ -298,7 +298,7 @@ def _lower_as_collective(op: torch._ops.OpOverload) -> None:
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
 
-    def lowering(*args: Any) -> Any:
+    def lowering(*args: Any) -> object:
         kernel: Any = ir._CollectiveKernel.create_out_of_place(op, *args)
         return torch.utils._pytree.tree_map(ir.TensorBox.create, kernel)
 
@@ -344,7 +344,7 @@ def is_traced() -> bool:
     return get_proxy_mode() is not None
 
 
-def in_mode_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+def in_mode_of(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Compute with a tensor of a trace that has left the mode in which such tensors are computed with.
 
     AOTAutograd (2.11 - 2.15) leaves it before it asks what it is given for its parts, and Dynamo leaves that of fake
@@ -355,7 +355,7 @@ def in_mode_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     return faking_like(x)
 
 
-def _functional_mode() -> Any:
+def _functional_mode() -> object:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)  # 2.11 - 2.15
 
 
@@ -411,7 +411,7 @@ def trace_size_obliviously() -> None:
     SizeVarAllocator.evaluate_min = _one_of_two_if_known(Min, 0)  # type: ignore[method-assign]
     SizeVarAllocator.evaluate_max = _one_of_two_if_known(Max, 1)  # type: ignore[method-assign]
 
-    def restore(_: Any) -> None:
+    def restore(_: object) -> None:
         _functorch_config.donated_buffer = donated
         common.aot_module_simplified = aot
         partitioners.force_save_collectives = save_collectives
@@ -450,21 +450,21 @@ def _where_they_were_traced(save_collectives: Callable[..., None]) -> Callable[.
     return save
 
 
-def _unguarded(check: Callable[..., Any]) -> Callable[..., Any]:
+def _unguarded(check: Callable[..., object]) -> Callable[..., Any]:
     """A question about a tensor, answered by hints without guards, which would hold on some ranks only.
 
     For a check that can only raise: Inductor copies blocks where it lowers `select`. And for the memory format of a
     convolution's result: it asks whether there is more than one image, and where there is one, formats are the same.
     """
 
-    def checked(x: torch.Tensor, *args: Any) -> Any:
+    def checked(x: torch.Tensor, *args: object) -> object:
         with without_guards(x):
             return check(x, *args)
 
     return checked
 
 
-def _lowered_by_hint(lowering: Callable[..., Any]) -> Callable[..., Any]:
+def _lowered_by_hint(lowering: Callable[..., object]) -> Callable[..., object]:
     """Have Inductor lower an op by hints, without guards.
 
     On CPUs it asks of the factors of a batched product whether they have one row, to copy those that the kernel would
@@ -472,14 +472,14 @@ def _lowered_by_hint(lowering: Callable[..., Any]) -> Callable[..., Any]:
     """
     from torch._inductor.virtualized import V  # 2.11 - 2.15
 
-    def lower(*args: Any, **kwargs: Any) -> Any:
+    def lower(*args: object, **kwargs: object) -> object:
         with V.graph.sizevars.shape_env.suppress_guards():
             return lowering(*args, **kwargs)
 
     return lower
 
 
-def _one_of_two_if_known(formula: Any, which: int) -> Callable[..., Any]:
+def _one_of_two_if_known(formula: Any, which: int) -> Callable[..., object]:
     """Inductor's `evaluate_min` or `evaluate_max`, which leaves a formula where it is not known which size it is.
 
     Where ends of a slice are clamped, Inductor takes one of both, and guards on that. With guards only from what holds
@@ -491,7 +491,7 @@ def _one_of_two_if_known(formula: Any, which: int) -> Callable[..., Any]:
         which: of the sizes in ascending order is wanted.
     """
 
-    def evaluate(self: Any, left: Any, right: Any) -> Any:
+    def evaluate(self: Any, left: Any, right: Any) -> object:
         left, right = (sympy.sympify(x).xreplace(self.inv_precomputed_replacements) for x in (left, right))
         for in_order in ((left, right), (right, left)):
             if self.statically_known_leq(*in_order):
@@ -509,7 +509,7 @@ def _by_both_names(assign: Callable[..., None]) -> Callable[..., None]:
     """
     from torch._inductor.virtualized import V  # 2.11 - 2.15
 
-    def assigned(self: Any, name: str, value: Any, bound_vars: Any, *rest: Any, **options: Any) -> None:
+    def assigned(self: Any, name: str, value: object, bound_vars: Any, *rest: object, **options: object) -> None:
         assign(self, name, value, bound_vars, *rest, **options)
         for symbol in list(bound_vars):
             other = V.graph.sizevars.simplify(symbol)
@@ -522,7 +522,7 @@ def _by_both_names(assign: Callable[..., None]) -> Callable[..., None]:
     return assigned
 
 
-def _without_comparing(stride_of_view: Callable[..., Any]) -> Callable[..., Any]:
+def _without_comparing(stride_of_view: Callable[..., object]) -> Callable[..., Any]:
     """Have Inductor take strides for different, where it lowers a view, unless they are equal for all sizes.
 
     It asks for the size of a block otherwise, and what it finds is a guard that holds on some ranks only.
@@ -530,7 +530,7 @@ def _without_comparing(stride_of_view: Callable[..., Any]) -> Callable[..., Any]
     from torch._inductor.graph import GraphLowering  # 2.11 - 2.15
     from torch._inductor.virtualized import V  # 2.11 - 2.15
 
-    def strides(*args: Any, size_oblivious: bool = False, **kwargs: Any) -> Any:
+    def strides(*args: object, size_oblivious: bool = False, **kwargs: object) -> object:
         oblivious = size_oblivious or isinstance(V.graph, GraphLowering)
         return stride_of_view(*args, size_oblivious=oblivious, **kwargs)
 
@@ -578,7 +578,7 @@ def _decide_by_hint_where_guards_are_suppressed(shape_env: Any) -> None:
     name_symbols_of_blocks(shape_env)
 
 
-def decomposition_of(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
+def decomposition_of(op: torch._ops.OpOverload) -> Callable[..., object] | None:
     """The op in terms of other ops, from torch's own table, or None."""
     from torch._decomp import decomposition_table  # 2.11 - 2.15
 
@@ -588,7 +588,7 @@ def decomposition_of(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
 def decomposition_by_torch(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """Torch's decomposition of an op that has one, looked up when it is called: importing the table takes time."""
 
-    def decomposed(*args: Any, **kwargs: Any) -> Any:
+    def decomposed(*args: object, **kwargs: object) -> object:
         function = decomposition_of(op)
         assert function is not None, f"torch has no decomposition of {op}"
         return function(*args, **kwargs)
@@ -676,7 +676,7 @@ def is_transforming() -> bool:
     return torch._C._are_functorch_transforms_active()  # 2.11 - 2.15
 
 
-def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+def outside_transforms() -> contextlib.AbstractContextManager[object]:
     """Compute as if no transform of `torch.func` were going on, which would wrap what is made."""
     if not is_transforming():
         return contextlib.nullcontext()
@@ -685,7 +685,7 @@ def outside_transforms() -> contextlib.AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
-def untraced() -> contextlib.AbstractContextManager[Any]:
+def untraced() -> contextlib.AbstractContextManager[object]:
     """Inside a trace: compute on fake tensors without leaving a node in the graph. See `retraced`."""
     stack = contextlib.ExitStack()
     stack.enter_context(disable_functional_mode())
@@ -693,7 +693,7 @@ def untraced() -> contextlib.AbstractContextManager[Any]:
     return stack
 
 
-def kept_with(mode: Any) -> dict[Any, Any]:
+def kept_with(mode: object) -> dict[object, object]:
     """What is kept for as long as a mode of fake tensors lives: in the mode, since it may refer to it."""
     return mode.__dict__.setdefault("_shardcompile", {})  # type: ignore[no-any-return]
 
@@ -713,7 +713,7 @@ def _refusing(shape_env: Any, op: torch._ops.OpOverload) -> Iterator[None]:
         raise DynamicOutputShapeException(op)
 
 
-def retraced(sizes: Sequence[Any]) -> tuple[Any, ...]:
+def retraced(sizes: Sequence[object]) -> tuple[Any, ...]:
     """Sizes that were computed while nothing was traced, computed again from what the trace knows."""
     mode = get_proxy_mode()
     if mode is None or not any(isinstance(s, torch.SymInt) for s in sizes):
@@ -723,7 +723,7 @@ def retraced(sizes: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(_retraced(known, s) if isinstance(s, torch.SymInt) else s for s in sizes)
 
 
-def from_first_symbols(make: Callable[[], Any]) -> Any:
+def from_first_symbols(make: Callable[[], object]) -> Any:
     """A size in terms of the inputs that were there first, whatever it is computed from.
 
     What is computed from the size of a gradient would be read off the gradient by the backward graph. Inductor
@@ -737,11 +737,11 @@ def from_first_symbols(make: Callable[[], Any]) -> Any:
 class _FirstKept(dict[Any, Any]):
     """A dict whose entries are never replaced."""
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         self.setdefault(key, value)
 
 
-def keep_symbol(size: Any) -> Any:
+def keep_symbol(size: object) -> Any:
     """Have `retraced` use this size for its symbol, which gets its value when the graph runs; returns it.
 
     The gradients of the forward graph's results may have the same size. They are inputs of the joint graph and come
@@ -776,7 +776,7 @@ def keep_first_proxies() -> None:
     mode.tracer.sympy_expr_tracker = tracker
 
 
-def _retraced(known: dict[Any, Any], size: torch.SymInt) -> Any:
+def _retraced(known: dict[Any, Any], size: torch.SymInt) -> object:
     if not size.node.is_symbolic():
         return size
     expression = size.node.expr
@@ -794,7 +794,7 @@ class _Arithmetic(PythonReferenceAnalysis):
     """Formulas on sizes."""
 
     @staticmethod
-    def trunc_to_int(x: Any, dtype: Any) -> Any:
+    def trunc_to_int(x: object, dtype: object) -> object:
         """``int(x)``, for which torch (2.11 - 2.15) would leave a formula in place of a number."""
         return torch.sym_int(x)
 
@@ -803,7 +803,7 @@ _MEMOS: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictiona
 
 
 def once_in_trace(
-    what: tuple[Any, ...], like: torch.SymInt, make: Callable[[], Sequence[torch.SymInt]]
+    what: tuple[object, ...], like: torch.SymInt, make: Callable[[], Sequence[torch.SymInt]]
 ) -> Sequence[Any]:
     """Symbols that get their value when the graph runs: made once in a trace, and the same ones in all of its passes.
 
@@ -848,12 +848,12 @@ def _follow_replacements(memo: dict[Any, Any], what: Any, shape_env: Any) -> Non
 _INPUT_SIZES: weakref.WeakKeyDictionary[Any, dict[Any, torch.SymInt]] = weakref.WeakKeyDictionary()
 
 
-def note_input_size(what: Any, size: torch.SymInt) -> None:
+def note_input_size(what: object, size: torch.SymInt) -> None:
     """Have `first_input_size` find a size of an input by a name; the first size that has the name keeps it."""
     _INPUT_SIZES.setdefault(size.node.shape_env, {}).setdefault(what, size)
 
 
-def first_input_size(what: Any, like: Any) -> Any:
+def first_input_size(what: object, like: object) -> Any:
     """The size that `note_input_size` was given in the trace of the size `like`, or None."""
     found = _INPUT_SIZES.get(like.node.shape_env, {}).get(what) if isinstance(like, torch.SymInt) else None
     return None if found is None else retraced([found])[0]
@@ -869,7 +869,7 @@ def stands_for_itself(size: Any) -> None:
         _stand_for(mode.tracer, size)
 
 
-def _known_value(size: Any) -> Any:
+def _known_value(size: Any) -> object:
     """A size as a number, if it is known to be one by now."""
     return int(size.node.expr) if is_specialised(size) else size
 
@@ -887,18 +887,18 @@ def _stand_for(tracer: Any, size: torch.SymInt) -> None:
     dict.__setitem__(tracer.sympy_expr_tracker, size.node.expr, _SympyExprTrackerValue(proxy, size))
 
 
-def expression_of(size: Any) -> Any:
+def expression_of(size: object) -> Any:
     """The formula of a size that may be symbolic: hashable, and equal for sizes that surely are."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
-def faking_like(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+def faking_like(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Where `x` is fake, ops that take no tensor make fake ones, too, even if the mode is not on at the moment."""
     mode = detect_fake_mode([x]) if is_fake(x) and get_proxy_mode() is None else None
     return contextlib.nullcontext() if mode is None else mode
 
 
-def unrecorded_symbols(of: Any) -> contextlib.AbstractContextManager[None]:
+def unrecorded_symbols(of: object) -> contextlib.AbstractContextManager[None]:
     """While no graph is recorded, as in Dynamo's runs on fake tensors: the symbols made here need not reach a result.
 
     Dynamo looks for them in the result of the op of which they are an inner matter; the recorded run makes them anew.
@@ -927,17 +927,17 @@ def without_guards(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
     return mode.shape_env.suppress_guards()
 
 
-def follow_view(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def follow_view(op: torch._ops.OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> None:
     """Give a wrapper on which an in-place view op, such as ``transpose_``, is called its new sizes and strides."""
     return_and_correct_aliasing(op, args, kwargs, args[0])
 
 
-def kernel_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def kernel_of(op: torch._ops.OpOverload) -> Callable[..., object]:
     """What `op(...)` calls, without the frame of Python around it."""
     return op._op  # 2.11 - 2.15
 
 
-def keep_from_dynamo(function: Callable[..., Any]) -> None:
+def keep_from_dynamo(function: Callable[..., object]) -> None:
     """Have Dynamo run this function and all that it calls as they are, where it does not trace them into a caller.
 
     Where a user's frame cannot be compiled, as around a graph break inside of a ``with``, Dynamo tries to compile every
@@ -966,7 +966,7 @@ def let_comm_debug_mode_see_through(cls: type[torch.Tensor]) -> None:
     mode = _comm_mode.CommDebugMode
     handler = mode.__torch_dispatch__
 
-    def step_back(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def step_back(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         if any(issubclass(t, cls) for t in types):
             return NotImplemented
         return handler(self, func, types, args, kwargs)

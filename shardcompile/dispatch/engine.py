@@ -23,8 +23,16 @@ from torch.distributed.tensor.placement_types import Partial, Replicate
 from shardcompile import compat, config
 from shardcompile.collectives import block_shape
 from shardcompile.compat import OpOverload
-from shardcompile.dispatch.choice import Choice, OutputPlan, choose, whole_plan
-from shardcompile.dispatch.copied_views import (
+from shardcompile.dispatch.foreign import check_collective
+from shardcompile.dispatch.handlers import Handlers
+from shardcompile.errors import LayoutError, UnsupportedOpError, refusal
+from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
+from shardcompile.ops import Form, OpCall, OpRecord, TensorArg, record_of
+from shardcompile.ops.choice import Choice, OutputPlan, choose, whole_plan
+from shardcompile.ops.index.in_range import check_indices
+from shardcompile.ops.record import Run
+from shardcompile.ops.support.blocks import copy_block
+from shardcompile.ops.support.copied_views import (
     TURNED,
     WATCHED,
     follow,
@@ -35,16 +43,8 @@ from shardcompile.dispatch.copied_views import (
     note_write,
     was_turned,
 )
-from shardcompile.dispatch.foreign import check_collective
-from shardcompile.dispatch.global_meta import global_meta, tensors_of
-from shardcompile.dispatch.handlers import Handlers
-from shardcompile.dispatch.index_range import check_indices
-from shardcompile.dispatch.local_ops import copy_block
-from shardcompile.dispatch.strides import all_in_order, in_one_order, in_order, may_be_mistold
-from shardcompile.errors import LayoutError, UnsupportedOpError, refusal
-from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
-from shardcompile.ops import Form, OpCall, OpRecord, TensorArg, record_of
-from shardcompile.ops.record import Run
+from shardcompile.ops.support.global_meta import global_meta, tensors_of
+from shardcompile.ops.support.strides import all_in_order, in_one_order, in_order, may_be_mistold
 from shardcompile.plan import Plan, find_plan
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded, block_of, first_sharded
@@ -140,7 +140,7 @@ def _extend_key(key: list[Any], cls: type[Sharded], a: Any) -> None:
 
 
 def _remember(
-    cls: type[Sharded], key: list[Any], entry: _Entry, args: Sequence[object], kwargs: dict[str, object]
+    cls: type[Sharded], key: list[object], entry: _Entry, args: Sequence[object], kwargs: dict[str, object]
 ) -> None:
     specs = [x._spec for x in tensors_of([*args, *kwargs.values()]) if type(x) is cls]
     if not all(s.is_plain for s in specs):
@@ -339,7 +339,7 @@ def _follow_all(wrapped: Any, op: OpOverload, args: tuple[object, ...], blocks: 
         follow(out, op, args, i, lambda i=i: blocks()[i])  # type: ignore[misc]
 
 
-def _localize(cls: type[Sharded], a: Any, plans: Iterator[Plan | None], keep_order: bool = False) -> Any:
+def _localize(cls: type[Sharded], a: object, plans: Iterator[Plan | None], keep_order: bool = False) -> Any:
     if isinstance(a, Tensor):
         plan = next(plans)
         local = a._local_tensor if type(a) is cls else a
@@ -434,7 +434,9 @@ def _composite(cls: type[Sharded], record: OpRecord) -> Run | None:
     return None if decomposition is None else functools.partial(_checked, cls, op, decomposition)
 
 
-def _checked(cls: type[Sharded], op: OpOverload, decomposition: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checked(
+    cls: type[Sharded], op: OpOverload, decomposition: Callable[..., object], *args: object, **kwargs: object
+) -> Any:
     """A decomposition, of which some leave out what the op itself checks."""
     _check_shapes(cls, op, args, kwargs)
     return decomposition(*args, **kwargs)
@@ -482,7 +484,7 @@ def _describe(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwar
     mesh = _common_mesh(cls, op, args, kwargs)
     tensors: list[TensorArg] = []
 
-    def describe(a: Any) -> Any:
+    def describe(a: object) -> Any:
         if isinstance(a, Tensor):
             layout = a._spec.layout if type(a) is cls else _plain_layout(mesh, a)
             tensors.append(TensorArg(layout))
@@ -551,7 +553,7 @@ def _local_entry(
     if local_args is not None:
         layouts = [s.layout for s in (specs[0] if isinstance(specs[0], list) else specs) if s is not None]
 
-        def arguments(local: tuple[Any, ...]) -> tuple[Any, ...]:
+        def arguments(local: tuple[object, ...]) -> tuple[Any, ...]:
             # The shape is asked for in each call: ranks that are threads share what is cached.
             return local_args(call, local, layouts, block_shape)
 

@@ -15,9 +15,9 @@ from torch.distributed.tensor.placement_types import Replicate
 from shardcompile import compat
 from shardcompile.compat import OpOverload
 from shardcompile.compat.wrappers import ranks_of
-from shardcompile.dispatch.global_meta import tensors_of
 from shardcompile.errors import UnsupportedOpError, refusal
 from shardcompile.layout import Layout
+from shardcompile.ops.support.global_meta import tensors_of
 from shardcompile.sharded import Sharded
 
 _IN_PLACE = {"c10d", "fsdp"}

@@ -73,7 +73,7 @@ def state(op: Ops, **facts: Unpack[Facts]) -> None:
 
 
 def state_function(
-    functions: Sequence[object], run: Run, of: Ops = (), when: Callable[[Sequence[Any]], bool] | None = None
+    functions: Sequence[object], run: Run, of: Ops = (), when: Callable[[Sequence[object]], bool] | None = None
 ) -> None:
     """State what Python functions of torch do above autograd.
 
@@ -141,7 +141,7 @@ def _all(op: Ops) -> Iterator[OpOverload]:
         yield from overloads(item)
 
 
-def _state(op: OpOverload, facts: Mapping[str, Any], origin: str) -> None:
+def _state(op: OpOverload, facts: Mapping[str, object], origin: str) -> None:
     record = _RECORDS.get(op, OpRecord(op))
     for name in facts:
         if name in record.origins:

@@ -71,7 +71,7 @@ class OpCall:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     tensors: tuple[TensorArg, ...] = ()
 
-    def arg(self, index: int, name: str, default: Any = None) -> Any:
+    def arg(self, index: int, name: str, default: object = None) -> Any:
         """An argument that may be given by position, by name, or not at all."""
         if index < len(self.args):
             return self.args[index]

@@ -240,13 +240,13 @@ class Report:
         ]
         return Report(**data)
 
-    def diff(self, other: Report) -> Any:
+    def diff(self, other: Report) -> object:
         """What is different in another report, see `shardcompile.reports.diff.Difference`."""
         from shardcompile.reports.diff import difference
 
         return difference(self, other)
 
-    def perfetto(self) -> dict[str, Any]:
+    def perfetto(self) -> dict[str, object]:
         """The predicted timeline as a Chrome trace, which https://ui.perfetto.dev shows; one process for each graph."""
         from shardcompile.reports.timeline import chrome_trace
 

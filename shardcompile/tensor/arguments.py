@@ -95,7 +95,7 @@ def wants_gradient(args: Sequence[object], kwargs: Mapping[str, object]) -> bool
     return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values()))
 
 
-def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
     """Write what depends on sharded values, and has a gradient, into a plain tensor: the full value, on every rank.
 
     Where the function has a form that is not in place, what that gives is gathered, or reduced; otherwise the values.

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
-from shardcompile.dispatch.precision import widened
-from shardcompile.dispatch.rows import has_known_blocks
+from shardcompile.ops.support.precision import widened
+from shardcompile.ops.view.rows import has_known_blocks
 from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import redistributed
 
@@ -97,7 +97,7 @@ def _fits(indices: Any, table: Any, offsets: Any, mode: str, weights: Any, paddi
     return weights is None or (mode == "sum" and weights.shape == indices.shape and weights.dtype == table.dtype)
 
 
-def _largest(rows: Any, counts: Any) -> Any:
+def _largest(rows: Any, counts: Any) -> object:
     """The largest row of each bag by columns: the first of equal ones, and a NaN if it is the first of all."""
     rows = redistributed(rows, rows._spec.layout.reduced())
     values, extent = rows.detach(), rows.shape[1]

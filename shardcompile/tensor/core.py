@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -12,11 +12,12 @@ from torch.distributed.tensor.placement_types import Partial, Placement
 
 from shardcompile import compat
 from shardcompile.collectives import wait
+from shardcompile.compat import OpOverload
 from shardcompile.dispatch import Handlers, clear_cache, dispatch
-from shardcompile.dispatch.strides import in_order
 from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpError
 from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, normalize_placements
 from shardcompile.ops import CONDITIONS, FUNCTIONS
+from shardcompile.ops.support.strides import in_order
 from shardcompile.plan import target_layout
 from shardcompile.sharded import Sharded
 from shardcompile.tensor import checkpoint, construct
@@ -55,7 +56,7 @@ _FUNCTION_HANDLERS, _NAMED_HANDLERS = Handlers.functions, Handlers.names
 class _Block:
     """This rank's block: an attribute that is set on construction, but for the cases that are found here on use."""
 
-    def __get__(self, x: Any, owner: type | None = None) -> Any:
+    def __get__(self, x: Any, owner: type | None = None) -> object:
         if x is None:
             return self
         if x._copied is not None:
@@ -293,7 +294,7 @@ class ShardTensor(Sharded):
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    ) -> object:
         if _FUNCTION_HANDLERS or _NAMED_HANDLERS:
             handler = Handlers.of_function(func)
             if handler is not None:
@@ -318,7 +319,7 @@ class ShardTensor(Sharded):
     @classmethod
     def _prepared(
         cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """The arguments of a function with plain tensors promoted that want a gradient."""
         mesh, plain = survey(cls, args)
         if kwargs:
@@ -440,7 +441,7 @@ class ShardTensor(Sharded):
         layout = Layout.chunked(x.device_mesh, placements, tuple(x.shape), x.dtype)
         return FromLocal.apply(x.to_local(), cls, Spec.of(layout, tuple(x.stride())))
 
-    def to_dtensor(self) -> Any:
+    def to_dtensor(self) -> Tensor:
         """This tensor as a DTensor; no data moves. Differentiable.
 
         Raises:
@@ -511,7 +512,7 @@ class ShardTensor(Sharded):
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.backward(source, gradient, retain_graph, create_graph, inputs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
         if self.grad_fn is not None:
             grad = f", grad_fn=<{self.grad_fn.name()}>"
@@ -520,15 +521,15 @@ class ShardTensor(Sharded):
         block = layout.local_shape(compat.coordinate(layout.mesh)) if local is None else tuple(local.shape)
         return f"ShardTensor({layout.describe()}, block {block}{grad})"
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         is_param = getattr(self, "_is_param", False)
         parts = construct.plain_parts(self._spec)
         return rebuild, (self._local_tensor.detach(), parts, self.requires_grad, is_param, checkpoint.saver())
 
-    def __create_write_items__(self, name: str, _: Any) -> list[Any]:
+    def __create_write_items__(self, name: str, _: object) -> list[object]:
         return list(checkpoint.write_items(name, self))
 
-    def __create_chunk_list__(self) -> list[Any]:
+    def __create_chunk_list__(self) -> list[object]:
         return list(checkpoint.chunks(self))
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
@@ -537,18 +538,18 @@ class ShardTensor(Sharded):
     # Extension points
 
     @staticmethod
-    def register_dispatch_handler(op: Any, handler: Callable[..., Any]) -> None:
+    def register_dispatch_handler(op: OpOverload, handler: Callable[..., object]) -> None:
         """Have ``handler(*args, **kwargs)`` run in place of our dispatch of `op`, below autograd."""
         Handlers.ops[op] = handler
         clear_cache()
 
     @staticmethod
-    def register_function_handler(function: Callable[..., Any], handler: Callable[..., Any]) -> None:
+    def register_function_handler(function: Callable[..., object], handler: Callable[..., object]) -> None:
         """Have ``handler(func, types, args, kwargs)`` run in place of a Python function of torch, above autograd."""
         Handlers.functions[function] = handler
 
     @staticmethod
-    def register_named_function_handler(name: str, handler: Callable[..., Any]) -> None:
+    def register_named_function_handler(name: str, handler: Callable[..., object]) -> None:
         """As `register_function_handler`, for functions and ops that are known by name only.
 
         Args:

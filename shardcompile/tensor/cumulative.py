@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from shardcompile.dispatch import scans
-from shardcompile.dispatch.rows import has_known_blocks
+from shardcompile.ops.scan import sharded as scans
+from shardcompile.ops.view.rows import has_known_blocks
 from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import redistributed, sharded_gradient
 
@@ -20,7 +21,7 @@ class _CumulativeProduct(torch.autograd.Function):
     """Products of every row and those before it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, dim: int) -> Any:
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
         """The products."""
         out = scans.cumprod(x, dim)
         ctx.dim = dim
@@ -38,7 +39,7 @@ class _CumulativeProduct(torch.autograd.Function):
         return _gradient(grad, redistributed(x, out._spec.layout), out, ctx.dim), None
 
 
-def _gradient(grad: Any, x: Any, out: Any, dim: int) -> Any:
+def _gradient(grad: Any, x: Any, out: Any, dim: int) -> Tensor:
     """In front of the first zero sums of products, divided by the factor that is left out.
 
     At the first zero itself the products are those with a one in its place; behind it all of them hold that zero.
@@ -53,8 +54,8 @@ def _gradient(grad: Any, x: Any, out: Any, dim: int) -> Any:
 
 
 def cumprod(
-    func: Callable[..., Any], input: Any, dim: int, *, dtype: torch.dtype | None = None, out: Any = None
-) -> Any:
+    func: Callable[..., object], input: Any, dim: int, *, dtype: torch.dtype | None = None, out: Any = None
+) -> object:
     """``torch.cumprod``."""
     options = {} if out is None else {"out": out}
     if out is not None or not isinstance(dim, int) or not _wants_gradient(input, dim):
@@ -62,7 +63,7 @@ def cumprod(
     return _CumulativeProduct.apply(input if dtype is None else input.to(dtype), dim)
 
 
-def _wants_gradient(x: Any, dim: int) -> bool:
+def _wants_gradient(x: Tensor, dim: int) -> bool:
     """Whether there is a gradient to take, of a tensor that is cut."""
     if not isinstance(x, Sharded) or not -x.ndim <= dim < x.ndim or not torch.is_grad_enabled():
         return False

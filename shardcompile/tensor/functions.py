@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shardcompile import compat
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.ops import state_function
+from shardcompile.sharded import Sharded
 from shardcompile.tensor import masks
 from shardcompile.tensor.arguments import align_gradient
 from shardcompile.tensor.bags import embedding_bag
@@ -24,7 +25,7 @@ from shardcompile.tensor.higher_order import teach_higher_order_ops
 aten = torch.ops.aten
 
 
-def _set_data(_: Callable[..., Any], x: Any, value: Any) -> None:
+def _set_data(_: object, x: object, value: object) -> None:
     """``x.data = value``: torch exchanges the outer tensor only."""
     if type(x) is not ShardTensor or type(value) is not ShardTensor:
         raise UnsupportedOpError("x.data = y needs two sharded tensors or none; see ShardTensor.from_local")
@@ -33,7 +34,7 @@ def _set_data(_: Callable[..., Any], x: Any, value: Any) -> None:
     x._keys = x._flat = x._hints = x._copied = None
 
 
-def _require_grad(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+def _require_grad(func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """``x.requires_grad_()`` and ``x.requires_grad = True``."""
     wanted_before = x.requires_grad
     out = func(x, *args, **kwargs)
@@ -42,7 +43,7 @@ def _require_grad(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -
     return out
 
 
-def _gradient(func: Callable[..., Any], x: Any) -> Any:
+def _gradient(func: Callable[..., object], x: Any) -> object:
     """``x.grad``; Dynamo, which reads it of parameters while it compiles an optimizer's step, is told what it is of."""
     grad = func(x)
     if type(grad) is ShardTensor and compat.is_compiling() and getattr(x, "_is_param", False):
@@ -50,7 +51,7 @@ def _gradient(func: Callable[..., Any], x: Any) -> Any:
     return grad
 
 
-def _deep_copied(func: Callable[..., Any], x: Any, memo: Any) -> Any:
+def _deep_copied(func: Callable[..., Any], x: Tensor, memo: Any) -> Tensor:
     known = id(x) in memo
     out = func(x, memo)
     if not known and out.is_leaf:
@@ -58,7 +59,7 @@ def _deep_copied(func: Callable[..., Any], x: Any, memo: Any) -> Any:
     return out
 
 
-def _product(func: Callable[..., Any], x: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+def _product(func: Callable[..., Any], x: object, weight: object, *args: Any, **kwargs: Any) -> object:
     """`linear` and `matmul`, which flatten all leading dims of `x` into one.
 
     A cut dim can only be flattened as the leading one, so it is moved there first. The result is stored as that of
@@ -75,8 +76,14 @@ def _product(func: Callable[..., Any], x: Any, weight: Any, *args: Any, **kwargs
 
 
 def _attend(
-    func: Callable[..., Any], query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any
-) -> Any:
+    func: Callable[..., object],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *args: object,
+    **kwargs: object,
+) -> object:
     """`scaled_dot_product_attention`: its fused kernels draw random numbers of their own."""
     if compat.is_compiling():
         _tell_equal_extents(query, key, value, attn_mask)
@@ -85,7 +92,7 @@ def _attend(
         return func(query, key, value, attn_mask, *args, **kwargs)
 
 
-def _tell_equal_extents(query: Any, key: Any, value: Any, mask: Any) -> None:
+def _tell_equal_extents(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
     """Compare extents that have symbols of their own: torch 2.15 takes no fused kernel unless they are known as equal.
 
     They are global extents, so that the guards hold on all ranks or on none.
@@ -105,7 +112,7 @@ def _tell_equal_extents(query: Any, key: Any, value: Any, mask: Any) -> None:
         bool(query.shape[-3] % key.shape[-3] == 0)
 
 
-def _tolist(func: Callable[..., Any], x: Any) -> Any:
+def _tolist(func: Callable[..., object], x: Any) -> object:
     return x.full_tensor().tolist()
 
 
@@ -114,14 +121,14 @@ def _formatted(func: Callable[..., Any], x: Any, spec: str) -> str:
     return func(x.detach().full_tensor() if x.ndim == 0 and x._holds_values else x, spec)
 
 
-def _no_memory(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+def _no_memory(func: Callable[..., object], x: Sharded, *args: object, **kwargs: object) -> object:
     raise UnsupportedOpError(
         f"{func.__name__} of {x._spec.layout.describe()}: a sharded tensor has no memory of its own that others could "
         f"read; take x.to_local() for this rank's block, or x.full_tensor()"
     )
 
 
-def _numpy(func: Callable[..., Any], x: Any, **kwargs: Any) -> Any:
+def _numpy(func: Callable[..., Any], x: Any, **kwargs: Any) -> object:
     """A number as a numpy array; larger tensors are not gathered behind the caller's back."""
     if x.ndim > 0:
         raise UnsupportedOpError(
@@ -133,12 +140,12 @@ def _numpy(func: Callable[..., Any], x: Any, **kwargs: Any) -> Any:
     return func(x.detach().full_tensor(), **kwargs)
 
 
-def _sgn(func: Callable[..., Any], x: Any, **kwargs: Any) -> Any:
+def _sgn(func: Callable[..., Any], x: object, **kwargs: Any) -> object:
     """`sgn`, which of real numbers is `sign`; its gradient is a kind of tensor that has no symbolic size."""
     return func(x, **kwargs) if not isinstance(x, Tensor) or x.is_complex() else torch.sign(x, **kwargs)
 
 
-def _unsafe_view(func: Callable[..., Any], x: Any, *args: Any) -> Any:
+def _unsafe_view(func: Callable[..., Any], x: Tensor, *args: Any) -> Tensor:
     """A view that AOTAutograd returns in place of a compiled function's output, before that has a gradient."""
     out = func(x, *args)
     if type(x) is ShardTensor and not x.requires_grad:
@@ -146,10 +153,10 @@ def _unsafe_view(func: Callable[..., Any], x: Any, *args: Any) -> Any:
     return out
 
 
-def _tensor_split(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+def _tensor_split(func: Callable[..., object], x: object, *args: object, **kwargs: object) -> object:
     """`tensor_split`, whose kernel reads the memory of a tensor that says where to split."""
 
-    def known(where: Any) -> Any:
+    def known(where: Any) -> object:
         if isinstance(where, Tensor) and compat.is_compiling():
             raise UnsupportedOpError(
                 f"{func.__name__} of {x!r} by a tensor would need its values while it is compiled; pass a list of ints"

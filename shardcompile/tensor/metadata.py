@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from shardcompile import compat
@@ -33,10 +34,10 @@ class Metadata:
     cuts: tuple[CutKind, ...]
     epoch: int
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Metadata:
+    def __deepcopy__(self, memo: dict[int, object]) -> Metadata:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return intern_metadata, (self.mesh, self.placements, self.dtype, self.cuts)
 
     @property
@@ -71,7 +72,7 @@ compat.forget_with_world(_INTERNED.clear)
 
 
 def intern_metadata(
-    mesh: Any, placements: tuple[Placement, ...], dtype: torch.dtype, cuts: tuple[CutKind, ...]
+    mesh: DeviceMesh, placements: tuple[Placement, ...], dtype: torch.dtype, cuts: tuple[CutKind, ...]
 ) -> Metadata:
     """The metadata with these parts."""
     metadata = Metadata(mesh, placements, dtype, cuts, compat.world_epoch())

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcompile.collectives.descriptor import Descriptor, descriptors
+from shardcompile.compat import OpOverload
 from shardcompile.tensor import ShardTensor
 
 
@@ -27,7 +28,7 @@ _EXCHANGES = _names(lambda d: d.communicates and d.moves_rows)
 class CollectiveWatch(TorchDispatchMode):
     """Sees every collective on plain tensors, those inside of ops on sharded ones included."""
 
-    def saw(self, name: str, x: Any, out: Any) -> None:
+    def saw(self, name: str, x: object, out: object) -> None:
         """Called after each.
 
         Args:
@@ -43,8 +44,12 @@ class CollectiveWatch(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(
-        self, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        op: OpOverload,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if any(issubclass(t, ShardTensor) for t in types):
             return NotImplemented  # its ops on blocks come back here
         out = op(*args, **(kwargs or {}))
@@ -70,7 +75,7 @@ class ServiceWatch(CollectiveWatch):
         self._gathers = False
         self.nbytes = 0
 
-    def saw(self, name: str, x: Any, out: Any) -> None:
+    def saw(self, name: str, x: object, out: Any) -> None:
         self._names.add(name)
         self.nbytes += x.nbytes if isinstance(x, Tensor) else 0
         self._gathers |= name.partition("::")[2].startswith("all_gather") and out.numel() >= self._whole

@@ -162,7 +162,7 @@ _UNKNOWN = object()
 _NUMBERS: dict[Any, int] = {}
 
 
-def enter(group: ProcessGroup, kind: str, dtype: torch.dtype, labels: Sequence[str], *stated: Any) -> Call:
+def enter(group: ProcessGroup, kind: str, dtype: torch.dtype, labels: Sequence[str], *stated: object) -> Call:
     """State a collective before anything is sent.
 
     Args:
@@ -206,7 +206,7 @@ def _members_of(group: ProcessGroup) -> Members | None:
     return _join(group) if found is _UNKNOWN else found  # type: ignore[return-value]
 
 
-def _number(name: Any) -> int:
+def _number(name: object) -> int:
     """A number for a name, the same in every process."""
     found = _NUMBERS.get(name)
     if found is None:
@@ -227,5 +227,5 @@ def _join(group: ProcessGroup) -> Members | None:
     return members
 
 
-def _value(x: Any) -> str:
+def _value(x: object) -> str:
     return ",".join(map(str, x)) if isinstance(x, tuple) else str(x)

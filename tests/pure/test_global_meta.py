@@ -11,8 +11,8 @@ from tiers import often
 from torch import Tensor
 from torch._ops import OpOverload
 
-from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.ops import Order, record_of
+from shardcompile.ops.support.global_meta import global_meta
 
 aten = torch.ops.aten
 

@@ -27,7 +27,6 @@ from simulator import (
 from torch._ops import OpOverload
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from shardcompile.dispatch.choice import Choice, choose
 from shardcompile.errors import RuleError
 from shardcompile.layout import Cut, Layout, MeshShape
 from shardcompile.ops import (
@@ -46,10 +45,11 @@ from shardcompile.ops import (
     replace_rule,
     state,
 )
+from shardcompile.ops.choice import Choice, choose
 from shardcompile.ops.notation import multilinear, parse_notation, split_notation
 from shardcompile.ops.registry import overloads
 from shardcompile.ops.strategy import partial
-from shardcompile.rules.views import match_dims
+from shardcompile.ops.view.rule import match_dims
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial("sum")

@@ -124,7 +124,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "self along dim 0  nothing is sent, on blocks; the result is cut along dim 0" in printed
     assert "self along dim 1  rows go to ranks that need them; no tensor is gathered, by its form" in printed
     assert "self cut along dim 1, mat2 cut along dim 0 -> a pending sum" in printed
-    assert "cumprod (shardcompile/rules/" in printed and "torch" not in printed.partition("aten::mm")[0].split("\n")[0]
+    assert "cumprod (shardcompile/ops/" in printed and "torch" not in printed.partition("aten::mm")[0].split("\n")[0]
     with pytest.raises(SystemExit):
         main(["op", "aten.no_such_op"])
     assert "torch has no op 'aten.no_such_op'" in capsys.readouterr().err
