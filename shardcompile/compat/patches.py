@@ -383,7 +383,7 @@ OF_A_COMPILATION = (
         "traces_agree",
         "torch._dynamo.backends.common.aot_module_simplified",
         "AOTAutograd counts the results of the forward pass in one trace and makes the graph by another. Where the "
-        "backward pass finds that a symbol is a number, the second has fewer results: \"Node ... was invalid\".",
+        'backward pass finds that a symbol is a number, the second has fewer results: "Node ... was invalid".',
         "Symbols that the backward pass specialises change how many results the forward graph of a tensor subclass "
         "has, after they were counted: DTensor fails in the same way.",
         "2.11 - 2.15",
