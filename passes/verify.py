@@ -29,7 +29,7 @@ from torch.fx import Graph
 
 from shardcompile import compat, config
 from shardcompile.errors import PassError
-from shardcompile.passes.collective import Collective, collectives
+from shardcompile.passes.graph.collective import Collective, collectives
 
 _POLL_SECONDS = 0.01
 

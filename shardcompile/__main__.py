@@ -174,7 +174,7 @@ def _calibrate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     if options.ranks < 2:
         parser.error("a link joins at least 2 ranks")
     from shardcompile.demo.launch import RankFailedError, launch
-    from shardcompile.passes.calibrate import measure_link, save
+    from shardcompile.passes.cost.calibrate import measure_link, save
 
     backend = _backend(parser, options.backend, options.ranks)
     try:

@@ -14,15 +14,11 @@ from typing import Any
 
 import sympy
 import torch
-import torch._subclasses.fake_impls as fake_impls
-import torch.fx.experimental._config as _symbolic_shapes_config
 import torch.fx.traceback as fx_traceback
 from torch._C._distributed_c10d import _register_work  # 2.11 - 2.15
-from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.11 - 2.15
 from torch._dynamo.eval_frame import set_code_exec_strategy  # 2.11 - 2.15
 from torch._dynamo.types import FrameAction, FrameExecStrategy  # 2.11 - 2.15
-from torch._functorch import config as _functorch_config  # 2.11 - 2.15
-from torch._guards import CompileContext, TracingContext, detect_fake_mode  # 2.11 - 2.15
+from torch._guards import CompileContext, detect_fake_mode  # 2.11 - 2.15
 from torch._inductor.custom_graph_pass import CustomGraphPass  # 2.11 - 2.15
 from torch._ops import OpOverload, OpOverloadPacket  # 2.11 - 2.15
 from torch._subclasses.fake_tensor import (  # 2.11 - 2.15
@@ -40,7 +36,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources  # 2.11 - 2.15
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group  # 2.11 - 2.15
 from torch.distributed.tensor.debug import _comm_mode  # 2.11 - 2.15
-from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import (  # 2.11 - 2.15
     _SympyExprTrackerValue,
     disable_proxy_modes_tracing,
@@ -52,13 +47,11 @@ from torch.fx.experimental.symbolic_shapes import (
     statically_known_true,  # 2.11 - 2.15
 )
 from torch.utils._python_dispatch import return_and_correct_aliasing  # 2.11 - 2.15
-from torch.utils._sympy.functions import Max, Min  # 2.11 - 2.15
 from torch.utils._sympy.interp import sympy_interp  # 2.11 - 2.15
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # 2.11 - 2.15
-from torch.utils._sympy.symbol import SymT, symbol_is_type  # 2.11 - 2.15
 
-from shardcompile.compat.block_symbols import name_symbols_of_blocks
-from shardcompile.compat.late_sizes import tracing_again
+from shardcompile.compat.patches import trace_size_obliviously as trace_size_obliviously
+from shardcompile.compat.patches import without_guards as without_guards
 from shardcompile.compat.worlds import forget_with_world, note_trace, start_epoch, world_epoch
 
 __all__ = [
@@ -364,221 +357,7 @@ def is_compiling() -> bool:
     return CompileContext.try_get() is not None
 
 
-def trace_size_obliviously() -> None:
-    """Make the compilation that is running trace without specialising on sizes of 0 and 1.
-
-    A block may be empty or of one row on any rank in any call; a graph that is specialised on it would have to be
-    compiled again, on that rank alone. The switch is torch's own (`backed_size_oblivious`), is read all through a
-    compilation, and goes back to what it was when the compilation ends.
-    """
-    context = TracingContext.try_get()
-    if context is not None and context.fake_mode is not None:
-        _decide_by_hint_where_guards_are_suppressed(context.fake_mode.shape_env)
-        # Without `fullgraph` Dynamo would break the graph where we read the sizes of a derived cut. It asks its own
-        # switch for a user's `item`.
-        context.fake_mode.allow_scalar_outputs = True  # 2.11 - 2.15
-    if _symbolic_shapes_config.backed_size_oblivious:
-        return
-    _symbolic_shapes_config.backed_size_oblivious = True
-    stride_of_view, overlaps = fake_impls._compute_stride, torch._debug_has_internal_overlap  # 2.11 - 2.15
-    fake_impls._compute_stride = _without_comparing(stride_of_view)
-    torch._debug_has_internal_overlap = _unguarded(overlaps)  # type: ignore[assignment]
-    # Torch 2.15 repeats the wait for a result that the backward pass needs, and saves both: one tensor under two names.
-    # If Inductor may write to what was saved, it overwrites the one that it still has to read.
-    donated, _functorch_config.donated_buffer = _functorch_config.donated_buffer, False  # 2.11 - 2.15
-    memory_format = torch._C._conv_determine_backend_memory_format  # 2.11 - 2.15
-    torch._C._conv_determine_backend_memory_format = _unguarded(memory_format)
-    from torch._dynamo.backends import common  # 2.11 - 2.15
-    from torch._functorch import partitioners  # 2.11 - 2.15
-    from torch._inductor import ir
-    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-    from torch._inductor.lowering import lowerings
-
-    aot = common.aot_module_simplified  # 2.11 - 2.15
-    common.aot_module_simplified = tracing_again(aot)
-    save_collectives = partitioners.force_save_collectives  # 2.11 - 2.15
-    partitioners.force_save_collectives = _where_they_were_traced(save_collectives)
-    assign = PythonWrapperCodegen.codegen_input_symbol_assignment  # 2.11 - 2.15
-    PythonWrapperCodegen.codegen_input_symbol_assignment = _by_both_names(assign)  # type: ignore[method-assign]
-    fill_order = ir.get_fill_order  # 2.11 - 2.15
-    ir.get_fill_order = _sorted_by_hint(fill_order)
-    bmm = torch.ops.aten.bmm.default
-    lower_bmm = lowerings[bmm]  # 2.11 - 2.15
-    lowerings[bmm] = _lowered_by_hint(lower_bmm)
-    from torch._inductor.sizevars import SizeVarAllocator  # 2.11 - 2.15
-
-    smaller, larger = SizeVarAllocator.evaluate_min, SizeVarAllocator.evaluate_max  # 2.11 - 2.15
-    SizeVarAllocator.evaluate_min = _one_of_two_if_known(Min, 0)  # type: ignore[method-assign]
-    SizeVarAllocator.evaluate_max = _one_of_two_if_known(Max, 1)  # type: ignore[method-assign]
-
-    def restore(_: object) -> None:
-        _functorch_config.donated_buffer = donated
-        common.aot_module_simplified = aot
-        partitioners.force_save_collectives = save_collectives
-        torch._C._conv_determine_backend_memory_format = memory_format
-        lowerings[bmm] = lower_bmm
-        SizeVarAllocator.evaluate_min = smaller  # type: ignore[method-assign]
-        SizeVarAllocator.evaluate_max = larger  # type: ignore[method-assign]
-        PythonWrapperCodegen.codegen_input_symbol_assignment = assign  # type: ignore[method-assign]
-        _symbolic_shapes_config.backed_size_oblivious = False
-        fake_impls._compute_stride, torch._debug_has_internal_overlap = stride_of_view, overlaps
-        ir.get_fill_order = fill_order
-        _compile_callbacks.remove_end_callback(restore)
-
-    _compile_callbacks.register_end_callback(restore)
-
-
-def _where_they_were_traced(save_collectives: Callable[..., None]) -> Callable[..., None]:
-    """Have the backward graph hold the collectives of the backward pass, those that depend on no gradient included.
-
-    The partitioner would move such a one to the forward graph or not, by the sizes of what is to be saved: ranks that
-    know their own blocks as numbers would decide otherwise, and wait for one another. It moved one and left the other
-    copy in the backward graph, too, where nothing reads it, since nothing that waits is taken for dead code.
-    """
-
-    def save(joint: GraphModule) -> None:
-        save_collectives(joint)
-        for node in joint.graph.nodes:
-            if node.target is not torch.ops._c10d_functional.wait_tensor.default:
-                continue
-            parts = (node, *node.all_input_nodes)
-            # Torch 2.14 waits in the backward pass again for what the forward pass has sent.
-            if all(part.meta.get("partitioner_tag") == "is_backward" for part in parts):  # 2.11 - 2.15
-                for part in parts:
-                    part.meta["partitioner_tag"] = "must_be_in_backward"
-
-    return save
-
-
-def _unguarded(check: Callable[..., object]) -> Callable[..., Any]:
-    """A question about a tensor, answered by hints without guards, which would hold on some ranks only.
-
-    For a check that can only raise: Inductor copies blocks where it lowers `select`. And for the memory format of a
-    convolution's result: it asks whether there is more than one image, and where there is one, formats are the same.
-    """
-
-    def checked(x: torch.Tensor, *args: object) -> object:
-        with without_guards(x):
-            return check(x, *args)
-
-    return checked
-
-
-def _lowered_by_hint(lowering: Callable[..., object]) -> Callable[..., object]:
-    """Have Inductor lower an op by hints, without guards.
-
-    On CPUs it asks of the factors of a batched product whether they have one row, to copy those that the kernel would
-    copy. Either answer is right for all sizes.
-    """
-    from torch._inductor.virtualized import V  # 2.11 - 2.15
-
-    def lower(*args: object, **kwargs: object) -> object:
-        with V.graph.sizevars.shape_env.suppress_guards():
-            return lowering(*args, **kwargs)
-
-    return lower
-
-
-def _one_of_two_if_known(formula: Any, which: int) -> Callable[..., object]:
-    """Inductor's `evaluate_min` or `evaluate_max`, which leaves a formula where it is not known which size it is.
-
-    Where ends of a slice are clamped, Inductor takes one of both, and guards on that. With guards only from what holds
-    for all sizes it finds neither and gives up ("evaluate_min ... with unbacked symints"), and before that it takes a
-    size for the smaller one that divides the other: a multiple of it may be 0.
-
-    Args:
-        formula: of both sizes.
-        which: of the sizes in ascending order is wanted.
-    """
-
-    def evaluate(self: Any, left: Any, right: Any) -> object:
-        left, right = (sympy.sympify(x).xreplace(self.inv_precomputed_replacements) for x in (left, right))
-        for in_order in ((left, right), (right, left)):
-            if self.statically_known_leq(*in_order):
-                return in_order[which]
-        return formula(left, right)
-
-    return evaluate
-
-
-def _by_both_names(assign: Callable[..., None]) -> Callable[..., None]:
-    """Have generated code name a size also by the symbol that took the place of its own.
-
-    The gradient that an input has already brings a symbol of its own for the same size. Which of the two replaces the
-    other is a matter of their names, and code of torch before 2.15 knows only the input's.
-    """
-    from torch._inductor.virtualized import V  # 2.11 - 2.15
-
-    def assigned(self: Any, name: str, value: object, bound_vars: Any, *rest: object, **options: object) -> None:
-        assign(self, name, value, bound_vars, *rest, **options)
-        for symbol in list(bound_vars):
-            other = V.graph.sizevars.simplify(symbol)
-            if not isinstance(other, sympy.Symbol):  # a number by now, or what another symbol is multiplied with
-                continue
-            if other not in bound_vars and symbol_is_type(other, SymT.SIZE):
-                self.prefix.writeline(f"{other} = {symbol}")
-                bound_vars.add(other)
-
-    return assigned
-
-
-def _without_comparing(stride_of_view: Callable[..., object]) -> Callable[..., Any]:
-    """Have Inductor take strides for different, where it lowers a view, unless they are equal for all sizes.
-
-    It asks for the size of a block otherwise, and what it finds is a guard that holds on some ranks only.
-    """
-    from torch._inductor.graph import GraphLowering  # 2.11 - 2.15
-    from torch._inductor.virtualized import V  # 2.11 - 2.15
-
-    def strides(*args: object, size_oblivious: bool = False, **kwargs: object) -> object:
-        oblivious = size_oblivious or isinstance(V.graph, GraphLowering)
-        return stride_of_view(*args, size_oblivious=oblivious, **kwargs)
-
-    return strides
-
-
-def _sorted_by_hint(fill_order: Callable[..., Any]) -> Callable[..., Any]:
-    """Have Inductor sort strides by their hints, which are the same on every rank and larger than 1.
-
-    It would compare them, and leave guards that a block of one row breaks. Where a dim has extent 0 or 1, its stride
-    may stand anywhere in the order.
-    """
-
-    def order(strides: Sequence[Any], shape_env: Any = None) -> Any:
-        of_strides = next((s.node.shape_env for s in strides if isinstance(s, torch.SymInt)), shape_env)
-        if of_strides is None:
-            return fill_order(strides)
-        with of_strides.suppress_guards():
-            return fill_order(strides, shape_env)
-
-    return order
-
-
-def _decide_by_hint_where_guards_are_suppressed(shape_env: Any) -> None:
-    """Turn the switch off inside of ``shape_env.suppress_guards()``, where a decision by hint leaves no guard.
-
-    AOTAutograd compares there the strides of saved activations with those that Inductor chose (2.11 - 2.15). With the
-    switch on it takes them for different, and bakes the strides of the first call into the backward graph.
-    """
-    if shape_env is None or "suppress_guards" in vars(shape_env):
-        return
-    suppress = shape_env.suppress_guards
-
-    @contextlib.contextmanager
-    def suppress_and_decide() -> Iterator[None]:
-        before = _symbolic_shapes_config.backed_size_oblivious
-        _symbolic_shapes_config.backed_size_oblivious = False
-        try:
-            with suppress():
-                yield
-        finally:
-            _symbolic_shapes_config.backed_size_oblivious = before
-
-    shape_env.suppress_guards = suppress_and_decide
-    name_symbols_of_blocks(shape_env)
-
-
-def decomposition_of(op: torch._ops.OpOverload) -> Callable[..., object] | None:
+def decomposition_of(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
     """The op in terms of other ops, from torch's own table, or None."""
     from torch._decomp import decomposition_table  # 2.11 - 2.15
 
@@ -916,18 +695,7 @@ def unrecorded_symbols(of: object) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if shape_env is None else shape_env.ignore_fresh_unbacked_symbols()
 
 
-def without_guards(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-    """Where `x` is part of a trace: take decisions on symbolic sizes by their hints, and install no guards for them.
-
-    For what has no influence on the graph, such as checks that can only raise.
-    """
-    mode = detect_fake_mode([x])
-    if mode is None or mode.shape_env is None:
-        return contextlib.nullcontext()
-    return mode.shape_env.suppress_guards()
-
-
-def follow_view(op: torch._ops.OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> None:
+def follow_view(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Give a wrapper on which an in-place view op, such as ``transpose_``, is called its new sizes and strides."""
     return_and_correct_aliasing(op, args, kwargs, args[0])
 

@@ -17,7 +17,7 @@ from shardcompile import compat
 from shardcompile.compat import offline as _torch
 from shardcompile.errors import ShardError
 from shardcompile.offline.world import OfflineError, OfflineWorld, offline_world
-from shardcompile.passes.collective import Collective, collectives
+from shardcompile.passes.graph.collective import Collective, collectives
 from shardcompile.passes.pipeline import Pass, Pipeline, before_division
 from shardcompile.tensor import ShardTensor
 
@@ -29,7 +29,7 @@ class CollectiveRecord:
     """A collective, by what all ranks of its group must agree on: records of two ranks are equal if that is.
 
     Attributes:
-        kind: see `shardcompile.passes.collective.KINDS`.
+        kind: see `shardcompile.passes.graph.collective.KINDS`.
         ranks: of its group, in its order.
         dtypes: of what a rank puts in: one, but for coalesced collectives.
         global_bytes: of the tensor that the ranks hold together, or that each of them gets. By hints, the same on every

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from shardcompile.errors import ShardError
 from shardcompile.offline import offline_world, trace_step
 from shardcompile.passes.backend import inductor_options
-from shardcompile.passes.cost import CostModel
+from shardcompile.passes.cost.model import CostModel
 from shardcompile.passes.pipeline import Pipeline, default_passes
 from shardcompile.reports.capture import STAGES, capture
 from shardcompile.reports.report import Report

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from importlib.resources import files
 from string import Template
 
-from shardcompile.passes.simulator import COMPUTE
+from shardcompile.passes.schedule.simulator import COMPUTE
 from shardcompile.reports.advice import advice
 from shardcompile.reports.report import Compilation, GraphReport, IssuedCollective, Report, TracedCollective
 from shardcompile.reports.text import as_text, in_bytes, in_seconds, named_ranks, percent, place_of, plural, reason_of

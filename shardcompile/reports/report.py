@@ -16,7 +16,7 @@ class TracedCollective:
 
     Attributes:
         name: of its node.
-        kind: such as ``all_gather_v``, see `shardcompile.passes.collective.KINDS`.
+        kind: such as ``all_gather_v``, see `shardcompile.passes.graph.collective.KINDS`.
         ranks: of its group, in its order.
         mesh_dim: name or number of the mesh dim that the group lies along, or an empty text.
         dtypes: of what a rank puts in.

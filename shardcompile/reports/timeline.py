@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardcompile.passes.simulator import COMPUTE, Bar, chrome_events
+from shardcompile.passes.schedule.simulator import COMPUTE, Bar, chrome_events
 from shardcompile.reports.report import GraphReport, IssuedCollective, Report, Span
 from shardcompile.reports.text import named_ranks
 

@@ -22,9 +22,9 @@ from shardcompile.collectives.gathers import ALL_GATHER_V
 from shardcompile.collectives.of_torch import SHARD_DIM_ALLTOALL
 from shardcompile.collectives.traffic import Traffic, blocks_to_all, gathered
 from shardcompile.layout import GroupCut, IntLike
-from shardcompile.passes.collective import WAIT, Collective, collectives
-from shardcompile.passes.cost import CostModel
-from shardcompile.passes.links import H100
+from shardcompile.passes.cost.links import H100
+from shardcompile.passes.cost.model import CostModel
+from shardcompile.passes.graph.collective import WAIT, Collective, collectives
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

@@ -19,9 +19,10 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 import shardcompile.passes as passes
 from shardcompile.collectives.buckets import bucket_dtype
 from shardcompile.errors import PassError
-from shardcompile.passes import bucket, choice
-from shardcompile.passes.collective import WAIT, collectives
-from shardcompile.passes.dependencies import Closure
+from shardcompile.passes.bucket import buckets as bucket
+from shardcompile.passes.bucket import choice
+from shardcompile.passes.graph.collective import WAIT, collectives
+from shardcompile.passes.graph.dependencies import Closure
 
 aten = torch.ops.aten
 

@@ -24,19 +24,20 @@ from work import calls
 
 from shardcompile.collectives.gathers import AllGatherV, ReduceScatterV
 from shardcompile.collectives.turns import AllToAllV
-from shardcompile.passes import BucketReduceScatters, Pipeline, choice
-from shardcompile.passes.bounds import lower_bound
-from shardcompile.passes.collective import WAIT, Collective, collectives
-from shardcompile.passes.cost import CostModel, Prices, keeping_prices
-from shardcompile.passes.dependencies import needed_first
-from shardcompile.passes.edges import Edges
-from shardcompile.passes.hold import HoldOrder
-from shardcompile.passes.links import CPU_CORE, H100, INFINIBAND_NDR
-from shardcompile.passes.overlap import ScheduleOverlap, best_order
-from shardcompile.passes.scheduler import Outline, Scheduler
-from shardcompile.passes.search import quick_plans
-from shardcompile.passes.simulator import known_peak, peak_memory, simulate
-from shardcompile.passes.tasks import Tasks, nodes_in_order
+from shardcompile.passes import BucketReduceScatters, Pipeline
+from shardcompile.passes.bucket import choice
+from shardcompile.passes.cost.links import CPU_CORE, H100, INFINIBAND_NDR
+from shardcompile.passes.cost.model import CostModel, Prices, keeping_prices
+from shardcompile.passes.graph.collective import WAIT, Collective, collectives
+from shardcompile.passes.graph.dependencies import needed_first
+from shardcompile.passes.schedule.bounds import lower_bound
+from shardcompile.passes.schedule.edges import Edges
+from shardcompile.passes.schedule.hold import HoldOrder
+from shardcompile.passes.schedule.overlap import ScheduleOverlap, best_order
+from shardcompile.passes.schedule.scheduler import Outline, Scheduler
+from shardcompile.passes.schedule.search import quick_plans
+from shardcompile.passes.schedule.simulator import known_peak, peak_memory, simulate
+from shardcompile.passes.schedule.tasks import Tasks, nodes_in_order
 
 RANKS = 8
 MODEL = CostModel(H100)

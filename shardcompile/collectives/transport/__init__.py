@@ -1,7 +1,7 @@
 """Moving rows between the ranks of one process group, by whatever its backend is best at.
 
-`TRANSPORTS` is the one place that knows which backends there are. Everything here runs at run time, on real tensors,
-with sizes that all ranks of the group agree on.
+Which backends there are is told by the modules that are imported here, nowhere else. Everything runs at run time, on
+real tensors, with sizes that all ranks of the group agree on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+import shardcompile.collectives.transport.gloo
+import shardcompile.collectives.transport.nccl  # noqa: F401
+from shardcompile.collectives.transport.base import TRANSPORTS as TRANSPORTS
 from shardcompile.collectives.transport.base import CallWork as CallWork
 from shardcompile.collectives.transport.base import Message as Message
 from shardcompile.collectives.transport.base import Range as Range
@@ -22,16 +25,11 @@ from shardcompile.collectives.transport.base import overlap as overlap
 from shardcompile.collectives.transport.base import rows_first as rows_first
 from shardcompile.collectives.transport.base import running_ends as running_ends
 from shardcompile.collectives.transport.base import shifted as shifted
-from shardcompile.collectives.transport.gloo import Gloo
-from shardcompile.collectives.transport.nccl import Nccl
 from shardcompile.collectives.transport.reduce import check_reduction as check_reduction
 from shardcompile.collectives.transport.reduce import reduce_rows as reduce_rows
 from shardcompile.collectives.transport.reduce import reduced_in as reduced_in
 from shardcompile.watch import Call
 from shardcompile.watch.backends import Backend, look_after
-
-TRANSPORTS: dict[str, Transport] = {t.name: t for t in (Gloo(), Nccl())}
-"""By the name of the backend."""
 
 _OTHERS = Transport()
 """For backends that are not listed, such as ranks that are threads: messages with tags are what all of them have."""

@@ -56,8 +56,14 @@ def rows_first(x: Tensor, dim: int) -> Tensor:
     return x if lies_in_rows(x, dim) else x.movedim(dim, 0).contiguous().resolve_conj().resolve_neg()
 
 
+TRANSPORTS: dict[str, Transport] = {}
+"""By the name of the backend."""
+
+
 class Transport:
     """Messages of a backend that matches them by tags: those of calls that differ never meet.
+
+    A subclass is known by its name from where it is defined: see `TRANSPORTS`.
 
     Attributes:
         name: of the backend, as `torch.distributed` has it.
@@ -76,6 +82,9 @@ class Transport:
     aborts = False
     rings = False
     has_all_to_all = False
+
+    def __init_subclass__(cls) -> None:
+        TRANSPORTS[cls.name] = cls()
 
     def exchange(self, call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> list[Work]:
         """Start messages of which none is empty. Every rank of the group calls this, also one that has none.

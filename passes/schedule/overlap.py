@@ -12,13 +12,13 @@ import itertools
 
 from torch.fx import Graph, Node
 
-from shardcompile.passes.bounds import lower_bound
-from shardcompile.passes.collective import collectives
-from shardcompile.passes.cost import CostModel, Prices
-from shardcompile.passes.edges import Edges
-from shardcompile.passes.search import search
-from shardcompile.passes.simulator import Timeline, known_peak, simulate
-from shardcompile.passes.tasks import Tasks, nodes_in_order
+from shardcompile.passes.cost.model import CostModel, Prices
+from shardcompile.passes.graph.collective import collectives
+from shardcompile.passes.schedule.bounds import lower_bound
+from shardcompile.passes.schedule.edges import Edges
+from shardcompile.passes.schedule.search import search
+from shardcompile.passes.schedule.simulator import Timeline, known_peak, simulate
+from shardcompile.passes.schedule.tasks import Tasks, nodes_in_order
 
 MEMORY_LIMIT = 1.1
 """Peak memory of a schedule, relative to that of the graph as it came."""

@@ -12,9 +12,9 @@ from torch.fx import Node
 
 from shardcompile import compat
 from shardcompile.collectives.of_torch import ALL_GATHER, REDUCE_SCATTER, SHARD_DIM_ALLTOALL
-from shardcompile.passes.collective import Collective
-from shardcompile.passes.dependencies import writes
-from shardcompile.passes.pieces import Box, Pieces, Value, arguments_of, evaluate, is_tracked, static_shape
+from shardcompile.passes.foreign.pieces import Box, Pieces, Value, arguments_of, evaluate, is_tracked, static_shape
+from shardcompile.passes.graph.collective import Collective
+from shardcompile.passes.graph.dependencies import writes
 
 aten = torch.ops.aten
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from shardcompile.passes.scheduler import Outline, Plan, Schedule, Scheduler
-from shardcompile.passes.tasks import START, Tasks
+from shardcompile.passes.schedule.scheduler import Outline, Plan, Schedule, Scheduler
+from shardcompile.passes.schedule.tasks import START, Tasks
 
 HASTE = (math.inf, 1.0)
 """How much earlier a collective is started than just in time, in multiples of the time that it takes."""

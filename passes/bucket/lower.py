@@ -11,7 +11,7 @@ from shardcompile import compat
 from shardcompile.collectives.gathers import ALL_GATHER_V
 from shardcompile.collectives.of_torch import ALL_GATHER
 from shardcompile.collectives.transport import TRANSPORTS
-from shardcompile.passes.collective import WAIT, Collective, add_call, add_node, collectives, inherit
+from shardcompile.passes.graph.collective import WAIT, Collective, add_call, add_node, collectives, inherit
 
 aten = torch.ops.aten
 

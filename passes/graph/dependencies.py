@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch.fx import Graph, Node
 
-from shardcompile.passes.ops import op_of
+from shardcompile.passes.graph.ops import op_of
 
 
 class Closure:

@@ -18,7 +18,7 @@ from shardcompile.collectives.of_torch import ALL_REDUCE
 from shardcompile.collectives.traffic import is_number, nbytes_of, size_of
 from shardcompile.errors import ShardError
 from shardcompile.layout import CHUNK_KEY, GroupCut
-from shardcompile.passes.ops import WAIT as WAIT
+from shardcompile.passes.graph.ops import WAIT as WAIT
 
 KINDS = {op: d.kind for d in descriptors() if d.communicates for op in d.overloads}
 """The functional collectives, torch's and ours. All of them take their payload first and the group's name last."""

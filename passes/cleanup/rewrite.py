@@ -10,8 +10,10 @@ import torch
 from torch.fx import Graph, Node
 
 from shardcompile.collectives.of_torch import ALL_GATHER
-from shardcompile.passes.blocks import labels
-from shardcompile.passes.collective import (
+from shardcompile.passes.cleanup.factors import RESHAPES, extents
+from shardcompile.passes.cost.model import CostModel
+from shardcompile.passes.graph.blocks import labels
+from shardcompile.passes.graph.collective import (
     NOTES,
     WAIT,
     Collective,
@@ -21,9 +23,7 @@ from shardcompile.passes.collective import (
     inherit,
     reduction_of,
 )
-from shardcompile.passes.cost import CostModel
-from shardcompile.passes.dependencies import ordered_inputs, reorder, writes
-from shardcompile.passes.factors import RESHAPES, extents
+from shardcompile.passes.graph.dependencies import ordered_inputs, reorder, writes
 
 aten = torch.ops.aten
 

@@ -18,8 +18,8 @@ from shardcompile import compat
 from shardcompile.collectives.descriptor import rows_of
 from shardcompile.collectives.gathers import ALL_GATHER_V, REDUCE_SCATTER_V
 from shardcompile.collectives.own_blocks import PLACE_BLOCK, TAKE_BLOCK
-from shardcompile.passes.blocks import is_pointwise
-from shardcompile.passes.collective import (
+from shardcompile.passes.graph.blocks import is_pointwise
+from shardcompile.passes.graph.collective import (
     WAIT,
     Collective,
     add_call,
@@ -30,8 +30,8 @@ from shardcompile.passes.collective import (
     kind_of,
     reduction_of,
 )
-from shardcompile.passes.dependencies import writes
-from shardcompile.passes.ops import op_of
+from shardcompile.passes.graph.dependencies import writes
+from shardcompile.passes.graph.ops import op_of
 
 aten = torch.ops.aten
 

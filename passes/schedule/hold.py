@@ -13,8 +13,8 @@ import torch
 from torch.fx import Graph, Node
 
 from shardcompile import compat
-from shardcompile.passes.collective import WAIT, kind_of
-from shardcompile.passes.dependencies import ordered_inputs
+from shardcompile.passes.graph.collective import WAIT, kind_of
+from shardcompile.passes.graph.dependencies import ordered_inputs
 
 aten = torch.ops.aten
 

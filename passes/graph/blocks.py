@@ -18,8 +18,8 @@ from shardcompile.collectives import traffic
 from shardcompile.collectives.arguments import map_arguments
 from shardcompile.collectives.own_blocks import PLACE_BLOCK, TAKE_BLOCK
 from shardcompile.collectives.traffic import Member
-from shardcompile.passes.collective import WAIT, Collective, called, value_of
-from shardcompile.passes.ops import op_of
+from shardcompile.passes.graph.collective import WAIT, Collective, called, value_of
+from shardcompile.passes.graph.ops import op_of
 
 aten = torch.ops.aten
 

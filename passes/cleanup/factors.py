@@ -21,9 +21,9 @@ from torch.fx import Graph, Node
 
 from shardcompile import compat
 from shardcompile.collectives.of_torch import ALL_GATHER, ALL_REDUCE
-from shardcompile.passes.blocks import is_pointwise
-from shardcompile.passes.collective import WAIT, Collective, add_node
-from shardcompile.passes.dependencies import writes
+from shardcompile.passes.graph.blocks import is_pointwise
+from shardcompile.passes.graph.collective import WAIT, Collective, add_node
+from shardcompile.passes.graph.dependencies import writes
 
 aten = torch.ops.aten
 

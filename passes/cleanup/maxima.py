@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from shardcompile.passes.blocks import is_pointwise
-from shardcompile.passes.collective import Collective, reduction_of
-from shardcompile.passes.factors import RESHAPES, equal, origin
+from shardcompile.passes.cleanup.factors import RESHAPES, equal, origin
+from shardcompile.passes.graph.blocks import is_pointwise
+from shardcompile.passes.graph.collective import Collective, reduction_of
 
 aten = torch.ops.aten
 

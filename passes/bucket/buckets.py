@@ -5,8 +5,8 @@ multiple of what their bytes do; the same holds for the gathers of parameters th
 collectives meet as ours do, and each other.
 
 What meets in a bucket follows from the program and from sizes that all ranks of a group share, never from the bytes of
-this rank's block: see `shardcompile.passes.choice`. A bucket is issued where its last member was, or before what reads
-the first member's result, together with all that its payloads need.
+this rank's block: see `shardcompile.passes.bucket.choice`. A bucket is issued where its last member was, or before what
+reads the first member's result, together with all that its payloads need.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from shardcompile.collectives.traffic import (
 from shardcompile.collectives.transport import check_reduction
 from shardcompile.errors import CollectiveError
 from shardcompile.layout import GroupCut
-from shardcompile.passes.choice import Choice
-from shardcompile.passes.collective import WAIT, Collective, add_call, add_node, collectives, inherit
-from shardcompile.passes.cost import CostModel, computes_nothing
-from shardcompile.passes.dependencies import needed_first, ordered_inputs
+from shardcompile.passes.bucket.choice import Choice
+from shardcompile.passes.cost.model import CostModel, computes_nothing
+from shardcompile.passes.graph.collective import WAIT, Collective, add_call, add_node, collectives, inherit
+from shardcompile.passes.graph.dependencies import needed_first, ordered_inputs
 
 aten = torch.ops.aten
 

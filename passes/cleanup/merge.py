@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from shardcompile.passes.collective import WAIT, Collective, add_node, inherit, kind_of, reduction_of
-from shardcompile.passes.cost import CostModel
-from shardcompile.passes.factors import (
+from shardcompile.passes.cleanup.factors import (
     DEPTH,
     RESHAPES,
     Call,
@@ -29,10 +27,10 @@ from shardcompile.passes.factors import (
     laid_out,
     origin,
 )
-from shardcompile.passes.maxima import Maximum
-from shardcompile.passes.moments import merge_moments, scaled_sum
-from shardcompile.passes.products import multiply_sums
-from shardcompile.passes.rewrite import (
+from shardcompile.passes.cleanup.maxima import Maximum
+from shardcompile.passes.cleanup.moments import merge_moments, scaled_sum
+from shardcompile.passes.cleanup.products import multiply_sums
+from shardcompile.passes.cleanup.rewrite import (
     GatherPrices,
     cast,
     erase,
@@ -46,6 +44,8 @@ from shardcompile.passes.rewrite import (
     sums,
     usual,
 )
+from shardcompile.passes.cost.model import CostModel
+from shardcompile.passes.graph.collective import WAIT, Collective, add_node, inherit, kind_of, reduction_of
 
 aten = torch.ops.aten
 
@@ -76,7 +76,7 @@ class MergeReductions:
 
     1. *The same terms once.* Sums of the same terms in another order of dims, and equal maxima, are reduced once.
     2. *Sums by products.* What the backward pass of a softmax sums up follows from what was weighted by it, see
-       `shardcompile.passes.products`.
+       `shardcompile.passes.cleanup.products`.
     3. *Factors behind the sum.* What is the same on all ranks and along what is summed moves behind the sum:
        ``y = all_reduce(sum exp(x - max) v) / s``. Now ``s`` and ``y`` wait for the maximum only, and share a bucket.
     4. *Partial results travel together.* Each rank subtracts its own maximum ``m_r`` and sends
@@ -89,7 +89,7 @@ class MergeReductions:
        ``logsumexp``. A rank whose block is empty, or -inf, has ``m_r = -inf``: it subtracts 0, so that its terms are 0
        and no NaN, and has the weight ``exp(-inf - max)``, which is 0 where any rank has more; where none has, it is
        NaN, as in plain PyTorch. A NaN or inf on any rank passes through its weight.
-    5. *Mean and variance* travel in one gather as well, see `shardcompile.passes.moments`.
+    5. *Mean and variance* travel in one gather as well, see `shardcompile.passes.cleanup.moments`.
 
     A gather moves the partial results once for each rank, a reduction about twice in all; so steps 4 and 5 are done
     where the gather takes less time than the reductions one after the other. That is told by the prices of the group's
@@ -97,7 +97,7 @@ class MergeReductions:
 
     Legal because each step computes the same value. Terms are added up in another order and rounded at other places, so
     that floats differ in their last bits. What is awaited only after the graph has written to memory is left alone, see
-    `shardcompile.passes.rewrite.usual`.
+    `shardcompile.passes.cleanup.rewrite.usual`.
 
     To be run on the graph of forward and backward together, where the backward pass finds what the forward pass has,
     and again on what is compiled.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from shardcompile.passes.cost import Prices
-from shardcompile.passes.dependencies import ordered_inputs
+from shardcompile.passes.cost.model import Prices
+from shardcompile.passes.graph.dependencies import ordered_inputs
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from shardcompile.passes.collective import WAIT, Collective, add_node, add_number, reduction_of
-from shardcompile.passes.factors import RESHAPES, equal, extents, origin
-from shardcompile.passes.rewrite import (
+from shardcompile.passes.cleanup.factors import RESHAPES, equal, extents, origin
+from shardcompile.passes.cleanup.rewrite import (
     GatherPrices,
     erase,
     exchanged,
@@ -21,6 +20,7 @@ from shardcompile.passes.rewrite import (
     sort,
     sums,
 )
+from shardcompile.passes.graph.collective import WAIT, Collective, add_node, add_number, reduction_of
 
 aten = torch.ops.aten
 _SCALES = (aten.mul.Tensor, aten.div.Tensor)

@@ -1,7 +1,7 @@
 """What the nodes of a graph cost: seconds and bytes, the same on every rank.
 
 Costs are reckoned with symbolic sizes by their hints, which the library makes the same on every rank, and with the
-size vectors of cuts. Numbers that may differ between ranks are never read: see `shardcompile.passes.blocks`.
+size vectors of cuts. Numbers that may differ between ranks are never read: see `shardcompile.passes.graph.blocks`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from torch.utils.flop_counter import flop_registry
 
 from shardcompile import compat
 from shardcompile.collectives.traffic import Member, Traffic, shares
-from shardcompile.passes import blocks, links
-from shardcompile.passes.collective import WAIT, Collective, Seen, kind_of
-from shardcompile.passes.links import Device, Link
-from shardcompile.passes.ops import op_of
+from shardcompile.passes.cost import links
+from shardcompile.passes.cost.links import Device, Link
+from shardcompile.passes.graph import blocks
+from shardcompile.passes.graph.collective import WAIT, Collective, Seen, kind_of
+from shardcompile.passes.graph.ops import op_of
 
 aten = torch.ops.aten
 _LOG = logging.getLogger("shardcompile")
@@ -121,7 +122,7 @@ class CostModel:
 
         Args:
             c: any.
-            labels: of the graph, see `shardcompile.passes.blocks.labels`; left out, they are looked for.
+            labels: of the graph, see `shardcompile.passes.graph.blocks.labels`; left out, they are looked for.
         """
         return self.price(c, labels).seconds
 
@@ -212,7 +213,7 @@ class Prices:
         packing: by collective: compute before it starts; left out where there is none.
         latency: by collective: the part of its seconds in which it uses no link; left out where it is none.
         link: by group: the name of the link that it uses; left out where it has one for itself.
-        labels: of the nodes whose extents may differ between ranks, see `shardcompile.passes.blocks.labels`.
+        labels: of the nodes whose extents may differ between ranks, see `shardcompile.passes.graph.blocks.labels`.
     """
 
     seconds: Mapping[Node, float]

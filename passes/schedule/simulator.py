@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 
-from shardcompile.passes.cost import Prices
+from shardcompile.passes.cost.model import Prices
 
 COMPUTE = "compute"
 """The stream of everything but collectives."""

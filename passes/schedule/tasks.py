@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
-from shardcompile.passes.cost import Price, Prices, computes_nothing
-from shardcompile.passes.dependencies import needed_first
-from shardcompile.passes.edges import Edges
+from shardcompile.passes.cost.model import Price, Prices, computes_nothing
+from shardcompile.passes.graph.dependencies import needed_first
+from shardcompile.passes.schedule.edges import Edges
 
 WORK, START, WAIT = range(3)
 

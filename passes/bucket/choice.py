@@ -23,15 +23,15 @@ from torch.fx import Graph, Node
 
 from shardcompile.collectives.buckets import ALL_GATHER_BUCKET
 from shardcompile.collectives.traffic import Load, Traffic
-from shardcompile.passes import blocks
-from shardcompile.passes.collective import Collective
-from shardcompile.passes.cost import NOMINAL_BYTES, CostModel, Price, Prices, readable
-from shardcompile.passes.dependencies import Closure
-from shardcompile.passes.edges import Edges
-from shardcompile.passes.overlap import byte_limit
-from shardcompile.passes.scheduler import Outline, Plan, Scheduler
-from shardcompile.passes.search import NARROWER, quick_plan
-from shardcompile.passes.tasks import WAIT, Bucket, Tasks
+from shardcompile.passes.cost.model import NOMINAL_BYTES, CostModel, Price, Prices, readable
+from shardcompile.passes.graph import blocks
+from shardcompile.passes.graph.collective import Collective
+from shardcompile.passes.graph.dependencies import Closure
+from shardcompile.passes.schedule.edges import Edges
+from shardcompile.passes.schedule.overlap import byte_limit
+from shardcompile.passes.schedule.scheduler import Outline, Plan, Scheduler
+from shardcompile.passes.schedule.search import NARROWER, quick_plan
+from shardcompile.passes.schedule.tasks import WAIT, Bucket, Tasks
 
 FIRST_SPAN = 16.0
 """For how many latencies a bucket may transfer, the first that is tried: latency is then a 17th of its time."""

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from shardcompile.passes.simulator import Streams
-from shardcompile.passes.tasks import START, WAIT, WORK, Tasks
+from shardcompile.passes.schedule.simulator import Streams
+from shardcompile.passes.schedule.tasks import START, WAIT, WORK, Tasks
 
 _AT_ONCE = 1e-12
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 import numpy as np
 from torch.fx import Graph, Node
 
-from shardcompile.passes import blocks
-from shardcompile.passes.collective import Collective
-from shardcompile.passes.cost import CostModel, Prices, readable
+from shardcompile.passes.cost.model import CostModel, Prices, readable
+from shardcompile.passes.graph import blocks
+from shardcompile.passes.graph.collective import Collective
 
 
 def lower_bound(graph: Graph, prices: Prices) -> float:

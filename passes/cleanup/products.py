@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from shardcompile.passes.collective import Collective, add_node
-from shardcompile.passes.factors import Factors, equal, origin
-from shardcompile.passes.rewrite import erase, flat, in_shape_of, replace_results, shaped, sums
+from shardcompile.passes.cleanup.factors import Factors, equal, origin
+from shardcompile.passes.cleanup.rewrite import erase, flat, in_shape_of, replace_results, shaped, sums
+from shardcompile.passes.graph.collective import Collective, add_node
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.bmm.default)

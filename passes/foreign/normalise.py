@@ -12,9 +12,9 @@ from shardcompile.collectives.gathers import ALL_GATHER_V, REDUCE_SCATTER_V
 from shardcompile.collectives.of_torch import ALL_GATHER, REDUCE_SCATTER
 from shardcompile.collectives.turns import ALL_TO_ALL_V
 from shardcompile.layout import CHUNK_KEY, GroupCut
-from shardcompile.passes.chains import Chain, chains, exchange_of, padded_from
-from shardcompile.passes.collective import WAIT, Collective, add_call, add_node, inherit
-from shardcompile.passes.pieces import arguments_of, is_tracked
+from shardcompile.passes.foreign.chains import Chain, chains, exchange_of, padded_from
+from shardcompile.passes.foreign.pieces import arguments_of, is_tracked
+from shardcompile.passes.graph.collective import WAIT, Collective, add_call, add_node, inherit
 
 aten = torch.ops.aten
 
@@ -30,8 +30,8 @@ class NormaliseChains:
 
     These are the chains of DTensor (`Shard` to `Replicate` and back, `Partial` to `Shard`, `Shard` to `Shard`) and of
     hand-written code. A chain is not matched node by node: from the even collective the pass follows which of its
-    elements reach which values (`shardcompile.passes.pieces`), and asks whether what is read is one range at the start
-    of every rank's block, in the order of the ranks.
+    elements reach which values (`shardcompile.passes.foreign.pieces`), and asks whether what is read is one range at
+    the start of every rank's block, in the order of the ranks.
 
     Legal for a gather because nothing reads what is left out: not the padding, whatever its value. The payload is the
     part of the padded tensor that is read, however the padding was made, and is nothing but `x` where that can be
