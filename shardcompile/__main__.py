@@ -218,9 +218,8 @@ def _op(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     except LookupError as error:
         parser.error(error.args[0])
     with Ranks() as ranks:
-        print("\n\n\n".join(describe(op, ranks) for op in ops))
-        if options.table:
-            print(table(ranks))
+        told = [describe(op, ranks) for op in ops] + ([table(ranks)] if options.table else [])
+    print("\n\n\n".join(told))
     return 0
 
 

@@ -89,7 +89,7 @@ def _facts(record: OpRecord) -> Iterator[tuple[str, str]]:
         when = when if record.rule is not None or record.sharded.always else "where it serves the call"
         yield "on sharded tensors", f"form, {when}: {_place(record.sharded.run)}"
     if record.functions:
-        names = ", ".join(getattr(f, "__qualname__", None) or str(f) for f in record.functions)
+        names = ", ".join(map(_name, record.functions))
         yield "above autograd", f"{names}: {_place(_function_of(record))}"
     if record.rule is None and record.sharded is None:
         yield from _without_rule(record)
@@ -145,6 +145,16 @@ def _parts(op: OpOverload) -> list[str]:
     with _Seen() as seen:
         op(*example.args)
     return list(seen.names)
+
+
+_OWNERS = {"_VariableFunctionsClass": "torch", "TensorBase": "torch.Tensor", "Tensor": "torch.Tensor"}
+
+
+def _name(function: object) -> str:
+    """As users write it: what torch's functions call themselves names classes of its own."""
+    owner, _, name = str(getattr(function, "__qualname__", function)).rpartition(".")
+    owner = _OWNERS.get(owner, owner) or str(getattr(function, "__module__", "") or "")
+    return f"{owner}.{name}" if owner else name
 
 
 def _function_of(record: OpRecord) -> Callable[..., object]:
