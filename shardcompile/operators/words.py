@@ -147,13 +147,21 @@ def _parts(op: OpOverload) -> list[str]:
     return list(seen.names)
 
 
-_OWNERS = {"_VariableFunctionsClass": "torch", "TensorBase": "torch.Tensor", "Tensor": "torch.Tensor"}
+_OWNERS = {
+    "_VariableFunctionsClass": "torch",
+    "TensorBase": "torch.Tensor",
+    "Tensor": "torch.Tensor",
+    "torch._C._nn": "torch.nn.functional",
+}
 
 
 def _name(function: object) -> str:
     """As users write it: what torch's functions call themselves names classes of its own."""
+    if isinstance(function, OpOverloadPacket):
+        return f"torch.ops.{function}"
     owner, _, name = str(getattr(function, "__qualname__", function)).rpartition(".")
-    owner = _OWNERS.get(owner, owner) or str(getattr(function, "__module__", "") or "")
+    owner = owner or str(getattr(function, "__module__", "") or "")
+    owner = _OWNERS.get(owner, owner)
     return f"{owner}.{name}" if owner else name
 
 
