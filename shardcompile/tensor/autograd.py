@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement
 
-from shardcompile.dispatch.engine import replicated_spec
+from shardcompile.dispatch.calls import replicated_spec
 from shardcompile.errors import LayoutError, RedistributeError
 from shardcompile.layout import Layout, Spec, contiguous_stride, dense_stride, normalize_placements
 from shardcompile.ops.support.strides import in_order
