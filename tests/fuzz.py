@@ -394,7 +394,11 @@ def _refuses(line: str, values: dict[str, Any]) -> End:
     return End("accepted", line, "plain PyTorch refuses this line")
 
 
-def _compare_gradients(leaves: dict[str, Tensor], goals: dict[str, Tensor], expected: Expected, near: float) -> None:
+def _compare_gradients(
+    leaves: dict[str, Tensor], goals: dict[str, Tensor], expected: Expected, near: float, compiled: bool = False
+) -> None:
+    """Compare gradients, and those of gradients. Of an input that it writes to a compiled function may give zeros where
+    eager mode gives none, also on plain tensors."""
     if not goals:
         return
     try:
@@ -403,6 +407,9 @@ def _compare_gradients(leaves: dict[str, Tensor], goals: dict[str, Tensor], expe
         for name, want in expected.first.items():
             if isinstance(first[name], ShardTensor) and not isinstance(leaves[name], ShardTensor):
                 raise _Wrong(f"gradient of {name}: sharded, of a plain tensor")
+            if compiled and want is None and first[name] is not None:
+                want = torch.zeros_like(leaves[name].detach(), memory_format=torch.contiguous_format)
+                want = want.full_tensor() if isinstance(want, ShardTensor) else want
             _compare(f"gradient of {name}", first[name], want, near)
         if expected.second is None:
             return
@@ -450,7 +457,8 @@ def run_compiled_on_rank(
             near = _nearness(program)
             for name, got in {**values, **leaves}.items():
                 _compare_value(name, got, want, near, compiled=True)
-            _compare_gradients(leaves, {g: values[g] for g in want.goals}, dataclasses.replace(want, second=None), near)
+            want = dataclasses.replace(want, second=None)
+            _compare_gradients(leaves, {g: values[g] for g in want.goals}, want, near, compiled=True)
             counts.append(once(graphs_compiled) - before)
         # The first change of sizes may compile once more, and so may that of extents.
         if counts[1] != counts[2] or counts[2] > 2 or counts[-1] > counts[min(3, len(counts) - 1)] or counts[-1] > 3:
