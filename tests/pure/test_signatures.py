@@ -59,3 +59,15 @@ def test_nothing_forbidden_is_in_the_sources(pattern: str, tmp_path: Path) -> No
     planted = tmp_path / "planted.py"
     planted.write_text('# mypy: disable-error-code="attr-defined"\nsharded = hasattr(x, "_spec")\n')
     assert len(lines_with(pattern, [planted])) == 1
+
+
+_BLIND = [*(ROOT / "shardcompile" / "dispatch").glob("*.py"), ROOT / "shardcompile" / "tensor" / "core.py"]
+
+
+def test_dispatch_knows_no_op_by_name(tmp_path: Path) -> None:
+    """What happens to an op is in its record."""
+    names = r"\b(aten|torch\.ops)\.\w+"
+    assert len(_BLIND) > 7 and not lines_with(names, _BLIND)
+    planted = tmp_path / "planted.py"
+    planted.write_text("if op is torch.ops.aten.mm.default:\n    return aten.t.default\n")
+    assert len(lines_with(names, [planted])) == 2
