@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +20,7 @@ def describe(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwarg
     mesh = _common_mesh(cls, op, args, kwargs)
     tensors: list[TensorArg] = []
 
-    def describe(a: object) -> Any:
+    def describe(a: object) -> object:
         if isinstance(a, Tensor):
             layout = a._spec.layout if type(a) is cls else plain_layout(mesh, a)
             tensors.append(TensorArg(layout))

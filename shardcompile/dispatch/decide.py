@@ -6,7 +6,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,7 +101,7 @@ def _composite(record: OpRecord) -> Run | None:
     return None if decomposition is None else functools.partial(_checked, op, decomposition)
 
 
-def _checked(op: OpOverload, decomposition: Callable[..., object], *args: object, **kwargs: object) -> Any:
+def _checked(op: OpOverload, decomposition: Callable[..., object], *args: object, **kwargs: object) -> object:
     """A decomposition, of which some leave out what the op itself checks."""
     _check_shapes(op, args, kwargs)
     return decomposition(*args, **kwargs)
@@ -152,9 +151,9 @@ def _local_entry(
     arguments = None
     local_args = None if record.rule is None else record.rule.local_args
     if local_args is not None:
-        layouts = [s.layout for s in (specs[0] if isinstance(specs[0], list) else specs) if s is not None]
+        layouts = [s.layout for s in (specs[0] if isinstance(specs[0], list) else specs) if isinstance(s, Spec)]
 
-        def arguments(local: tuple[object, ...]) -> tuple[Any, ...]:
+        def arguments(local: tuple[object, ...]) -> tuple[object, ...]:
             # The shape is asked for in each call: ranks that are threads share what is cached.
             return local_args(call, local, layouts, block_shape)
 
@@ -162,7 +161,9 @@ def _local_entry(
     mistold = None
     if any(isinstance(s, Spec) for s in specs) and may_be_mistold(record, [t.ndim for t in call.tensors]):
         mistold = next((i for i, a in enumerate(args) if isinstance(a, Tensor)), None)
-    return (Direct if simple else Local)(record, choice, specs, arguments, mistold)
+    if simple:
+        return Direct(record, choice, specs, None, mistold)
+    return Local(record, choice, specs, arguments, mistold)
 
 
 def _is_simple(call: OpCall, specs: Specs) -> bool:
@@ -174,13 +175,13 @@ def _is_simple(call: OpCall, specs: Specs) -> bool:
 
 def _output_specs(
     call: OpCall, outputs: Sequence[OutputPlan], args: tuple[object, ...], kwargs: dict[str, object]
-) -> list[Any]:
+) -> Specs:
     """Specs of the outputs, their global shapes, strides and dtypes being what the op gives for global inputs."""
     like = call.tensors[0].layout
 
-    def spec(meta: Any, plan: OutputPlan) -> Any:
+    def spec(meta: object, plan: OutputPlan) -> Spec | list[Spec | None] | None:
         if isinstance(meta, (list, tuple)):
-            return [spec(m, plan) for m in meta]
+            return [spec(m, plan) for m in meta]  # type: ignore[misc]
         if not isinstance(meta, Tensor):
             return None
         layout = plan.layout(like, compat.global_extents(meta.shape), meta.dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from shardcompile.layout import Layout, Spec
 from shardcompile.ops import OpCall
 from shardcompile.ops.choice import whole_plan
 from shardcompile.plan import Plan
-from shardcompile.sharded import Sharded
+from shardcompile.sharded import Sharded, first_sharded
 
 log = logging.getLogger("shardcompile")
 _FELL_BACK: set[OpOverload] = set()
@@ -57,9 +56,9 @@ class Gathered(Entry):
                 return self._run(cls, args, kwargs)
         return self._run(cls, args, kwargs)
 
-    def _run(self, cls: type[Sharded], args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
+    def _run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         wrapped = self._wrap(cls, self._values(cls, args, kwargs))
-        if self.op.is_view and (any(p is not None for p in self.plans) or args[0]._copied is not None):
+        if self.op.is_view and (any(p is not None for p in self.plans) or first_sharded(args)._copied is not None):
             follow_all(wrapped, self.op, args, lambda: self._values(cls, args, kwargs))
         return wrapped
 
@@ -69,7 +68,7 @@ class Gathered(Entry):
         local_kwargs = {k: localize(cls, a, plans, keep_order=True) for k, a in kwargs.items()}
         return self.op(*local_args, **local_kwargs)
 
-    def _wrap(self, cls: type[Sharded], out: Any) -> object:
+    def _wrap(self, cls: type[Sharded], out: object) -> object:
         if isinstance(out, (list, tuple)):
             return type(out)(self._wrap(cls, o) for o in out)
         if not isinstance(out, Tensor):

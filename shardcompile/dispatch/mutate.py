@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from shardcompile.errors import UnsupportedOpError, refusal
 from shardcompile.layout import Layout, Spec
 from shardcompile.ops import OpRecord
 from shardcompile.ops.choice import Choice, whole_plan
+from shardcompile.ops.record import Run
 from shardcompile.ops.support.blocks import copy_block
 from shardcompile.ops.support.copied_views import (
     TURNED,
@@ -100,12 +101,13 @@ class InPlaceView(Entry):
 
     way = "the op that is not in place, then taken over"
 
-    def __init__(self, op: OpOverload, functional: Callable[..., Any]) -> None:
+    def __init__(self, op: OpOverload, functional: Run) -> None:
         self.op = op
         self.functional = functional
 
-    def run(self, cls: type[Sharded], args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
+    def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         target = args[0]
+        assert isinstance(target, Sharded), "a plain tensor cannot be turned into a sharded one"
         if target.requires_grad and not target._is_view() and has_views(target):
             # Of a plain tensor's views autograd knows where they lie in memory; of these it calls the view op again.
             raise refusal(
@@ -120,7 +122,7 @@ class InPlaceView(Entry):
                 _NOT_IN_PLACE,
             )  # fmt: skip
         # A copied view follows what it is a view of: that must not be the target, which is about to change.
-        view = self.functional(target._stand_in(), *args[1:], **kwargs)
+        view: Any = self.functional(target._stand_in(), *args[1:], **kwargs)
         if view._copied is not None and view._copied.follows(target):
             raise UnsupportedOpError(
                 f"{self.op} of a tensor to a view of itself that a block cannot hold ({view._spec.layout.describe()}); "

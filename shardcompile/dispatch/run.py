@@ -75,17 +75,18 @@ class Composed(Entry):
             return self._stored(cls, out)
         return self.otherwise(args, kwargs).run(cls, args, kwargs)
 
-    def _stored(self, cls: type[Sharded], out: Any) -> object:
+    def _stored(self, cls: type[Sharded], out: object) -> object:
         """The results, stored as those of the op itself: by that later ops decide what can be a view."""
         if not self.strides:
             return out
         if isinstance(out, Tensor):
             return _with_stride(cls, out, self.strides[0])
+        assert isinstance(out, (list, tuple)), "what has strides is a tensor, or several"
         return type(out)(_with_stride(cls, x, s) for x, s in zip(out, self.strides, strict=True))
 
 
-def _with_stride(cls: type[Sharded], x: Any, stride: Any) -> Any:
-    if type(x) is not cls or stride is None:
+def _with_stride(cls: type[Sharded], x: object, stride: Sequence[IntLike] | None) -> object:
+    if not isinstance(x, Sharded) or stride is None:
         return x
     pairs = zip(x.shape, x._spec.stride, stride, strict=True)
     if all(compat.size_hint(n) <= 1 or compat.size_hint(a) == compat.size_hint(b) for n, a, b in pairs):
@@ -128,7 +129,7 @@ class Local(Entry):
         record: OpRecord,
         choice: Choice,
         specs: Specs,
-        arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None,
+        arguments: Callable[[tuple[object, ...]], tuple[object, ...]] | None,
         mistold: int | None = None,
     ) -> None:
         self.record = record
@@ -195,7 +196,7 @@ def follow_all(wrapped: Any, op: OpOverload, args: tuple[object, ...], blocks: C
         follow(out, op, args, i, lambda i=i: blocks()[i])  # type: ignore[misc]
 
 
-def localize(cls: type[Sharded], a: object, plans: Iterator[Plan | None], keep_order: bool = False) -> Any:
+def localize(cls: type[Sharded], a: object, plans: Iterator[Plan | None], keep_order: bool = False) -> object:
     """An argument of the op on blocks: tensors as their plans bring them to where they are needed.
 
     Args:
@@ -224,8 +225,8 @@ def _wrap_all(cls: type[Sharded], out: Any, specs: Sequence[Any]) -> Any:
 class Direct(Local):
     """Run the op on the blocks as they are: one result, tensors as positional arguments only."""
 
-    def __init__(self, record: OpRecord, choice: Choice, specs: Specs, *rest: Any) -> None:
-        super().__init__(record, choice, specs, *rest)
+    def __init__(self, record: OpRecord, choice: Choice, specs: Specs, arguments: None, mistold: int | None) -> None:
+        super().__init__(record, choice, specs, arguments, mistold)
         spec = specs[0]
         assert isinstance(spec, Spec), "such a call has one tensor as its result"
         self.spec = spec

@@ -1,6 +1,8 @@
-"""Ops: one record for each says what happens to it. Pure: what is stated here holds no tensors.
+"""Ops: one record for each says what happens to it.
 
 `record` says what can be stated, `registry` keeps the one table, `strategy` and `notation` are the language of rules.
+The folders are families of ops: `rule.py` knows layouts only, `sharded.py` has forms on sharded tensors, `kernels.py`
+what runs on one block. `families` imports all of them.
 """
 
 from shardcompile.ops.record import Form as Form

@@ -18,7 +18,9 @@ from shardcompile.ops.reduce import kernels as reduce_kernels
 from shardcompile.ops.reduce import rule as reduce_rule
 from shardcompile.ops.reduce import sharded as reduce
 from shardcompile.ops.scan import kernels as scan_kernels
+from shardcompile.ops.scan import rule as scan_rule
 from shardcompile.ops.scan import sharded as scan
+from shardcompile.ops.sort import rule as sort_rule
 from shardcompile.ops.view import diagonals, memory, rows, strided
 from shardcompile.ops.view import kernels as view_kernels
 from shardcompile.ops.view import rule as view_rule
@@ -53,6 +55,8 @@ __all__ = [
     "rows",
     "scan",
     "scan_kernels",
+    "scan_rule",
+    "sort_rule",
     "strided",
     "view_kernels",
     "view_rule",

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from shardcompile import compat
 from shardcompile.ops.registry import Strategies, register
 from shardcompile.ops.strategy import OpCall, Strategy, along, partial
 
@@ -85,36 +84,6 @@ def other_dims(dim_at: int, default: int | None = None) -> Callable[[OpCall], It
     return rule
 
 
-def _flip(call: OpCall) -> Iterable[Strategy]:
-    ndim = call.tensors[0].ndim
-    dims = {d % max(ndim, 1) for d in call.args[1]}
-    return [along([d], [d]) for d in range(ndim) if d not in dims]
-
-
-def _roll(call: OpCall) -> Iterable[Strategy]:
-    """Any dim that is not rolled may be cut; without dims it is the flat tensor that is."""
-    ndim = call.tensors[0].ndim
-    dims = {d % max(ndim, 1) for d in call.arg(2, "dims", ())}
-    return [along([d], [d]) for d in range(ndim) if dims and d not in dims]
-
-
-def _repeat(call: OpCall) -> Iterable[Strategy]:
-    """Any dim that is not repeated may be cut."""
-    repeats = call.args[1]
-    new = len(repeats) - call.tensors[0].ndim
-    once = (isinstance(n, int) and n == 1 for n in repeats[new:])
-    return [along([d], [d + new]) for d, only in enumerate(once) if only]
-
-
-def _cumprod(call: OpCall) -> Iterable[Strategy]:
-    shape = call.tensors[0].shape
-    if shape and not compat.in_backward_pass():
-        # Torch unrolls the gradient over the dim: one graph for each extent. In the gradient of `prod` it is too late
-        # for that, since the forward graph gives extents to the outside, and there is no gradient of it in a graph.
-        int(shape[call.args[1] % len(shape)])
-    return other_dims(1)(call)
-
-
 register(aten.sum.dim_IntList, reduction("sum", ["sum", "avg"]))
 register(aten.sum.default, _whole("sum", ["sum", "avg"]))
 register(aten.prod.dim_int, reduction("product"))
@@ -139,13 +108,4 @@ register(aten.kthvalue.default, reduction(None, dim_at=2, keepdim_at=3))
 
 register([aten._softmax.default, aten._log_softmax.default], other_dims(1))
 register([aten._softmax_backward_data.default, aten._log_softmax_backward_data.default], other_dims(2))
-register([aten.cumsum.default, aten.logcumsumexp.default], other_dims(1))
-register(aten.cumprod.default, _cumprod)
-register([aten.cummax.default, aten.cummin.default], other_dims(1))
-register(aten.sort.default, other_dims(1, -1))
-register(aten.sort.stable, other_dims(99, -1))
-register(aten.topk.default, other_dims(2, -1))
-register(aten.flip.default, _flip)
-register(aten.roll.default, _roll)
-register(aten.repeat.default, _repeat)
 register(aten.glu.default, other_dims(1, -1))
