@@ -50,6 +50,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing  # 2.11 - 2
 from torch.utils._sympy.interp import sympy_interp  # 2.11 - 2.15
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # 2.11 - 2.15
 
+from shardcompile.compat.patches import keep_ranks_alike as keep_ranks_alike
 from shardcompile.compat.patches import trace_size_obliviously as trace_size_obliviously
 from shardcompile.compat.patches import without_guards as without_guards
 from shardcompile.compat.worlds import forget_with_world, note_trace, start_epoch, world_epoch
@@ -88,6 +89,7 @@ __all__ = [
     "keep_first_proxies",
     "keep_from_dynamo",
     "keep_protocol_from_dynamo",
+    "keep_ranks_alike",
     "keep_symbol",
     "kernel_of",
     "let_comm_debug_mode_see_through",

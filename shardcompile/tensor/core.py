@@ -141,8 +141,10 @@ class ShardTensor(Sharded):
             # Dynamo may come to an input as late as inside of a transform of torch.func.
             with compat.outside_transforms():
                 flat = self._flat = self._first_flattened()
-        if self._may_vary and compat.is_compiling():
-            self._prepare_trace(flat[1])
+        if compat.is_compiling():
+            compat.keep_ranks_alike()
+            if self._may_vary:
+                self._prepare_trace(flat[1])
         return flat
 
     @property

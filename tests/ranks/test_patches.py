@@ -124,6 +124,11 @@ SCENES: dict[str, Callable[[], str]] = {
         [Input("a1", (1,), "S(0)", {0: [0, 1, 0]}, grad=True)],
         3,
     ),
+    "parts_stay_apart": Fuzzed(
+        ['v0 = to(a0, "S(1)")', "v1 = torch.cat([v0, v0], 1)", "v2 = v0.expand([-1, 4])"],
+        [Input("a0", (5, 1), "R", grad=True)],
+        2,
+    ),
     "traces_agree": Fuzzed(
         [
             *("v0 = a0.movedim(0, -1)", "v1 = F.pad(v0, [2, 0], value=0.5)", "v2 = F.glu(v0, 2)"),
