@@ -57,7 +57,7 @@ from torch.utils._sympy.interp import sympy_interp  # 2.11 - 2.15
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # 2.11 - 2.15
 from torch.utils._sympy.symbol import SymT, symbol_is_type  # 2.11 - 2.15
 
-from shardcompile.compat.block_symbols import name_symbols_of_blocks
+from shardcompile.compat.block_symbols import GAPS, Gaps, name_symbols_of_blocks
 from shardcompile.compat.worlds import forget_with_world, note_trace, start_epoch, world_epoch
 
 __all__ = [
@@ -605,7 +605,7 @@ def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | Non
     return None
 
 
-def mark_weakly_dynamic(x: torch.Tensor, hints: Mapping[int, int | None]) -> None:
+def mark_weakly_dynamic(x: torch.Tensor, hints: Mapping[int, int | None], gaps: Gaps | None = None) -> None:
     """Have Dynamo give these dims symbols of their own, as `torch._dynamo.maybe_mark_dynamic` would.
 
     Set directly: the public function refuses fake tensors, takes no hint, and is a frame of Python for each dim.
@@ -613,9 +613,12 @@ def mark_weakly_dynamic(x: torch.Tensor, hints: Mapping[int, int | None]) -> Non
     Args:
         x: an input of the function that is compiled.
         hints: by dim, the number to take decisions with in place of the present extent; None for that one.
+        gaps: of a block with gaps along a cut dim.
     """
     x._dynamo_weak_dynamic_indices = set(hints)  # type: ignore[attr-defined]
     x._dynamo_hint_overrides = {d: h for d, h in hints.items() if h is not None}  # type: ignore[attr-defined]
+    if gaps:
+        x._dynamo_hint_overrides[GAPS] = gaps  # type: ignore[attr-defined]
     x._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
 
 

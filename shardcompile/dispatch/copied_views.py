@@ -122,10 +122,14 @@ class CopiedView:
         parent = self.args[0]
         return parent is x or (parent._copied is not None and parent._copied.follows(x))
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether the block is out of date."""
+        return bool(self._state() != self.seen)
+
     def current(self) -> Tensor:
         """The block, made again if it is out of date."""
-        state = self._state()
-        if state != self.seen:
+        if self.is_stale:
             with compat.in_mode_of(self.block):
                 self.block, self.seen = self.remake(), self._state()
         return self.block
@@ -163,6 +167,32 @@ class CopiedView:
     def _inverse(self) -> Callable[[Any, Any], Any]:
         rest, index = self.args[1:], self.index
         return lambda parent, value: _INVERSES[self.op](parent, value, index, *rest)
+
+
+class GivenCopy:
+    """In a trace: the block of an input that is a copied view, which the graph reads and does not write to.
+
+    What a graph writes to a block does not reach what the block was copied from.
+    """
+
+    def __init__(self, block: Tensor) -> None:
+        self.block = block
+
+    def _state(self) -> None:
+        return None
+
+    def follows(self, x: Any) -> bool:
+        return False
+
+    def current(self) -> Tensor:
+        return self.block
+
+    def check_writable(self, op: Any) -> None:
+        raise UnsupportedOpError(
+            f"{op} in a compiled function writes to an input that is a view which a block cannot hold, and that had to "
+            "be copied: what the graph writes would not reach the tensor that was viewed. Pass that tensor and take "
+            "the view inside of the function, or write to a clone"
+        )
 
 
 def _unbind_back(parent: Any, value: Any, index: int, dim: int = 0) -> Any:

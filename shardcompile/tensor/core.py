@@ -6,6 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shardcompile import compat
 from shardcompile.collectives import wait
 from shardcompile.dispatch import Handlers, clear_cache, dispatch
-from shardcompile.dispatch.copied_views import CopiedView
+from shardcompile.dispatch.copied_views import CopiedView, GivenCopy
 from shardcompile.dispatch.strides import in_order
 from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpError
 from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, normalize_placements
@@ -33,6 +34,7 @@ from shardcompile.tensor.metadata import (
     Metadata,
     block_hints,
     extent_hints,
+    gaps_along_cuts,
     keys_tensor,
     metadata_of,
     spec_from_parts,
@@ -76,7 +78,7 @@ class ShardTensor(torch.Tensor):
     _flat: tuple[list[str], Metadata] | None = None
     _may_vary: bool = True
     _hints: dict[int, int] | None = None
-    _copied: CopiedView | None = None
+    _copied: CopiedView | GivenCopy | None = None
     _views: list[weakref.ref[Any]] | None = None
     _followers: Sequence[weakref.ref[Any]] = ()
     _align_grad: bool = False
@@ -134,7 +136,8 @@ class ShardTensor(torch.Tensor):
     @property
     def _holds_values(self) -> bool:
         """Whether this is no stand-in inside of a trace."""
-        return type(self._local_tensor) in (Tensor, torch.nn.Parameter)
+        block = self._local_tensor if self._copied is None else self._copied.block
+        return type(block) in (Tensor, torch.nn.Parameter)
 
     # What the compiler asks for
 
@@ -144,9 +147,26 @@ class ShardTensor(torch.Tensor):
             # Dynamo may come to an input as late as inside of a transform of torch.func.
             with compat.outside_transforms():
                 flat = self._flat = self._first_flattened()
+        if type(self._copied) is CopiedView and self._holds_values and self._copied.is_stale:
+            return flat[0], self._stale(flat[1])
         if self._may_vary and compat.is_compiling():
             self._prepare_trace(flat[1])
         return flat
+
+    def _stale(self, metadata: Metadata) -> Metadata:
+        """For a copied view that is out of date: what no graph is for.
+
+        Dynamo asks in the midst of its guards, or of a compilation, where nothing may be sent.
+
+        Raises:
+            UnsupportedOpError: a compilation asks.
+        """
+        if compat.is_compiling():
+            raise UnsupportedOpError(
+                f"{self._spec.layout.describe()} is given to a compiled function as a view that had to be copied, and "
+                "what it is a view of has been written to since. Take the view anew, or inside of the function"
+            )
+        return replace(metadata, epoch=-1)
 
     @property
     def _is_static(self) -> bool:
@@ -159,11 +179,12 @@ class ShardTensor(torch.Tensor):
 
     def _first_flattened(self) -> tuple[list[str], Metadata]:
         """The parts, and what is settled once for each tensor."""
-        metadata = metadata_of(self._spec.layout)
         # A tensor inside a trace does not vary.
         plain = self._holds_values
+        is_copy = self._copied is not None and (plain or isinstance(self._copied, GivenCopy))
+        metadata = metadata_of(self._spec.layout, is_copy)
         self._may_vary = plain and bool(metadata.cuts)
-        if self._may_vary:
+        if self._may_vary and not is_copy:
             self._local_tensor = compat.without_base(with_stated_strides(self._local_tensor, self._spec))
         if plain and 0 in self._spec.shape:
             compat.give_storage(self)
@@ -181,7 +202,7 @@ class ShardTensor(torch.Tensor):
                 compat.mark_static(self._cut_keys)
             return
         compat.trace_size_obliviously()
-        compat.mark_weakly_dynamic(self._local_tensor, block_hints(self._spec.layout))
+        compat.mark_weakly_dynamic(self._local_tensor, block_hints(self._spec.layout), gaps_along_cuts(self._spec))
         if metadata.dynamic_dims:
             keys = self._cut_keys
             # Without hints: those are part of what the compiler's caches ask for.
@@ -206,10 +227,10 @@ class ShardTensor(torch.Tensor):
         """Whether autograd has this as a view of another tensor; not what a compiled function gets.
 
         Torch would make an input that is a view by viewing a stand-in of its base. Which views a block can hold, and
-        what its base is, is a matter of each rank, and a slice along a cut dim is none that memory could have. A copied
-        view stays one: what a graph writes to it would not reach its base.
+        what its base is, is a matter of each rank, and a slice along a cut dim is none that memory could have. A graph
+        does not write to a copied view.
         """
-        given = self._copied is None and self._holds_values and compat.is_compiling()
+        given = self._holds_values and compat.is_compiling()
         return not given and super()._is_view()
 
     # Read by Dynamo on the outer tensor. Properties, so that eager ops do not pay for setting them.
@@ -258,6 +279,9 @@ class ShardTensor(torch.Tensor):
         self._local_tensor, self._spec = local, spec
         if compat.is_compiling():
             self._keys = keys
+            if metadata.copied:
+                del self.__dict__["_local_tensor"]
+                self._copied = GivenCopy(local)
         elif metadata.has_stated_sizes:
             self._align_grad = True
             if keys is not None and keys.ndim == 1 + len(metadata.dynamic_dims):
