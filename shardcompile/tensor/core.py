@@ -463,10 +463,7 @@ class ShardTensor(torch.Tensor):
         Raises:
             UnsupportedOpError: its blocks lie in an order that ShardTensor does not have, or are sharded themselves.
         """
-        check_convertible(x, cls)
-        placements = normalize_placements(x.placements, x.device_mesh, x.ndim)
-        layout = Layout.chunked(x.device_mesh, placements, tuple(x.shape), x.dtype)
-        return FromLocal.apply(x.to_local(), cls, Spec.of(layout, tuple(x.stride())))
+        return _from_dtensor(x)
 
     def to_dtensor(self) -> Any:
         """This tensor as a DTensor; no data moves. Differentiable.
@@ -591,6 +588,14 @@ def _from_local(local: Tensor, *asked: Any) -> ShardTensor:
     """`asked`: the other arguments of `construct.layout_of_block`."""
     layout = construct.layout_of_block(local, *asked)
     return FromLocal.apply(local, ShardTensor, Spec.of(layout, contiguous_stride(layout.shape)))
+
+
+@torch.compiler.allow_in_graph
+def _from_dtensor(x: Any) -> ShardTensor:
+    check_convertible(x, ShardTensor)
+    placements = normalize_placements(x.placements, x.device_mesh, x.ndim)
+    layout = Layout.chunked(x.device_mesh, placements, tuple(x.shape), x.dtype)
+    return FromLocal.apply(x.to_local(), ShardTensor, Spec.of(layout, tuple(x.stride())))
 
 
 def rebuild(local: Tensor, parts: tuple[Any, ...], requires_grad: bool, is_param: bool, saver: int) -> Tensor:

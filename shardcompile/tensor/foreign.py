@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.distributed.tensor.placement_types import Replicate
 
 from shardcompile.compat.wrappers import ask_before_wrapping, is_strided_shard, ranks_of
@@ -32,12 +33,7 @@ def guard_wrappers(sharded: type) -> None:
 
     def as_whole(tensor: Any) -> None:
         if isinstance(tensor, sharded):
-            raise refusal(
-                "DTensor's distribute_tensor",
-                tensor._spec.layout.describe(),  # type: ignore[attr-defined]
-                "it takes the whole tensor",
-                "Pass x.full_tensor(), or convert by x.to_dtensor()",
-            )
+            _refuse_as_whole(tensor)
 
     def as_parameter(parameter: Any, wrapper: str) -> None:
         if isinstance(parameter, sharded):
@@ -72,6 +68,16 @@ def guard_wrappers(sharded: type) -> None:
             )
 
     ask_before_wrapping(as_block, as_whole, as_parameter, as_input)
+
+
+@torch.compiler.allow_in_graph  # Dynamo, which traces DTensor's functions, would fail on our layouts in words of its own
+def _refuse_as_whole(tensor: Any) -> None:
+    raise refusal(
+        "DTensor's distribute_tensor",
+        tensor._spec.layout.describe(),
+        "it takes the whole tensor",
+        "Pass x.full_tensor(), or convert by x.to_dtensor()",
+    )
 
 
 def check_convertible(x: Any, sharded: type) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from ecosystem import CASES
-from ecosystem.case import RIGHT, attempt
+from ecosystem.case import NOT_IN_TORCH, NOTHING, RIGHT, attempt, plain_fails
 from ecosystem_table import PAGE, written
 
 from shardcompile.testing import world_size
@@ -31,7 +31,7 @@ def rows(compiled: bool, ranks: int, processes: bool) -> list[Any]:
     return [
         pytest.param(name, marks=() if runs_often(name) else pytest.mark.nightly)
         for name, case in CASES.items()
-        if (case.ranks, case.processes) == (ranks, processes) and (case.compiled if compiled else case.eager)
+        if (case.ranks, case.processes) == (ranks, processes) and (case.compiled if compiled else case.eager) != NOTHING
     ]
 
 
@@ -42,6 +42,9 @@ def check(name: str, compiled: bool) -> None:
     expected = case.compiled if compiled else case.eager
     if expected == RIGHT:
         attempt(case, compiled)
+        return
+    if expected == NOT_IN_TORCH:
+        assert plain_fails(case)
         return
     with pytest.raises(Exception) as raised:
         attempt(case, compiled)
@@ -102,3 +105,4 @@ def test_the_table_is_what_the_cases_say() -> None:
     page = PAGE.read_text()
     assert page == written(page), "run python tests/ecosystem_table.py"
     assert len(CASES) > 150
+    assert all(case.eager and case.compiled for case in CASES.values()), "an empty cell"
