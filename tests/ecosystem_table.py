@@ -9,6 +9,7 @@ from ecosystem import CASES
 from ecosystem.case import NOT_IN_TORCH, NOTHING, RIGHT
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "ecosystem.md"
+ABOUT_COMPILING = "about compiling alone"
 NO_REFUSAL = (RIGHT, NOT_IN_TORCH, NOTHING)
 START, END = "<!-- table -->\n", "<!-- end of table -->\n"
 
@@ -19,7 +20,7 @@ def table() -> str:
     for section in dict.fromkeys(case.section for case in CASES.values()):
         lines += ["", f"### {section}", "", "| | eager | compiled |", "|---|---|---|"]
         lines += [
-            f"| {case.feature} | {_told(case.eager)} | {_told(case.compiled)} |"
+            f"| {case.feature} | {ABOUT_COMPILING if case.eager == NOTHING else _told(case.eager)} | {_told(case.compiled)} |"
             for case in CASES.values()
             if case.section == section
         ]

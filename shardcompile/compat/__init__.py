@@ -58,7 +58,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis  # 2.11 - 2.15
 from torch.utils._sympy.symbol import SymT, symbol_is_type  # 2.11 - 2.15
 
 from shardcompile.compat.block_symbols import GAPS, Gaps, name_symbols_of_blocks
-from shardcompile.compat.worlds import forget_with_world, note_trace, start_epoch, world_epoch
+from shardcompile.compat.worlds import add_guard, forget_with_world, note_trace, start_epoch, world_epoch
 
 __all__ = [
     "UNKNOWN_OUTPUT_SHAPE",
@@ -158,15 +158,28 @@ def register_work(tensor: torch.Tensor, work: torch.distributed.Work) -> None:
 
 
 def current_mesh() -> DeviceMesh:
-    """The mesh of the innermost ``with mesh:``.
+    """The mesh of the innermost ``with mesh:``. What is being compiled holds while that is the current one.
 
     Raises:
         RuntimeError: there is none.
     """
+    mesh = _innermost_mesh()
+    if TracingContext.try_get() is not None:
+        kept = weakref.ref(mesh)  # what keeps a mesh keeps its process groups
+        add_guard(lambda _: _is_innermost(kept()), "the current mesh is that of the trace")
+    return mesh
+
+
+def _innermost_mesh() -> DeviceMesh:
     current = getattr(DeviceMesh, "_get_current_mesh", None)  # where it lives moved between 2.11 and 2.15
-    if current is not None:
-        return current()
-    return _mesh_resources.get_current_mesh()
+    return _mesh_resources.get_current_mesh() if current is None else current()
+
+
+def _is_innermost(mesh: DeviceMesh | None) -> bool:
+    try:
+        return mesh is not None and _innermost_mesh() is mesh
+    except RuntimeError:
+        return False
 
 
 def same_symbol(a: Any, b: Any) -> bool:

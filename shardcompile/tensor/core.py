@@ -388,8 +388,7 @@ class ShardTensor(torch.Tensor):
         Raises:
             LayoutError: the blocks, placements, sizes or ranks do not fit together.
         """
-        mesh = device_mesh or compat.current_mesh()
-        return _from_local(local_tensor, mesh, placements, sharding_shapes, global_shape, run_check)
+        return _from_local(local_tensor, device_mesh, placements, sharding_shapes, global_shape, run_check)
 
     def redistribute(
         self,
@@ -562,6 +561,11 @@ class ShardTensor(torch.Tensor):
     # Extension points
 
     @staticmethod
+    def patches_enabled() -> bool:
+        """Whether functions of torch know sharded tensors: always. PhysicsNeMo's ShardTensor has a switch for it."""
+        return True
+
+    @staticmethod
     def register_dispatch_handler(op: Any, handler: Callable[..., Any]) -> None:
         """Have ``handler(*args, **kwargs)`` run in place of our dispatch of `op`, below autograd."""
         Handlers.ops[op] = handler
@@ -584,9 +588,9 @@ class ShardTensor(torch.Tensor):
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
-def _from_local(local: Tensor, *asked: Any) -> ShardTensor:
+def _from_local(local: Tensor, mesh: DeviceMesh | None, *asked: Any) -> ShardTensor:
     """`asked`: the other arguments of `construct.layout_of_block`."""
-    layout = construct.layout_of_block(local, *asked)
+    layout = construct.layout_of_block(local, compat.current_mesh() if mesh is None else mesh, *asked)
     return FromLocal.apply(local, ShardTensor, Spec.of(layout, contiguous_stride(layout.shape)))
 
 

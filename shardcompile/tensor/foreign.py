@@ -70,7 +70,7 @@ def guard_wrappers(sharded: type) -> None:
     ask_before_wrapping(as_block, as_whole, as_parameter, as_input)
 
 
-@torch.compiler.allow_in_graph  # Dynamo, which traces DTensor's functions, would fail on our layouts in words of its own
+@torch.compiler.allow_in_graph  # Dynamo, which traces DTensor's functions, would fail on our layouts in its own words
 def _refuse_as_whole(tensor: Any) -> None:
     raise refusal(
         "DTensor's distribute_tensor",

@@ -351,6 +351,19 @@ def test_from_local_inside_a_compiled_function(backend: str, stated: bool) -> No
     same_everywhere(counter.frame_count)
 
 
+@pytest.mark.ranks(2, timeout=120)  # the current mesh is one for all threads
+def test_the_current_mesh_is_the_default_inside_a_compiled_function() -> None:
+    meshes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["a"], mesh_1d()
+    run, counter = counted(lambda block: sc.ShardTensor.from_local(block, placements=[Shard(0)]).sum(), "aot_eager")
+    for current in (*meshes, *meshes):
+        with current:
+            torch.testing.assert_close(run(torch.ones(2 + rank(), 3)).full_tensor(), torch.tensor(15.0))
+            assert run(torch.ones(2 + rank(), 3)).device_mesh is current
+    assert counter.frame_count == 2
+    with pytest.raises(Exception, match="No device mesh is currently active"):
+        run(torch.ones(2, 3))
+
+
 @pytest.mark.ranks(3, processes=False)
 def test_blocks_that_do_not_belong_together_are_found_inside_a_compiled_function() -> None:
     mesh = mesh_1d()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from ecosystem import CASES
 from ecosystem.case import NOT_IN_TORCH, NOTHING, RIGHT, attempt, plain_fails
 from ecosystem_table import PAGE, written
@@ -18,6 +19,9 @@ COMPILED_ON_EVERY_PUSH = {
     "Higher-order ops: `while_loop`",
 }
 """Of the compiled rows; the others run at night."""
+
+TABLE_IS_OF = "2.13."
+"""The version of torch that the page names."""
 
 EAGER_AT_NIGHT = ("`foreach=True`", "`fused=True`")
 
@@ -40,11 +44,14 @@ def check(name: str, compiled: bool) -> None:
     if case.needs:
         pytest.importorskip(case.needs)
     expected = case.compiled if compiled else case.eager
+    if expected == NOT_IN_TORCH:
+        failed = plain_fails(case)
+        assert failed or not torch.__version__.startswith(TABLE_IS_OF)
+        expected = case.eager  # another version of torch can compile it
+        if failed:
+            return
     if expected == RIGHT:
         attempt(case, compiled)
-        return
-    if expected == NOT_IN_TORCH:
-        assert plain_fails(case)
         return
     with pytest.raises(Exception) as raised:
         attempt(case, compiled)
