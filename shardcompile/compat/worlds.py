@@ -59,8 +59,8 @@ def start_epoch() -> None:
 def _notice_ends() -> None:
     """Have a world that is taken down forgotten at once.
 
-    A program whose sharded tensors are inside of graphs alone asks for the world while it is compiled, which is too late
-    to forget what was compiled for the one before.
+    A program whose sharded tensors are inside of graphs alone asks for the world while it is compiled, which is too
+    late to forget what was compiled for the one before.
     """
     destroy = torch.distributed.destroy_process_group
 
