@@ -414,7 +414,13 @@ def _diagonal_scatter(x: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: in
     return torch.where(shaped[1] - shaped[0] == offset, values, x)
 
 
+def _has_same_storage_numel(x: Tensor, other: Tensor) -> bool:
+    """Which forward-mode differentiation asks of a tensor and its tangent, to lay the tangent out as the tensor is."""
+    return bool(x.numel() == other.numel())
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten._has_same_storage_numel.default: _has_same_storage_numel,
     aten.mean.dim: _mean_dim,
     aten.mean.default: _mean,
     aten.var.correction: _var,

@@ -69,7 +69,7 @@ class Ranks:
         ranks = self._pools.get(kind) or LocalRanks(found.ranks, processes=found.processes)
         self._pools[kind] = ranks
         try:
-            told = ranks(as_rank, found.name, timeout=150.0)
+            told = ranks(as_rank, found.name, timeout=400.0)
         except Exception as error:
             return f"WRONG: {_words(error)[-600:]}"
         wrong = [t for t in told if t.startswith("WRONG")]
