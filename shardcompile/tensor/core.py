@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, SupportsIndex
 
 import torch
@@ -17,6 +18,7 @@ from shardcompile.dispatch import Handlers, clear_cache, dispatch
 from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpError
 from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, normalize_placements
 from shardcompile.ops import CONDITIONS, FUNCTIONS
+from shardcompile.ops.support.copied_views import CopiedView, GivenCopy
 from shardcompile.ops.support.strides import in_order
 from shardcompile.plan import target_layout
 from shardcompile.sharded import Sharded
@@ -36,6 +38,7 @@ from shardcompile.tensor.metadata import (
     Metadata,
     block_hints,
     extent_hints,
+    gaps_along_cuts,
     keys_tensor,
     metadata_of,
     spec_from_parts,
@@ -131,7 +134,8 @@ class ShardTensor(Sharded):
     @property
     def _holds_values(self) -> bool:
         """Whether this is no stand-in inside of a trace."""
-        return type(self._local_tensor) in (Tensor, torch.nn.Parameter)
+        block = self._local_tensor if self._copied is None else self._copied.block
+        return type(block) in (Tensor, torch.nn.Parameter)
 
     # What the compiler asks for
 
@@ -141,11 +145,28 @@ class ShardTensor(Sharded):
             # Dynamo may come to an input as late as inside of a transform of torch.func.
             with compat.outside_transforms():
                 flat = self._flat = self._first_flattened()
+        if type(self._copied) is CopiedView and self._holds_values and self._copied.is_stale:
+            return flat[0], self._stale(flat[1])
         if compat.is_compiling():
             compat.keep_ranks_alike()
             if self._may_vary:
                 self._prepare_trace(flat[1])
         return flat
+
+    def _stale(self, metadata: Metadata) -> Metadata:
+        """For a copied view that is out of date: what no graph is for.
+
+        Dynamo asks in the midst of its guards, or of a compilation, where nothing may be sent.
+
+        Raises:
+            UnsupportedOpError: a compilation asks.
+        """
+        if compat.is_compiling():
+            raise UnsupportedOpError(
+                f"{self._spec.layout.describe()} is given to a compiled function as a view that had to be copied, and "
+                "what it is a view of has been written to since. Take the view anew, or inside of the function"
+            )
+        return replace(metadata, epoch=-1)
 
     @property
     def _is_static(self) -> bool:
@@ -158,11 +179,12 @@ class ShardTensor(Sharded):
 
     def _first_flattened(self) -> tuple[list[str], Metadata]:
         """The parts, and what is settled once for each tensor."""
-        metadata = metadata_of(self._spec.layout)
         # A tensor inside a trace does not vary.
         plain = self._holds_values
+        is_copy = self._copied is not None and (plain or isinstance(self._copied, GivenCopy))
+        metadata = metadata_of(self._spec.layout, is_copy)
         self._may_vary = plain and bool(metadata.cuts)
-        if self._may_vary:
+        if self._may_vary and not is_copy:
             self._local_tensor = compat.without_base(with_stated_strides(self._local_tensor, self._spec))
         if plain and 0 in self._spec.shape:
             compat.give_storage(self)
@@ -180,7 +202,7 @@ class ShardTensor(Sharded):
                 compat.mark_static(self._cut_keys)
             return
         compat.trace_size_obliviously()
-        compat.mark_weakly_dynamic(self._local_tensor, block_hints(self._spec.layout))
+        compat.mark_weakly_dynamic(self._local_tensor, block_hints(self._spec.layout), gaps_along_cuts(self._spec))
         if metadata.dynamic_dims:
             keys = self._cut_keys
             # Without hints: those are part of what the compiler's caches ask for.
@@ -205,10 +227,10 @@ class ShardTensor(Sharded):
         """Whether autograd has this as a view of another tensor; not what a compiled function gets.
 
         Torch would make an input that is a view by viewing a stand-in of its base. Which views a block can hold, and
-        what its base is, is a matter of each rank, and a slice along a cut dim is none that memory could have. A copied
-        view stays one: what a graph writes to it would not reach its base.
+        what its base is, is a matter of each rank, and a slice along a cut dim is none that memory could have. A graph
+        does not write to a copied view.
         """
-        given = self._copied is None and self._holds_values and compat.is_compiling()
+        given = self._holds_values and compat.is_compiling()
         return not given and super()._is_view()
 
     # Read by Dynamo on the outer tensor. Properties, so that eager ops do not pay for setting them.
@@ -257,6 +279,9 @@ class ShardTensor(Sharded):
         self._local_tensor, self._spec = local, spec
         if compat.is_compiling():
             self._keys = keys
+            if metadata.copied:
+                del self.__dict__["_local_tensor"]
+                self._copied = GivenCopy(local)
         elif metadata.has_stated_sizes:
             self._align_grad = True
             if keys is not None and keys.ndim == 1 + len(metadata.dynamic_dims):
@@ -363,8 +388,7 @@ class ShardTensor(Sharded):
         Raises:
             LayoutError: the blocks, placements, sizes or ranks do not fit together.
         """
-        mesh = device_mesh or compat.current_mesh()
-        return _from_local(local_tensor, mesh, placements, sharding_shapes, global_shape, run_check)
+        return _from_local(local_tensor, device_mesh, placements, sharding_shapes, global_shape, run_check)
 
     def redistribute(
         self,
@@ -438,10 +462,7 @@ class ShardTensor(Sharded):
         Raises:
             UnsupportedOpError: its blocks lie in an order that ShardTensor does not have, or are sharded themselves.
         """
-        check_convertible(x, cls)
-        placements = normalize_placements(x.placements, x.device_mesh, x.ndim)
-        layout = Layout.chunked(x.device_mesh, placements, tuple(x.shape), x.dtype)
-        return FromLocal.apply(x.to_local(), cls, Spec.of(layout, tuple(x.stride())))
+        return _from_dtensor(x)
 
     def to_dtensor(self) -> Tensor:
         """This tensor as a DTensor; no data moves. Differentiable.
@@ -540,6 +561,11 @@ class ShardTensor(Sharded):
     # Extension points
 
     @staticmethod
+    def patches_enabled() -> bool:
+        """Whether functions of torch know sharded tensors: always. PhysicsNeMo's ShardTensor has a switch for it."""
+        return True
+
+    @staticmethod
     def register_dispatch_handler(op: OpOverload, handler: Callable[..., object]) -> None:
         """Have ``handler(*args, **kwargs)`` run in place of our dispatch of `op`, below autograd."""
         Handlers.ops[op] = handler
@@ -562,10 +588,18 @@ class ShardTensor(Sharded):
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
-def _from_local(local: Tensor, *asked: Any) -> ShardTensor:
+def _from_local(local: Tensor, mesh: DeviceMesh | None, *asked: Any) -> ShardTensor:
     """`asked`: the other arguments of `construct.layout_of_block`."""
-    layout = construct.layout_of_block(local, *asked)
+    layout = construct.layout_of_block(local, compat.current_mesh() if mesh is None else mesh, *asked)
     return FromLocal.apply(local, ShardTensor, Spec.of(layout, contiguous_stride(layout.shape)))
+
+
+@torch.compiler.allow_in_graph
+def _from_dtensor(x: Any) -> ShardTensor:
+    check_convertible(x, ShardTensor)
+    placements = normalize_placements(x.placements, x.device_mesh, x.ndim)
+    layout = Layout.chunked(x.device_mesh, placements, tuple(x.shape), x.dtype)
+    return FromLocal.apply(x.to_local(), ShardTensor, Spec.of(layout, tuple(x.stride())))
 
 
 def rebuild(local: Tensor, parts: tuple[Any, ...], requires_grad: bool, is_param: bool, saver: int) -> Tensor:
