@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
 from shardcompile.compat import patches
+from shardcompile.compat.caches import put_into_keys
 from shardcompile.compat.patches import PATCHES
 from shardcompile.testing import LocalRanks, rank
 
@@ -153,10 +155,14 @@ WITHOUT_A_PROGRAM = {
 @contextlib.contextmanager
 def compiled_anew() -> Iterator[None]:
     """Without what was compiled before, in this process or another."""
+    never_before = uuid.uuid4().hex  # a setting that switches caches off would hold in this thread only
     torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):
+    put_into_keys(never_before, True)
+    try:
         yield
-    torch._dynamo.reset()
+    finally:
+        put_into_keys(never_before, False)
+        torch._dynamo.reset()
 
 
 def _needed(name: str) -> bool:
