@@ -244,8 +244,24 @@ class Cut:
             if blocks is None:
                 raise LayoutError("a chunk cut of a symbolic extent cannot be flattened with trailing dims")
             return Cut.of_sizes(self.mesh_dims, self.parts, blocks, "fixed")
-        scale = self.scale * factor
-        return replace(self, extent=self.extent * factor, blocks=blocks, block=block, scale=scale, origin=None)
+        scale, origin = self.scale * factor, self._scaled_origin(factor)
+        return replace(self, extent=self.extent * factor, blocks=blocks, block=block, scale=scale, origin=origin)
+
+    def _scaled_origin(self, factor: int) -> tuple[Cut, IntLike, int] | None:
+        """Rows one after the other stay so when each becomes several."""
+        if self.origin is None or self.origin[2] != 1 or self._is_unknown_chunk(self.origin[0]):
+            return None
+        return self.origin[0].scaled(factor), self.origin[1] * factor, 1
+
+    def _unscaled_origin(self, factor: int) -> tuple[Cut, IntLike, int] | None:
+        if self.origin is None or self.origin[2] != 1:
+            return None
+        base, start = self.origin[0].unscaled(factor), self.origin[1]
+        return None if base is None else (base, start // factor, 1)
+
+    @staticmethod
+    def _is_unknown_chunk(cut: Cut) -> bool:
+        return cut.kind == "chunk" and cut.blocks is None
 
     def _block_as(self, formula: Callable[[IntLike], IntLike]) -> IntLike | None:
         block = self.block
@@ -261,8 +277,8 @@ class Cut:
             blocks = None if self.blocks is None else tuple(b // factor for b in self.blocks)
             block = self._block_as(lambda block: block // factor)
             scale = self.scale // factor
-            extent = self.extent // factor
-            return replace(self, extent=extent, blocks=blocks, block=block, scale=scale, origin=None)
+            extent, origin = self.extent // factor, self._unscaled_origin(factor)
+            return replace(self, extent=extent, blocks=blocks, block=block, scale=scale, origin=origin)
         if self.blocks is None or any(b % factor for b in self.blocks):
             return None
         kind: Kind = "fixed" if self.kind == "chunk" else self.kind

@@ -257,13 +257,15 @@ def _slice(call: OpCall) -> Iterable[Strategy]:
     if not tensor.ndim:
         return ()  # an error, which torch raises
     dim = call.arg(1, "dim", 0) % tensor.ndim
-    start, end, step = call.arg(2, "start"), call.arg(3, "end"), call.arg(4, "step", 1)
-    extent = tensor.shape[dim]
-    begins = start is None or (isinstance(start, int) and start == 0)
-    ends = end is None or (isinstance(end, int) and end >= 2**62) or end is extent
-    ends = ends or (isinstance(end, int) and isinstance(extent, int) and end >= extent)
-    kept = [d for d in range(tensor.ndim) if d != dim or (begins and ends and step == 1)]
-    return passing(along([d], [d]) for d in kept)
+    whole = _keeps_all(tensor.shape[dim], call.arg(2, "start"), call.arg(3, "end"), call.arg(4, "step", 1))
+    return passing(along([d], [d]) for d in range(tensor.ndim) if d != dim or whole)
+
+
+def _keeps_all(extent: IntLike, start: Any, end: Any, step: Any) -> bool:
+    """Whether a slice has every row, whatever the symbols in it are: there is no guard on what it keeps."""
+    if not (start is None or (isinstance(start, int) and start == 0)) or step != 1:
+        return False
+    return end is None or (isinstance(end, int) and end >= 2**62) or compat.surely(end >= extent)
 
 
 def _slice_locally(
@@ -292,7 +294,23 @@ def _spread_back(dim_at: int, added: bool) -> Any:
     return rule
 
 
-register(aten.slice_backward.default, _spread_back(2, added=False), local_shape_at(1))
+def _slice_back(call: OpCall) -> Iterable[Strategy]:
+    """The gradient of a slice; of one that keeps every row it is cut like the gradient."""
+    yield from _spread_back(2, added=False)(call)
+    sizes, dim, *rows = call.args[1:6]
+    if sizes and _keeps_all(sizes[dim % len(sizes)], *rows):
+        yield along([dim % len(sizes)], [dim % len(sizes)])
+
+
+def _slice_back_locally(
+    call: OpCall, args: tuple[Any, ...], outputs: Sequence[Layout], shape: LocalShape
+) -> tuple[Any, ...]:
+    dim = call.args[2] % max(len(call.args[1]), 1)
+    rows = args[3:] if not call.args[1] or outputs[0].cuts[dim] is None else (0, 2**63 - 1, 1)
+    return (args[0], list(shape(outputs[0])), args[2], *rows)
+
+
+register(aten.slice_backward.default, _slice_back, _slice_back_locally)
 register(aten.select_backward.default, _spread_back(2, added=True), local_shape_at(1))
 
 

@@ -1,0 +1,129 @@
+"""What has to move and no more: the collectives of short functions, forward and backward, eager and compiled.
+
+Each function is compared with plain PyTorch over uneven cuts, and is compiled to one graph for all of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.placement_types import Shard
+
+import shardcompile as sc
+from shardcompile.compat.testing import graphs_compiled
+from shardcompile.testing import once, rank
+from shardcompile.testing.watch import CollectiveWatch
+
+CUTS = ([5, 0, 2], [3, 4, 1], [0, 1, 8], [4, 4, 4])
+"""An empty block in the middle and in front, blocks of one, even blocks; extents differ."""
+
+_LOCAL = {"attend", "attend_backward", "convolution", "convolution_backward", "derive_cut"}
+"""Ops of ours that send nothing."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function, and what it may send.
+
+    Attributes:
+        run: a function of a tensor that is cut and of plain parameters.
+        shape: of what is cut, with None for the extent along which it is.
+        moves: collectives of forward and backward pass, by kind.
+        parameters: shapes of plain parameters.
+        dtype: of what is cut.
+    """
+
+    run: Callable[..., Tensor]
+    shape: tuple[int | None, ...]
+    moves: dict[str, int] = field(default_factory=dict)
+    parameters: tuple[tuple[int, ...], ...] = ()
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def dim(self) -> int:
+        """The dim that is cut."""
+        return self.shape.index(None)
+
+
+class Sent(CollectiveWatch):
+    """Counts collectives by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: Counter[str] = Counter()
+
+    def saw(self, name: str, x: Any, out: Any) -> None:
+        kind = name.partition("::")[2]
+        if kind not in _LOCAL:
+            self.kinds[kind] += 1
+
+
+SLICES = {
+    "a slice that keeps every row": Case(lambda x: x.sin()[0:] * x, (None, 2)),
+    "every row of the second dim": Case(lambda x: (x.sin()[:, slice(0, None), :] * x.cos()).exp(), (2, None, 3)),
+    "rows to the last one": Case(lambda x: x.sin()[: x.shape[0]] * x, (None, 2)),
+    "a slice of what was saved": Case(lambda x: x.sin()[1:].cos().exp().sum(0), (None, 2), {"all_reduce": 1}),
+    "a slice, flattened": Case(
+        lambda x: x.sin()[1:].flatten().cos().view(-1, 2).exp().sum(0), (None, 2), {"all_reduce": 1}
+    ),
+    "a slice in front of a linear layer": Case(
+        lambda x, w: (x.sin()[:, 1:] @ w).cos().sum(1), (2, None, 3), {"all_reduce": 2}, ((3, 4),)
+    ),
+}
+
+CASES = {**SLICES}
+
+
+def _numbers(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(len(shape) + shape[0])
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _sent(case: Case, run: Callable[..., Tensor], sizes: list[int]) -> Counter[str]:
+    """What is sent in a forward and a backward pass, whose results are compared with those of plain PyTorch."""
+    mesh = init_device_mesh("cpu", (3,))
+    full = _numbers(tuple(sum(sizes) if n is None else n for n in case.shape), case.dtype).requires_grad_()
+    plain = [_numbers(s, case.dtype).requires_grad_() for s in case.parameters]
+    ours = [p.detach().clone().requires_grad_() for p in plain]
+    block = full.detach().split(sizes, case.dim)[rank()].clone()
+    x = sc.ShardTensor.from_local(block, mesh, [Shard(case.dim)], {0: sizes}).requires_grad_()
+    expected = case.run(full, *plain)
+    weight = torch.linspace(-1, 2, expected.numel(), dtype=torch.float64).view(expected.shape)
+    expected.backward(weight)
+    with Sent() as forward:
+        out = run(x, *ours)
+    gradient = (out.detach() * 0 + weight).detach()
+    with Sent() as backward:
+        out.backward(gradient)
+    torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-10, atol=1e-10)
+    for got, want in zip(
+        [x.grad.full_tensor(), *[p.grad for p in ours]], [full.grad, *[p.grad for p in plain]], strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+    return forward.kinds + backward.kinds
+
+
+@pytest.mark.ranks(3, timeout=120, processes=False)
+@pytest.mark.parametrize("name", CASES)
+def test_eager(name: str) -> None:
+    case = CASES[name]
+    for sizes in CUTS:
+        assert _sent(case, case.run, sizes) == case.moves, sizes
+
+
+@pytest.mark.ranks(3, timeout=300, processes=False)
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_as_one_graph(name: str) -> None:
+    case = CASES[name]
+    before = once(graphs_compiled)
+    compiled = torch.compile(case.run, fullgraph=True, backend="aot_eager")
+    for sizes in CUTS:
+        assert _sent(case, compiled, sizes) == case.moves, sizes
+    assert graphs_compiled() - before == 1
