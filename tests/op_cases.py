@@ -916,6 +916,29 @@ def _factories() -> list[Case]:
     ]
 
 
+def _fourier() -> list[Case]:
+    modes, image = F(5, 4, dtype=torch.complex128), F(3, 5, 4)
+    return [
+        case("fft", lambda x: torch.fft.fft(x, dim=0), F(5, 4)),
+        case("rfft", lambda x: torch.fft.rfft(x), F(5, 4)),
+        case("irfft", lambda x: torch.fft.irfft(torch.fft.rfft(x)), F(5, 4)),
+        case("fft of complex numbers", lambda x: torch.fft.fft(x, dim=0, norm="ortho"), modes),
+        case("ifft2", lambda x: torch.fft.ifft2(x), modes),
+        case("irfft of few modes", lambda x: torch.fft.irfft(x, n=5, dim=1), modes),
+        case("rfft2", lambda x: torch.fft.rfft2(x), image),
+        case("rfft2 of other dims", lambda x: torch.fft.rfft2(x, dim=(2, 0), norm="ortho"), image),
+        case("rfft2 of other extents", lambda x: torch.fft.rfft2(x, s=(3, 6)), image),
+        case("rfftn", lambda x: torch.fft.rfftn(x, norm="forward"), image),
+        case("rfft error", lambda x: torch.fft.rfft(x, dim=4), image),
+        case("rfft of nothing error", lambda x: torch.fft.rfft(x, n=0), image),
+        case("irfft2", lambda x: torch.fft.irfft2(x, s=(4, 5), dim=(0, 1)), modes),
+        case("hfft", lambda x: torch.fft.hfft(x, dim=0), modes),
+        case("fftn of one number", lambda x: torch.fft.fftn(x), F(1, 1)),
+        case("there and back", lambda x: torch.fft.irfft2(torch.fft.rfft2(x).sin(), s=(5, 4)) * x, image),
+        case("fftshift", lambda x: torch.fft.fftshift(torch.fft.fft2(x)), image),
+    ]
+
+
 def _without_rules() -> list[Case]:
     square = F(4, 4, kind="regular")
     image = F(3, 2, 6, 5)
@@ -926,9 +949,6 @@ def _without_rules() -> list[Case]:
         case("svdvals", torch.linalg.svdvals, F(5, 4)),
         case("qr", lambda x: torch.linalg.qr(x)[1].abs(), F(5, 4)),
         case("cholesky", lambda x: torch.linalg.cholesky(x @ x.t() + 4 * torch.eye(4, dtype=x.dtype)), F(4, 3)),
-        case("fft", lambda x: torch.fft.fft(x, dim=0), F(5, 4)),
-        case("rfft", lambda x: torch.fft.rfft(x), F(5, 4)),
-        case("irfft", lambda x: torch.fft.irfft(torch.fft.rfft(x)), F(5, 4)),
         case("conv2d", nnf.conv2d, image, P(4, 2, 3, 3), P(4)),
         case("conv2d padded", lambda x, w: nnf.conv2d(x, w, padding=1, stride=2), image, P(4, 2, 3, 3)),
         case("conv1d", nnf.conv1d, F(3, 2, 7), P(4, 2, 3)),
@@ -1003,6 +1023,7 @@ FAMILIES: dict[str, list[Case]] = {
     "deeper": _deeper(),
     "scans": _scans(),
     "factories": _factories(),
+    "Fourier transforms": _fourier(),
     "without rules": _without_rules(),
     "out": _outs(),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def derive(
         sizes, rows = DERIVATIONS[how]([c.sizes if isinstance(c, Cut) else (int(c),) for c in cuts], *numbers)
         fixed = all(c.kind == "fixed" for c in cuts if isinstance(c, Cut)) or compat.is_compiling()
         cut = Cut.of_sizes(like.mesh_dims, like.parts, sizes, "fixed" if fixed else "dynamic")
-        return cut, rows[cut.block_index(compat.coordinate(mesh) or ())]
+        return replace(cut, home=like.home), rows[cut.block_index(compat.coordinate(mesh) or ())]
     groups = ",".join(compat.group_name_of(mesh, m) for m in like.mesh_dims)
     code = [n for c in cuts for n in _code(c)]
     # What makes this part of a trace. Of a chunk cut that may be the block alone, where the extent is known.
@@ -50,7 +51,7 @@ def derive(
         n for n in (*code, *numbers, *(c.block for c in cuts if isinstance(c, Cut))) if isinstance(n, torch.SymInt)
     ]
     key, block, row = _symbols(how, list(numbers), code, list(like.parts), groups, extent, symbols[0])
-    return Cut.traced(like.mesh_dims, like.parts, extent, key, block), row
+    return replace(Cut.traced(like.mesh_dims, like.parts, extent, key, block), home=like.home), row
 
 
 def block_size(cut: Cut, mesh: DeviceMesh) -> IntLike:

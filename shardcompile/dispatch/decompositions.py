@@ -16,6 +16,7 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.dispatch import additions, counts, lookups, rows, scans
 from shardcompile.dispatch.copied_views import follow, note_view
+from shardcompile.dispatch.fourier import FOURIER_OPS
 from shardcompile.dispatch.global_meta import global_meta
 from shardcompile.dispatch.group_norm import group_norm, group_norm_backward
 from shardcompile.dispatch.interpolation import INTERPOLATION_OPS
@@ -478,6 +479,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.repeat.default: scans.repeat,
     **INTERPOLATION_OPS,
     **WINDOW_OPS,
+    **FOURIER_OPS,
     aten.size.default: lambda x: list(x._spec.shape),  # asked for where extents depend on values
 }
 """By op, what is run when the op itself would have to gather."""

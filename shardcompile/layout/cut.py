@@ -129,6 +129,7 @@ class Cut:
         scale: elements of this dim for one of `key`'s; more than 1 where trailing dims were flattened into the dim.
         carrier: while tracing, the tensor whose shape brought the key into the graph; not part of the value.
         origin: of the cut of a slice: the cut of what was sliced, first row and step. A gradient finds its way back.
+        home: of the cut of a dim that was cut in place of another one: the cut that this other one had.
     """
 
     kind: Kind
@@ -142,6 +143,7 @@ class Cut:
     scale: int = 1
     carrier: object = field(default=None, compare=False, repr=False)
     origin: tuple[Cut, IntLike, int] | None = field(default=None, repr=False)
+    home: Cut | None = field(default=None, repr=False)
 
     @staticmethod
     def chunk(mesh_dims: Sequence[int], parts: Sequence[int], extent: IntLike) -> Cut:
@@ -243,7 +245,7 @@ class Cut:
         if self.kind == "chunk":
             if blocks is None:
                 raise LayoutError("a chunk cut of a symbolic extent cannot be flattened with trailing dims")
-            return Cut.of_sizes(self.mesh_dims, self.parts, blocks, "fixed")
+            return replace(Cut.of_sizes(self.mesh_dims, self.parts, blocks, "fixed"), home=self.home)
         scale, origin = self.scale * factor, self._scaled_origin(factor)
         return replace(self, extent=self.extent * factor, blocks=blocks, block=block, scale=scale, origin=origin)
 
@@ -282,7 +284,8 @@ class Cut:
         if self.blocks is None or any(b % factor for b in self.blocks):
             return None
         kind: Kind = "fixed" if self.kind == "chunk" else self.kind
-        return Cut.of_sizes(self.mesh_dims, self.parts, [b // factor for b in self.blocks], kind)
+        cut = Cut.of_sizes(self.mesh_dims, self.parts, [b // factor for b in self.blocks], kind)
+        return replace(cut, home=self.home)
 
     def prefix(self, depth: int) -> Cut | None:
         """The cut over the first `depth` mesh dims only."""

@@ -28,6 +28,7 @@ from shardcompile.tensor.bags import embedding_bag
 from shardcompile.tensor.borders import pad
 from shardcompile.tensor.cumulative import cumprod
 from shardcompile.tensor.foreign import check_convertible, guard_wrappers
+from shardcompile.tensor.fourier import FOURIER_FUNCTIONS
 from shardcompile.tensor.higher_order import teach_higher_order_ops
 from shardcompile.tensor.metadata import (
     Metadata,
@@ -844,6 +845,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.matmul: _product,
     torch.Tensor.matmul: _product,
     torch.Tensor.__matmul__: _product,
+    **FOURIER_FUNCTIONS,
 }
 
 checkpoint.teach(ShardTensor)

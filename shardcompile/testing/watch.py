@@ -10,7 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcompile.tensor import ShardTensor
 
-_SILENT = {"_c10d_functional::wait_tensor", "shardcompile::take_block", "shardcompile::place_block"}
+_SILENT = {
+    *("_c10d_functional::wait_tensor", "shardcompile::take_block", "shardcompile::place_block"),
+    "shardcompile::fourier",
+}
 """Ops that send nothing."""
 
 

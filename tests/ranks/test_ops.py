@@ -38,6 +38,7 @@ COMPILED = {
     "scans": 4,
     "bags": 4,
     "factories": 5,
+    "Fourier transforms": 5,
     "without rules": 6,
     "out": 4,
 }

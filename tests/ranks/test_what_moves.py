@@ -78,7 +78,34 @@ SLICES = {
     ),
 }
 
-CASES = {**SLICES}
+
+def _parts(x: Tensor) -> Tensor:
+    """Numbers made of modes; summed up, since of what a graph returns it does not know that its gradient is cut alike."""
+    return torch.view_as_real(x).sin().sum(list(range(x.ndim)))
+
+
+def _exchanges(count: int) -> dict[str, int]:
+    return {"all_to_all_v": count, "all_reduce": 1}
+
+
+FOURIER = {
+    "fft of whole dims": Case(lambda x: _parts(torch.fft.fft(x.sin(), dim=1)), (None, 4), {"all_reduce": 1}),
+    "fft of the cut dim": Case(lambda x: _parts(torch.fft.fft(x.sin(), dim=0)), (None, 4), _exchanges(2)),
+    "fft of a shorter signal": Case(lambda x: _parts(torch.fft.rfft(x.sin(), 6, dim=0)), (None, 4), _exchanges(2)),
+    "rfft2, height cut": Case(lambda x: _parts(torch.fft.rfft2(x.sin(), dim=(1, 2))), (2, None, 6, 3), _exchanges(2)),
+    "rfft2, width cut": Case(lambda x: _parts(torch.fft.rfft2(x.sin(), dim=(1, 2))), (2, 5, None, 3), _exchanges(5)),
+    "rfftn of everything": Case(lambda x: _parts(torch.fft.rfftn(x.sin())), (None, 3, 4), _exchanges(2)),
+    "irfft2 of what was transformed": Case(
+        lambda x: torch.fft.irfft2(torch.fft.rfft2(x, dim=(1, 2)).sin(), s=(x.shape[1], 6), dim=(1, 2)) * x,
+        (2, None, 6, 3),
+        {"all_to_all_v": 4},
+    ),
+    "irfft2 that is longer": Case(
+        lambda x: torch.fft.irfft2(torch.view_as_complex(x.sin()), s=(9, 5)).sum((1, 2)), (None, 4, 5, 2)
+    ),
+}
+
+CASES = {**SLICES, **FOURIER}
 
 
 def _numbers(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
