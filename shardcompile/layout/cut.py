@@ -184,6 +184,16 @@ class Cut:
         return self.blocks is None
 
     @property
+    def has_symbols(self) -> bool:
+        """Whether it, or the cut that it remembers, is made of symbols.
+
+        A chunk cut of a known extent knows its sizes, and in a trace also the symbol of this rank's block.
+        """
+        if self.blocks is None or isinstance(self.block, torch.SymInt):
+            return True
+        return self.home is not None and (isinstance(self.home.extent, torch.SymInt) or self.home.has_symbols)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Sizes of all blocks, outermost mesh dim slowest.
 
