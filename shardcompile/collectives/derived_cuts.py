@@ -36,6 +36,9 @@ def derive(
         not known, both hold symbols.
     """
     like = next(c for c in cuts if isinstance(c, Cut))
+    for c in cuts:
+        if isinstance(c, Cut):
+            c.check_in_one_piece()
     if isinstance(extent, int) and extent == 0:  # a trace would learn that its block is 0, and take that for a guess
         return Cut.of_sizes(like.mesh_dims, like.parts, (0,) * math.prod(like.parts), "fixed"), 0
     known = all(isinstance(c, int) if not isinstance(c, Cut) else c.blocks is not None for c in cuts)
@@ -65,7 +68,7 @@ def block_size(cut: Cut, mesh: DeviceMesh) -> IntLike:
         known = compat.first_input_size(_name_of_block(cut, mesh), cut.extent)
         if known is not None:
             return known
-    block = derive("located", [cut], [], cut.extent, mesh)[0].block
+    block = derive("located", [replace(cut, runs=1)], [], cut.extent, mesh)[0].block
     assert block is not None, "a derived cut has a block"
     return block
 

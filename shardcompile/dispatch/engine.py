@@ -41,6 +41,7 @@ from shardcompile.dispatch.foreign import check_collective
 from shardcompile.dispatch.global_meta import global_meta, tensors_of
 from shardcompile.dispatch.handlers import Handlers
 from shardcompile.dispatch.index_range import INDEXED, check_indices
+from shardcompile.dispatch.joined import any_joined, of_neighbours, view_of_neighbours
 from shardcompile.dispatch.listwise import listwise_form
 from shardcompile.dispatch.local_ops import COPYING_VIEWS, LOCAL_OPS, copy_block
 from shardcompile.dispatch.memory_ops import MEMORY_OPS
@@ -348,6 +349,8 @@ def _wrap_all(cls: type, out: Any, specs: Sequence[Any]) -> Any:
 
 def _decide(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
     check_collective(cls, op, args, kwargs)
+    if any_joined(cls, [*args, *kwargs.values()]) and _needs_neighbours(cls, op, args, kwargs):
+        return _Composed((view_of_neighbours if op.is_view else of_neighbours)(cls, op))
     if op in ATTENTION_OPS:
         if "backward" in op.name():
             return _Composed(ATTENTION_OPS[op])
@@ -368,6 +371,20 @@ def _decide(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     )
     # What is gathered, or done by the functional form, is looked at there.
     return _Checked(op, entry) if op in INDEXED and not isinstance(entry, (_Gathered, _Written)) else entry
+
+
+def _needs_neighbours(cls: type, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a form of an op that is no rule's would take the rows of a block for neighbours."""
+    if op in ATTENTION_OPS or op in RANDOM_OPS:
+        return True
+    if op not in DECOMPOSITIONS:
+        return False
+    rule = _rule_of(op)
+    if rule is None:
+        return True
+    call = _describe(cls, op, args, kwargs)
+    choice = choose(_layouts(call), rule.ways(call), len(op._schema.returns))
+    return choice is None or choice.communicates
 
 
 def _decide_functional(cls: type, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:

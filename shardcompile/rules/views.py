@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -107,7 +109,7 @@ def _view(call: OpCall) -> Iterable[Strategy]:
             for n, i in enumerate(ins):  # any would do; a view to the same shape keeps its layout
                 yield from (along([i], [j]) for j in sorted(outs, key=lambda j: outs.index(j) != n))
         else:
-            yield from _view_group(src, dst, ins, outs)
+            yield from _view_group(src, dst, ins, outs, call.op is not aten.reshape.default)
     yield from (partial([op], [op]) for op in REDUCE_OPS)
 
 
@@ -125,19 +127,37 @@ def _joined_ones(groups: Iterable[tuple[list[int], list[int]]]) -> Iterable[tupl
             yield ins, outs
 
 
-def _view_group(src: Sequence[IntLike], dst: Sequence[IntLike], ins: list[int], outs: list[int]) -> Iterable[Strategy]:
-    """The leading dim of a group stays cut; the trailing ones scale its blocks."""
-    below, above = _numel([src[d] for d in ins[1:]]), _numel([dst[d] for d in outs[1:]])
+def _view_group(
+    src: Sequence[IntLike], dst: Sequence[IntLike], ins: list[int], outs: list[int], joins: bool
+) -> Iterable[Strategy]:
+    """A cut dim stays cut; trailing dims scale its blocks, leading ones give them rows of several stretches.
+
+    Args:
+        src: shape before.
+        dst: shape after.
+        ins: the dims that become `outs`.
+        outs: those.
+        joins: whether a block may have rows that are no neighbours.
+    """
     if len(ins) == len(outs) == 1:
         yield along([ins[0]], [outs[0]])
-    elif isinstance(below, int) and isinstance(above, int):
+        return
+    for i, o in itertools.product(range(len(ins)), range(len(outs))):
+        around = _numel([src[d] for d in ins[:i]]), _numel([src[d] for d in ins[i + 1 :]])
+        within = _numel([dst[d] for d in outs[:o]]), _numel([dst[d] for d in outs[o + 1 :]])
+        if (joins or i == o == 0) and all(isinstance(n, int) for n in (*around, *within)):
+            yield along([ins[i]], [outs[o]], functools.partial(_through_view, around, within, joins))
 
-        def on_cut(cut: Cut) -> Cut | None:
-            if cut.kind == "chunk" and cut.is_traced:
-                return None
-            return cut.scaled(below).unscaled(above)
 
-        yield along([ins[0]], [outs[0]], on_cut)
+def _through_view(around: tuple[Any, Any], within: tuple[Any, Any], joins: bool, cut: Cut) -> Cut | None:
+    """The cut of an output dim, from that of an input dim and the extents in front of and behind each."""
+    if cut.kind == "chunk" and cut.is_traced:
+        return None
+    flat = cut.scaled(around[1]).joined(around[0])
+    if flat.runs % within[0]:
+        return None
+    out = flat.parted(within[0]).unscaled(within[1])
+    return None if out is None or (out.runs > 1 and not joins) else out
 
 
 def local_shape_at(position: int) -> Callable[..., tuple[Any, ...]]:

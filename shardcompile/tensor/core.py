@@ -18,15 +18,17 @@ from shardcompile import compat
 from shardcompile.collectives import wait
 from shardcompile.dispatch import Handlers, clear_cache, dispatch
 from shardcompile.dispatch.copied_views import CopiedView
+from shardcompile.dispatch.joined import layout_in_one_piece
 from shardcompile.dispatch.strides import in_order
 from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpError
-from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, normalize_placements
+from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, has_runs, normalize_placements
 from shardcompile.plan import target_layout
 from shardcompile.tensor import checkpoint, construct, masks
 from shardcompile.tensor.autograd import FromLocal, Promote, Redistribute, ToLocal, gradient_layout, redistributed
 from shardcompile.tensor.bags import embedding_bag
 from shardcompile.tensor.borders import pad
 from shardcompile.tensor.cumulative import cumprod
+from shardcompile.tensor.einsum import einsum
 from shardcompile.tensor.foreign import check_convertible, guard_wrappers
 from shardcompile.tensor.fourier import FOURIER_FUNCTIONS
 from shardcompile.tensor.higher_order import teach_higher_order_ops
@@ -317,6 +319,9 @@ class ShardTensor(torch.Tensor):
         if args and type(args[0]) is not cls and func in _IN_PLACE and _wants_gradient(args, kwargs):
             return _write_to_plain(func, args, kwargs)
         args, kwargs = cls._prepared(func, args, kwargs)
+        if special is not None and special in _OF_NEIGHBOURS:
+            args = torch.utils._pytree.tree_map_only(cls, _in_one_piece, tuple(args))
+            kwargs = torch.utils._pytree.tree_map_only(cls, _in_one_piece, kwargs)
         with _without_torch_function():
             return func(*args, **kwargs) if special is None else special(func, *args, **kwargs)
 
@@ -393,7 +398,7 @@ class ShardTensor(torch.Tensor):
             RedistributeError: there is no meaningful way, e.g. to Partial.
             LayoutError: the placements or sizes do not fit the tensor or the mesh.
         """
-        now = self._spec.layout if forward_dtype is None else self._spec.layout.with_dtype(forward_dtype)
+        now = self.sharding if forward_dtype is None else self.sharding.with_dtype(forward_dtype)
         if device_mesh is not None and device_mesh != now.mesh:
             raise RedistributeError(
                 f"redistribution from mesh {now.mesh} to another mesh {device_mesh} is not supported; go through "
@@ -404,7 +409,7 @@ class ShardTensor(torch.Tensor):
             if isinstance(after, Partial) and before != after:
                 raise RedistributeError(f"Partial cannot be a target: {now.describe()} to {list(wanted)}")
         cuts = construct.stated_cuts(now, wanted, sharding_shapes, fixed=now.is_traced)
-        return redistributed(self, target_layout(now, wanted, cuts), async_op, backward_dtype)
+        return redistributed(_in_one_piece(self), target_layout(now, wanted, cuts), async_op, backward_dtype)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's block. Differentiable.
@@ -416,13 +421,14 @@ class ShardTensor(torch.Tensor):
             RedistributeError: a reduction is pending, so that the block is a term and not a value.
             LayoutError: the blocks of `grad_placements` have other shapes.
         """
-        layout = self._spec.layout
+        layout = self.sharding
         if layout.is_partial:
             raise RedistributeError(
                 f"the block of {layout.describe()} is a term of a pending reduction, not a value; "
                 "redistribute to Replicate or Shard first, or take full_tensor()"
             )
-        return ToLocal.apply(self, None if grad_placements is None else gradient_layout(layout, grad_placements))
+        placed = None if grad_placements is None else gradient_layout(layout, grad_placements)
+        return ToLocal.apply(_in_one_piece(self), placed)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor, as a plain one, on every rank. Differentiable.
@@ -453,7 +459,7 @@ class ShardTensor(torch.Tensor):
         """
         from torch.distributed.tensor import DTensor
 
-        layout = self._spec.layout
+        layout = self.sharding
         for dim, cut in enumerate(layout.cuts):
             if cut is None:
                 continue
@@ -463,7 +469,7 @@ class ShardTensor(torch.Tensor):
                     f"DTensor knows only torch.chunk's cut; dim {dim} of {layout.describe()} has another. First "
                     f"redistribute(sharding_shapes={{{cut.mesh_dims[-1]}: {list(chunk.sizes if chunk else ())}}})"
                 )
-        local = ToLocal.apply(self, None)
+        local = ToLocal.apply(_in_one_piece(self), None)
         return DTensor.from_local(
             local, layout.mesh, layout.placements, run_check=False, shape=self.shape, stride=self.stride()
         )
@@ -473,7 +479,7 @@ class ShardTensor(torch.Tensor):
     @property
     def sharding(self) -> Layout:
         """Mesh, placements, global shape, dtype and all block sizes."""
-        return self._spec.layout
+        return layout_in_one_piece(self._spec.layout)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -483,7 +489,7 @@ class ShardTensor(torch.Tensor):
     @property
     def placements(self) -> tuple[Placement, ...]:
         """One for each mesh dim."""
-        return self._spec.layout.placements
+        return self.sharding.placements
 
     def offsets(self, mesh_dim: int | None = None) -> tuple[int, ...] | int:
         """Where this rank's block starts, in elements.
@@ -494,7 +500,7 @@ class ShardTensor(torch.Tensor):
         Raises:
             UnsupportedOpError: inside a compiled function, where one graph serves every cut.
         """
-        layout = self._spec.layout
+        layout = self.sharding
         if layout.is_traced:
             raise UnsupportedOpError(
                 f"offsets() of {layout.describe()} inside a compiled function: one graph serves every cut, and where "
@@ -584,6 +590,12 @@ def rebuild(local: Tensor, parts: tuple[Any, ...], requires_grad: bool, is_param
 
 # What a rank has saved of a tensor: itself, placements and a mesh, for which torch answers, and numbers.
 torch.serialization.add_safe_globals([rebuild])
+
+
+def _in_one_piece(x: Any) -> Any:
+    """A tensor in blocks of neighbouring rows, differentiably; itself if it has these."""
+    layout = x._spec.layout
+    return redistributed(x, layout_in_one_piece(layout)) if has_runs(layout) else x
 
 
 def _set_data(_: Callable[..., Any], x: Any, value: Any) -> None:
@@ -845,8 +857,16 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.matmul: _product,
     torch.Tensor.matmul: _product,
     torch.Tensor.__matmul__: _product,
+    torch.einsum: einsum,
+    torch._C._VariableFunctions.einsum: einsum,  # type: ignore[attr-defined]
     **FOURIER_FUNCTIONS,
 }
+
+_OF_NEIGHBOURS = {
+    *(_attend, embedding_bag, pad, cumprod, _tensor_split),
+    *(masks.getitem, masks.masked_select, masks.nonzero),
+}
+"""Of these, those that look at where the rows of a block are."""
 
 checkpoint.teach(ShardTensor)
 guard_wrappers(ShardTensor)

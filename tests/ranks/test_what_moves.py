@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
@@ -84,6 +85,14 @@ def _parts(x: Tensor) -> Tensor:
     return torch.view_as_real(x).sin().sum(list(range(x.ndim)))
 
 
+def _mixed(x: Tensor, weight: Tensor) -> Tensor:
+    """As an adaptive Fourier operator: modes of an image [n, height, width, channels], each through one matrix."""
+    height, width = x.shape[1:3]
+    modes = torch.view_as_real(torch.fft.rfft2(x, dim=(1, 2), norm="ortho"))
+    through = torch.einsum("nyxcp,cdpq->nyxdq", modes, weight).relu()
+    return torch.fft.irfft2(torch.view_as_complex(through), s=(height, width), dim=(1, 2), norm="ortho") + x
+
+
 def _exchanges(count: int) -> dict[str, int]:
     return {"all_to_all_v": count, "all_reduce": 1}
 
@@ -100,12 +109,57 @@ FOURIER = {
         (2, None, 6, 3),
         {"all_to_all_v": 4},
     ),
+    "Fourier operator": Case(_mixed, (1, None, 6, 3), {"all_to_all_v": 4, "all_reduce": 1}, ((3, 3, 2, 2),)),
     "irfft2 that is longer": Case(
         lambda x: torch.fft.irfft2(torch.view_as_complex(x.sin()), s=(9, 5)).sum((1, 2)), (None, 4, 5, 2)
     ),
 }
 
-CASES = {**SLICES, **FOURIER}
+
+def _convolved(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.addmm(bias, x.view(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
+
+
+def _loss(x: Tensor, weight: Tensor) -> Tensor:
+    scores = (x @ weight).view(-1, weight.shape[1])
+    wanted = torch.arange(x.shape[1]).remainder(weight.shape[1]).expand(x.shape[0], -1).reshape(-1)
+    return nnf.cross_entropy(scores, wanted, reduction="none").view(x.shape[0], -1)
+
+
+def _by_expert(x: Tensor, gate: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    share = (rows @ gate).softmax(-1)
+    out = sum(share[:, i : i + 1] * nnf.linear(rows, w) for i, w in enumerate((first, second)))
+    return out.reshape(x.shape)
+
+
+def _written(x: Tensor) -> Tensor:
+    y = x * 2
+    y.view(-1, 3).mul_(3).add_(1)
+    y.view(-1, 3)[:, 1] = 5
+    y.view(-1, 3)[:, 2:] *= x.view(-1, 3)[:, :1]
+    return y.sin()
+
+
+_ROWS = (2, None, 3)
+
+JOINED = {
+    "a product of rows": Case(_convolved, _ROWS, {"all_reduce": 2}, ((3, 4), (4,))),
+    "two of them": Case(
+        lambda x, *p: _convolved(_convolved(x, *p).sin(), *p) * x, _ROWS, {"all_reduce": 4}, ((3, 3), (3,))
+    ),
+    "pointwise": Case(lambda x: (x.view(-1, 3) * 2).sin().view(x.shape) * x, _ROWS),
+    "trailing dims too": Case(lambda x: x.view(-1, 4).exp().view(x.shape).sin(), (2, None, 2, 4)),
+    "all dims": Case(lambda x: x.view(-1).sin().view(x.shape).cos(), _ROWS),
+    "three dims": Case(lambda x: x.view(-1, 3).sin().view(2, -1, 3).cos().view(x.shape).sin(), (2, 2, None, 3)),
+    "normalised": Case(lambda x: nnf.layer_norm(x.view(-1, 3), [3]).view(x.shape).sin(), _ROWS),
+    "cross entropy": Case(_loss, _ROWS, {"all_reduce": 1}, ((3, 5),)),
+    "experts": Case(_by_expert, _ROWS, {"all_reduce": 3}, ((3, 2), (3, 3), (3, 3))),
+    "rows that are written to": Case(_written, _ROWS),
+}
+"""Rows of products, of which leading dims were flattened into the one that is cut."""
+
+CASES = {**SLICES, **FOURIER, **JOINED}
 
 
 def _numbers(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
