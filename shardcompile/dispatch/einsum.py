@@ -5,7 +5,6 @@ Torch's own flattens dims of a kind into one, of which only the first could be c
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -59,10 +58,23 @@ def contract(a: str, b: str, out: str, x: Any, y: Any) -> Any:
     blocks = [t._local_tensor if hasattr(t, "_spec") else t.resolve_conj().resolve_neg() for t in (x, y)]
     blocks = [run_plan(plan, block) for plan, block in zip(choice.plans, blocks, strict=True)]
     layout: Layout = choice.outputs[0].layout(layouts[0], shape, meta.dtype)
-    return wrap(like, _of_blocks(equation, blocks), layout, stride)
+    return wrap(like, _of_blocks(a, b, out, *blocks), layout, stride)
 
 
-def _of_blocks(equation: str, blocks: list[Tensor]) -> Tensor:
-    """In a trace torch asks whether dims of blocks have extent 1; what is not known to have it may have any."""
-    with contextlib.nullcontext() if type(blocks[0]) is Tensor else compat.without_guards(blocks[0]):
-        return aten.einsum.default(equation, blocks)
+def _of_blocks(a: str, b: str, out: str, x: Tensor, y: Tensor) -> Tensor:
+    if type(x) is Tensor and type(y) is Tensor:
+        return aten.einsum.default(f"{a},{b}->{out}", [x, y])
+    # In a trace torch asks whether extents of blocks are 0 or 1: here one product of matrices, whatever they are.
+    batch = [c for c in a if c in b and c in out]
+    total = [c for c in a if c in b and c not in out]
+    left, right = [c for c in a if c not in b], [c for c in b if c not in a]
+    size = dict(zip(b + a, (*y.shape, *x.shape), strict=True))
+
+    def matrices(t: Tensor, letters: str, rows: list[str], columns: list[str]) -> Tensor:
+        turned = t.permute([letters.index(c) for c in (*batch, *rows, *columns)])
+        shape = [math.prod([size[c] for c in several]) for several in (batch, rows, columns)]
+        return aten.view.default(turned.clone(memory_format=torch.contiguous_format), shape)
+
+    product = aten.bmm.default(matrices(x, a, left, total), matrices(y, b, total, right))
+    order = [*batch, *left, *right]
+    return aten.view.default(product, [size[c] for c in order]).permute([order.index(c) for c in out])

@@ -7,7 +7,6 @@ cut remembers the one that was there before: the way back, as of an inverse tran
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -129,11 +128,10 @@ class _Block:
         extent, home = self.layout.shape[at], cut.home
         if home is not None and self._fits(cut, at):
             return replace(home, home=replace(cut, home=None))
-        even = isinstance(extent, int) and extent % math.prod(cut.parts) == 0
-        if even or not (cut.is_traced or isinstance(cut.block, torch.SymInt)):
-            divided = Cut.chunk(cut.mesh_dims, cut.parts, extent)
-        else:  # with known blocks that differ every rank would have a graph of its own
+        if cut.has_symbols:  # with known blocks that differ every rank would have a graph of its own
             divided = derive("divided", [cut], [extent], extent, self.layout.mesh)[0]
+        else:
+            divided = Cut.chunk(cut.mesh_dims, cut.parts, extent)
         return replace(divided, home=replace(cut, home=None))
 
 

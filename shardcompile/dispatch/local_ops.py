@@ -13,6 +13,7 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.dispatch.logsumexp import logsumexp
 from shardcompile.dispatch.strides import in_one_order
+from shardcompile.layout import order_of
 from shardcompile.rules import images
 
 aten = torch.ops.aten
@@ -121,9 +122,9 @@ def copy_block(target: Tensor, source: Tensor, non_blocking: bool = False) -> Te
         return target.copy_(source, non_blocking)
 
 
-def _index_write(op: Any) -> Callable[..., Tensor]:
+def _unasked(op: Any) -> Callable[..., Tensor]:
     def local(x: Tensor, *args: Any) -> Tensor:
-        """Inside a trace torch's own makes a contiguous tensor, and asks for the size of the block."""
+        """Inside a trace torch's own makes contiguous tensors, and asks for the size of the block."""
         with contextlib.nullcontext() if type(x) is Tensor else compat.without_guards(x):
             return op(x, *args)
 
@@ -206,7 +207,29 @@ def _running_extremum(op: Any, worst: Callable[[torch.dtype], Any]) -> Callable[
     return run
 
 
-index_copy = _index_write(aten.index_copy.default)
+def _filled_like(op: Any, value: int) -> Callable[..., Tensor]:
+    """`zeros_like` or `ones_like`. In a trace Inductor's own asks how a block is stored, and with it for its sizes."""
+
+    def local(x: Tensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
+        stored = options.get("memory_format")
+        if type(x) is Tensor or stored not in (None, torch.preserve_format, torch.contiguous_format):
+            return op(x, dtype=dtype, device=device, **options)
+        order = list(range(x.ndim)) if stored is torch.contiguous_format else order_of(x.stride())
+        filled = x.new_full([x.shape[d] for d in order], value, dtype=dtype or x.dtype, device=device or x.device)
+        return filled.permute(sorted(range(x.ndim), key=order.__getitem__))
+
+    return local
+
+
+_zeros_like = _filled_like(aten.zeros_like.default, 0)
+
+
+def _zero_(x: Tensor) -> Tensor:
+    """`zero_`, which functionalization makes a `zeros_like` of."""
+    return aten.zero_.default(x) if type(x) is Tensor else copy_block(x, _zeros_like(x))
+
+
+index_copy = _unasked(aten.index_copy.default)
 running_maximum = _running_extremum(aten.cummax.default, lowest)
 running_minimum = _running_extremum(aten.cummin.default, highest)
 
@@ -220,9 +243,14 @@ LOCAL_OPS: dict[Any, Callable[..., Any]] = {
     aten.cummin.default: running_minimum,
     aten.copy_.default: copy_block,
     aten.index_copy.default: index_copy,
-    aten.index_fill.int_Scalar: _index_write(aten.index_fill.int_Scalar),
+    # In a trace torch's own asks how blocks are stored, and with it for their sizes.
+    aten.native_layer_norm_backward.default: _unasked(aten.native_layer_norm_backward.default),
+    aten.index_fill.int_Scalar: _unasked(aten.index_fill.int_Scalar),
     aten.masked_fill_.Scalar: _masked_fill_(aten.masked_fill_.Scalar),
     aten.masked_fill_.Tensor: _masked_fill_(aten.masked_fill_.Tensor),
+    aten.zeros_like.default: _zeros_like,
+    aten.zero_.default: _zero_,
+    aten.ones_like.default: _filled_like(aten.ones_like.default, 1),
     aten.roll.default: _roll,
     aten._trilinear.default: lambda a, b, c, x, y, z, total, unroll=1: _trilinear(a, b, c, x, y, z, total),
     aten.matmul.default: _matmul,
