@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from common import Call, Times, duration, median_times, print_table, ratio, run_ranks
 
-from shardcompile.collectives import flat_cuts, wait
+from shardcompile.collectives import wait
+from shardcompile.layout import GroupCut, write_cuts
 
 _ops = torch.ops.shardcompile
 KIB = 2**10
@@ -34,7 +35,7 @@ def _calls(members: int, nbytes: int, imbalance: int) -> dict[str, Call]:
     cuts = [cut(m, rows, imbalance, ranks) for m in range(members)]
     blocks = [torch.full([c[me], WIDTH], float(me)) for c in cuts]
     even = torch.zeros([members * rows // ranks, WIDTH])
-    flat = flat_cuts([(c, 0, []) for c in cuts])
+    flat = write_cuts([GroupCut(list(c), 0, []) for c in cuts])
 
     def bucket() -> torch.Tensor:
         return wait(_ops.all_gather_bucket(blocks, [0] * members, [rows] * members, *flat, group))

@@ -31,10 +31,10 @@ from torch.fx import Graph, Node
 
 from shardcompile.offline import offline_world
 from shardcompile.passes import Pipeline
-from shardcompile.passes.bounds import lower_bound
-from shardcompile.passes.collective import Collective, collectives
-from shardcompile.passes.cost import CostModel, Prices
-from shardcompile.passes.simulator import Timeline, simulate
+from shardcompile.passes.cost.model import CostModel, Prices
+from shardcompile.passes.graph.collective import Collective, collectives
+from shardcompile.passes.schedule.bounds import lower_bound
+from shardcompile.passes.schedule.simulator import Timeline, simulate
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import suite

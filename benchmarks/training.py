@@ -35,10 +35,10 @@ import suite  # isort: skip
 
 from shardcompile.offline import offline_world
 from shardcompile.passes import Pipeline
-from shardcompile.passes.bounds import bucket_bound, lower_bound
-from shardcompile.passes.collective import collectives
-from shardcompile.passes.cost import CostModel, Prices
-from shardcompile.passes.simulator import simulate
+from shardcompile.passes.cost.model import CostModel, Prices
+from shardcompile.passes.graph.collective import collectives
+from shardcompile.passes.schedule.bounds import bucket_bound, lower_bound
+from shardcompile.passes.schedule.simulator import simulate
 
 PARTS = 8
 

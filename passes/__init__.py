@@ -10,10 +10,10 @@ same, and each can be switched off by its name.
 """
 
 from shardcompile.passes.backend import compile_with_passes, inductor_options
-from shardcompile.passes.bounds import bucket_bound, lower_bound
-from shardcompile.passes.bucket import BucketAllGathers, BucketAllReduces, BucketAllToAlls, BucketReduceScatters
-from shardcompile.passes.calibrate import measure_link
-from shardcompile.passes.cleanup import (
+from shardcompile.passes.bucket.buckets import BucketAllGathers, BucketAllReduces, BucketAllToAlls, BucketReduceScatters
+from shardcompile.passes.bucket.lower import LowerEvenGathers
+from shardcompile.passes.cleanup.merge import MergeReductions
+from shardcompile.passes.cleanup.unneeded import (
     CancelRoundTrips,
     DropOwnSlice,
     DropRepeatedWaits,
@@ -21,16 +21,16 @@ from shardcompile.passes.cleanup import (
     ShareEqualCollectives,
     SpreadOwnBlock,
 )
-from shardcompile.passes.collective import Collective, collectives
-from shardcompile.passes.cost import CostModel, Prices
-from shardcompile.passes.hold import HoldOrder
-from shardcompile.passes.links import Device, Link
-from shardcompile.passes.lower import LowerEvenGathers
-from shardcompile.passes.merge import MergeReductions
-from shardcompile.passes.normalise import NormaliseChains
-from shardcompile.passes.overlap import ScheduleOverlap
+from shardcompile.passes.cost.calibrate import measure_link
+from shardcompile.passes.cost.links import Device, Link
+from shardcompile.passes.cost.model import CostModel, Prices
+from shardcompile.passes.foreign.normalise import NormaliseChains
+from shardcompile.passes.graph.collective import Collective, collectives
 from shardcompile.passes.pipeline import Pass, Pipeline, Step, default_passes
-from shardcompile.passes.simulator import Timeline, perfetto, simulate
+from shardcompile.passes.schedule.bounds import bucket_bound, lower_bound
+from shardcompile.passes.schedule.hold import HoldOrder
+from shardcompile.passes.schedule.overlap import ScheduleOverlap
+from shardcompile.passes.schedule.simulator import Timeline, perfetto, simulate
 
 __all__ = [
     "BucketAllGathers",

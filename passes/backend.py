@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from shardcompile import compat
-from shardcompile.passes.cost import CostModel
+from shardcompile.passes.cost.model import CostModel
 from shardcompile.passes.pipeline import Pass, Pipeline, before_division, default_passes
 from shardcompile.passes.verify import report_failure
 

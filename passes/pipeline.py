@@ -16,8 +16,10 @@ from shardcompile import compat, config
 from shardcompile.compat.compiled import leave_note, look_at_notes, runs_behind
 from shardcompile.compat.threads import Listeners
 from shardcompile.errors import PassError
-from shardcompile.passes.bucket import BucketAllGathers, BucketAllReduces, BucketAllToAlls, BucketReduceScatters
-from shardcompile.passes.cleanup import (
+from shardcompile.passes.bucket.buckets import BucketAllGathers, BucketAllReduces, BucketAllToAlls, BucketReduceScatters
+from shardcompile.passes.bucket.lower import LowerEvenGathers
+from shardcompile.passes.cleanup.merge import MergeReductions
+from shardcompile.passes.cleanup.unneeded import (
     CancelRoundTrips,
     DropOwnSlice,
     DropRepeatedWaits,
@@ -25,13 +27,11 @@ from shardcompile.passes.cleanup import (
     ShareEqualCollectives,
     SpreadOwnBlock,
 )
-from shardcompile.passes.collective import Seen, collectives, forget_origins
-from shardcompile.passes.cost import CostModel, keeping_prices
-from shardcompile.passes.hold import HoldOrder
-from shardcompile.passes.lower import LowerEvenGathers
-from shardcompile.passes.merge import MergeReductions
-from shardcompile.passes.normalise import NormaliseChains
-from shardcompile.passes.overlap import ScheduleOverlap
+from shardcompile.passes.cost.model import CostModel, keeping_prices
+from shardcompile.passes.foreign.normalise import NormaliseChains
+from shardcompile.passes.graph.collective import Seen, collectives, forget_origins
+from shardcompile.passes.schedule.hold import HoldOrder
+from shardcompile.passes.schedule.overlap import ScheduleOverlap
 from shardcompile.passes.verify import agreed, is_record, record_of, verify
 
 

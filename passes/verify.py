@@ -29,7 +29,7 @@ from torch.fx import Graph
 
 from shardcompile import compat, config
 from shardcompile.errors import PassError
-from shardcompile.passes.collective import OF_ONE_RANK, Collective, collectives
+from shardcompile.passes.graph.collective import Collective, collectives
 
 _POLL_SECONDS = 0.01
 
@@ -67,11 +67,12 @@ def _progress() -> _Progress:
 
 def signature(c: Collective) -> str:
     """What has to be the same on every rank of a group: a line of text."""
-    size = None if c.kind in OF_ONE_RANK else c.global_size
+    size = None if c.descriptor.of_one_rank else c.global_size
     nbytes = f"{size} B" if isinstance(size, int) else "size not known"
     dtypes = " ".join(str(p.meta["val"].dtype).removeprefix("torch.") for p in c.payloads)
-    words = [a for a in c.node.args[1:-1] if isinstance(a, str)]
-    sizes = [] if c.sizes is None or c.kind in OF_ONE_RANK else ["in blocks of", ",".join(map(str, c.sizes))]
+    words = [a for a in c.arguments._replace(group_name=None) if isinstance(a, str)]
+    told = None if c.descriptor.of_one_rank else c.sizes
+    sizes = [] if told is None else ["in blocks of", ",".join(map(str, told))]
     return " ".join([c.kind, *words, dtypes, nbytes, *sizes])
 
 

@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     _add_diff(commands)
     _add_selftest(commands)
+    _add_op(commands)
     calibrate = commands.add_parser(
         "calibrate",
         help="measure the link between the ranks of this machine, for the cost model",
@@ -113,6 +114,17 @@ def _add_selftest(commands: Any) -> None:
     selftest.add_argument("--only", nargs="+", default=[], metavar="NAME", help="checks whose names begin so")
 
 
+def _add_op(commands: Any) -> None:
+    op = commands.add_parser(
+        "op",
+        help="say what happens to an op on sharded tensors",
+        description="Prints the record of an op: its rule and its forms with their files, and, for an example of a "
+        "call, what is sent if a tensor is cut along a dim. It is run on ranks that are threads of this process.",
+    )
+    op.add_argument("names", nargs="*", metavar="OP", help="as torch.ops names it: aten.cumprod, or one overload of it")
+    op.add_argument("--table", action="store_true", help="print the table of docs/operators.md")
+
+
 def _shape(text: str) -> tuple[int, ...]:
     return tuple(_positive(n) for n in text.split("x"))
 
@@ -162,7 +174,7 @@ def _calibrate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     if options.ranks < 2:
         parser.error("a link joins at least 2 ranks")
     from shardcompile.demo.launch import RankFailedError, launch
-    from shardcompile.passes.calibrate import measure_link, save
+    from shardcompile.passes.cost.calibrate import measure_link, save
 
     backend = _backend(parser, options.backend, options.ranks)
     try:
@@ -194,6 +206,21 @@ def _selftest(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         print(error, file=sys.stderr)
         return 1
     return 0 if print_table(findings) else 1
+
+
+def _op(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if not options.names and not options.table:
+        parser.error("name an op, such as aten.cumprod, or ask for --table")
+    from shardcompile.operators import Ranks, describe, ops_named, table
+
+    try:
+        ops = [op for name in options.names for op in ops_named(name)]
+    except LookupError as error:
+        parser.error(error.args[0])
+    with Ranks() as ranks:
+        told = [describe(op, ranks) for op in ops] + ([table(ranks)] if options.table else [])
+    print("\n\n\n".join(told))
+    return 0
 
 
 def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -270,7 +297,14 @@ def _backend(parser: argparse.ArgumentParser, wanted: str, ranks: int) -> str:
     return wanted
 
 
-_COMMANDS = {"demo": _demo, "calibrate": _calibrate, "explain": _explain, "diff": _diff, "selftest": _selftest}
+_COMMANDS = {
+    "demo": _demo,
+    "calibrate": _calibrate,
+    "explain": _explain,
+    "diff": _diff,
+    "selftest": _selftest,
+    "op": _op,
+}
 
 
 if __name__ == "__main__":

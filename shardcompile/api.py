@@ -16,8 +16,8 @@ from shardcompile.collectives import broadcast, receive_block, send_blocks
 from shardcompile.dispatch import clear_cache
 from shardcompile.errors import LayoutError, RuleError, UnsupportedOpError
 from shardcompile.layout import Cut, Layout, Spec, contiguous_stride, normalize_placements
+from shardcompile.ops import OpCall, Rule, Strategy, TensorArg, replace_rule
 from shardcompile.plan import target_layout
-from shardcompile.rules import OpCall, Rule, Strategy, TensorArg, replace_rule
 from shardcompile.tensor import ShardTensor
 from shardcompile.tensor.autograd import FromLocal
 from shardcompile.tensor.construct import agreed_metadata, stated_cuts
@@ -168,8 +168,8 @@ def distribute_module(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,
     partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
-    input_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
-    output_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
+    input_fn: Callable[[nn.Module, object, DeviceMesh], object] | None = None,
+    output_fn: Callable[[nn.Module, object, DeviceMesh], object] | None = None,
 ) -> nn.Module:
     """Spread the parameters of a module, as in `torch.distributed.tensor`.
 
@@ -291,7 +291,7 @@ def _strategy(call: OpCall, outputs: Sequence[Any], inputs: Sequence[Any]) -> St
     return Strategy(counted, tuple(outputs))
 
 
-def _counted_from_first(call: OpCall, placement: Any, tensor: TensorArg) -> Any:
+def _counted_from_first(call: OpCall, placement: object, tensor: TensorArg) -> Any:
     if not isinstance(placement, Shard):
         return placement
     if not -tensor.ndim <= placement.dim < tensor.ndim:

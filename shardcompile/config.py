@@ -3,7 +3,7 @@
 import os
 import sys
 import types
-from typing import Any, Literal
+from typing import Literal
 
 from shardcompile.compat.caches import put_into_keys
 
@@ -37,7 +37,7 @@ the first time."""
 class _Settings(types.ModuleType):
     """The module itself: settings that become part of what is compiled are part of the keys of compiler caches."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name == "attention":
             if value not in ("auto", "ring"):
                 raise ValueError(f"config.attention is 'auto' or 'ring', not {value!r}")

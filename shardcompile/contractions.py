@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ def einsum(equation: str, *operands: Tensor) -> Tensor:
     return torch.einsum(equation, *operands)
 
 
-def tensordot(x: Tensor, y: Tensor, axes: Any = 2) -> Tensor:
+def tensordot(x: Tensor, y: Tensor, axes: object = 2) -> Tensor:
     """`torch.tensordot` with numpy's name for its dims.
 
     Args:

@@ -14,9 +14,9 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from shardcompile import compat
 from shardcompile.collectives import derive, fetch_reached
-from shardcompile.dispatch.attention_documents import attend_documents
 from shardcompile.errors import LayoutError
 from shardcompile.layout import IntLike, Layout
+from shardcompile.ops.attention.documents import attend_documents
 from shardcompile.tensor import ShardTensor
 from shardcompile.tensor.autograd import ToLocal, redistributed
 from shardcompile.tensor.of_rows import on_mesh, wrapped

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.collectives import Pending, block_size, derive
-from shardcompile.dispatch.rows import take_rows
 from shardcompile.errors import LayoutError
-from shardcompile.layout import Cut, IntLike, Layout
+from shardcompile.layout import Cut, IntLike, Layout, write_cut
+from shardcompile.ops.view.rows import take_rows
 from shardcompile.tensor import ShardTensor
 from shardcompile.tensor.autograd import ToLocal, redistributed
 from shardcompile.tensor.of_rows import on_mesh, wrapped
@@ -21,7 +21,7 @@ from shardcompile.tensor.of_rows import on_mesh, wrapped
 Halo = Mapping[int, tuple[int, int]]
 
 
-def halo_map(fn: Callable[..., Any], *xs: Tensor, halo: Halo, fill: float | None = None, crop: bool = True) -> Any:
+def halo_map(fn: Callable[..., object], *xs: Tensor, halo: Halo, fill: float | None = None, crop: bool = True) -> Any:
     """Run a function of plain tensors on the blocks with the rows around them. Differentiable if the function is.
 
     Along a dim that is cut, a rank gets the rows next to its block from whoever holds them, be it several ranks.
@@ -119,7 +119,7 @@ class _Reach:
             return x
         (mesh_dim,) = self.cut.mesh_dims
         held = self.cut.group_ref(compat.coordinate(self.mesh) or ())
-        cut = (held.sizes, held.key, held.nest)
+        cut = write_cut(held)
         extent, shown = self.cut.extent, self.shown
         assert shown is not None, "the dim is cut"
         numbers = [extent, 1, 1, self.before, self.after]
@@ -168,7 +168,7 @@ def _check_rows(out: Tensor, dim: int, rows: IntLike) -> None:
         )
 
 
-def _laid_out(reach: Sequence[tuple[int, int, int]], fill: float | None, xs: Sequence[Any]) -> tuple[Layout, Any]:
+def _laid_out(reach: Sequence[tuple[int, int, int]], fill: float | None, xs: Sequence[object]) -> tuple[Layout, Any]:
     """The layout of the first tensor that is sharded, without pending sums, and what is given along each dim."""
     layout = next(x for x in xs if isinstance(x, ShardTensor))._spec.layout.reduced()
     found = []

@@ -111,7 +111,7 @@ def _check(queries: Any, points: Any, count: int, reach: float, what: str) -> No
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
-def _search(queries: Any, points: Any, count: int, reach: float, what: str) -> tuple[Any, ...]:
+def _search(queries: Any, points: Any, count: int, reach: float, what: str) -> tuple[object, ...]:
     _check(queries, points, count, reach, what)
     given = next((x for x in (queries, points) if isinstance(x, ShardTensor)), None)
     if given is None:
@@ -143,7 +143,7 @@ def _search(queries: Any, points: Any, count: int, reach: float, what: str) -> t
     return tuple(_for_each_query(x, layout) for x in (distances, *found[1:]))
 
 
-def _rows_only(x: Any, mesh: Any, what: str) -> Any:
+def _rows_only(x: Any, mesh: Any, what: str) -> object:
     """A tensor that is cut along dim 0 at most."""
     x = on_mesh(x, mesh)
     layout = x._spec.layout.reduced()
@@ -152,7 +152,7 @@ def _rows_only(x: Any, mesh: Any, what: str) -> Any:
     return redistributed(x, layout if layout.cuts[1] is None else layout.gathered(1))
 
 
-def _for_each_query(local: Tensor, rows: Layout) -> Any:
+def _for_each_query(local: Tensor, rows: Layout) -> object:
     """Results of each query, cut as the queries."""
     shape = (rows.shape[0], *local.shape[1:])
     return wrapped(local, Layout.of(rows.mesh, rows.placements, shape, local.dtype, rows.cuts[: local.ndim]))

@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import Decoded, Pending, block_shape, block_size
-from shardcompile.collectives import ops as collective_ops
-from shardcompile.layout import Apart, Cut, Layout
+from shardcompile.collectives import Decoded, Pending, block_shape, block_size, reductions
+from shardcompile.collectives.gathers import ALL_GATHER_V, REDUCE_SCATTER_V, AllGatherV, ReduceScatterV
+from shardcompile.collectives.own_blocks import TAKE_BLOCK, TakeBlock
+from shardcompile.collectives.ranges import FETCH_RANGES, Ranges
+from shardcompile.collectives.turns import ALL_TO_ALL_V, AllToAllV
+from shardcompile.layout import Apart, Cut, GroupCut, Layout
 from shardcompile.plan import Plan, Step
-
-_ops = torch.ops.shardcompile
 
 
 def run_plan(plan: Plan, local: Tensor, *, async_op: bool = False) -> Tensor:
@@ -95,9 +96,8 @@ def _extent_after_gather(layout: Layout, dim: int) -> int | torch.SymInt:
     return layout.shape[dim] if cut is None else _size(cut, layout)
 
 
-def _cut_arguments(cut: Cut, layout: Layout) -> tuple[list[int], int | torch.SymInt, list[int]]:
-    ref = cut.group_ref(_coordinate(layout))
-    return ref.sizes, ref.key, ref.nest
+def _ref(cut: Cut, layout: Layout) -> GroupCut:
+    return cut.group_ref(_coordinate(layout))
 
 
 def _group(step: Step) -> str:
@@ -107,14 +107,13 @@ def _group(step: Step) -> str:
 def _all_gather(step: Step, x: Tensor) -> Pending:
     dim, cut = _shard_dim(step.src, step.mesh_dim)
     total = _extent_after_gather(step.dst, dim)
-    out = _ops.all_gather_v(x, dim, total, *_cut_arguments(cut, step.src), _group(step))
-    return Pending.of(out, x.shape, dim, total)
+    return ALL_GATHER_V.start(AllGatherV(x, dim, total, _ref(cut, step.src), _group(step)))
 
 
 def _all_reduce(step: Step, x: Tensor, unfinished: bool) -> Pending | Decoded:
     placement = step.src.placements[step.mesh_dim]
     assert isinstance(placement, Partial)
-    return collective_ops.all_reduce(x, placement.reduce_op, _group(step), async_op=unfinished)
+    return reductions.all_reduce(x, placement.reduce_op, _group(step), async_op=unfinished)
 
 
 def _reduce_scatter(step: Step, x: Tensor) -> Pending:
@@ -122,9 +121,8 @@ def _reduce_scatter(step: Step, x: Tensor) -> Pending:
     assert isinstance(placement, Partial)
     dim, cut = _shard_dim(step.dst, step.mesh_dim)
     block = _size(cut, step.dst)
-    arguments = _cut_arguments(cut, step.dst)
-    out = _ops.reduce_scatter_v(x, dim, block, placement.reduce_op, *arguments, _group(step))
-    return Pending.of(out, x.shape, dim, block)
+    arguments = ReduceScatterV(x, dim, block, placement.reduce_op, _ref(cut, step.dst), _group(step))
+    return REDUCE_SCATTER_V.start(arguments)
 
 
 def _all_to_all(step: Step, x: Tensor) -> Pending:
@@ -132,10 +130,8 @@ def _all_to_all(step: Step, x: Tensor) -> Pending:
     dst_dim, dst_cut = _shard_dim(step.dst, step.mesh_dim)
     total = _extent_after_gather(step.dst, src_dim)
     block = _size(dst_cut, step.dst)
-    cuts = (*_cut_arguments(src_cut, step.src), *_cut_arguments(dst_cut, step.dst))
-    out = _ops.all_to_all_v(x, src_dim, dst_dim, total, block, *cuts, _group(step))
-    shape = [block if d == dst_dim else s for d, s in enumerate(x.shape)]
-    return Pending.of(out, shape, src_dim, total)
+    src, dst = _ref(src_cut, step.src), _ref(dst_cut, step.dst)
+    return ALL_TO_ALL_V.start(AllToAllV(x, src_dim, dst_dim, total, block, src, dst, _group(step)))
 
 
 def _fetch_ranges(step: Step, x: Tensor) -> Pending:
@@ -144,9 +140,8 @@ def _fetch_ranges(step: Step, x: Tensor) -> Pending:
     outer = dst_cut.coarsen()
     total = step.dst.shape[dim] if outer is None else _size(outer, step.dst)
     block = _size(dst_cut, step.dst)
-    cuts = (*_cut_arguments(src_cut, step.src), *_cut_arguments(dst_cut, step.dst))
-    out = _ops.fetch_ranges(x, dim, total, block, *cuts, [], None, _group(step))
-    return Pending.of(out, x.shape, dim, block)
+    src, dst = _ref(src_cut, step.src), _ref(dst_cut, step.dst)
+    return FETCH_RANGES.start(Ranges(x, dim, total, block, src, dst, [], None, _group(step)))
 
 
 def _take_block(step: Step, x: Tensor) -> Tensor:
@@ -155,7 +150,7 @@ def _take_block(step: Step, x: Tensor) -> Tensor:
     if isinstance(x.stride(dim), int) and x.stride(dim) == 0:
         # Expanded: all rows are one row. Unlike an op of ours, this is fused with what reads it.
         return x.narrow(dim, 0, block).clone(memory_format=torch.contiguous_format)
-    return _ops.take_block(x, dim, block, *_cut_arguments(cut, step.dst), _group(step))
+    return TAKE_BLOCK.call(TakeBlock(x, dim, block, _ref(cut, step.dst), _group(step)))  # type: ignore[no-any-return]
 
 
 _RUNNERS = {

@@ -186,9 +186,9 @@ class Program:
         values: dict[str, Any] = dict(copies)
         refused = False
         for n, line in enumerate(self.lines):
+            if not _holds(line, values):
+                raise Unfit(line)
             try:
-                if not holds(line, values):
-                    raise Unfit(line)
                 run_line(line, values)
             except (RuntimeError, IndexError, ValueError, TypeError, NameError) as error:
                 shared = "single memory location" in str(error)  # nobody needs that refused: it has one meaning
@@ -239,6 +239,14 @@ class Program:
         scope = dict(CALLS)
         exec(compile(f"def program({', '.join(i.name for i in self.inputs)}):\n{body}", "<program>", "exec"), scope)
         return scope["program"]  # type: ignore[no-any-return]
+
+
+def _holds(line: str, values: dict[str, Any]) -> bool:
+    """Whether the condition of a line holds; not where plain PyTorch refuses the condition, which ranks do not ask."""
+    try:
+        return holds(line, values)
+    except (RuntimeError, IndexError, ValueError, TypeError, NameError):
+        return False
 
 
 def _short(given: Input) -> str:
@@ -386,7 +394,11 @@ def _refuses(line: str, values: dict[str, Any]) -> End:
     return End("accepted", line, "plain PyTorch refuses this line")
 
 
-def _compare_gradients(leaves: dict[str, Tensor], goals: dict[str, Tensor], expected: Expected, near: float) -> None:
+def _compare_gradients(
+    leaves: dict[str, Tensor], goals: dict[str, Tensor], expected: Expected, near: float, compiled: bool = False
+) -> None:
+    """Compare gradients, and those of gradients. Of an input that it writes to a compiled function may give zeros where
+    eager mode gives none, also on plain tensors."""
     if not goals:
         return
     try:
@@ -395,6 +407,9 @@ def _compare_gradients(leaves: dict[str, Tensor], goals: dict[str, Tensor], expe
         for name, want in expected.first.items():
             if isinstance(first[name], ShardTensor) and not isinstance(leaves[name], ShardTensor):
                 raise _Wrong(f"gradient of {name}: sharded, of a plain tensor")
+            if compiled and want is None and first[name] is not None:
+                want = torch.zeros_like(leaves[name].detach(), memory_format=torch.contiguous_format)
+                want = want.full_tensor() if isinstance(want, ShardTensor) else want
             _compare(f"gradient of {name}", first[name], want, near)
         if expected.second is None:
             return
@@ -442,7 +457,8 @@ def run_compiled_on_rank(
             near = _nearness(program)
             for name, got in {**values, **leaves}.items():
                 _compare_value(name, got, want, near, compiled=True)
-            _compare_gradients(leaves, {g: values[g] for g in want.goals}, dataclasses.replace(want, second=None), near)
+            want = dataclasses.replace(want, second=None)
+            _compare_gradients(leaves, {g: values[g] for g in want.goals}, want, near, compiled=True)
             counts.append(once(graphs_compiled) - before)
         # The first change of sizes may compile once more, and so may that of extents.
         if counts[1] != counts[2] or counts[2] > 2 or counts[-1] > counts[min(3, len(counts) - 1)] or counts[-1] > 3:
@@ -495,15 +511,41 @@ def judge(ranks: LocalRanks, program: Program, backend: str | None = None) -> Fo
     found = _together(ends)
     if backend is not None and found.kind == "internal" and not _compiles_plain(program, backend):
         return Found(REFUSED, "plain PyTorch does not compile it", found.text)
+    if backend is not None and found.kind == "wrong":
+        call = int(found.stage.removeprefix("call "))
+        if not _is_right_compiled_plain(programs[call], wanted[call], backend):
+            return Found(REFUSED, "plain PyTorch compiles it to something else", found.text)
     return found
 
 
+def _run_compiled_plain(program: Program, backend: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The inputs and the results of a compiled program on plain tensors."""
+    inputs = {i.name: i.full() for i in program.inputs}
+    leaves = {n: x.detach().clone().requires_grad_(x.requires_grad) for n, x in inputs.items()}
+    torch._dynamo.reset()
+    return leaves, torch.compile(program.function(), fullgraph=True, backend=backend)(*leaves.values())
+
+
 def _compiles_plain(program: Program, backend: str) -> bool:
-    inputs = [i.full() for i in program.inputs]
-    inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
     try:
-        torch._dynamo.reset()
-        torch.compile(program.function(), fullgraph=True, backend=backend)(*inputs)
+        _run_compiled_plain(program, backend)
+    except Exception:
+        return False
+    return True
+
+
+def _is_right_compiled_plain(program: Program, expected: Expected, backend: str) -> bool:
+    """Whether compiled and eager PyTorch agree on plain tensors.
+
+    They do not where `x.detach()` is written to with what depends on `x`: the compiler forgets the gradient (2.13).
+    """
+    try:
+        leaves, values = _run_compiled_plain(program, backend)
+        near = _nearness(program)
+        for name, got in {**values, **leaves}.items():
+            _compare_value(name, got, expected, near, compiled=True)
+        goals = {g: values[g] for g in expected.goals}
+        _compare_gradients(leaves, goals, dataclasses.replace(expected, second=None), near, compiled=True)
     except Exception:
         return False
     return True
@@ -764,6 +806,8 @@ def search(
             program = draw(seed, *lengths, compiled=backend is not None)
             found = judge(world(program.ranks), program, backend)
             tally[found.kind] += 1
+            if tally.total() % 100 == 0:
+                print(f"{tally.total()} programs in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
             if found.kind == REFUSED:
                 refusals[found.stage if found.stage.startswith("as plain") else found.text[:110]] += 1
             if found.kind in (RIGHT, REFUSED):

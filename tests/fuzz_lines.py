@@ -2,7 +2,8 @@
 
 A line names its operands and results (``v3, v4 = v1.sort(0)``), or is a write without results (``v1[1:].mul_(2)``).
 Where an op jumps (a comparison, a maximum, a rounding) the line ends in a comment ``# if CONDITION``: only where it
-holds for the plain values does a rounding error stay one.
+holds for the plain values does a rounding error stay one. Comparisons are calls: of ``plain > sharded`` Python asks the
+subclass first, with the operands the other way round, which shows in the strides of the result.
 """
 
 from __future__ import annotations
@@ -376,7 +377,7 @@ def _index_add(d: Draw) -> str:
 def _where(d: Draw) -> str:
     x = d.x()
     y = d.like(x)
-    return f"torch.where({x} > {y}, {x}, 2 * {y})  # if away({x} - {y}, 0)"
+    return f"torch.where(torch.gt({x}, {y}), {x}, 2 * {y})  # if away({x} - {y}, 0)"
 
 
 def _mask(d: Draw) -> str:
@@ -515,7 +516,7 @@ OPS: list[tuple[str, list[Maker]]] = [
     ]]),
     ("pairs", [_binary(t) for t in [
         "X + Y", "X - Y", "X * Y", "X / (Y.abs() + 0.5)  # if away(Y, 0)", "torch.maximum(X, Y)  # if away(X - Y, 0)",
-        "torch.minimum(X, Y)  # if away(X - Y, 0)", "X > Y  # if away(X - Y, 0)", "torch.atan2(X, Y.square() + 1)",
+        "torch.minimum(X, Y)  # if away(X - Y, 0)", "torch.gt(X, Y)  # if away(X - Y, 0)", "torch.atan2(X, Y.square() + 1)",
         "torch.addcmul(X, X, Y, value=0.5)", "torch.lerp(X, Y.to(X.dtype), 0.3)", "torch.hypot(X, Y + 3)  # if away(Y, -3)",
         "F.mse_loss(X, Y.expand_as(X))", "torch.logaddexp(X, Y)",
     ]]),

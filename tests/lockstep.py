@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
 from shardcompile import compat
-from shardcompile.layout import GroupCut
-from shardcompile.passes.chains import EXCHANGE, exchange_of
-from shardcompile.passes.collective import KINDS, WAIT, Collective, add_node, collectives
+from shardcompile.collectives.descriptor import descriptor_of
+from shardcompile.collectives.of_torch import SHARD_DIM_ALLTOALL
+from shardcompile.passes.foreign.chains import EXCHANGE, exchange_of
+from shardcompile.passes.graph.collective import KINDS, WAIT, Collective, add_node, collectives
 
 _c10d = torch.ops._c10d_functional
 ALL_REDUCE = _c10d.all_reduce.default
@@ -113,8 +114,8 @@ def play(world: World, graphs: Sequence[Graph], inputs: Sequence[Sequence[Tensor
             return outputs
         told = {signature(node) for node, _ in calls}
         assert len(calls) == world.ranks and len(told) == 1, f"the ranks diverge: {told}"
-        kind = _KINDS[calls[0][0].target]
-        answers = _PLAYED[kind]([args for _, args in calls])
+        descriptor = descriptor_of(calls[0][0].target) or SHARD_DIM_ALLTOALL
+        answers = _PLAYED[descriptor.kind]([descriptor.signature.read(args) for _, args in calls])
 
 
 def signature(node: Node) -> str:
@@ -142,7 +143,7 @@ def _steps(graph: Graph, inputs: list[Tensor]) -> Generator[tuple[Node, Any], Te
             values[node] = next(given)
         elif node.op == "output":
             return args[0]
-        elif node.target in _KINDS:
+        elif node.target in _STARTS:
             values[node] = yield node, args
         else:
             values[node] = args[0] if node.target is WAIT else node.target(*args, **node.kwargs)
@@ -161,49 +162,50 @@ def _reduced(terms: Sequence[Tensor], reduce_op: str) -> Tensor:
 
 
 def _all_reduce(calls: list[Any]) -> list[Tensor]:
-    return [_reduced([c[0] for c in calls], calls[0][1]) for _ in calls]
+    return [_reduced([c.input for c in calls], calls[0].reduce_op) for _ in calls]
 
 
 def _all_gather(calls: list[Any]) -> list[Tensor]:
-    return [torch.cat([c[0] for c in calls]) for _ in calls]
+    return [torch.cat([c.input for c in calls]) for _ in calls]
 
 
 def _reduce_scatter(calls: list[Any]) -> list[Tensor]:
-    return list(_reduced([c[0] for c in calls], calls[0][1]).chunk(len(calls)))
+    return list(_reduced([c.input for c in calls], calls[0].reduce_op).chunk(len(calls)))
 
 
 def _all_gather_v(calls: list[Any]) -> list[Tensor]:
-    return [_flat(torch.cat([c[0] for c in calls], c[1]), c[1]) for c in calls]
+    return [_flat(torch.cat([c.input for c in calls], c.dim), c.dim) for c in calls]
 
 
 def _reduce_scatter_v(calls: list[Any]) -> list[Tensor]:
-    whole = _reduced([c[0] for c in calls], calls[0][3])
-    sizes = GroupCut.resolve(whole.shape[calls[0][1]], *calls[0][4:7], len(calls))
-    return [_flat(part, calls[0][1]) for part in whole.split(sizes, calls[0][1])]
+    first = calls[0]
+    whole = _reduced([c.input for c in calls], first.reduce_op)
+    sizes = first.cut.blocks(whole.shape[first.dim], len(calls))
+    return [_flat(part, first.dim) for part in whole.split(sizes, first.dim)]
 
 
 def _all_to_all_v(calls: list[Any]) -> list[Tensor]:
-    _, src_dim, dst_dim, _, _, *_ = calls[0]
-    whole = torch.cat([c[0] for c in calls], src_dim)
-    sizes = GroupCut.resolve(whole.shape[dst_dim], *calls[0][8:11], len(calls))
-    return [_flat(part, src_dim) for part in whole.split(sizes, dst_dim)]
+    first = calls[0]
+    whole = torch.cat([c.input for c in calls], first.src_dim)
+    sizes = first.dst.blocks(whole.shape[first.dst_dim], len(calls))
+    return [_flat(part, first.src_dim) for part in whole.split(sizes, first.dst_dim)]
 
 
 def _shard_dim_alltoall(calls: list[Any]) -> list[Tensor]:
-    gathered, divided = calls[0][1:3]
-    return list(torch.cat([c[0] for c in calls], gathered).chunk(len(calls), divided))
+    first = calls[0]
+    return list(torch.cat([c.input for c in calls], first.gather_dim).chunk(len(calls), first.shard_dim))
 
 
 def _fetch_ranges(calls: list[Any]) -> list[Tensor]:
-    dim = calls[0][1]
-    assert calls[0][10:12] == ([], None), "no halos here"
-    whole = torch.cat([c[0] for c in calls], dim)
-    sizes = GroupCut.resolve(whole.shape[dim], *calls[0][7:10], len(calls))
-    return [_flat(part, dim) for part in whole.split(sizes, dim)]
+    first = calls[0]
+    assert not first.reach and first.fill is None, "no halos here"
+    whole = torch.cat([c.input for c in calls], first.dim)
+    sizes = first.dst.blocks(whole.shape[first.dim], len(calls))
+    return [_flat(part, first.dim) for part in whole.split(sizes, first.dim)]
 
 
 def _mirror_blocks(calls: list[Any]) -> list[Tensor]:
-    return [_flat(c[0], c[1]) for c in calls[::-1]]
+    return [_flat(c.input, c.dim) for c in calls[::-1]]
 
 
 _PLAYED = {
@@ -218,4 +220,5 @@ _PLAYED = {
     "mirror_blocks": _mirror_blocks,
 }
 
-_KINDS = {**KINDS, EXCHANGE: "shard_dim_alltoall"}
+_STARTS = {*KINDS, EXCHANGE}
+"""What starts a collective."""

@@ -19,10 +19,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcompile.collectives.transport import check_reduction
-from shardcompile.dispatch.local_ops import LOCAL_OPS
 from shardcompile.errors import CollectiveError
 from shardcompile.layout import Cut, Layout, MeshShape
-from shardcompile.rules import OpCall, Strategy, TensorArg, find_rule
+from shardcompile.ops import OpCall, Strategy, TensorArg, find_rule, record_of
 from shardcompile.testing.arrange import uneven_sizes
 
 WORLD = 3
@@ -140,7 +139,7 @@ def _try(op: Any, args: Any, kwargs: Any, expected: Any, strategy: Strategy, sty
         if rule.local_args is not None:
             known = [x for group in layouts for x in group if x is not None]
             block_args = rule.local_args(call, block_args, known, lambda layout, r=r: layout.local_shape((r,)))
-        out = LOCAL_OPS.get(op, op)(*block_args, **block_kwargs)
+        out = (record_of(op).kernel or op)(*block_args, **block_kwargs)
         out = out if len(op._schema.returns) > 1 else [out]
         results.append([o if isinstance(o, (tuple, list)) else [o] for o in out])
     for n, (group, placement) in enumerate(zip(flat, strategy.outputs, strict=True)):

@@ -33,7 +33,7 @@ import shardcompile as sc
 from shardcompile.demo.model import PointTransformer
 from shardcompile.offline import offline_world, trace
 from shardcompile.passes import Pipeline
-from shardcompile.passes.collective import Collective
+from shardcompile.passes.graph.collective import Collective
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PARTS = 8

@@ -1,12 +1,16 @@
 """Functional collectives on blocks of any size.
 
 Each one is an op of the namespace ``shardcompile``: it returns a new tensor, complete after a wait like
-those of ``_c10d_functional``, has a fake and an autograd implementation, and stays one node in a graph.
+those of ``_c10d_functional``, has a fake and an autograd implementation, and stays one node in a graph. Its descriptor
+says all of it: `shardcompile.collectives.descriptor`. Importing its module makes the op, and has passes know it.
 """
 
-from shardcompile.collectives.buckets import BUCKETS as BUCKETS
+import shardcompile.collectives.mirrors
+import shardcompile.collectives.of_torch
+import shardcompile.collectives.own_blocks
+import shardcompile.collectives.turns  # noqa: F401
 from shardcompile.collectives.buckets import bucket_dtype as bucket_dtype
-from shardcompile.collectives.buckets import flat_cuts as flat_cuts
+from shardcompile.collectives.cuts_of_blocks import symbolic_cut as symbolic_cut
 from shardcompile.collectives.derived_cuts import block_shape as block_shape
 from shardcompile.collectives.derived_cuts import block_size as block_size
 from shardcompile.collectives.derived_cuts import derive as derive
@@ -25,10 +29,9 @@ from shardcompile.collectives.links import add_rows as add_rows
 from shardcompile.collectives.links import find_links as find_links
 from shardcompile.collectives.links import take_rows as take_rows
 from shardcompile.collectives.nearest import nearest as nearest
-from shardcompile.collectives.ops import OPS as OPS
-from shardcompile.collectives.ops import Decoded as Decoded
-from shardcompile.collectives.ops import Pending as Pending
-from shardcompile.collectives.ops import wait as wait
+from shardcompile.collectives.pending import Decoded as Decoded
+from shardcompile.collectives.pending import Pending as Pending
+from shardcompile.collectives.pending import wait as wait
 from shardcompile.collectives.reads import Reads as Reads
 from shardcompile.collectives.reads import Window as Window
 from shardcompile.collectives.ring import Ring as Ring

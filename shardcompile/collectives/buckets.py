@@ -5,8 +5,7 @@ sizes, so that nothing is padded; the result holds the members one after the oth
 have given it, flat and rows first. Of all-gathers of several dtypes the bytes are gathered. No gradients: passes run
 when these are traced.
 
-A member's cuts are passed as in `shardcompile.collectives.ops`, those of all members in one list each: `sizes`,
-`keys`, `nests`, and in `lengths`, for each cut, how many of the sizes and of the nests are its own.
+The cuts of all members are one list, see `shardcompile.layout.arguments`.
 """
 
 from __future__ import annotations
@@ -15,16 +14,28 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
 from shardcompile import compat
 from shardcompile.collectives import scratch, transport
-from shardcompile.collectives.ops import blocks_of, check_block
-from shardcompile.watch import Call, enter
+from shardcompile.collectives.blocks import blocks_of, check_block, ends_of
+from shardcompile.collectives.descriptor import Descriptor
+from shardcompile.collectives.traffic import (
+    Load,
+    exchanged_in_a_bucket,
+    gathered,
+    gathered_in_a_bucket,
+    scattered,
+    scattered_in_a_bucket,
+    size_with,
+    turned,
+)
+from shardcompile.layout import GroupCut, IntLike
+from shardcompile.watch import Call
 
 _FEW_BYTES = 2**18
 """What a rank sends in so few bytes takes less time than to look at its members one by one from Python."""
@@ -32,39 +43,36 @@ _FEW_BYTES = 2**18
 _LONG_UNIT = 64
 """Bytes that are copied at once for about the price of copying one."""
 
-Cut = tuple[Sequence[Any], Any, Sequence[Any]]
-"""Sizes, key and nest, see `shardcompile.layout.GroupCut`."""
 
-_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
-_CUTS = "SymInt[] sizes, SymInt[] keys, int[] nests, int[] lengths"
-_SCHEMAS = (
-    f"all_gather_bucket(Tensor[] inputs, int[] dims, SymInt[] totals, {_CUTS}, str group_name) -> Tensor",
-    f"reduce_scatter_bucket(Tensor[] inputs, int[] dims, SymInt[] blocks, str reduce_op, {_CUTS}, str group_name) "
-    "-> Tensor",
-    f"all_to_all_bucket(Tensor[] inputs, int[] dims, SymInt[] extents, {_CUTS}, str group_name) -> Tensor",
-)
-for _schema in _SCHEMAS:
-    _LIBRARY.define(_schema, tags=[torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout])
+class AllGatherBucket(NamedTuple):
+    """Arguments of `all_gather_bucket`: of each member those of `all_gather_v`."""
 
-_ops = torch.ops.shardcompile
-BUCKETS = (_ops.all_gather_bucket, _ops.reduce_scatter_bucket, _ops.all_to_all_bucket)
-"""The ops of this module."""
+    inputs: list[Tensor]
+    dims: list[int]
+    totals: list[IntLike]
+    cuts: list[GroupCut]
+    group_name: str
 
 
-def flat_cuts(cuts: Sequence[Cut]) -> tuple[list[Any], list[Any], list[Any], list[int]]:
-    """Cuts as arguments of a bucket: sizes, keys, nests, lengths."""
-    sizes = [s for c in cuts for s in c[0]]
-    nests = [n for c in cuts for n in c[2]]
-    return sizes, [c[1] for c in cuts], nests, [n for c in cuts for n in (len(c[0]), len(c[2]))]
+class ReduceScatterBucket(NamedTuple):
+    """Arguments of `reduce_scatter_bucket`: of each member those of `reduce_scatter_v`."""
+
+    inputs: list[Tensor]
+    dims: list[int]
+    blocks: list[IntLike]
+    reduce_op: str
+    cuts: list[GroupCut]
+    group_name: str
 
 
-def _cuts(sizes: Sequence[int], keys: Sequence[int], nests: Sequence[int], lengths: Sequence[int]) -> list[Cut]:
-    cuts: list[Cut] = []
-    i = j = 0
-    for key, n_sizes, n_nest in zip(keys, lengths[::2], lengths[1::2], strict=True):
-        cuts.append((sizes[i : i + n_sizes], key, nests[j : j + n_nest]))
-        i, j = i + n_sizes, j + n_nest
-    return cuts
+class AllToAllBucket(NamedTuple):
+    """Arguments of `all_to_all_bucket`: of each member both dims, the total and the block, and both cuts."""
+
+    inputs: list[Tensor]
+    dims: list[int]
+    extents: list[IntLike]
+    cuts: list[GroupCut]
+    group_name: str
 
 
 def bucket_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
@@ -97,6 +105,14 @@ class _Plan:
     order: Tensor | None
 
 
+_Key = tuple[tuple[int, ...], int, tuple[int, ...]]
+"""A cut that can be looked up."""
+
+
+def _keys(cuts: Sequence[GroupCut]) -> tuple[_Key, ...]:
+    return tuple([(tuple(c.sizes), int(c.key), tuple(c.nest)) for c in cuts])
+
+
 @functools.lru_cache(maxsize=512)
 def _plan_of(
     what: str,
@@ -105,7 +121,7 @@ def _plan_of(
     dtype: torch.dtype,
     dims: tuple[int, ...],
     totals: tuple[int, ...] | None,
-    cuts: tuple[tuple[int, ...], ...],
+    cuts: tuple[_Key, ...],
     ranks: int,
     holder: int | None,
 ) -> _Plan:
@@ -120,12 +136,13 @@ def _plan_of(
         dtype: of the bucket.
         dims: that are cut.
         totals: their extents; None for those that the inputs have.
-        cuts: sizes, keys, nests and lengths.
+        cuts: of the members.
         ranks: in the group.
         holder: this rank, if the inputs are its blocks.
     """
     counts = []
-    for n, (shape, dim, cut) in enumerate(zip(shapes, dims, _cuts(*cuts), strict=True)):
+    for n, (shape, dim, (sizes, key, nest)) in enumerate(zip(shapes, dims, cuts, strict=True)):
+        cut = GroupCut(list(sizes), key, list(nest))
         blocks = blocks_of(shape[dim] if totals is None else totals[n], dim, cut, ranks, what)
         if holder is not None:
             check_block(shape, dim, blocks[holder], holder, what)
@@ -160,17 +177,8 @@ def _turned(pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return [piece for column in zip(*pieces, strict=True) for piece in column]
 
 
-def _all_gather_bucket(
-    inputs: list[Tensor],
-    dims: list[int],
-    totals: list[int],
-    sizes: list[int],
-    keys: list[int],
-    nests: list[int],
-    lengths: list[int],
-    group_name: str,
-) -> Tensor:
-    group = compat.process_group(group_name)
+def _gather(a: AllGatherBucket) -> Tensor:
+    group, inputs = compat.process_group(a.group_name), a.inputs
     dtypes = [x.dtype for x in inputs]
     dtype = bucket_dtype(dtypes)
     plan = _plan_of(
@@ -178,23 +186,23 @@ def _all_gather_bucket(
         tuple([x.shape for x in inputs]),
         tuple(dtypes),
         dtype,
-        tuple(dims),
-        tuple(totals),
-        (tuple(sizes), tuple(keys), tuple(nests), tuple(lengths)),
+        tuple(a.dims),
+        tuple(map(int, a.totals)),
+        _keys(a.cuts),
         group.size(),
         group.rank(),
     )
     share = plan.shares[group.rank()]
-    if share * dtype.itemsize <= _FEW_BYTES and not any(dims) and len(set(dtypes)) == 1:
+    if share * dtype.itemsize <= _FEW_BYTES and not any(a.dims) and len(set(dtypes)) == 1:
         packed = compat.joined(inputs).resolve_conj().resolve_neg()
         borrowed = []
     else:
-        rows = [_rows(x, d) for x, d in zip(inputs, dims, strict=True)]
+        rows = [_rows(x, d) for x, d in zip(inputs, a.dims, strict=True)]
         packed = _packed([x if x.dtype == dtype else x.view(dtype) for x in rows], share)
         borrowed = [packed]
     gathered = scratch.borrow(sum(plan.shares), packed)
     borrowed.append(gathered)
-    call = _call(group, "all_gather_bucket", packed, plan.shares)
+    call = ALL_GATHER_BUCKET.enter(group, packed.dtype, tuple(plan.shares))
     if plan.order is not None and packed.device.type == "cpu":
         works = transport.gather_rows(call, packed, plan.shares, gathered)
         return _ordered_later(call, works, gathered, plan.order, plan.unit, borrowed)
@@ -210,10 +218,6 @@ def _packed(pieces: list[Tensor], numel: int) -> Tensor:
         numel: of all of them.
     """
     return torch.cat(pieces, out=scratch.borrow(numel, pieces[0]))
-
-
-def _call(group: ProcessGroup, kind: str, packed: Tensor, shares: Sequence[int]) -> Call:
-    return enter(group, kind, packed.dtype, ("shares",), tuple(shares))
 
 
 def _unpacked_later(
@@ -269,68 +273,49 @@ def _filled_later(
     return out
 
 
-def _reduce_scatter_bucket(
-    inputs: list[Tensor],
-    dims: list[int],
-    blocks: list[int],
-    reduce_op: str,
-    sizes: list[int],
-    keys: list[int],
-    nests: list[int],
-    lengths: list[int],
-    group_name: str,
-) -> Tensor:
-    transport.check_reduction(reduce_op, inputs[0].dtype)
-    group = compat.process_group(group_name)
+def _scatter(a: ReduceScatterBucket) -> Tensor:
+    inputs = a.inputs
+    transport.check_reduction(a.reduce_op, inputs[0].dtype)
+    group = compat.process_group(a.group_name)
     plan = _plan_of(
         "reduce_scatter_bucket",
         tuple([x.shape for x in inputs]),
         tuple([x.dtype for x in inputs]),
         inputs[0].dtype,
-        tuple(dims),
+        tuple(a.dims),
         None,
-        (tuple(sizes), tuple(keys), tuple(nests), tuple(lengths)),
+        _keys(a.cuts),
         group.size(),
         None,
     )
-    members = [_rows(x, d).split(counts) for x, d, counts in zip(inputs, dims, plan.counts, strict=True)]
+    members = [_rows(x, d).split(counts) for x, d, counts in zip(inputs, a.dims, plan.counts, strict=True)]
     packed = _packed(_turned(members), sum(plan.shares))
     own = plan.shares[group.rank()]
     out = packed.new_empty([own])
     parts = scratch.borrow(group.size() * own, out)
     from_peers = [(r * own, (r + 1) * own) for r in range(group.size())]
-    call = _call(group, f"reduce_scatter_bucket ({reduce_op})", packed, plan.shares)
+    call = REDUCE_SCATTER_BUCKET.enter(group, packed.dtype, tuple(plan.shares), of=a.reduce_op)
     works = transport.send_ranges(call, packed, transport.running_ends(plan.shares), parts, from_peers)
 
     def reduce() -> None:
-        transport.reduce_rows(parts.view(group.size(), own), reduce_op, out)
+        transport.reduce_rows(parts.view(group.size(), own), a.reduce_op, out)
 
     return _filled_later(out, call, works, reduce, [packed, parts])
 
 
-def _all_to_all_bucket(
-    inputs: list[Tensor],
-    dims: list[int],
-    extents: list[int],
-    sizes: list[int],
-    keys: list[int],
-    nests: list[int],
-    lengths: list[int],
-    group_name: str,
-) -> Tensor:
-    group = compat.process_group(group_name)
+def _exchange(a: AllToAllBucket) -> Tensor:
+    group, inputs, cuts, what = compat.process_group(a.group_name), a.inputs, a.cuts, "all_to_all_bucket"
     me, ranks = group.rank(), range(group.size())
-    cuts = _cuts(sizes, keys, nests, lengths)
     stated: list[int] = []
     sent: list[list[Tensor]] = [[] for _ in ranks]
     received: list[list[int]] = [[] for _ in ranks]
     for n, x in enumerate(inputs):
-        src_dim, dst_dim = dims[2 * n : 2 * n + 2]
-        total, block = extents[2 * n : 2 * n + 2]
-        src = blocks_of(total, src_dim, cuts[2 * n], group.size(), "all_to_all_bucket")
-        dst = blocks_of(x.shape[dst_dim], dst_dim, cuts[2 * n + 1], group.size(), "all_to_all_bucket")
-        check_block(x.shape, src_dim, src[me], me, "all_to_all_bucket")
-        stated += [src_dim, dst_dim, *(n for blocks in (src, dst) for r in blocks for n in r)]
+        src_dim, dst_dim = a.dims[2 * n : 2 * n + 2]
+        total, block = map(int, a.extents[2 * n : 2 * n + 2])
+        src = blocks_of(total, src_dim, cuts[2 * n], group.size(), what)
+        dst = blocks_of(x.shape[dst_dim], dst_dim, cuts[2 * n + 1], group.size(), what)
+        check_block(x.shape, src_dim, src[me], me, what)
+        stated += [src_dim, dst_dim, *ends_of(src), *ends_of(dst)]
         width = _width(x.shape, x.dtype.itemsize, x.dtype, src_dim, dst_dim) * block
         for r in ranks:
             part = x.narrow(dst_dim, dst[r][0], dst[r][1] - dst[r][0])
@@ -340,37 +325,69 @@ def _all_to_all_bucket(
     shares = [sum(row) for row in received]
     parts = scratch.borrow(sum(shares), inputs[0])
     packed = _packed([p for row in sent for p in row], to_peers[-1][1])
-    call = _call(group, "all_to_all_bucket", packed, stated)
+    call = ALL_TO_ALL_BUCKET.enter(group, packed.dtype, tuple(stated))
     works = transport.send_ranges(call, packed, to_peers, parts, transport.running_ends(shares), keep_own=False)
     own = packed[slice(*to_peers[me])]
     return _unpacked_later(call, works, own, parts, shares, received, [packed, parts])
 
 
-def _fake_all_gather(inputs: list[Tensor], dims: list[int], totals: list[Any], *_: Any) -> Tensor:
-    dtype = bucket_dtype([x.dtype for x in inputs])
-    numel = sum(t * _width(x.shape, x.dtype.itemsize, dtype, d) for x, d, t in zip(inputs, dims, totals, strict=True))
-    return inputs[0].new_empty([numel], dtype=dtype)
+def _fake_gather(a: AllGatherBucket) -> Tensor:
+    dtype = bucket_dtype([x.dtype for x in a.inputs])
+    rows = zip(a.inputs, a.dims, a.totals, strict=True)
+    numel = sum(t * _width(x.shape, x.dtype.itemsize, dtype, d) for x, d, t in rows)
+    return a.inputs[0].new_empty([numel], dtype=dtype)
 
 
-def _fake_reduce_scatter(inputs: list[Tensor], dims: list[int], blocks: list[Any], *_: Any) -> Tensor:
-    numel = sum(b * _width(x.shape, x.dtype.itemsize, x.dtype, d) for x, d, b in zip(inputs, dims, blocks, strict=True))
-    return inputs[0].new_empty([numel])
+def _fake_scatter(a: ReduceScatterBucket) -> Tensor:
+    rows = zip(a.inputs, a.dims, a.blocks, strict=True)
+    return a.inputs[0].new_empty([sum(b * _width(x.shape, x.dtype.itemsize, x.dtype, d) for x, d, b in rows)])
 
 
-def _fake_all_to_all(inputs: list[Tensor], dims: list[int], extents: list[Any], *_: Any) -> Tensor:
-    pairs = zip(inputs, dims[::2], dims[1::2], extents[::2], extents[1::2], strict=True)
-    lengths = (t * n * _width(x.shape, x.dtype.itemsize, x.dtype, a, b) for x, a, b, t, n in pairs)
-    return inputs[0].new_empty([sum(lengths)])
+def _turns(a: AllToAllBucket) -> list[tuple[Tensor, list[int], list[Any], list[GroupCut]]]:
+    """Of each member its tensor, dims, extents and cuts."""
+    return [
+        (x, a.dims[i : i + 2], a.extents[i : i + 2], a.cuts[i : i + 2])
+        for i, x in zip(range(0, len(a.dims), 2), a.inputs, strict=True)
+    ]
 
 
-_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "all_gather_bucket": (_all_gather_bucket, _fake_all_gather),
-    "reduce_scatter_bucket": (_reduce_scatter_bucket, _fake_reduce_scatter),
-    "all_to_all_bucket": (_all_to_all_bucket, _fake_all_to_all),
-}
-for _name, (_real, _fake) in _IMPLEMENTATIONS.items():
-    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
-    _fake = compat.lowered_when_traced(getattr(_ops, _name).default, _fake)
-    torch.library.register_fake(f"shardcompile::{_name}", _fake, lib=_LIBRARY)
+def _fake_exchange(a: AllToAllBucket) -> Tensor:
+    turns = _turns(a)
+    lengths = (math.prod(extents) * _width(x.shape, x.dtype.itemsize, x.dtype, *dims) for x, dims, extents, _ in turns)
+    return a.inputs[0].new_empty([sum(lengths)])
 
-compat.count_as_collective(BUCKETS)
+
+ALL_GATHER_BUCKET = Descriptor(
+    "all_gather_bucket",
+    AllGatherBucket,
+    _gather,
+    fake=_fake_gather,
+    members=lambda a, n: [gathered(*row, n) for row in zip(a.inputs, a.dims, a.totals, a.cuts, strict=True)],
+    traffic=lambda members, n: gathered_in_a_bucket(Load.of_blocks(members, n)),
+    whole=lambda a: sum(size_with(*row) for row in zip(a.inputs, a.dims, a.totals, strict=True)),
+    states=("shares",),
+    told=True,
+)
+
+REDUCE_SCATTER_BUCKET = Descriptor(
+    "reduce_scatter_bucket",
+    ReduceScatterBucket,
+    _scatter,
+    fake=_fake_scatter,
+    members=lambda a, n: [scattered(*row, n) for row in zip(a.inputs, a.dims, a.blocks, a.cuts, strict=True)],
+    traffic=lambda members, n: scattered_in_a_bucket(Load.of_blocks(members, n)),
+    states=("shares",),
+    moves_rows=False,
+)
+
+ALL_TO_ALL_BUCKET = Descriptor(
+    "all_to_all_bucket",
+    AllToAllBucket,
+    _exchange,
+    fake=_fake_exchange,
+    members=lambda a, n: [turned(*turn, n) for turn in _turns(a)],
+    traffic=lambda members, n: exchanged_in_a_bucket(Load.of_exchange(members, n)),
+    whole=lambda a: sum(size_with(x, dims[0], extents[0]) for x, dims, extents, _ in _turns(a)),
+    states=("shares",),
+    told=True,
+)

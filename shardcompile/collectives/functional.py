@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardcompile.collectives import ops, transport
-from shardcompile.collectives.ops import Decoded, Pending, wait
+from shardcompile.collectives import reductions, transport
+from shardcompile.collectives.pending import Decoded, Pending, wait
 from shardcompile.errors import CollectiveError
 from shardcompile.layout import CHUNK_KEY
 from shardcompile.watch import Call, enter
@@ -209,7 +209,7 @@ def all_reduce(
     transport.check_reduction(reduce_op, x.dtype)
     if reduce_op == "avg":  # torch knows the gradient of sum only
         x, reduce_op = x / group.size(), "sum"
-    return _finish(ops.all_reduce(x, reduce_op, group.group_name, async_op=async_op), async_op)
+    return _finish(reductions.all_reduce(x, reduce_op, group.group_name, async_op=async_op), async_op)
 
 
 def all_gather_even(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -7,6 +7,7 @@ own queries; blocks travel as they are, straight from their owners.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,22 +16,37 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcompile import compat
 from shardcompile.collectives import transport
 from shardcompile.collectives.block_search import Found, parts, search, searchable
-from shardcompile.collectives.ops import blocks_of, check_block, wait
-from shardcompile.layout import Cut
-from shardcompile.watch import enter
+from shardcompile.collectives.blocks import blocks_of, check_block, sizes_of
+from shardcompile.collectives.descriptor import Descriptor
+from shardcompile.collectives.pending import wait
+from shardcompile.collectives.traffic import even_gather
+from shardcompile.layout import Cut, GroupCut, IntLike
 
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
 _TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]
-for _schema in (
-    "nearest(Tensor points, Tensor queries, int count, float reach, SymInt total, SymInt[] sizes, SymInt key, "
-    "int[] nest, str group_name) -> Tensor",
-    "nearest_here(Tensor points, Tensor queries, int count, float reach) -> Tensor",
-):
-    _LIBRARY.define(_schema, tags=_TAGS)
+_LIBRARY.define("nearest_here(Tensor points, Tensor queries, int count, float reach) -> Tensor", tags=_TAGS)
 
-_ops = torch.ops.shardcompile
-SEARCHES = (_ops.nearest,)
-"""The ops of this module that communicate."""
+
+class Nearest(NamedTuple):
+    """Arguments of the op `nearest`.
+
+    Attributes:
+        points: this rank's block.
+        queries: of this rank.
+        count: how many points are wanted.
+        reach: none that is farther away.
+        total: how many points there are.
+        cut: the blocks of points.
+        group_name: the ranks.
+    """
+
+    points: Tensor
+    queries: Tensor
+    count: int  # type: ignore[assignment]  # a field in place of a method of tuples that nobody asks for
+    reach: float
+    total: IntLike
+    cut: GroupCut
+    group_name: str
 
 
 def nearest(
@@ -57,14 +73,14 @@ def nearest(
     """
     n, points, queries = queries.shape[0], points.detach(), queries.detach()
     if cut is None:
-        found = _ops.nearest_here(points, queries, count, reach)
+        found = torch.ops.shardcompile.nearest_here(points, queries, count, reach)
     else:
         assert mesh is not None, "a cut is one over a mesh dim"
         (mesh_dim,) = cut.mesh_dims
         ref = cut.group_ref(compat.coordinate(mesh) or ())
         group_name = compat.group_name_of(mesh, mesh_dim)
-        found = _ops.nearest(points, queries, count, reach, cut.extent, ref.sizes, ref.key, ref.nest, group_name)
-        found = wait(found)
+        arguments = Nearest(points, queries, count, reach, cut.extent, ref, group_name)
+        found = wait(NEAREST.call(arguments))
     distances, numbers, within = parts(found, n, count)
     return distances.to(points.dtype), numbers, within
 
@@ -75,44 +91,42 @@ def _nearest_here(points: Tensor, queries: Tensor, count: int, reach: float) -> 
     return found.flat
 
 
-def _nearest(
-    points: Tensor,
-    queries: Tensor,
-    count: int,
-    reach: float,
-    total: int,
-    sizes: list[int],
-    key: int,
-    nest: list[int],
-    group_name: str,
-) -> Tensor:
-    group = compat.process_group(group_name)
+def _nearest(a: Nearest) -> Tensor:
+    group, queries, total = compat.process_group(a.group_name), a.queries, int(a.total)
     me, ranks = group.rank(), group.size()
-    blocks = blocks_of(total, 0, (sizes, key, nest), ranks, "nearest")
-    check_block(points.shape, 0, blocks[me], me, "nearest")
-    points = transport.rows_first(points, 0)
-    held = tuple([b - a for a, b in blocks])
-    call = enter(group, "nearest", points.dtype, ("in blocks of", "dims"), held, points.shape[1])
-    found = Found.none(queries, count, total)
-    search(found, searchable(points, blocks[me][0]), queries, reach)
+    blocks = blocks_of(total, 0, a.cut, ranks, "nearest")
+    check_block(a.points.shape, 0, blocks[me], me, "nearest")
+    points = transport.rows_first(a.points, 0)
+    held = sizes_of(blocks)
+    call = NEAREST.enter(group, points.dtype, held, points.shape[1])
+    found = Found.none(queries, a.count, total)
+    search(found, searchable(points, blocks[me][0]), queries, a.reach)
     memory = points.new_empty([max((n for r, n in enumerate(held) if r != me), default=0), points.shape[1]])
     for step in range(1, ranks):
         to, source = (me - step) % ranks, (me + step) % ranks
         block = memory[: held[source]]
         works = transport.exchange(call, [(to, points)], [(source, block)])
         transport.CallWork(call, works).wait()
-        search(found, searchable(block, blocks[source][0]), queries, reach)
+        search(found, searchable(block, blocks[source][0]), queries, a.reach)
     return found.flat
 
 
-def _fake(points: Tensor, queries: Tensor, count: int, *_: object) -> Tensor:
+def _fake(queries: Tensor, count: int) -> Tensor:
     return queries.new_empty([queries.shape[0] * (2 * count + 1)], dtype=torch.int64)
 
 
-_LIBRARY.impl("nearest_here", _nearest_here, "CompositeExplicitAutograd")
-torch.library.register_fake("shardcompile::nearest_here", _fake, lib=_LIBRARY)
-_LIBRARY.impl("nearest", _nearest, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "shardcompile::nearest", compat.lowered_when_traced(_ops.nearest.default, _fake), lib=_LIBRARY
+NEAREST = Descriptor(
+    "nearest",
+    Nearest,
+    _nearest,
+    fake=lambda a: _fake(a.queries, a.count),
+    traffic=even_gather,
+    states=("in blocks of", "dims"),
+    of_one_rank=True,
+    moves_rows=False,
 )
-compat.count_as_collective(SEARCHES)
+
+_LIBRARY.impl("nearest_here", _nearest_here, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "shardcompile::nearest_here", lambda points, queries, count, reach: _fake(queries, count), lib=_LIBRARY
+)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
 from shardcompile.collectives.derived_cuts import block_size, derive
-from shardcompile.collectives.ops import Pending
+from shardcompile.collectives.ranges import FETCH_RANGES, RETURN_RANGES, Ranges
 from shardcompile.layout import Cut, IntLike
-
-_ops = torch.ops.shardcompile
 
 
 @dataclass(frozen=True)
@@ -92,25 +89,24 @@ class Reads:
         """A block with all rows that are read, those outside of the dim filled with a number."""
         if not self._reaches_out:
             return x
-        flat = _ops.fetch_ranges(x, self.dim, self.held.extent, self.rows, *self._arguments(fill))
-        return Pending.of(flat, x.shape, self.dim, self.rows).wait()
+        return FETCH_RANGES.start(self._arguments(x, self.rows, fill)).wait()
 
     def give_back(self, x: Tensor) -> Tensor:
         """The way back for gradients: sums of what the ranks have for the rows of a block."""
         if not self._reaches_out:
             return x
         block = block_size(self.held, self.mesh)
-        flat = _ops.return_ranges(x, self.dim, self.held.extent, block, *self._arguments(0.0))
-        return Pending.of(flat, x.shape, self.dim, block).wait()
+        return RETURN_RANGES.start(self._arguments(x, block, 0.0)).wait()
 
     @property
     def _reaches_out(self) -> bool:
         return self.cut is not self.held or bool(self.window.before)  # a number, if it is the same cut
 
-    def _arguments(self, fill: float) -> tuple[object, ...]:
+    def _arguments(self, x: Tensor, block: IntLike, fill: float) -> Ranges:
         (mesh_dim,) = self.held.mesh_dims
         coordinate = compat.coordinate(self.mesh) or ()
-        cuts = [r for c in (self.held, self.cut) for g in [c.group_ref(coordinate)] for r in (g.sizes, g.key, g.nest)]
+        src, dst = (c.group_ref(coordinate) for c in (self.held, self.cut))
         w = self.window
         reach = [self.cut.extent, w.num, w.den, w.before, w.after]
-        return (*cuts, reach, fill, compat.group_name_of(self.mesh, mesh_dim))
+        group_name = compat.group_name_of(self.mesh, mesh_dim)
+        return Ranges(x, self.dim, self.held.extent, block, src, dst, reach, fill, group_name)

@@ -8,34 +8,47 @@ keeps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
 from shardcompile.collectives import transport
+from shardcompile.collectives.blocks import blocks_of, check_block, sizes_of
 from shardcompile.collectives.derived_cuts import block_size, derive
-from shardcompile.collectives.ops import Pending, blocks_of, check_block
-from shardcompile.layout import Cut, IntLike
-from shardcompile.watch import enter
+from shardcompile.collectives.descriptor import Descriptor
+from shardcompile.collectives.pending import Pending
+from shardcompile.collectives.traffic import Member, Side, Traffic, nbytes_with, size_with
+from shardcompile.layout import DERIVATIONS, Cut, GroupCut, IntLike
 
-_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
-_ARGUMENTS = (
-    "Tensor input, int dim, SymInt total, SymInt block, int by, bool around, SymInt[] sizes, SymInt key, int[] nest, "
-    "Tensor? after, str group_name"
-)
-for _name in ("fetch_block", "return_block"):
-    _LIBRARY.define(
-        f"{_name}({_ARGUMENTS}) -> Tensor",
-        tags=[torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout],
-    )
 
-_ops = torch.ops.shardcompile
-STEPS = (_ops.fetch_block, _ops.return_block)
-"""The ops of this module. All of them communicate."""
+class RingStep(NamedTuple):
+    """Arguments of `fetch_block` and `return_block`.
+
+    Attributes:
+        input: this rank's block; of a return rows for the block that came.
+        dim: of the rows.
+        total: how many rows there are.
+        block: how many rows this rank gets.
+        by: how many places the block travels.
+        around: whether the first ranks get blocks of the last ones.
+        cut: the blocks.
+        after: what has to be there before it starts.
+        group_name: the ranks.
+    """
+
+    input: Tensor
+    dim: int
+    total: IntLike
+    block: IntLike
+    by: int
+    around: bool
+    cut: GroupCut
+    after: Tensor | None
+    group_name: str
 
 
 class Ring:
@@ -54,8 +67,7 @@ class Ring:
         (mesh_dim,) = cut.mesh_dims
         self.ranks = mesh.shape[mesh_dim]
         self._cut, self._mesh, self._around = cut, mesh, around
-        held = cut.group_ref(compat.coordinate(mesh) or ())
-        self._arguments = (held.sizes, held.key, held.nest)
+        self._held = cut.group_ref(compat.coordinate(mesh) or ())
         self._group_name = compat.group_name_of(mesh, mesh_dim)
 
     def block(self, by: int) -> tuple[IntLike, IntLike]:
@@ -77,69 +89,106 @@ class Ring:
             after: what has to be there before it starts.
         """
         size, _ = self.block(by)
-        return self._step(_ops.fetch_block, rows, size, by, after)
+        return self._step(FETCH_BLOCK, rows, size, by, after)
 
     def give_back(self, rows: Tensor, by: int, after: Tensor | None = None) -> Pending:
         """The adjoint of `fetch`: rows for a block that came go to the rank that it came from.
 
         A rank whose block nobody got receives zeros.
         """
-        return self._step(_ops.return_block, rows, self.block(0)[0], by, after)
+        return self._step(RETURN_BLOCK, rows, self.block(0)[0], by, after)
 
-    def _step(self, op: Any, rows: Tensor, size: IntLike, by: int, after: Tensor | None) -> Pending:
-        flat = op(rows, 0, self._cut.extent, size, by, self._around, *self._arguments, after, self._group_name)
-        return Pending.of(flat, rows.shape, 0, size)
+    def _step(self, of: Descriptor[RingStep], rows: Tensor, size: IntLike, by: int, after: Tensor | None) -> Pending:
+        total, around = self._cut.extent, self._around
+        return of.start(RingStep(rows, 0, total, size, by, around, self._held, after, self._group_name))
 
 
-def _step(
-    x: Tensor,
-    dim: int,
-    total: int,
-    block: int,
-    by: int,
-    around: bool,
-    sizes: list[int],
-    key: int,
-    nest: list[int],
-    after: Tensor | None,
-    group_name: str,
-    *,
-    back: bool,
-) -> Tensor:
-    group = compat.process_group(group_name)
+def _step(a: RingStep, of: Descriptor[RingStep], *, back: bool) -> Tensor:
+    group, x, block = compat.process_group(a.group_name), a.input, int(a.block)
     me, n = group.rank(), group.size()
-    what = "return_block" if back else "fetch_block"
-    held = blocks_of(total, dim, (sizes, key, nest), n, what)
+    held = blocks_of(int(a.total), a.dim, a.cut, n, of.kind)
 
     def other(distance: int) -> int | None:
         rank = me + distance
-        return rank % n if around or 0 <= rank < n else None
+        return rank % n if a.around or 0 <= rank < n else None
 
-    before, behind = other(-by), other(by)
+    before, behind = other(-a.by), other(a.by)
     fetched = (0, 0) if before is None else held[before]
-    check_block(x.shape, dim, fetched if back else held[me], me, what)
+    check_block(x.shape, a.dim, fetched if back else held[me], me, of.kind)
     source, target = (behind, before) if back else (before, behind)
-    rows = transport.rows_first(x, dim)
+    rows = transport.rows_first(x, a.dim)
     size = block * math.prod(rows.shape[1:])
     out = x.new_zeros([size]) if source is None else x.new_empty([size])
-    details = ("by", "in blocks of", "other extents")
-    call = enter(group, what, x.dtype, details, by, tuple([b - a for a, b in held]), tuple(rows.shape[1:]))
+    call = of.enter(group, x.dtype, a.by, sizes_of(held), tuple(rows.shape[1:]))
     sends = [] if target is None else [(target, rows)]
     receives = [] if source is None else [(source, out)]
     transport.complete(out, call, transport.exchange(call, sends, receives))
     return out
 
 
-def _fake(x: Tensor, dim: int, total: Any, block: Any, *_: Any) -> Tensor:
-    return x.new_empty([math.prod([block, *(n for d, n in enumerate(x.shape) if d != dim)])])
+def _sides(a: RingStep, n: int | None) -> tuple[Side, Side]:
+    """The blocks that go where their cut says, and those that do not know it: put in, and got."""
+    return Side.of(a.cut, a.total, a.input.shape[a.dim], n), Side.of(a.cut, a.total, a.block, n)
 
 
-_IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
-    "fetch_block": lambda *args: _step(*args, back=False),
-    "return_block": lambda *args: _step(*args, back=True),
-}
-for _name, _real in _IMPLEMENTATIONS.items():
-    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
-    _traced = compat.lowered_when_traced(getattr(_ops, _name).default, _fake)
-    torch.library.register_fake(f"shardcompile::{_name}", _traced, lib=_LIBRARY)
-compat.count_as_collective(STEPS)
+def _away(a: RingStep, side: Side) -> Side:
+    """Blocks that are on other ranks than their own."""
+    if side.sizes is None:
+        return side
+    return replace(side, sizes=DERIVATIONS["shifted"]([side.sizes], a.by, a.around)[0])
+
+
+def _fetch_members(a: RingStep, n: int | None) -> list[Member]:
+    put, get = _sides(a, n)
+    return [Member(put, _away(a, get), nbytes_with(a.input, a.dim, a.total))]
+
+
+def _return_members(a: RingStep, n: int | None) -> list[Member]:
+    put, get = _sides(a, n)
+    return [Member(_away(a, put), get, nbytes_with(a.input, a.dim, a.total))]
+
+
+def _traffic(nbytes: int, own: Side | None, away: Side | None, n: int) -> Traffic:
+    """What ranks have of other ranks' blocks has come, or goes back."""
+    assert own is not None and away is not None
+    if own.sizes is None or away.sizes is None:
+        return Traffic(nbytes / n, nbytes)
+    rows = max(sum(own.sizes), 1)
+    return Traffic(nbytes * max(away.sizes) / rows, nbytes * sum(away.sizes) / rows)
+
+
+def _fetch_traffic(members: Sequence[Member], n: int) -> Traffic:
+    (m,) = members
+    return _traffic(m.nbytes, m.put, m.get, n)
+
+
+def _return_traffic(members: Sequence[Member], n: int) -> Traffic:
+    (m,) = members
+    return _traffic(m.nbytes, m.get, m.put, n)
+
+
+FETCH_BLOCK: Descriptor[RingStep] = Descriptor(
+    "fetch_block",
+    RingStep,
+    lambda a: _step(a, FETCH_BLOCK, back=False),
+    extents=lambda a: {a.dim: a.block},
+    members=_fetch_members,
+    traffic=_fetch_traffic,
+    whole=lambda a: size_with(a.input, a.dim, a.total),
+    source=lambda a: (a.total, a.cut),
+    states=("by", "in blocks of", "other extents"),
+    told=True,
+)
+
+RETURN_BLOCK: Descriptor[RingStep] = Descriptor(
+    "return_block",
+    RingStep,
+    lambda a: _step(a, RETURN_BLOCK, back=True),
+    extents=lambda a: {a.dim: a.block},
+    members=_return_members,
+    traffic=_return_traffic,
+    whole=lambda a: size_with(a.input, a.dim, a.total),
+    source=lambda a: (a.total, a.cut),
+    states=("by", "in blocks of", "other extents"),
+    told=True,
+)

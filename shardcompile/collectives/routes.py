@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
 from shardcompile.collectives import scratch, transport
-from shardcompile.collectives.ops import wait
+from shardcompile.collectives.descriptor import Descriptor
+from shardcompile.collectives.pending import wait
+from shardcompile.collectives.traffic import even_exchange, even_gather
 from shardcompile.errors import CollectiveError, LayoutError
-from shardcompile.layout import Cut, GroupCut, IntLike, digest_of
+from shardcompile.layout import Cut, GroupCut, IntLike, digest_of, write_cut
+from shardcompile.layout.arguments import cut_schema
 from shardcompile.watch import Call, enter
 
 OUT_OF_RANGE = -1
@@ -31,17 +34,45 @@ OUT_OF_RANGE = -1
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
 _TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]
 for _schema in (
-    "gather_counts(Tensor input, str wanted, str group_name) -> Tensor",
-    "exchange_rows(Tensor[] inputs, Tensor counts, SymInt block, bool back, str group_name) -> Tensor[]",
     "rows_from(Tensor counts, str group_name) -> Tensor",
-    "block_starts(SymInt total, SymInt[] sizes, SymInt key, int[] nest, str group_name) -> Tensor",
+    f"block_starts(SymInt total, {cut_schema()}, str group_name) -> Tensor",
     "cut_of_sizes(Tensor sizes, int[] parts, SymInt extent, SymInt block, str group_names) -> Tensor",
 ):
     _LIBRARY.define(_schema, tags=_TAGS)
 
 _ops = torch.ops.shardcompile
-ROUTES = (_ops.gather_counts, _ops.exchange_rows)
-"""The ops of this module that communicate."""
+
+
+class GatherCounts(NamedTuple):
+    """Arguments of the op `gather_counts`; see the function.
+
+    Attributes:
+        input: this rank's counts.
+        wanted: for the message.
+        group_name: the ranks.
+    """
+
+    input: Tensor
+    wanted: str
+    group_name: str
+
+
+class ExchangeRows(NamedTuple):
+    """Arguments of the op `exchange_rows`; see the function.
+
+    Attributes:
+        inputs: rows, in the order of their destinations.
+        counts: how many go where.
+        block: how many arrive.
+        back: the other way.
+        group_name: the ranks.
+    """
+
+    inputs: list[Tensor]
+    counts: Tensor
+    block: IntLike
+    back: bool
+    group_name: str
 
 
 def gather_counts(mine: Tensor, group_name: str, wanted: str = "counts are not negative") -> Tensor:
@@ -55,7 +86,7 @@ def gather_counts(mine: Tensor, group_name: str, wanted: str = "counts are not n
     Raises:
         CollectiveError: on every rank, if a rank has said `OUT_OF_RANGE`.
     """
-    return wait(_ops.gather_counts(mine, wanted, group_name))
+    return wait(GATHER_COUNTS.packet(mine, wanted, group_name))
 
 
 def exchange_rows(
@@ -76,7 +107,7 @@ def exchange_rows(
     Raises:
         CollectiveError: there are not as many rows as `counts` says.
     """
-    flat = _ops.exchange_rows(list(inputs), counts, block, back, group_name)
+    flat = EXCHANGE_ROWS.packet(list(inputs), counts, block, back, group_name)
     return [wait(f).view([block, *x.shape[1:]]) for f, x in zip(flat, inputs, strict=True)]
 
 
@@ -93,7 +124,7 @@ def block_starts(cut: Cut, mesh: DeviceMesh) -> Tensor:
     (mesh_dim,) = cut.mesh_dims
     ref = cut.group_ref(compat.coordinate(mesh) or ())
     group_name = compat.group_name_of(mesh, mesh_dim)
-    return _ops.block_starts(cut.extent, ref.sizes, ref.key, ref.nest, group_name)
+    return _ops.block_starts(cut.extent, *write_cut(ref), group_name)
 
 
 def cut_of_sizes(
@@ -162,7 +193,7 @@ def _cut_of_sizes(sizes: Tensor, parts: list[int], extent: int, block: int, grou
 
 def _block_starts(total: int, sizes: list[int], key: int, nest: list[int], group_name: str) -> Tensor:
     ranks = compat.process_group(group_name).size()
-    blocks = GroupCut.resolve(total, sizes, key, nest, ranks)
+    blocks = GroupCut(sizes, key, nest).blocks(total, ranks)
     return torch.tensor([a for a, _ in transport.running_ends(blocks)], device="cpu")
 
 
@@ -170,16 +201,16 @@ def _fake_starts(total: int, sizes: list[int], key: int, nest: list[int], group_
     return torch.empty([compat.process_group(group_name).size()], dtype=torch.int64, device="cpu")
 
 
-def _gather_counts(mine: Tensor, wanted: str, group_name: str) -> Tensor:
-    group = compat.process_group(group_name)
-    call = enter(group, "gather_counts", mine.dtype, ("ranks",), group.size())
+def _gather_counts(a: GatherCounts) -> Tensor:
+    group, mine = compat.process_group(a.group_name), a.input
+    call = GATHER_COUNTS.enter(group, mine.dtype, group.size())
     call.agree()
-    start = torch.ops._c10d_functional.all_gather_into_tensor(mine, group.size(), group_name)
+    start = torch.ops._c10d_functional.all_gather_into_tensor(mine, group.size(), a.group_name)
     counts: Tensor = call.run([functools.partial(wait, start)])[0].view(group.size(), mine.shape[0]).cpu()
-    _known_tables(group_name, counts.shape[1])[_digest(counts)] = None
+    _known_tables(a.group_name, counts.shape[1])[_digest(counts)] = None
     bad = (counts < 0).any(1).nonzero().view(-1).tolist()
     if bad:
-        raise CollectiveError(f"{wanted}; ranks {bad} of the group have others. No row was moved")
+        raise CollectiveError(f"{a.wanted}; ranks {bad} of the group have others. No row was moved")
     return counts
 
 
@@ -210,9 +241,9 @@ def _peers(counts: Tensor, back: bool, group: ProcessGroup) -> tuple[list[int], 
     return (back_in, out) if back else (out, back_in)
 
 
-def _exchange_rows(inputs: list[Tensor], counts: Tensor, block: int, back: bool, group_name: str) -> list[Tensor]:
-    group = compat.process_group(group_name)
-    sent, received = _peers(counts, back, group)
+def _exchange_rows(a: ExchangeRows) -> list[Tensor]:
+    group, inputs, block = compat.process_group(a.group_name), a.inputs, int(a.block)
+    sent, received = _peers(a.counts, a.back, group)
     for x in inputs:
         if x.shape[0] != sum(sent) or block != sum(received):
             raise CollectiveError(
@@ -222,7 +253,9 @@ def _exchange_rows(inputs: list[Tensor], counts: Tensor, block: int, back: bool,
     outs = [x.new_empty([block * math.prod(x.shape[1:])]) for x in inputs]
     if len(inputs) == 1:
         target = outs[0].view([block, *inputs[0].shape[1:]])
-        call, works = _start(group, inputs, transport.rows_first(inputs[0], 0), sent, target, received, counts, back)
+        call, works = _start(
+            group, inputs, transport.rows_first(inputs[0], 0), sent, target, received, a.counts, a.back
+        )
         transport.complete(outs, call, works)
         return outs
     rows = [_bytes(transport.rows_first(x, 0)) for x in inputs]
@@ -230,7 +263,7 @@ def _exchange_rows(inputs: list[Tensor], counts: Tensor, block: int, back: bool,
     widths = [r.shape[1] for r in rows]
     memory = scratch.borrow(block * sum(widths), packed)
     lengths = [[n * sum(widths) for n in peers] for peers in (sent, received)]
-    call, works = _start(group, inputs, packed, lengths[0], memory, lengths[1], counts, back)
+    call, works = _start(group, inputs, packed, lengths[0], memory, lengths[1], a.counts, a.back)
 
     def unpack() -> None:
         shares = zip(memory.split(lengths[1]), received, strict=True)
@@ -255,18 +288,17 @@ def _start(
 ) -> tuple[Call, list[Work]]:
     """Start to send ranges of `packed` and to fill ranges of `out`, as many rows as `sent` and `received` say.
 
-    gloo's own all-to-all takes a quarter of the time of single messages among four ranks. It has no tags: a rank with
-    another table would take messages for what they are not. So it is left to tables that the group has gathered, which
-    are the same on all ranks; others travel as messages whose tags are made of them.
+    A backend's own all-to-all has no tags: a rank with another table would take messages for what they are not. So it
+    is left to tables that the group has gathered, which are the same on all ranks; others travel as messages whose tags
+    are made of them.
     """
     row = digest_of(repr(tuple((str(x.dtype), *x.shape[1:]) for x in inputs)))
     table = _digest(counts)
-    if group.name() == "gloo" and table in _known_tables(group.group_name, counts.shape[1]):
-        call = enter(group, "exchange_rows", inputs[0].dtype, ("row",), row)
-        call.agree()
-        return call, call.run([functools.partial(group.alltoall_base, out, packed, received, sent)])
+    if table in _known_tables(group.group_name, counts.shape[1]) and transport.transport_of(group).has_all_to_all:
+        call = enter(group, EXCHANGE_ROWS.kind, inputs[0].dtype, ("row",), row)
+        return call, transport.transport_of(group).all_to_all(call, packed, sent, out, received)
     arriving = tuple(counts.sum(1 if back else 0).tolist())
-    call = enter(group, "exchange_rows", inputs[0].dtype, ("rows", "route", "row"), arriving, table, row)
+    call = EXCHANGE_ROWS.enter(group, inputs[0].dtype, arriving, table, row)
     ends = transport.running_ends
     return call, transport.send_ranges(call, packed, ends(sent), out, ends(received))
 
@@ -281,40 +313,49 @@ def _rows_from(counts: Tensor, group_name: str) -> Tensor:
     return counts[:, compat.process_group(group_name).rank()].clone()
 
 
-def _fake_exchange(inputs: list[Tensor], counts: Tensor, block: Any, *_: Any) -> list[Tensor]:
-    return [x.new_empty([block * math.prod(x.shape[1:])]) for x in inputs]
+def _fake_exchange(a: ExchangeRows) -> list[Tensor]:
+    return [x.new_empty([a.block * math.prod(x.shape[1:])]) for x in a.inputs]
 
 
-def _fake_counts(mine: Tensor, _: str, group_name: str) -> Tensor:
-    ranks = compat.process_group(group_name).size()
-    return torch.empty([ranks, mine.shape[0]], dtype=torch.int64, device="cpu")
+def _fake_counts(a: GatherCounts) -> Tensor:
+    ranks = compat.process_group(a.group_name).size()
+    return torch.empty([ranks, a.input.shape[0]], dtype=torch.int64, device="cpu")
 
 
-def _keep_route(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    tensors, counts, ctx.block, ctx.back, ctx.group_name = inputs
-    ctx.save_for_backward(counts)
-    ctx.shapes = [x.shape for x in tensors]
-
-
-def _exchange_rows_grad(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    (counts,) = ctx.saved_tensors
-    pairs = [(i, g.view([ctx.block, *ctx.shapes[i][1:]])) for i, g in enumerate(grads) if g is not None]
+def _exchange_adjoint(
+    a: ExchangeRows, shapes: Sequence[torch.Size], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    pairs = [(i, g.view([a.block, *shapes[i][1:]])) for i, g in enumerate(grads) if g is not None]
     out: list[Tensor | None] = [None] * len(grads)
-    sent = ctx.shapes[0][0]
-    returned = exchange_rows([g for _, g in pairs], counts, sent, ctx.group_name, back=not ctx.back)
+    returned = exchange_rows([g for _, g in pairs], a.counts, shapes[0][0], a.group_name, back=not a.back)
     for (i, _), grad in zip(pairs, returned, strict=True):
         out[i] = grad
-    return out, None, None, None, None
+    return out
 
 
-_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "gather_counts": (_gather_counts, _fake_counts),
-    "exchange_rows": (_exchange_rows, _fake_exchange),
-}
-for _name, (_real, _fake) in _IMPLEMENTATIONS.items():
-    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
-    _fake = compat.lowered_when_traced(getattr(_ops, _name).default, _fake)
-    torch.library.register_fake(f"shardcompile::{_name}", _fake, lib=_LIBRARY)
+GATHER_COUNTS = Descriptor(
+    "gather_counts",
+    GatherCounts,
+    _gather_counts,
+    fake=_fake_counts,
+    traffic=even_gather,
+    states=("ranks",),
+    of_one_rank=True,
+    moves_rows=False,
+)
+
+EXCHANGE_ROWS = Descriptor(
+    "exchange_rows",
+    ExchangeRows,
+    _exchange_rows,
+    fake=_fake_exchange,
+    adjoint=_exchange_adjoint,
+    traffic=even_exchange,
+    states=("rows", "route", "row"),
+    of_one_rank=True,
+    returns="Tensor[]",
+)
+
 _LIBRARY.impl("rows_from", _rows_from, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "shardcompile::rows_from", lambda counts, _: counts.new_empty(counts.shape[:1]), lib=_LIBRARY
@@ -325,7 +366,3 @@ _LIBRARY.impl("cut_of_sizes", _cut_of_sizes, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "shardcompile::cut_of_sizes", lambda *_: torch.empty([3], dtype=torch.int64, device="cpu"), lib=_LIBRARY
 )
-torch.library.register_autograd(
-    "shardcompile::exchange_rows", _exchange_rows_grad, setup_context=_keep_route, lib=_LIBRARY
-)
-compat.count_as_collective(ROUTES)

@@ -7,34 +7,52 @@ the CPU, since messages are sent from there.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
-from shardcompile.collectives.ops import Pending, blocks_of, fetch_wanted, return_wanted
+from shardcompile.collectives.blocks import blocks_of
+from shardcompile.collectives.descriptor import Descriptor
+from shardcompile.collectives.ranges import fetch_wanted, return_wanted
+from shardcompile.collectives.traffic import even_exchange
 from shardcompile.collectives.transport import Range
 from shardcompile.errors import LayoutError
-from shardcompile.layout import Cut, IntLike
+from shardcompile.layout import Cut, GroupCut, IntLike, write_cut
+from shardcompile.layout.arguments import cut_schema
 
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
 _TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]
-_CUT = "SymInt[] sizes, SymInt key, int[] nest"
 for _schema in (
-    f"spans_of_documents(Tensor ends, bool causal, SymInt total, {_CUT}, str group_name) -> Tensor",
+    f"spans_of_documents(Tensor ends, bool causal, SymInt total, {cut_schema()}, str group_name) -> Tensor",
     "rows_of_span(Tensor spans, str group_name) -> Tensor",
-    f"fetch_spans(Tensor input, Tensor spans, SymInt total, SymInt block, {_CUT}, str group_name) -> Tensor",
-    f"return_spans(Tensor input, Tensor spans, SymInt total, SymInt block, {_CUT}, str group_name) -> Tensor",
 ):
     _LIBRARY.define(_schema, tags=_TAGS)
 
 _ops = torch.ops.shardcompile
-SPANS = (_ops.fetch_spans, _ops.return_spans)
-"""The ops of this module that communicate."""
+
+
+class Spans(NamedTuple):
+    """Arguments of `fetch_spans` and `return_spans`.
+
+    Attributes:
+        input: this rank's block; of a return what belongs to the rows that it wants.
+        spans: see above.
+        total: how many rows there are.
+        block: how many rows this rank gets.
+        cut: the blocks that ranks hold.
+        group_name: the ranks.
+    """
+
+    input: Tensor
+    spans: Tensor
+    total: IntLike
+    block: IntLike
+    cut: GroupCut
+    group_name: str
 
 
 def documents_of(ends: Tensor, total: int) -> list[Range]:
@@ -76,16 +94,14 @@ def fetch_reached(rows: Tensor, ends: Tensor, causal: bool, cut: Cut, mesh: Devi
     """
     (mesh_dim,) = cut.mesh_dims
     held = cut.group_ref(compat.coordinate(mesh) or ())
-    of_cut = (cut.extent, held.sizes, held.key, held.nest)
     group_name = compat.group_name_of(mesh, mesh_dim)
-    spans = _ops.spans_of_documents(ends.detach(), causal, *of_cut, group_name)
+    spans = _ops.spans_of_documents(ends.detach(), causal, cut.extent, *write_cut(held), group_name)
     with compat.unrecorded_symbols(rows):
         first, count = _numbers(_ops.rows_of_span(spans, group_name))
     torch._check(count >= 0)
     torch._check(first >= 0)
     compat.suggest_hint(count, -(-compat.size_hint(cut.extent) // mesh.shape[mesh_dim]))
-    flat = _ops.fetch_spans(rows, spans, of_cut[0], count, *of_cut[1:], group_name)
-    return Pending.of(flat, rows.shape, 0, count).wait(), first
+    return FETCH_SPANS.start(Spans(rows, spans, cut.extent, count, held, group_name)).wait(), first
 
 
 def _numbers(x: Tensor) -> list[Any]:
@@ -96,7 +112,7 @@ def _spans_of_documents(
     ends: Tensor, causal: bool, total: int, sizes: list[int], key: int, nest: list[int], group_name: str
 ) -> Tensor:
     group = compat.process_group(group_name)
-    blocks = blocks_of(total, 0, (sizes, key, nest), group.size(), "varlen_attention")
+    blocks = blocks_of(total, 0, GroupCut(sizes, key, nest), group.size(), "varlen_attention")
     documents = documents_of(ends, total)
     spans = []
     for a, b in blocks:
@@ -110,52 +126,50 @@ def _rows_of_span(spans: Tensor, group_name: str) -> Tensor:
     return torch.tensor([start, end - start])
 
 
-def _table(spans: Tensor) -> list[Range]:
-    return [(a, b) for a, b in spans.tolist()]
+def _held_and_wanted(a: Spans, what: str) -> tuple[list[Range], list[Range]]:
+    ranks = compat.process_group(a.group_name).size()
+    return blocks_of(int(a.total), 0, a.cut, ranks, what), [(i, j) for i, j in a.spans.tolist()]
 
 
-def _fetch_spans(
-    x: Tensor, spans: Tensor, total: int, block: int, sizes: list[int], key: int, nest: list[int], group_name: str
-) -> Tensor:
-    group = compat.process_group(group_name)
-    held = blocks_of(total, 0, (sizes, key, nest), group.size(), "fetch_spans")
-    return fetch_wanted(x, 0, held, _table(spans), block, group, "fetch_spans")
+def _fetch(a: Spans) -> Tensor:
+    group, (held, wanted) = compat.process_group(a.group_name), _held_and_wanted(a, "fetch_spans")
+    return fetch_wanted(FETCH_SPANS, a.input, 0, held, wanted, int(a.block), group)
 
 
-def _return_spans(
-    x: Tensor, spans: Tensor, total: int, block: int, sizes: list[int], key: int, nest: list[int], group_name: str
-) -> Tensor:
-    group = compat.process_group(group_name)
-    held = blocks_of(total, 0, (sizes, key, nest), group.size(), "return_spans")
-    return return_wanted(x, 0, held, _table(spans), block, group, "return_spans")
+def _return(a: Spans) -> Tensor:
+    group, (held, wanted) = compat.process_group(a.group_name), _held_and_wanted(a, "return_spans")
+    return return_wanted(RETURN_SPANS, a.input, 0, held, wanted, int(a.block), group)
 
 
-def _fake_rows(x: Tensor, spans: Tensor, total: Any, block: Any, *_: Any) -> Tensor:
-    return x.new_empty([math.prod([block, *x.shape[1:]])])
+def _adjoint(of: Callable[[], Descriptor[Spans]]) -> Callable[[Spans, torch.Size, Tensor], Tensor]:
+    def adjoint(a: Spans, shape: torch.Size, grad: Tensor) -> Tensor:
+        return of().start(a._replace(input=grad, block=shape[0])).wait()
+
+    return adjoint
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, spans, ctx.total, ctx.block, *ctx.rest = inputs
-    ctx.shape = x.shape
-    ctx.save_for_backward(spans)
+FETCH_SPANS: Descriptor[Spans] = Descriptor(
+    "fetch_spans",
+    Spans,
+    _fetch,
+    extents=lambda a: {0: a.block},
+    adjoint=_adjoint(lambda: RETURN_SPANS),
+    traffic=even_exchange,
+    states=("dim", "in blocks of", "to dim", "in", "other extents"),
+    of_one_rank=True,
+)
 
+RETURN_SPANS: Descriptor[Spans] = Descriptor(
+    "return_spans",
+    Spans,
+    _return,
+    extents=lambda a: {0: a.block},
+    adjoint=_adjoint(lambda: FETCH_SPANS),
+    traffic=even_exchange,
+    states=("dim", "in blocks of", "to dim", "in", "other extents"),
+    of_one_rank=True,
+)
 
-def _adjoint(op: Any) -> Callable[..., Any]:
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        (spans,) = ctx.saved_tensors
-        rows = Pending.of(grad, ctx.shape, 0, ctx.block).result()
-        flat = op(rows, spans, ctx.total, ctx.shape[0], *ctx.rest)
-        return (Pending.of(flat, ctx.shape, 0, ctx.shape[0]).wait(), None, None, None, *[None] * len(ctx.rest))
-
-    return backward
-
-
-for _name, _real in (("fetch_spans", _fetch_spans), ("return_spans", _return_spans)):
-    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
-    _traced = compat.lowered_when_traced(getattr(_ops, _name).default, _fake_rows)
-    torch.library.register_fake(f"shardcompile::{_name}", _traced, lib=_LIBRARY)
-for _name, _back in (("fetch_spans", _ops.return_spans), ("return_spans", _ops.fetch_spans)):
-    torch.library.register_autograd(f"shardcompile::{_name}", _adjoint(_back), setup_context=_keep, lib=_LIBRARY)
 _LIBRARY.impl("spans_of_documents", _spans_of_documents, "CompositeExplicitAutograd")
 _LIBRARY.impl("rows_of_span", _rows_of_span, "CompositeExplicitAutograd")
 
@@ -169,4 +183,3 @@ torch.library.register_fake("shardcompile::spans_of_documents", _fake_spans, lib
 torch.library.register_fake(
     "shardcompile::rows_of_span", lambda *_: torch.empty([2], dtype=torch.int64, device="cpu"), lib=_LIBRARY
 )
-compat.count_as_collective(SPANS)

@@ -14,15 +14,11 @@ from typing import Any
 
 import sympy
 import torch
-import torch._subclasses.fake_impls as fake_impls
-import torch.fx.experimental._config as _symbolic_shapes_config
 import torch.fx.traceback as fx_traceback
 from torch._C._distributed_c10d import _register_work  # 2.11 - 2.15
-from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.11 - 2.15
 from torch._dynamo.eval_frame import set_code_exec_strategy  # 2.11 - 2.15
 from torch._dynamo.types import FrameAction, FrameExecStrategy  # 2.11 - 2.15
-from torch._functorch import config as _functorch_config  # 2.11 - 2.15
-from torch._guards import CompileContext, TracingContext, detect_fake_mode  # 2.11 - 2.15
+from torch._guards import CompileContext, detect_fake_mode  # 2.11 - 2.15
 from torch._inductor.custom_graph_pass import CustomGraphPass  # 2.11 - 2.15
 from torch._ops import OpOverload, OpOverloadPacket  # 2.11 - 2.15
 from torch._subclasses.fake_tensor import (  # 2.11 - 2.15
@@ -40,7 +36,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources  # 2.11 - 2.15
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group  # 2.11 - 2.15
 from torch.distributed.tensor.debug import _comm_mode  # 2.11 - 2.15
-from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import (  # 2.11 - 2.15
     _SympyExprTrackerValue,
     disable_proxy_modes_tracing,
@@ -52,12 +47,11 @@ from torch.fx.experimental.symbolic_shapes import (
     statically_known_true,  # 2.11 - 2.15
 )
 from torch.utils._python_dispatch import return_and_correct_aliasing  # 2.11 - 2.15
-from torch.utils._sympy.functions import Max, Min  # 2.11 - 2.15
 from torch.utils._sympy.interp import sympy_interp  # 2.11 - 2.15
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # 2.11 - 2.15
-from torch.utils._sympy.symbol import SymT, symbol_is_type  # 2.11 - 2.15
 
-from shardcompile.compat.block_symbols import name_symbols_of_blocks
+from shardcompile.compat.patches import trace_size_obliviously as trace_size_obliviously
+from shardcompile.compat.patches import without_guards as without_guards
 from shardcompile.compat.worlds import forget_with_world, note_trace, start_epoch, world_epoch
 
 __all__ = [
@@ -147,7 +141,7 @@ def group_name_of(mesh: DeviceMesh, mesh_dim: int) -> str:
     return mesh.get_group(mesh_dim).group_name
 
 
-def coordinate(mesh: Any) -> Any:
+def coordinate(mesh: DeviceMesh) -> Any:
     """This rank's place in a mesh, a number for each mesh dim; None outside of it."""
     return mesh.get_coordinate()
 
@@ -169,7 +163,7 @@ def current_mesh() -> DeviceMesh:
     return _mesh_resources.get_current_mesh()
 
 
-def same_symbol(a: Any, b: Any) -> bool:
+def same_symbol(a: object, b: object) -> bool:
     """Whether two sizes are equal; of those that get their value when the graph runs, whether they surely are.
 
     Installs a guard where the sizes are symbols whose values are known.
@@ -179,7 +173,7 @@ def same_symbol(a: Any, b: Any) -> bool:
     return surely(a == b) if is_unbacked(a) or is_unbacked(b) else bool(a == b)
 
 
-def settle(size: Any, number: int) -> None:
+def settle(size: object, number: int) -> None:
     """Have a trace know a size by the number that it is on this rank, where other guards say so already.
 
     It is not compared: its hint, which all ranks share, is another number on most of them.
@@ -239,7 +233,7 @@ def suggest_hint(size: Any, number: int) -> None:
         size.node.shape_env.var_to_hint_override[size.node.expr] = max(number, 2)  # 2.11 - 2.15
 
 
-def global_extents(shape: Sequence[Any]) -> tuple[Any, ...]:
+def global_extents(shape: Sequence[object]) -> tuple[Any, ...]:
     """The global extents of a result, which were computed while nothing was traced, computed again: see `retraced`.
 
     Those of 0 and 1 are numbers, with a guard, as they are where an input has them. A 1 may be broadcast. And where a
@@ -249,17 +243,17 @@ def global_extents(shape: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(_number_if_small(n) for n in retraced(shape))
 
 
-def _number_if_small(extent: Any) -> Any:
+def _number_if_small(extent: Any) -> object:
     small = isinstance(extent, torch.SymInt) and not is_unbacked(extent) and size_hint(extent) in (0, 1)
     return int(extent) if small else extent
 
 
-def is_specialised(size: Any) -> bool:
+def is_specialised(size: object) -> bool:
     """Whether a size that was a symbol has become a number while tracing."""
     return isinstance(size, torch.SymInt) and bool(size.node.expr.is_number)
 
 
-def is_unbacked(value: Any) -> bool:
+def is_unbacked(value: object) -> bool:
     """Whether a size is a symbol that gets its value when the graph runs."""
     return isinstance(value, torch.SymInt) and bool(free_unbacked_symbols(value))  # 2.11 - 2.15
 
@@ -275,13 +269,13 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch._utils._flatten_dense_tensors(tensors)
 
 
-def lowered_when_traced(op: torch._ops.OpOverload, fake: Callable[..., Any]) -> Callable[..., Any]:
+def lowered_when_traced(op: torch._ops.OpOverload, fake: Callable[..., object]) -> Callable[..., Any]:
     """The fake kernel of a collective, which teaches Inductor the op when a trace meets it for the first time.
 
     Inductor's lowerings take more than a second to import, which eager programs need not pay.
     """
 
-    def traced(*args: Any) -> Any:
+    def traced(*args: Any) -> object:
         _lower_as_collective(op)
         return fake(*args)
 
@@ -297,7 +291,7 @@ def _lower_as_collective(op: torch._ops.OpOverload) -> None:
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
 
-    def lowering(*args: Any) -> Any:
+    def lowering(*args: Any) -> object:
         kernel: Any = ir._CollectiveKernel.create_out_of_place(op, *args)
         return torch.utils._pytree.tree_map(ir.TensorBox.create, kernel)
 
@@ -343,7 +337,7 @@ def is_traced() -> bool:
     return get_proxy_mode() is not None
 
 
-def in_mode_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+def in_mode_of(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Compute with a tensor of a trace that has left the mode in which such tensors are computed with.
 
     AOTAutograd (2.11 - 2.15) leaves it before it asks what it is given for its parts, and Dynamo leaves that of fake
@@ -354,223 +348,13 @@ def in_mode_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     return faking_like(x)
 
 
-def _functional_mode() -> Any:
+def _functional_mode() -> object:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)  # 2.11 - 2.15
 
 
 def is_compiling() -> bool:
     """Whether Dynamo is compiling something in this thread."""
     return CompileContext.try_get() is not None
-
-
-def trace_size_obliviously() -> None:
-    """Make the compilation that is running trace without specialising on sizes of 0 and 1.
-
-    A block may be empty or of one row on any rank in any call; a graph that is specialised on it would have to be
-    compiled again, on that rank alone. The switch is torch's own (`backed_size_oblivious`), is read all through a
-    compilation, and goes back to what it was when the compilation ends.
-    """
-    context = TracingContext.try_get()
-    if context is not None and context.fake_mode is not None:
-        _decide_by_hint_where_guards_are_suppressed(context.fake_mode.shape_env)
-        # Without `fullgraph` Dynamo would break the graph where we read the sizes of a derived cut. It asks its own
-        # switch for a user's `item`.
-        context.fake_mode.allow_scalar_outputs = True  # 2.11 - 2.15
-    if _symbolic_shapes_config.backed_size_oblivious:
-        return
-    _symbolic_shapes_config.backed_size_oblivious = True
-    stride_of_view, overlaps = fake_impls._compute_stride, torch._debug_has_internal_overlap  # 2.11 - 2.15
-    fake_impls._compute_stride = _without_comparing(stride_of_view)
-    torch._debug_has_internal_overlap = _unguarded(overlaps)  # type: ignore[assignment]
-    # Torch 2.15 repeats the wait for a result that the backward pass needs, and saves both: one tensor under two names.
-    # If Inductor may write to what was saved, it overwrites the one that it still has to read.
-    donated, _functorch_config.donated_buffer = _functorch_config.donated_buffer, False  # 2.11 - 2.15
-    memory_format = torch._C._conv_determine_backend_memory_format  # 2.11 - 2.15
-    torch._C._conv_determine_backend_memory_format = _unguarded(memory_format)
-    from torch._functorch import partitioners  # 2.11 - 2.15
-    from torch._inductor import ir
-    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-    from torch._inductor.lowering import lowerings
-
-    save_collectives = partitioners.force_save_collectives  # 2.11 - 2.15
-    partitioners.force_save_collectives = _where_they_were_traced(save_collectives)
-    assign = PythonWrapperCodegen.codegen_input_symbol_assignment  # 2.11 - 2.15
-    PythonWrapperCodegen.codegen_input_symbol_assignment = _by_both_names(assign)  # type: ignore[method-assign]
-    fill_order = ir.get_fill_order  # 2.11 - 2.15
-    ir.get_fill_order = _sorted_by_hint(fill_order)
-    bmm = torch.ops.aten.bmm.default
-    lower_bmm = lowerings[bmm]  # 2.11 - 2.15
-    lowerings[bmm] = _lowered_by_hint(lower_bmm)
-    from torch._inductor.sizevars import SizeVarAllocator  # 2.11 - 2.15
-
-    smaller, larger = SizeVarAllocator.evaluate_min, SizeVarAllocator.evaluate_max  # 2.11 - 2.15
-    SizeVarAllocator.evaluate_min = _one_of_two_if_known(Min, 0)  # type: ignore[method-assign]
-    SizeVarAllocator.evaluate_max = _one_of_two_if_known(Max, 1)  # type: ignore[method-assign]
-
-    def restore(_: Any) -> None:
-        _functorch_config.donated_buffer = donated
-        partitioners.force_save_collectives = save_collectives
-        torch._C._conv_determine_backend_memory_format = memory_format
-        lowerings[bmm] = lower_bmm
-        SizeVarAllocator.evaluate_min = smaller  # type: ignore[method-assign]
-        SizeVarAllocator.evaluate_max = larger  # type: ignore[method-assign]
-        PythonWrapperCodegen.codegen_input_symbol_assignment = assign  # type: ignore[method-assign]
-        _symbolic_shapes_config.backed_size_oblivious = False
-        fake_impls._compute_stride, torch._debug_has_internal_overlap = stride_of_view, overlaps
-        ir.get_fill_order = fill_order
-        _compile_callbacks.remove_end_callback(restore)
-
-    _compile_callbacks.register_end_callback(restore)
-
-
-def _where_they_were_traced(save_collectives: Callable[..., None]) -> Callable[..., None]:
-    """Have the backward graph hold the collectives of the backward pass, those that depend on no gradient included.
-
-    The partitioner would move such a one to the forward graph or not, by the sizes of what is to be saved: ranks that
-    know their own blocks as numbers would decide otherwise, and wait for one another. It moved one and left the other
-    copy in the backward graph, too, where nothing reads it, since nothing that waits is taken for dead code.
-    """
-
-    def save(joint: GraphModule) -> None:
-        save_collectives(joint)
-        for node in joint.graph.nodes:
-            if node.target is not torch.ops._c10d_functional.wait_tensor.default:
-                continue
-            parts = (node, *node.all_input_nodes)
-            # Torch 2.14 waits in the backward pass again for what the forward pass has sent.
-            if all(part.meta.get("partitioner_tag") == "is_backward" for part in parts):  # 2.11 - 2.15
-                for part in parts:
-                    part.meta["partitioner_tag"] = "must_be_in_backward"
-
-    return save
-
-
-def _unguarded(check: Callable[..., Any]) -> Callable[..., Any]:
-    """A question about a tensor, answered by hints without guards, which would hold on some ranks only.
-
-    For a check that can only raise: Inductor copies blocks where it lowers `select`. And for the memory format of a
-    convolution's result: it asks whether there is more than one image, and where there is one, formats are the same.
-    """
-
-    def checked(x: torch.Tensor, *args: Any) -> Any:
-        with without_guards(x):
-            return check(x, *args)
-
-    return checked
-
-
-def _lowered_by_hint(lowering: Callable[..., Any]) -> Callable[..., Any]:
-    """Have Inductor lower an op by hints, without guards.
-
-    On CPUs it asks of the factors of a batched product whether they have one row, to copy those that the kernel would
-    copy. Either answer is right for all sizes.
-    """
-    from torch._inductor.virtualized import V  # 2.11 - 2.15
-
-    def lower(*args: Any, **kwargs: Any) -> Any:
-        with V.graph.sizevars.shape_env.suppress_guards():
-            return lowering(*args, **kwargs)
-
-    return lower
-
-
-def _one_of_two_if_known(formula: Any, which: int) -> Callable[..., Any]:
-    """Inductor's `evaluate_min` or `evaluate_max`, which leaves a formula where it is not known which size it is.
-
-    Where ends of a slice are clamped, Inductor takes one of both, and guards on that. With guards only from what holds
-    for all sizes it finds neither and gives up ("evaluate_min ... with unbacked symints"), and before that it takes a
-    size for the smaller one that divides the other: a multiple of it may be 0.
-
-    Args:
-        formula: of both sizes.
-        which: of the sizes in ascending order is wanted.
-    """
-
-    def evaluate(self: Any, left: Any, right: Any) -> Any:
-        left, right = (sympy.sympify(x).xreplace(self.inv_precomputed_replacements) for x in (left, right))
-        for in_order in ((left, right), (right, left)):
-            if self.statically_known_leq(*in_order):
-                return in_order[which]
-        return formula(left, right)
-
-    return evaluate
-
-
-def _by_both_names(assign: Callable[..., None]) -> Callable[..., None]:
-    """Have generated code name a size also by the symbol that took the place of its own.
-
-    The gradient that an input has already brings a symbol of its own for the same size. Which of the two replaces the
-    other is a matter of their names, and code of torch before 2.15 knows only the input's.
-    """
-    from torch._inductor.virtualized import V  # 2.11 - 2.15
-
-    def assigned(self: Any, name: str, value: Any, bound_vars: Any, *rest: Any, **options: Any) -> None:
-        assign(self, name, value, bound_vars, *rest, **options)
-        for symbol in list(bound_vars):
-            other = V.graph.sizevars.simplify(symbol)
-            if not isinstance(other, sympy.Symbol):  # a number by now, or what another symbol is multiplied with
-                continue
-            if other not in bound_vars and symbol_is_type(other, SymT.SIZE):
-                self.prefix.writeline(f"{other} = {symbol}")
-                bound_vars.add(other)
-
-    return assigned
-
-
-def _without_comparing(stride_of_view: Callable[..., Any]) -> Callable[..., Any]:
-    """Have Inductor take strides for different, where it lowers a view, unless they are equal for all sizes.
-
-    It asks for the size of a block otherwise, and what it finds is a guard that holds on some ranks only.
-    """
-    from torch._inductor.graph import GraphLowering  # 2.11 - 2.15
-    from torch._inductor.virtualized import V  # 2.11 - 2.15
-
-    def strides(*args: Any, size_oblivious: bool = False, **kwargs: Any) -> Any:
-        oblivious = size_oblivious or isinstance(V.graph, GraphLowering)
-        return stride_of_view(*args, size_oblivious=oblivious, **kwargs)
-
-    return strides
-
-
-def _sorted_by_hint(fill_order: Callable[..., Any]) -> Callable[..., Any]:
-    """Have Inductor sort strides by their hints, which are the same on every rank and larger than 1.
-
-    It would compare them, and leave guards that a block of one row breaks. Where a dim has extent 0 or 1, its stride
-    may stand anywhere in the order.
-    """
-
-    def order(strides: Sequence[Any], shape_env: Any = None) -> Any:
-        of_strides = next((s.node.shape_env for s in strides if isinstance(s, torch.SymInt)), shape_env)
-        if of_strides is None:
-            return fill_order(strides)
-        with of_strides.suppress_guards():
-            return fill_order(strides, shape_env)
-
-    return order
-
-
-def _decide_by_hint_where_guards_are_suppressed(shape_env: Any) -> None:
-    """Turn the switch off inside of ``shape_env.suppress_guards()``, where a decision by hint leaves no guard.
-
-    AOTAutograd compares there the strides of saved activations with those that Inductor chose (2.11 - 2.15). With the
-    switch on it takes them for different, and bakes the strides of the first call into the backward graph.
-    """
-    if shape_env is None or "suppress_guards" in vars(shape_env):
-        return
-    suppress = shape_env.suppress_guards
-
-    @contextlib.contextmanager
-    def suppress_and_decide() -> Iterator[None]:
-        before = _symbolic_shapes_config.backed_size_oblivious
-        _symbolic_shapes_config.backed_size_oblivious = False
-        try:
-            with suppress():
-                yield
-        finally:
-            _symbolic_shapes_config.backed_size_oblivious = before
-
-    shape_env.suppress_guards = suppress_and_decide
-    name_symbols_of_blocks(shape_env)
 
 
 def decomposition_of(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
@@ -583,7 +367,7 @@ def decomposition_of(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
 def decomposition_by_torch(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """Torch's decomposition of an op that has one, looked up when it is called: importing the table takes time."""
 
-    def decomposed(*args: Any, **kwargs: Any) -> Any:
+    def decomposed(*args: object, **kwargs: object) -> object:
         function = decomposition_of(op)
         assert function is not None, f"torch has no decomposition of {op}"
         return function(*args, **kwargs)
@@ -671,7 +455,7 @@ def is_transforming() -> bool:
     return torch._C._are_functorch_transforms_active()  # 2.11 - 2.15
 
 
-def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+def outside_transforms() -> contextlib.AbstractContextManager[object]:
     """Compute as if no transform of `torch.func` were going on, which would wrap what is made."""
     if not is_transforming():
         return contextlib.nullcontext()
@@ -680,7 +464,7 @@ def outside_transforms() -> contextlib.AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
-def untraced() -> contextlib.AbstractContextManager[Any]:
+def untraced() -> contextlib.AbstractContextManager[object]:
     """Inside a trace: compute on fake tensors without leaving a node in the graph. See `retraced`."""
     stack = contextlib.ExitStack()
     stack.enter_context(disable_functional_mode())
@@ -688,7 +472,7 @@ def untraced() -> contextlib.AbstractContextManager[Any]:
     return stack
 
 
-def kept_with(mode: Any) -> dict[Any, Any]:
+def kept_with(mode: object) -> dict[object, object]:
     """What is kept for as long as a mode of fake tensors lives: in the mode, since it may refer to it."""
     return mode.__dict__.setdefault("_shardcompile", {})  # type: ignore[no-any-return]
 
@@ -708,7 +492,7 @@ def _refusing(shape_env: Any, op: torch._ops.OpOverload) -> Iterator[None]:
         raise DynamicOutputShapeException(op)
 
 
-def retraced(sizes: Sequence[Any]) -> tuple[Any, ...]:
+def retraced(sizes: Sequence[object]) -> tuple[Any, ...]:
     """Sizes that were computed while nothing was traced, computed again from what the trace knows."""
     mode = get_proxy_mode()
     if mode is None or not any(isinstance(s, torch.SymInt) for s in sizes):
@@ -718,7 +502,7 @@ def retraced(sizes: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(_retraced(known, s) if isinstance(s, torch.SymInt) else s for s in sizes)
 
 
-def from_first_symbols(make: Callable[[], Any]) -> Any:
+def from_first_symbols(make: Callable[[], object]) -> Any:
     """A size in terms of the inputs that were there first, whatever it is computed from.
 
     What is computed from the size of a gradient would be read off the gradient by the backward graph. Inductor
@@ -732,11 +516,11 @@ def from_first_symbols(make: Callable[[], Any]) -> Any:
 class _FirstKept(dict[Any, Any]):
     """A dict whose entries are never replaced."""
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         self.setdefault(key, value)
 
 
-def keep_symbol(size: Any) -> Any:
+def keep_symbol(size: object) -> Any:
     """Have `retraced` use this size for its symbol, which gets its value when the graph runs; returns it.
 
     The gradients of the forward graph's results may have the same size. They are inputs of the joint graph and come
@@ -771,7 +555,7 @@ def keep_first_proxies() -> None:
     mode.tracer.sympy_expr_tracker = tracker
 
 
-def _retraced(known: dict[Any, Any], size: torch.SymInt) -> Any:
+def _retraced(known: dict[Any, Any], size: torch.SymInt) -> object:
     if not size.node.is_symbolic():
         return size
     expression = size.node.expr
@@ -789,7 +573,7 @@ class _Arithmetic(PythonReferenceAnalysis):
     """Formulas on sizes."""
 
     @staticmethod
-    def trunc_to_int(x: Any, dtype: Any) -> Any:
+    def trunc_to_int(x: object, dtype: object) -> object:
         """``int(x)``, for which torch (2.11 - 2.15) would leave a formula in place of a number."""
         return torch.sym_int(x)
 
@@ -798,7 +582,7 @@ _MEMOS: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictiona
 
 
 def once_in_trace(
-    what: tuple[Any, ...], like: torch.SymInt, make: Callable[[], Sequence[torch.SymInt]]
+    what: tuple[object, ...], like: torch.SymInt, make: Callable[[], Sequence[torch.SymInt]]
 ) -> Sequence[Any]:
     """Symbols that get their value when the graph runs: made once in a trace, and the same ones in all of its passes.
 
@@ -843,12 +627,12 @@ def _follow_replacements(memo: dict[Any, Any], what: Any, shape_env: Any) -> Non
 _INPUT_SIZES: weakref.WeakKeyDictionary[Any, dict[Any, torch.SymInt]] = weakref.WeakKeyDictionary()
 
 
-def note_input_size(what: Any, size: torch.SymInt) -> None:
+def note_input_size(what: object, size: torch.SymInt) -> None:
     """Have `first_input_size` find a size of an input by a name; the first size that has the name keeps it."""
     _INPUT_SIZES.setdefault(size.node.shape_env, {}).setdefault(what, size)
 
 
-def first_input_size(what: Any, like: Any) -> Any:
+def first_input_size(what: object, like: object) -> Any:
     """The size that `note_input_size` was given in the trace of the size `like`, or None."""
     found = _INPUT_SIZES.get(like.node.shape_env, {}).get(what) if isinstance(like, torch.SymInt) else None
     return None if found is None else retraced([found])[0]
@@ -864,7 +648,7 @@ def stands_for_itself(size: Any) -> None:
         _stand_for(mode.tracer, size)
 
 
-def _known_value(size: Any) -> Any:
+def _known_value(size: Any) -> object:
     """A size as a number, if it is known to be one by now."""
     return int(size.node.expr) if is_specialised(size) else size
 
@@ -882,18 +666,18 @@ def _stand_for(tracer: Any, size: torch.SymInt) -> None:
     dict.__setitem__(tracer.sympy_expr_tracker, size.node.expr, _SympyExprTrackerValue(proxy, size))
 
 
-def expression_of(size: Any) -> Any:
+def expression_of(size: object) -> Any:
     """The formula of a size that may be symbolic: hashable, and equal for sizes that surely are."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
-def faking_like(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+def faking_like(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Where `x` is fake, ops that take no tensor make fake ones, too, even if the mode is not on at the moment."""
     mode = detect_fake_mode([x]) if is_fake(x) and get_proxy_mode() is None else None
     return contextlib.nullcontext() if mode is None else mode
 
 
-def unrecorded_symbols(of: Any) -> contextlib.AbstractContextManager[None]:
+def unrecorded_symbols(of: object) -> contextlib.AbstractContextManager[None]:
     """While no graph is recorded, as in Dynamo's runs on fake tensors: the symbols made here need not reach a result.
 
     Dynamo looks for them in the result of the op of which they are an inner matter; the recorded run makes them anew.
@@ -911,28 +695,17 @@ def unrecorded_symbols(of: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if shape_env is None else shape_env.ignore_fresh_unbacked_symbols()
 
 
-def without_guards(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-    """Where `x` is part of a trace: take decisions on symbolic sizes by their hints, and install no guards for them.
-
-    For what has no influence on the graph, such as checks that can only raise.
-    """
-    mode = detect_fake_mode([x])
-    if mode is None or mode.shape_env is None:
-        return contextlib.nullcontext()
-    return mode.shape_env.suppress_guards()
-
-
 def follow_view(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Give a wrapper on which an in-place view op, such as ``transpose_``, is called its new sizes and strides."""
     return_and_correct_aliasing(op, args, kwargs, args[0])
 
 
-def kernel_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def kernel_of(op: torch._ops.OpOverload) -> Callable[..., object]:
     """What `op(...)` calls, without the frame of Python around it."""
     return op._op  # 2.11 - 2.15
 
 
-def keep_from_dynamo(function: Callable[..., Any]) -> None:
+def keep_from_dynamo(function: Callable[..., object]) -> None:
     """Have Dynamo run this function and all that it calls as they are, where it does not trace them into a caller.
 
     Where a user's frame cannot be compiled, as around a graph break inside of a ``with``, Dynamo tries to compile every
@@ -961,7 +734,7 @@ def let_comm_debug_mode_see_through(cls: type[torch.Tensor]) -> None:
     mode = _comm_mode.CommDebugMode
     handler = mode.__torch_dispatch__
 
-    def step_back(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def step_back(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         if any(issubclass(t, cls) for t in types):
             return NotImplemented
         return handler(self, func, types, args, kwargs)

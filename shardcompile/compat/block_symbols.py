@@ -33,7 +33,9 @@ class _Symbols:
         self._extents: dict[Any, Any] = {}
         self._hints: dict[int, int] = {}
 
-    def sizes(self, size: Any, source: Any, symbolic_context: Any, hint_overrides: dict[int, int] | None = None) -> Any:
+    def sizes(
+        self, size: object, source: object, symbolic_context: object, hint_overrides: dict[int, int] | None = None
+    ) -> Any:
         """What torch calls to make the symbols of a shape; the dims of a block that have hints of ours are cut."""
         outer, self._hints = self._hints, hint_overrides or {}
         try:
@@ -41,7 +43,7 @@ class _Symbols:
         finally:
             self._hints = outer
 
-    def create(self, value: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+    def create(self, value: Any, source: Any, *args: object, **kwargs: object) -> object:
         """The symbol, or the number, for an input's size, stride or offset; in place of torch's `create_symbol`."""
         what = getattr(source, "prop", None)
         of_block = what is not None and getattr(source.base, "member", None) == "_local_tensor"
@@ -58,7 +60,7 @@ class _Symbols:
             return self._offset(value, source, args, kwargs)
         return self._make(value, source, *args, **kwargs)
 
-    def _of_block(self, value: Any, source: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _of_block(self, value: Any, source: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Along a cut dim a symbol of its own: blocks that are alike on this rank need not be so on others.
 
         Along another dim what the whole tensor has. Dynamo would give it a symbol of its own where it was of another
@@ -76,7 +78,7 @@ class _Symbols:
     def _value(self, size: Any) -> int:
         return int(self._env.backed_var_to_val.get(size, size))  # 2.12 - 2.15; `var_to_val` before
 
-    def _offset(self, value: Any, source: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _offset(self, value: object, source: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Where a block starts in its storage is a number like any other.
 
         Blocks that are views of a tensor that every rank holds (``whole.split(sizes)[rank]``) start anywhere. Torch
@@ -89,7 +91,7 @@ class _Symbols:
         return self._make(value, source, *args, **kwargs)
 
 
-def _strides_of_few_rows(strides_of: Callable[..., Any]) -> Callable[..., Any]:
+def _strides_of_few_rows(strides_of: Callable[..., object]) -> Callable[..., object]:
     """Strides of a block that are products of extents stay products where an extent is 0 or 1.
 
     Torch goes through strides in ascending order, and takes a stride of 0 or 1 that it meets before the extent it is a
@@ -97,16 +99,19 @@ def _strides_of_few_rows(strides_of: Callable[..., Any]) -> Callable[..., Any]:
     that has some, alone.
     """
 
-    def strides(source: Any, size: Any, known_size: Any, known_stride: Any, *rest: Any) -> Any:
+    def strides(source: Any, size: Any, known_size: Any, known_stride: Any, *rest: object) -> object:
         few = 0 in known_size or (1 in known_size and getattr(source, "member", None) == "_local_tensor")
-        order = _order_of_products(known_size, known_stride) if few else None
+        # What has no elements on any rank counts as one.
+        one = [dim for dim, extent in enumerate(size) if known_size[dim] == 0 and not isinstance(extent, sympy.Symbol)]
+        factors = [1 if dim in one else extent for dim, extent in enumerate(known_size)]
+        order = _order_of_products(factors, known_stride) if few else None
         if order is None:
             return strides_of(source, size, known_size, known_stride, *rest)
         symbolic: dict[int, Any] = {}
         expression: Any = sympy.Integer(1)
         for dim in order:
             symbolic[dim] = expression
-            expression = expression * size[dim]
+            expression = expression if dim in one else expression * size[dim]
         return [symbolic[dim] for dim in range(len(size))]
 
     return strides

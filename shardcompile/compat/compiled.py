@@ -15,7 +15,7 @@ Look = Callable[[tuple[Any, ...]], Callable[[], None] | None]
 """Looks at the notes of a compiled graph. What it returns is called before the graph runs for the first time."""
 
 
-def leave_note(graph: Graph, note: Any) -> None:
+def leave_note(graph: Graph, note: object) -> None:
     """Have Inductor keep a note with the code that it makes of a graph. For a pass over the graph; see `look_at_notes`.
 
     Args:
@@ -44,13 +44,15 @@ def look_at_notes(look: Look) -> None:
     make, finish = cls.__init__, cls.post_compile  # 2.11 - 2.15
 
     @functools.wraps(make)
-    def make_with_notes(self: Any, run: Any, graph: Any, gm: GraphModule, *rest: Any, **named: Any) -> None:
+    def make_with_notes(
+        self: object, run: object, graph: object, gm: GraphModule, *rest: object, **named: object
+    ) -> None:
         make(self, run, graph, gm, *rest, **named)
         notes = [m.meta[_NOTE] for m in gm.modules() if isinstance(m, GraphModule) and _NOTE in m.meta]
         setattr(self, _NOTES, tuple(notes))
 
     @functools.wraps(finish)
-    def look_and_finish(self: Any, *args: Any, **named: Any) -> None:
+    def look_and_finish(self: Any, *args: object, **named: object) -> None:
         first = look(getattr(self, _NOTES, ()))
         finish(self, *args, **named)
         if first is not None:
@@ -59,11 +61,11 @@ def look_at_notes(look: Look) -> None:
     cls.__init__, cls.post_compile = make_with_notes, look_and_finish
 
 
-def _after(first: Callable[[], None], run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _after(first: Callable[[], None], run: Callable[[object], object]) -> Callable[[object], object]:
     """A function that has something done before it runs for the first time."""
     done = False
 
-    def run_after(inputs: Any) -> Any:
+    def run_after(inputs: object) -> object:
         nonlocal done
         if not done:
             first()

@@ -12,7 +12,7 @@ from torch._higher_order_ops.map import map_impl  # 2.11 - 2.15
 from torch._higher_order_ops.scan import scan_op  # 2.11 - 2.15
 
 
-def control_flow_ops() -> list[Any]:
+def control_flow_ops() -> list[object]:
     """Higher-order ops that trace a function on tensors, as a tensor's `__torch_function__` sees them."""
     higher_order = torch.ops.higher_order
     return [higher_order.cond, higher_order.flex_attention, map_impl, scan_op, higher_order.while_loop]
@@ -28,7 +28,7 @@ def tell_storages(sharded: Any) -> None:
         return
 
     @functools.wraps(storages_of)
-    def of_block(x: Any) -> Any:
+    def of_block(x: Any) -> object:
         return storages_of(x._local_tensor if isinstance(x, sharded) else x)
 
     _traced.get_tensor_storages = of_block  # type: ignore[assignment]
@@ -38,5 +38,5 @@ def run_regions_in_line(sharded: type) -> None:
     """Have a nested region that is given sharded tensors become part of the graph around it, as what it computes."""
 
     @invoke_subgraph.py_impl(sharded)
-    def in_line(subgraph: Any, identifier: Any, *operands: Any) -> Any:
+    def in_line(subgraph: Any, identifier: object, *operands: Any) -> object:
         return subgraph(*operands)

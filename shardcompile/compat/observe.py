@@ -27,10 +27,10 @@ from shardcompile.compat.threads import Listeners
 class Observer(Protocol):
     """What is told of the compilations of its rank."""
 
-    def captured(self, function: str, place: str, graph: GraphModule) -> contextlib.AbstractContextManager[Any]:
+    def captured(self, function: str, place: str, graph: GraphModule) -> contextlib.AbstractContextManager[object]:
         """Dynamo has captured a graph of a function at ``file:line``, which is compiled inside."""
 
-    def current(self) -> Any:
+    def current(self) -> object:
         """What `captured` is inside of; handed on to all that follows, which may be much later."""
 
     def traced(self, of: Any, graph: GraphModule) -> None:
@@ -39,7 +39,7 @@ class Observer(Protocol):
     def parted(self, of: Any, forward: GraphModule, backward: GraphModule) -> None:
         """Forward and backward have been parted."""
 
-    def compiling(self, of: Any, graph: GraphModule, side: str) -> contextlib.AbstractContextManager[Any]:
+    def compiling(self, of: Any, graph: GraphModule, side: str) -> contextlib.AbstractContextManager[object]:
         """A graph is compiled inside: "forward", "backward" or "inference"."""
 
     def generated(self, code: str) -> None:
@@ -53,14 +53,14 @@ def _watch_compilations(patches: contextlib.ExitStack) -> None:
     call, aot = OutputGraph.call_user_compiler, common.aot_module_simplified
 
     @functools.wraps(call)
-    def call_user_compiler(self: Any, gm: GraphModule, example_inputs: Any) -> Any:
+    def call_user_compiler(self: Any, gm: GraphModule, example_inputs: Any) -> object:
         with contextlib.ExitStack() as told:
             for observer in _OBSERVERS.here():
                 told.enter_context(observer.captured(*_named(self.root_tx.f_code), gm))
             return call(self, gm, example_inputs)
 
     @functools.wraps(aot)
-    def aot_module_simplified(mod: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+    def aot_module_simplified(mod: Any, args: Any, *rest: Any, **kwargs: Any) -> object:
         for observer in _OBSERVERS.here():
             kwargs = _observed(observer, kwargs)
         return aot(mod, args, *rest, **kwargs)
@@ -126,14 +126,14 @@ def _observed(observer: Observer, kwargs: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def _default_partition() -> Callable[..., Any]:
+def _default_partition() -> Callable[..., object]:
     from torch._functorch.partitioners import default_partition  # 2.11 - 2.15
 
     return default_partition
 
 
 def _compiling(observer: Observer, of: Any, compiler: Callable[..., Any], side: str) -> Callable[..., Any]:
-    def compile_observed(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
+    def compile_observed(graph: GraphModule, *args: object, **kwargs: object) -> object:
         with _READERS.with_one_more(observer.generated), observer.compiling(of, graph, side):
             return compiler(graph, *args, **kwargs)
 

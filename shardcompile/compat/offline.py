@@ -27,7 +27,7 @@ def fake_store() -> torch.distributed.Store:
     return FakeStore()
 
 
-def fake_tensors() -> contextlib.AbstractContextManager[Any]:
+def fake_tensors() -> contextlib.AbstractContextManager[object]:
     """Inside of it tensors have no memory, on any device."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -68,28 +68,28 @@ def modules_with_fake_parameters() -> Iterator[None]:
         yield
 
 
-def fake_inputs_as_real_ones() -> contextlib.AbstractContextManager[Any]:
+def fake_inputs_as_real_ones() -> contextlib.AbstractContextManager[object]:
     """Inside of it a trace gives the dims of `fake_tensors` symbols as it does for others, with their hints.
 
     Torch 2.15 has a way of its own for fake inputs, meant for those of another trace, which leaves the hints out.
     """
     describe = MetaTensorDescriber.describe_tensor
 
-    def described(self: Any, t: torch.Tensor, **kwargs: Any) -> Any:
+    def described(self: Any, t: torch.Tensor, **kwargs: Any) -> object:
         found = describe(self, t, **kwargs)
         return dataclasses.replace(found, fake_mode=None) if is_fake_outside_traces(t) else found
 
     return mock.patch.object(MetaTensorDescriber, "describe_tensor", described)
 
 
-def is_fake_outside_traces(x: Any) -> bool:
+def is_fake_outside_traces(x: object) -> bool:
     """Whether a tensor is of `fake_tensors`: a trace has symbols for sizes."""
     return type(x) is FakeTensor and x.fake_mode.shape_env is None
 
 
 def capturing_backend(
     partitioned: Callable[[GraphModule, GraphModule | None], None],
-    run: Callable[..., Any],
+    run: Callable[..., object],
     joint_pass: Callable[[Graph], None],
 ) -> Any:
     """A backend of ``torch.compile`` that hands over the graphs as AOTAutograd makes them for Inductor.
@@ -112,12 +112,12 @@ def capturing_backend(
     # Heavy to import, and not needed by `import shardcompile`.
     from torch._inductor.decomposition import select_decomp_table  # 2.13 - 2.15
 
-    def compiled(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    def compiled(graph: GraphModule, _: Sequence[object]) -> Callable[..., Any]:
         if not seen:
             partitioned(graph, None)
         return boxed
 
-    def boxed(inputs: list[Any]) -> Any:
+    def boxed(inputs: list[object]) -> object:
         return run(inputs)
 
     boxed._boxed_call = True  # type: ignore[attr-defined]  # 2.13 - 2.15

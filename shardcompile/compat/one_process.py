@@ -63,7 +63,7 @@ class _World(threading.local):
         self.comms: list[Any] = []
 
     @property
-    def pg_config_info(self) -> list[dict[str, Any]]:
+    def pg_config_info(self) -> list[dict[str, object]]:
         """What torch's flight recorder would show."""
         return []
 
@@ -134,7 +134,7 @@ def enter_rank(state: RankState) -> None:
     torch.set_num_threads(1)
 
 
-def use_store(store: Any) -> None:
+def use_store(store: object) -> None:
     """Have `compat.store` return this store in this thread."""
     world = _WORLD
     world.pg_map[world.default_pg] = (world.pg_map[world.default_pg][0], store)
@@ -146,7 +146,7 @@ _WARNINGS = ("filters", "showwarning", "_showwarnmsg_impl")  # what `warnings.ca
 _SDP = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
 
 
-def kept_by_rank() -> list[Any]:
+def kept_by_rank() -> list[object]:
     """What a rank would find as it left it if it had a process to itself: random numbers, settings, warnings."""
     kernels = [getattr(torch._C, f"_get_{name}_sdp_enabled")() for name in _SDP]
     settings = {n: v for n, v in vars(config).items() if isinstance(v, (str, bool, float)) and n[0] != "_"}
@@ -216,10 +216,10 @@ def note_rank_read() -> None:
 
 
 def _guard_on_rank(rank: int) -> None:
-    def holds(_: Any) -> bool:
+    def holds(_: object) -> bool:
         return _HERE.state is not None and _HERE.state.rank == rank
 
-    def create(builder: Any, guard: Any) -> None:
+    def create(builder: object, guard: Any) -> None:
         _OF_ONE_RANK.setdefault(rank, {})[id(guard)] = guard
         add_condition(builder, holds, f"rank of this thread == {rank}")
 
@@ -302,21 +302,21 @@ class _OfEachRank:
     def __init__(self, name: str, tells_rank: bool) -> None:
         self._name, self._tells_rank = name, tells_rank
 
-    def __get__(self, mesh: Any, owner: type | None = None) -> Any:
+    def __get__(self, mesh: DeviceMesh, owner: type | None = None) -> object:
         if mesh is None:
             return self
         if self._tells_rank:
             note_rank_read()
         return _attribute_here(mesh, self._name)
 
-    def __set__(self, mesh: Any, value: Any) -> None:
+    def __set__(self, mesh: DeviceMesh, value: object) -> None:
         mesh.__dict__[self._name] = value
         if _HERE.state is not None and "_made_by_rank" not in mesh.__dict__:
             mesh.__dict__["_made_by_rank"] = _HERE.state.rank
             _HERE.state.meshes.append(mesh)
 
 
-def _attribute_here(mesh: Any, name: str) -> Any:
+def _attribute_here(mesh: DeviceMesh, name: str) -> Any:
     made_by = mesh.__dict__.get("_made_by_rank")
     state = _HERE.state
     if state is not None and made_by is not None and made_by != state.rank:

@@ -32,7 +32,7 @@ def teach_state_dicts(sharded: type[Tensor], cut_like: Callable[[Tensor, Any], A
 
     def in_blocks(of_plain: Callable[..., Any], of_dtensor: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(of_plain)
-        def act(value: Any, *args: Any) -> Any:
+        def act(value: object, *args: object) -> Any:
             if not isinstance(value, sharded):
                 return of_plain(value, *args)
             found = of_dtensor(value, *args)
@@ -45,7 +45,7 @@ def teach_state_dicts(sharded: type[Tensor], cut_like: Callable[[Tensor, Any], A
     @functools.wraps(iterate)
     def iterate_state_dict(
         item: Any, of_sharded_tensor: Any, of_dtensor: Any, of_plain: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    ) -> object:
         if not hasattr(of_plain, "__shardcompile__"):  # it calls itself
             of_plain = in_blocks(of_plain, of_dtensor)
         return iterate(item, of_sharded_tensor, of_dtensor, of_plain, *args, **kwargs)
@@ -54,7 +54,7 @@ def teach_state_dicts(sharded: type[Tensor], cut_like: Callable[[Tensor, Any], A
         """A function of full values and of this rank's state dict, which it fills with them."""
 
         @functools.wraps(put_full_values)
-        def put(full: Any, local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        def put(full: object, local: dict[str, object], *args: object, **kwargs: object) -> None:
             before = {key: value for key, value in local.items() if isinstance(value, sharded)}
             put_full_values(full, local, *args, **kwargs)
             for key, like in before.items():
@@ -69,7 +69,7 @@ def teach_state_dicts(sharded: type[Tensor], cut_like: Callable[[Tensor, Any], A
     _replace("_broadcast_tensors", cutting(broadcast))
 
 
-def _replace(name: str, function: Callable[..., Any]) -> None:
+def _replace(name: str, function: Callable[..., object]) -> None:
     known = getattr(_utils, name)
     for module in (_utils, sys.modules.get(_STATE_DICT)):
         if getattr(module, name, None) is known:

@@ -55,7 +55,7 @@ def start_epoch() -> None:
         clear()
 
 
-def _present_world() -> Any:
+def _present_world() -> object:
     world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
     return getattr(world, "rooms", world)  # ranks that are threads are of one world
 
@@ -102,15 +102,15 @@ def note_trace(guarded: bool = False) -> None:
             add_guard(_holds_in(world_epoch()), "the process groups are those of the trace")
 
 
-def _holds_in(epoch: int) -> Callable[[Any], bool]:
-    def holds(_: Any) -> bool:
+def _holds_in(epoch: int) -> Callable[[object], bool]:
+    def holds(_: object) -> bool:
         # No new epoch starts here: it would forget the code whose guards torch goes through.
         return _world_epoch == epoch and (_world is None or _world() is _present_world())
 
     return holds
 
 
-def add_guard(holds: Callable[[Any], bool], text: str) -> None:
+def add_guard(holds: Callable[[object], bool], text: str) -> None:
     """Have what is being compiled run only while a condition holds.
 
     Args:
@@ -118,14 +118,14 @@ def add_guard(holds: Callable[[Any], bool], text: str) -> None:
         text: what `holds` asks, for logs.
     """
 
-    def create(builder: Any, _: Any) -> None:
+    def create(builder: object, _: object) -> None:
         add_condition(builder, holds, text)
 
     guards = TracingContext.get().guards_context.dynamo_guards  # 2.11 - 2.15
     guards.add(Guard(GlobalStateSource(), create), collect_debug_stack=False)
 
 
-def add_condition(builder: Any, holds: Callable[[Any], bool], text: str) -> None:
+def add_condition(builder: Any, holds: Callable[[object], bool], text: str) -> None:
     """Add a condition to the guards that torch is building.
 
     Args:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._dynamo import compiled_autograd  # 2.11 - 2.15
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._flat_param import FlatParamHandle  # 2.11 - 2.15
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # 2.11 - 2.15
 from torch.distributed.tensor._api import _FromTorchTensor  # 2.11 - 2.15
@@ -37,31 +38,31 @@ def ask_before_wrapping(
         as_input: with each input of a function that is about to be traced, and by what.
     """
 
-    def from_local(_: Any, block: Any, mesh: Any, *rest: Any, **options: Any) -> None:
+    def from_local(_: object, block: object, mesh: DeviceMesh, *rest: object, **options: object) -> None:
         as_block(block, mesh)
 
-    def whole(*args: Any, **options: Any) -> None:
+    def whole(*args: object, **options: object) -> None:
         for a in args:
             as_whole(a)
 
-    def of_fully_shard(_: Any, parameter: Any, *rest: Any, **options: Any) -> None:
+    def of_fully_shard(_: object, parameter: object, *rest: object, **options: object) -> None:
         as_parameter(parameter, "fully_shard")
 
-    def of_fsdp(_: Any, parameters: Any, *rest: Any, **options: Any) -> None:
+    def of_fsdp(_: object, parameters: Any, *rest: object, **options: object) -> None:
         for parameter in parameters:
             as_parameter(parameter, "FullyShardedDataParallel")
 
-    def of_ddp(_: Any, module: Any, *rest: Any, **options: Any) -> None:
+    def of_ddp(_: object, module: Any, *rest: object, **options: object) -> None:
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # 2.11 - 2.15
         for name, parameter in module.named_parameters():
             if name not in ignored:
                 as_parameter(parameter, "DistributedDataParallel")
 
-    def of_make_fx(tensor: Any, *rest: Any, **options: Any) -> None:
+    def of_make_fx(tensor: object, *rest: object, **options: object) -> None:
         by = "compiled autograd" if compiled_autograd.compiled_autograd_enabled else "make_fx"  # 2.11 - 2.15
         as_input(tensor, by)
 
-    def of_jit(_: Any, inputs: Any = None, *rest: Any, **options: Any) -> None:
+    def of_jit(_: object, inputs: object = None, *rest: object, **options: object) -> None:
         for x in tree_leaves(inputs):
             as_input(x, "torch.jit.trace")
 
@@ -75,26 +76,26 @@ def ask_before_wrapping(
     _put_before(DistributedDataParallel, "__init__", of_ddp)
 
 
-def _put_before(owner: Any, name: str, ask: Callable[..., None], kind: Callable[..., Any] = lambda f: f) -> None:
+def _put_before(owner: object, name: str, ask: Callable[..., None], kind: Callable[..., object] = lambda f: f) -> None:
     setattr(owner, name, kind(_asking(getattr(owner, name), ask)))
 
 
-def _asking(function: Callable[..., Any], ask: Callable[..., None]) -> Callable[..., Any]:
+def _asking(function: Callable[..., object], ask: Callable[..., None]) -> Callable[..., object]:
     @functools.wraps(function)
-    def asked(*args: Any, **kwargs: Any) -> Any:
+    def asked(*args: object, **kwargs: object) -> Any:
         ask(*args, **kwargs)
         return function(*args, **kwargs)
 
     return asked
 
 
-def ranks_of(mesh: Any) -> list[int]:
+def ranks_of(mesh: DeviceMesh) -> list[int]:
     """The ranks in a mesh, in the order of their coordinates; also inside a trace."""
     with _disable_current_modes():
         ranks: list[int] = mesh.mesh.flatten().tolist()
     return ranks
 
 
-def is_strided_shard(placement: Any) -> bool:
+def is_strided_shard(placement: object) -> bool:
     """Whether a placement is one of blocks in another order than that of the mesh dims."""
     return isinstance(placement, _StridedShard)

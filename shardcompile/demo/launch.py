@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not declare that it exports it
 
+from shardcompile.collectives.transport import device_type
+
 Work = Callable[[Any], Any]
 """What a rank does: gets the argument, returns a result that pickles."""
 
@@ -44,7 +46,7 @@ class _Failure:
     traceback: str
 
 
-def launch(work: Work, argument: Any, ranks: int, backend: str) -> list[Any]:
+def launch(work: Work, argument: object, ranks: int, backend: str) -> list[Any]:
     """Run `work(argument)` on every rank of a process group and return what each rank returned.
 
     The ranks print to this process's output. They are gone when this returns or raises, Ctrl-C included.
@@ -96,7 +98,7 @@ def _settings_of_ranks(ranks: int) -> Iterator[None]:
             del os.environ[name]
 
 
-def _start(job: _Job, processes: list[SpawnProcess]) -> Connection[Any, Any]:
+def _start(job: _Job, processes: list[SpawnProcess]) -> Connection[object, object]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_rank_main, args=(job, theirs), name=f"rank {job.rank}")
@@ -106,7 +108,7 @@ def _start(job: _Job, processes: list[SpawnProcess]) -> Connection[Any, Any]:
     return ours
 
 
-def _collect(connections: Sequence[Connection[Any, Any]], processes: Sequence[SpawnProcess]) -> list[Any]:
+def _collect(connections: Sequence[Connection[object, object]], processes: Sequence[SpawnProcess]) -> list[object]:
     """The results in the order of the ranks, as soon as there are all of them, or a failure."""
     results: dict[int, Any] = {}
     while len(results) < len(connections):
@@ -116,7 +118,7 @@ def _collect(connections: Sequence[Connection[Any, Any]], processes: Sequence[Sp
     return [results[rank] for rank in range(len(connections))]
 
 
-def _receive(rank: int, connection: Connection[Any, Any], process: SpawnProcess) -> Any:
+def _receive(rank: int, connection: Connection[object, object], process: SpawnProcess) -> object:
     try:
         result = connection.recv()
     except EOFError:
@@ -130,12 +132,12 @@ def _receive(rank: int, connection: Connection[Any, Any], process: SpawnProcess)
 # ------------------------------------------------------------------------------------- in a rank's process
 
 
-def _rank_main(job: _Job, connection: Connection[Any, Any]) -> NoReturn:
+def _rank_main(job: _Job, connection: Connection[object, object]) -> NoReturn:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         _join(job)
         result = job.work(job.argument)
-        if job.backend == "nccl":
+        if device_type(job.backend) == "cuda":
             torch.cuda.synchronize()
         connection.send(result)
         dist.barrier()
@@ -154,7 +156,7 @@ def _end_with_parent() -> None:
 
 
 def _join(job: _Job) -> None:
-    if job.backend == "nccl":
+    if device_type(job.backend) == "cuda":
         torch.cuda.set_device(job.rank)
     store = TCPStore("127.0.0.1", job.store_port, is_master=False)
     dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.ranks)

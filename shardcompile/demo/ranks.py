@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardcompile.collectives.transport import device_type
+
 from .handwritten import handwritten_step
 from .model import PointTransformer
 from .poisson import Array
@@ -70,7 +72,7 @@ class Settings:
     @property
     def device(self) -> str:
         """Type of device that data and parameters are on."""
-        return "cuda" if self.backend == "nccl" else "cpu"
+        return device_type(self.backend)
 
     def batch(self, step: int) -> Batch:
         """The batch of a step; those from `steps` on are not trained on."""

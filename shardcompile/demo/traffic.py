@@ -26,7 +26,7 @@ class Traffic:
     sent: float
 
 
-def traffic_of(function: Callable[[], Any], ranks: int) -> Traffic:
+def traffic_of(function: Callable[[], object], ranks: int) -> Traffic:
     """Run a function and count what this rank communicates, forward and backward.
 
     Args:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.tensor.placement_types import Replicate
@@ -16,9 +15,10 @@ from torch.distributed.tensor.placement_types import Replicate
 from shardcompile import compat
 from shardcompile.compat import OpOverload
 from shardcompile.compat.wrappers import ranks_of
-from shardcompile.dispatch.global_meta import tensors_of
 from shardcompile.errors import UnsupportedOpError, refusal
 from shardcompile.layout import Layout
+from shardcompile.ops.support.global_meta import tensors_of
+from shardcompile.sharded import Sharded
 
 _IN_PLACE = {"c10d", "fsdp"}
 """Namespaces of collectives that write to their arguments, and of what prepares memory for them."""
@@ -35,7 +35,7 @@ def hold_the_same_block(layout: Layout, ranks: Sequence[int]) -> bool:
     return len({block_of[r] for r in ranks if r in block_of}) <= 1
 
 
-def check_collective(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def check_collective(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> None:
     """Refuse a collective of torch's across ranks that hold different blocks.
 
     Raises:
@@ -47,9 +47,9 @@ def check_collective(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: dict
     group = named.get("group_name")
     if op.namespace in _FUNCTIONAL and group is None:
         return
-    x: Any
+    ranks = _ranks_of_group(group) if isinstance(group, str) else None
     for x in tensors_of([*args, *kwargs.values()]):
-        if type(x) is cls and not (group and hold_the_same_block(x._spec.layout, _ranks_of_group(group))):
+        if isinstance(x, Sharded) and not (ranks and hold_the_same_block(x._spec.layout, ranks)):
             raise collective_refusal(str(op), x._spec.layout)
 
 

@@ -22,7 +22,7 @@ class Handlers:
     names: ClassVar[dict[str, Handler]] = {}
 
     @staticmethod
-    def of_function(function: Any) -> Handler | None:
+    def of_function(function: object) -> Handler | None:
         """The handler of what a tensor's `__torch_function__` is called with."""
         found = Handlers.functions.get(function) or Handlers.names.get(getattr(function, "__qualname__", ""))
         return found or (Handlers.names.get(str(function)) if Handlers.names else None)

@@ -1,5 +1,9 @@
 """Layouts: pure, rank-invariant descriptions of how a tensor is spread over a mesh."""
 
+from shardcompile.layout.arguments import read_cut as read_cut
+from shardcompile.layout.arguments import read_cuts as read_cuts
+from shardcompile.layout.arguments import write_cut as write_cut
+from shardcompile.layout.arguments import write_cuts as write_cuts
 from shardcompile.layout.cut import CHUNK_KEY as CHUNK_KEY
 from shardcompile.layout.cut import Cut as Cut
 from shardcompile.layout.cut import GroupCut as GroupCut

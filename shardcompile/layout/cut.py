@@ -379,7 +379,7 @@ class Cut:
         nest = [self.inner, first, self.scale]
         return GroupCut([], self.key, nest if nest != [1, 0, 1] else [])
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """The sizes that the key stands for come along: another process may not know them."""
         known = _TABLE.find(self.key) if self.kind == "dynamic" and isinstance(self.key, int) else None
         return _restored, (known, *(getattr(self, f.name) for f in fields(self)))
@@ -410,6 +410,10 @@ class GroupCut:
     sizes: list[int]
     key: IntLike
     nest: list[int]
+
+    def blocks(self, total: int, ranks: int) -> tuple[int, ...]:
+        """Block sizes in group order, at run time; see `resolve`."""
+        return GroupCut.resolve(total, self.sizes, self.key, self.nest, ranks)  # type: ignore[arg-type]
 
     @staticmethod
     def resolve(total: int, sizes: Sequence[int], key: int, nest: Sequence[int], world_size: int) -> tuple[int, ...]:

@@ -124,10 +124,10 @@ class Layout:
     def __hash__(self) -> int:
         return self._hash
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Layout.of, (self.mesh, self.placements, self.shape, self.dtype, self.cuts)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+    def __deepcopy__(self, memo: dict[int, object]) -> Layout:
         return self
 
     def __repr__(self) -> str:

@@ -17,7 +17,7 @@ from shardcompile import compat
 from shardcompile.compat import offline as _torch
 from shardcompile.errors import ShardError
 from shardcompile.offline.world import OfflineError, OfflineWorld, offline_world
-from shardcompile.passes.collective import Collective, collectives
+from shardcompile.passes.graph.collective import Collective, collectives
 from shardcompile.passes.pipeline import Pass, Pipeline, before_division
 from shardcompile.tensor import ShardTensor
 
@@ -29,7 +29,7 @@ class CollectiveRecord:
     """A collective, by what all ranks of its group must agree on: records of two ranks are equal if that is.
 
     Attributes:
-        kind: see `shardcompile.passes.collective.KINDS`.
+        kind: see `shardcompile.passes.graph.collective.KINDS`.
         ranks: of its group, in its order.
         dtypes: of what a rank puts in: one, but for coalesced collectives.
         global_bytes: of the tensor that the ranks hold together, or that each of them gets. By hints, the same on every
@@ -205,7 +205,7 @@ def _run_passes(graph: GraphModule, pipeline: Pipeline, inductor: bool, is_infer
     graph.recompile()
 
 
-def _built(world: OfflineWorld, build: Build) -> tuple[Callable[..., Any], Sequence[Any]]:
+def _built(world: OfflineWorld, build: Build) -> tuple[Callable[..., object], Sequence[object]]:
     try:
         modules = _torch.modules_with_fake_parameters()
         with modules, _torch.as_in_a_compilation(), _torch.fake_tensors(), torch.device(world.device):
@@ -223,7 +223,7 @@ def _built(world: OfflineWorld, build: Build) -> tuple[Callable[..., Any], Seque
     return fn, inputs
 
 
-def _blocks_vary() -> contextlib.AbstractContextManager[Any]:
+def _blocks_vary() -> contextlib.AbstractContextManager[object]:
     """Inside of it fake blocks of sharded tensors count as values, whose sizes a graph may not be specialised on.
 
     Otherwise they would for stand-ins inside of a trace, and each rank would get a graph of its own.
@@ -246,7 +246,7 @@ def _captured(
     """The forward and backward graph of a call. They are taken when AOTAutograd parts them, and never run."""
     found: list[tuple[GraphModule, GraphModule | None]] = []
 
-    def stop(_: Any) -> None:
+    def stop(_: object) -> None:
         raise _CapturedError
 
     backend = _torch.capturing_backend(lambda *graphs: found.append(graphs), stop, joint_pass)

@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,7 +83,7 @@ def offline_world(
         yield OfflineWorld(mesh, rank)
 
 
-def _current_device() -> contextlib.AbstractContextManager[Any]:
+def _current_device() -> contextlib.AbstractContextManager[object]:
     """Makes the current GPU, if there is one, the current one again."""
     return torch.cuda.device(torch.cuda.current_device()) if torch.cuda.is_available() else contextlib.nullcontext()
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch.fx import Graph, Node
 
 from shardcompile import compat
-from shardcompile.passes import blocks
-from shardcompile.passes.bounds import lower_bound
-from shardcompile.passes.collective import Collective, collectives, origins
-from shardcompile.passes.cost import CostModel, Prices
-from shardcompile.passes.hold import ANCHORS
-from shardcompile.passes.simulator import COMPUTE, Timeline, simulate
+from shardcompile.passes.cost.model import CostModel, Prices
+from shardcompile.passes.graph import blocks
+from shardcompile.passes.graph.collective import Collective, collectives, origins
+from shardcompile.passes.schedule.bounds import lower_bound
+from shardcompile.passes.schedule.hold import ANCHORS
+from shardcompile.passes.schedule.simulator import COMPUTE, Timeline, simulate
 from shardcompile.reports.report import IssuedCollective, Span, TracedCollective
 
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.fx import Graph, GraphModule
 
 from shardcompile.compat import observe
-from shardcompile.passes.collective import collectives, origins
-from shardcompile.passes.cost import CostModel
+from shardcompile.passes.cost.model import CostModel
+from shardcompile.passes.graph.collective import collectives, origins
 from shardcompile.passes.pipeline import watching
 from shardcompile.reports.analyse import Analysis, issued_collectives, spans, traced_collective, with_fates
 from shardcompile.reports.debugger import decompiled, written_sources

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from shardcompile.errors import ShardError
 from shardcompile.offline import offline_world, trace_step
 from shardcompile.passes.backend import inductor_options
-from shardcompile.passes.cost import CostModel
+from shardcompile.passes.cost.model import CostModel
 from shardcompile.passes.pipeline import Pipeline, default_passes
 from shardcompile.reports.capture import STAGES, capture
 from shardcompile.reports.report import Report
@@ -87,7 +87,9 @@ def explain(
     return report
 
 
-def _compiled(fn: Callable[..., Any], backend: str, off: Sequence[str], model: CostModel | None) -> Callable[..., Any]:
+def _compiled(
+    fn: Callable[..., object], backend: str, off: Sequence[str], model: CostModel | None
+) -> Callable[..., object]:
     # What is compiled already would not be compiled again, and not be seen.
     plain = getattr(fn, "_orig_mod", None) or getattr(fn, "_torchdynamo_orig_callable", fn)
     torch.compiler.reset()
@@ -95,7 +97,7 @@ def _compiled(fn: Callable[..., Any], backend: str, off: Sequence[str], model: C
     return torch.compile(plain, backend=backend, options=options)
 
 
-def _run(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], backward: bool) -> None:
+def _run(fn: Callable[..., object], args: Sequence[object], kwargs: dict[str, object], backward: bool) -> None:
     with torch.set_grad_enabled(backward and torch.is_grad_enabled()):
         out = fn(*args, **kwargs)
     ends = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]

@@ -15,9 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from string import Template
-from typing import Any
 
-from shardcompile.passes.simulator import COMPUTE
+from shardcompile.passes.schedule.simulator import COMPUTE
 from shardcompile.reports.advice import advice
 from shardcompile.reports.report import Compilation, GraphReport, IssuedCollective, Report, TracedCollective
 from shardcompile.reports.text import as_text, in_bytes, in_seconds, named_ranks, percent, place_of, plural, reason_of
@@ -52,13 +51,13 @@ def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _as_json(data: Any) -> str:
+def _as_json(data: object) -> str:
     """JSON that can stand in a script element: nothing in it ends the element or starts a comment."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _data(report: Report) -> dict[str, Any]:
+def _data(report: Report) -> dict[str, object]:
     lines: dict[str, int] = {}
     return {
         "rank": report.rank,
@@ -78,11 +77,11 @@ def _data(report: Report) -> dict[str, Any]:
     }
 
 
-def _compilation(compilation: Compilation) -> dict[str, Any]:
+def _compilation(compilation: Compilation) -> dict[str, object]:
     return {"function": compilation.function, "place": compilation.place, "graphs": len(compilation.graphs)}
 
 
-def _graphs(report: Report, lines: dict[str, int]) -> Iterator[dict[str, Any]]:
+def _graphs(report: Report, lines: dict[str, int]) -> Iterator[dict[str, object]]:
     names = (name for name, _ in report.named_graphs())
     for i, compilation in enumerate(report.compilations):
         captured = [(stage, _numbered(text, lines)) for stage, text in compilation.stages.items()]
@@ -95,7 +94,7 @@ def _numbered(text: str, lines: dict[str, int]) -> list[int]:
     return [lines.setdefault(line, len(lines)) for line in text.removesuffix("\n").split("\n")]
 
 
-def _graph(graph: GraphReport) -> dict[str, Any]:
+def _graph(graph: GraphReport) -> dict[str, object]:
     streams = lanes(graph)
     lane = {stream: i for i, stream in enumerate(streams)}
     place = {c.name: i for i, c in enumerate(graph.issued)}
@@ -119,7 +118,7 @@ def _graph(graph: GraphReport) -> dict[str, Any]:
     }
 
 
-def _traced(c: TracedCollective) -> dict[str, Any]:
+def _traced(c: TracedCollective) -> dict[str, object]:
     return _shared(c) | {
         "dim": c.mesh_dim,
         "reason": reason_of(c),
@@ -132,7 +131,7 @@ def _traced(c: TracedCollective) -> dict[str, Any]:
     }
 
 
-def _issued(c: IssuedCollective) -> dict[str, Any]:
+def _issued(c: IssuedCollective) -> dict[str, object]:
     return _shared(c) | {
         "members": c.members,
         "start": c.start,
@@ -143,7 +142,7 @@ def _issued(c: IssuedCollective) -> dict[str, Any]:
     }
 
 
-def _shared(c: TracedCollective | IssuedCollective) -> dict[str, Any]:
+def _shared(c: TracedCollective | IssuedCollective) -> dict[str, object]:
     return {
         "name": c.name,
         "kind": c.kind,

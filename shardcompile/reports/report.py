@@ -16,7 +16,7 @@ class TracedCollective:
 
     Attributes:
         name: of its node.
-        kind: such as ``all_gather_v``, see `shardcompile.passes.collective.KINDS`.
+        kind: such as ``all_gather_v``, see `shardcompile.passes.graph.collective.KINDS`.
         ranks: of its group, in its order.
         mesh_dim: name or number of the mesh dim that the group lies along, or an empty text.
         dtypes: of what a rank puts in.
@@ -240,13 +240,13 @@ class Report:
         ]
         return Report(**data)
 
-    def diff(self, other: Report) -> Any:
+    def diff(self, other: Report) -> object:
         """What is different in another report, see `shardcompile.reports.diff.Difference`."""
         from shardcompile.reports.diff import difference
 
         return difference(self, other)
 
-    def perfetto(self) -> dict[str, Any]:
+    def perfetto(self) -> dict[str, object]:
         """The predicted timeline as a Chrome trace, which https://ui.perfetto.dev shows; one process for each graph."""
         from shardcompile.reports.timeline import chrome_trace
 

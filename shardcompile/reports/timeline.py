@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from shardcompile.passes.simulator import COMPUTE, Bar, chrome_events
+from shardcompile.passes.schedule.simulator import COMPUTE, Bar, chrome_events
 from shardcompile.reports.report import GraphReport, IssuedCollective, Report, Span
 from shardcompile.reports.text import named_ranks
 
 
-def chrome_trace(report: Report) -> dict[str, Any]:
+def chrome_trace(report: Report) -> dict[str, object]:
     """All graphs of a report as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing show.
 
     A process is a graph, a thread a stream. Bars have the category "compute", "communication", or "waiting" where the
@@ -58,7 +57,7 @@ def _bars(graph: GraphReport) -> Iterator[Bar]:
         yield Bar(name, "waiting", COMPUTE, start, end, {})
 
 
-def _args(graph: GraphReport, c: IssuedCollective) -> dict[str, Any]:
+def _args(graph: GraphReport, c: IssuedCollective) -> dict[str, object]:
     members = [graph.traced[m] for m in c.members]
     return {
         "kind": c.kind,

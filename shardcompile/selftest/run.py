@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardcompile.collectives.transport import device_type
 from shardcompile.selftest.checks import CHECKS, Here
 
 
@@ -50,7 +51,7 @@ def run_checks(job: Job) -> list[Finding]:
     After a check in which ranks have failed while others went on, the process group may be of no use; what comes then
     is reported as not run.
     """
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = device_type(dist.get_backend())
     here = Here(init_device_mesh(device, (dist.get_world_size(),)), job.traced)
     return list(_findings(here, job.only))
 

@@ -1,3 +1,6 @@
 """The sharded tensor."""
 
+from shardcompile.tensor import functions
 from shardcompile.tensor.core import ShardTensor as ShardTensor
+
+__all__ = ["ShardTensor", "functions"]

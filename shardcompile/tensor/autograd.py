@@ -11,17 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement
 
-from shardcompile.dispatch.engine import replicated_spec
-from shardcompile.dispatch.strides import in_order
+from shardcompile.dispatch.calls import replicated_spec
 from shardcompile.errors import LayoutError, RedistributeError
-from shardcompile.layout import Layout, Spec, contiguous_stride, dense_stride, normalize_placements
+from shardcompile.layout import Layout, Spec, contiguous_stride, dense_stride, has_runs, normalize_placements
+from shardcompile.ops.support.strides import in_order
+from shardcompile.ops.view.joined import layout_in_one_piece
 from shardcompile.plan import find_plan, target_layout
 from shardcompile.redistribute import run_plan
+from shardcompile.sharded import Sharded
 
 
-def brought_to(x: Any, layout: Layout, async_op: bool = False) -> Any:
+def brought_to(x: Sharded, layout: Layout, async_op: bool = False) -> Sharded:
     """`x` in another layout, without autograd."""
     plan = find_plan(x._spec.layout, layout)
     async_op = async_op and plan.communicates and type(x._local_tensor) is Tensor  # the passes order what is traced
@@ -38,7 +41,7 @@ class Redistribute(torch.autograd.Function):
     """From one layout to another, and one dtype to another before."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, layout: Layout, async_op: bool, backward_dtype: torch.dtype | None) -> Any:
+    def forward(ctx: Any, x: Any, layout: Layout, async_op: bool, backward_dtype: torch.dtype | None) -> object:
         """Redistribute, and remember where the gradient has to go."""
         ctx.cls, ctx.source = type(x), x._spec.layout
         ctx.dtype, ctx.backward_dtype = x.dtype, backward_dtype
@@ -47,7 +50,7 @@ class Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         """Bring the gradient to the source's layout, and to its dtype after that."""
-        grad = _sharded(grad, ctx.cls, ctx.source)
+        grad = sharded_gradient(grad, ctx.cls, ctx.source)
         if ctx.backward_dtype is not None:
             grad = grad.to(ctx.backward_dtype)
         grad = redistributed(grad, ctx.source.reduced().with_dtype(grad.dtype))
@@ -61,6 +64,12 @@ def redistributed(x: Any, layout: Layout, async_op: bool = False, backward_dtype
     return Redistribute.apply(x, layout, async_op, backward_dtype)
 
 
+def in_one_piece(x: Any) -> Any:
+    """A tensor in blocks of neighbouring rows, differentiably; itself if it has these."""
+    layout = x._spec.layout
+    return redistributed(x, layout_in_one_piece(layout)) if has_runs(layout) else x
+
+
 def _resolved(x: Tensor) -> Tensor:
     """A view, or a copy if `x` is conjugated or negated lazily: below `__torch_dispatch__` nothing heeds that.
 
@@ -72,7 +81,7 @@ def _resolved(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 
-def _sharded(grad: Tensor, cls: Any, layout: Layout) -> Any:
+def sharded_gradient(grad: Tensor, cls: type[Sharded], layout: Layout) -> Sharded:
     """A gradient as a sharded tensor.
 
     Where it is zero whatever the input, such as that of `sgn` in a second backward pass, autograd makes it itself:
@@ -85,7 +94,7 @@ class FromLocal(torch.autograd.Function):
     """From this rank's block to the sharded tensor."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, cls: Any, spec: Spec) -> Any:
+    def forward(ctx: Any, local: Tensor, cls: type[Sharded], spec: Spec) -> Sharded:
         """Wrap a block, or a copy where it is not stored as the strides say: views are decided on these."""
         ctx.cls, ctx.layout = cls, spec.layout
         return cls._wrap(in_order(_resolved(local), spec.stride), spec)
@@ -93,7 +102,7 @@ class FromLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         """Hand out this rank's block of the gradient."""
-        grad = _sharded(grad, ctx.cls, ctx.layout)
+        grad = sharded_gradient(grad, ctx.cls, ctx.layout)
         grad = redistributed(grad, ctx.layout.reduced().with_dtype(grad.dtype))
         block, terms = ToLocal.apply(grad, None), _averaged_terms(ctx.layout)
         return block if terms == 1 else block / terms, None, None
@@ -134,7 +143,7 @@ class ToLocal(torch.autograd.Function):
     """From the sharded tensor to this rank's block."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, grad_layout: Layout | None) -> Tensor:
+    def forward(ctx: Any, x: Sharded, grad_layout: Layout | None) -> Tensor:
         """Unwrap the block."""
         ctx.cls = type(x)
         ctx.layout = grad_layout if grad_layout is not None else x._spec.layout.reduced()
@@ -152,7 +161,7 @@ class Promote(torch.autograd.Function):
     """From a plain tensor, the same on every rank, to a replicated one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cls: Any, mesh: Any) -> Any:
+    def forward(ctx: Any, x: Tensor, cls: type[Sharded], mesh: DeviceMesh) -> Sharded:
         """Wrap the whole value."""
         ctx.cls = cls
         x = _resolved(x)
@@ -161,7 +170,7 @@ class Promote(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         """Complete the gradient before it leaves."""
-        if not isinstance(grad, ctx.cls):  # as in `_sharded`
+        if not isinstance(grad, ctx.cls):  # as in `sharded_gradient`
             return grad, None, None
         grad = redistributed(grad, grad._spec.layout.replicated())
         return ToLocal.apply(grad, None), None, None

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
-from shardcompile.dispatch.precision import widened
-from shardcompile.dispatch.rows import has_known_blocks
+from shardcompile.ops.support.precision import widened
+from shardcompile.ops.view.rows import has_known_blocks
+from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import redistributed
 
 
@@ -63,7 +64,7 @@ def _adding(offsets: Any, indices: Any, include_last: bool) -> Callable[[Any], A
 
     Offsets that torch would refuse lead to bags that are not there, which the addition refuses.
     """
-    if hasattr(offsets, "_spec"):
+    if isinstance(offsets, Sharded):
         offsets = redistributed(offsets, offsets._spec.layout.replicated())
     many = indices.shape[0]
     starts = offsets[:-1] if include_last else offsets
@@ -77,7 +78,7 @@ def _adding(offsets: Any, indices: Any, include_last: bool) -> Callable[[Any], A
 def _fits(indices: Any, table: Any, offsets: Any, mode: str, weights: Any, padding_idx: int | None) -> bool:
     """Whether something is cut, and the arguments are what torch accepts."""
     tensors = [x for x in (indices, table, weights) if isinstance(x, Tensor)]
-    if not any(c is not None for x in tensors if hasattr(x, "_spec") for c in x._spec.layout.cuts):
+    if not any(c is not None for x in tensors if isinstance(x, Sharded) for c in x._spec.layout.cuts):
         return False
     if any(map(has_known_blocks, tensors)):
         return False
@@ -96,7 +97,7 @@ def _fits(indices: Any, table: Any, offsets: Any, mode: str, weights: Any, paddi
     return weights is None or (mode == "sum" and weights.shape == indices.shape and weights.dtype == table.dtype)
 
 
-def _largest(rows: Any, counts: Any) -> Any:
+def _largest(rows: Any, counts: Any) -> object:
     """The largest row of each bag by columns: the first of equal ones, and a NaN if it is the first of all."""
     rows = redistributed(rows, rows._spec.layout.reduced())
     values, extent = rows.detach(), rows.shape[1]

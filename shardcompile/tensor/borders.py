@@ -6,30 +6,35 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from shardcompile.dispatch.rows import has_known_blocks
+from shardcompile.ops.view.rows import has_known_blocks
+from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import redistributed
 
+Rows = tuple[Tensor, Tensor]
+"""In front of a tensor, and behind it."""
 
-def _reflected(x: Any, dim: int, front: int, back: int) -> tuple[Any, Any]:
+
+def _reflected(x: Tensor, dim: int, front: int, back: int) -> Rows:
     rows = x.shape[dim]
     ends = (x.narrow(dim, 1, front), x.narrow(dim, rows - 1 - back, back))
     return tuple(_whole(end, dim).flip(dim) for end in ends)  # type: ignore[return-value]
 
 
-def _repeated(x: Any, dim: int, front: int, back: int) -> tuple[Any, Any]:
-    def times(row: Any, count: int) -> Any:
+def _repeated(x: Tensor, dim: int, front: int, back: int) -> Rows:
+    def times(row: Tensor, count: int) -> Tensor:
         return row.expand([count if d == dim else -1 for d in range(x.ndim)])
 
     ends = (_whole(x.narrow(dim, row, 1), dim) for row in (0, x.shape[dim] - 1))
     return tuple(times(end, count) for end, count in zip(ends, (front, back), strict=True))  # type: ignore[return-value]
 
 
-def _around(x: Any, dim: int, front: int, back: int) -> tuple[Any, Any]:
+def _around(x: Tensor, dim: int, front: int, back: int) -> Rows:
     return x.narrow(dim, x.shape[dim] - front, front), x.narrow(dim, 0, back)
 
 
-_BORDERS: dict[str, Callable[[Any, int, int, int], tuple[Any, Any]]] = {
+_BORDERS: dict[str, Callable[[Tensor, int, int, int], Rows]] = {
     "reflect": _reflected,
     "replicate": _repeated,
     "circular": _around,
@@ -37,12 +42,16 @@ _BORDERS: dict[str, Callable[[Any, int, int, int], tuple[Any, Any]]] = {
 """By mode, the rows in front and behind."""
 
 
-def _whole(x: Any, dim: int) -> Any:
+def _whole(x: Tensor, dim: int) -> Tensor:
     """With one dim whole on every rank."""
-    return x if x._spec.layout.cuts[dim] is None else redistributed(x, x._spec.layout.gathered(dim))
+    if not isinstance(x, Sharded) or x._spec.layout.cuts[dim] is None:
+        return x
+    return redistributed(x, x._spec.layout.gathered(dim))  # type: ignore[no-any-return]
 
 
-def pad(func: Callable[..., Any], input: Any, pad: Sequence[Any], mode: str = "constant", value: Any = None) -> Any:
+def pad(
+    func: Callable[..., object], input: Any, pad: Sequence[Any], mode: str = "constant", value: object = None
+) -> object:
     """``torch.nn.functional.pad``; constants, and what torch refuses, are left to torch."""
     if not _repeats_rows(input, pad, mode):
         return func(input, pad, mode, value)
@@ -56,9 +65,9 @@ def pad(func: Callable[..., Any], input: Any, pad: Sequence[Any], mode: str = "c
     return input
 
 
-def _repeats_rows(x: Any, pad: Sequence[Any], mode: str) -> bool:
+def _repeats_rows(x: Tensor, pad: Sequence[Any], mode: str) -> bool:
     spatial = len(pad) // 2
-    if mode not in _BORDERS or not hasattr(x, "_spec") or not all(isinstance(n, int) and n >= 0 for n in pad):
+    if mode not in _BORDERS or not isinstance(x, Sharded) or not all(isinstance(n, int) and n >= 0 for n in pad):
         return False
     if len(pad) % 2 or x.ndim - spatial not in (1, 2) or has_known_blocks(x):
         return False

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import all_gather_even, cut_of_sizes
-from shardcompile.collectives.ops import symbolic_cut
+from shardcompile.collectives import all_gather_even, cut_of_sizes, symbolic_cut
 from shardcompile.errors import LayoutError
 from shardcompile.layout import Cut, IntLike, Layout, Spec, digest_of, normalize_placements
 
@@ -84,7 +83,7 @@ def _check_block(local: Tensor, mesh: DeviceMesh) -> None:
 
 
 def _layout_of_symbols(
-    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shapes: Any, global_shape: Sequence[int] | None
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shapes: object, global_shape: Sequence[int] | None
 ) -> Layout:
     """Inside a trace, where nothing can be sent: sizes to infer, or that are no constants, become known at run time."""
     if mesh.ndim > 1 or global_shape is not None:
@@ -200,7 +199,7 @@ def _stated_cut(
     return Cut.of_sizes(mesh_dims, [mesh.shape[m] for m in mesh_dims], sizes, "fixed" if fixed else "dynamic")
 
 
-def _size(value: Any, dim: int, among: Sequence[Any]) -> int:
+def _size(value: Tensor, dim: int, among: Sequence[object]) -> int:
     """A block size as it may be stated: a whole number, or the shape of the block."""
     if isinstance(value, (tuple, list)) and dim < len(value):
         value = value[dim]
@@ -378,7 +377,7 @@ def agreed_metadata(
 # Pickling
 
 
-def plain_parts(spec: Spec) -> tuple[Any, ...]:
+def plain_parts(spec: Spec) -> tuple[object, ...]:
     """A spec as a mesh, placements and numbers, which `torch.load` reads without trusting the file."""
     layout = spec.layout
     for c in layout.cuts:

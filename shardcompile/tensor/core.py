@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardcompile import compat
 from shardcompile.collectives import wait
+from shardcompile.compat import OpOverload
 from shardcompile.dispatch import Handlers, clear_cache, dispatch
-from shardcompile.dispatch.copied_views import CopiedView
-from shardcompile.dispatch.joined import layout_in_one_piece
-from shardcompile.dispatch.strides import in_order
 from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpError
-from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, has_runs, normalize_placements
+from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, normalize_placements
+from shardcompile.ops import CONDITIONS, FUNCTIONS
+from shardcompile.ops.support.strides import in_order
+from shardcompile.ops.view.joined import layout_in_one_piece
 from shardcompile.plan import target_layout
-from shardcompile.tensor import checkpoint, construct, masks
-from shardcompile.tensor.autograd import FromLocal, Promote, Redistribute, ToLocal, gradient_layout, redistributed
-from shardcompile.tensor.bags import embedding_bag
-from shardcompile.tensor.borders import pad
-from shardcompile.tensor.cumulative import cumprod
-from shardcompile.tensor.einsum import einsum
+from shardcompile.sharded import Sharded
+from shardcompile.tensor import checkpoint, construct
+from shardcompile.tensor.arguments import (
+    IN_PLACE,
+    TAKES_LEAVES,
+    laid_out,
+    promoted,
+    survey,
+    wants_gradient,
+    write_to_plain,
+)
+from shardcompile.tensor.autograd import (
+    FromLocal,
+    Promote,
+    Redistribute,
+    ToLocal,
+    gradient_layout,
+    in_one_piece,
+    redistributed,
+)
 from shardcompile.tensor.foreign import check_convertible, guard_wrappers
-from shardcompile.tensor.fourier import FOURIER_FUNCTIONS
-from shardcompile.tensor.higher_order import teach_higher_order_ops
 from shardcompile.tensor.metadata import (
     Metadata,
     block_hints,
@@ -56,7 +65,7 @@ _FUNCTION_HANDLERS, _NAMED_HANDLERS = Handlers.functions, Handlers.names
 class _Block:
     """This rank's block: an attribute that is set on construction, but for the cases that are found here on use."""
 
-    def __get__(self, x: Any, owner: type | None = None) -> Any:
+    def __get__(self, x: Any, owner: type | None = None) -> object:
         if x is None:
             return self
         if x._copied is not None:
@@ -65,24 +74,18 @@ class _Block:
         return block
 
 
-class ShardTensor(torch.Tensor):
+class ShardTensor(Sharded):
     """A tensor whose blocks, of any size, lie on the ranks of a mesh.
 
     It has the global shape and behaves as the plain tensor would; `to_local` gives this rank's block. Made by
     `from_local`, `scatter_tensor`, `distribute_tensor` and the factories.
     """
 
-    _spec: Spec
-    _in_flight: Tensor
     # Defaults on the class: an eager op sets only what it has to.
     _keys: Tensor | None = None
     _flat: tuple[list[str], Metadata] | None = None
     _may_vary: bool = True
     _hints: dict[int, int] | None = None
-    _copied: CopiedView | None = None
-    _views: list[weakref.ref[Any]] | None = None
-    _followers: Sequence[weakref.ref[Any]] = ()
-    _align_grad: bool = False
     _beside_parameter: bool = False
 
     @staticmethod
@@ -300,13 +303,13 @@ class ShardTensor(torch.Tensor):
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    ) -> object:
         if _FUNCTION_HANDLERS or _NAMED_HANDLERS:
             handler = Handlers.of_function(func)
             if handler is not None:
                 return handler(func, types, args, kwargs or {})
-        special = _FUNCTIONS.get(func)
-        if special is masks.getitem and not masks.is_mask(args[1]):
+        special = FUNCTIONS.get(func)
+        if special is not None and func in CONDITIONS and not CONDITIONS[func](args):
             special = None
         if not kwargs and special is None:
             for a in args:
@@ -316,28 +319,25 @@ class ShardTensor(torch.Tensor):
                 with _without_torch_function():
                     return func(*args)
         kwargs = kwargs or {}
-        if args and type(args[0]) is not cls and func in _IN_PLACE and _wants_gradient(args, kwargs):
-            return _write_to_plain(func, args, kwargs)
+        if args and type(args[0]) is not cls and func in IN_PLACE and wants_gradient(args, kwargs):
+            return write_to_plain(func, args, kwargs)
         args, kwargs = cls._prepared(func, args, kwargs)
-        if special is not None and special in _OF_NEIGHBOURS:
-            args = torch.utils._pytree.tree_map_only(cls, _in_one_piece, tuple(args))
-            kwargs = torch.utils._pytree.tree_map_only(cls, _in_one_piece, kwargs)
         with _without_torch_function():
             return func(*args, **kwargs) if special is None else special(func, *args, **kwargs)
 
     @classmethod
     def _prepared(
         cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """The arguments of a function with plain tensors promoted that want a gradient."""
-        mesh, plain = _survey(cls, args)
+        mesh, plain = survey(cls, args)
         if kwargs:
-            also_mesh, also_plain = _survey(cls, kwargs.values())
+            also_mesh, also_plain = survey(cls, kwargs.values())
             mesh, plain = mesh or also_mesh, plain or also_plain
         # A transform of torch.func differentiates what it has wrapped itself, and puts no gradient into a plain tensor.
-        if plain and mesh is not None and func not in _TAKES_LEAVES and not compat.is_transforming():
-            args = tuple(_promoted(cls, mesh, a) for a in args)
-            kwargs = {k: _promoted(cls, mesh, a) for k, a in kwargs.items()}
+        if plain and mesh is not None and func not in TAKES_LEAVES and not compat.is_transforming():
+            args = tuple(promoted(cls, mesh, a) for a in args)
+            kwargs = {k: promoted(cls, mesh, a) for k, a in kwargs.items()}
         return args, kwargs
 
     # Construction and conversion
@@ -409,7 +409,7 @@ class ShardTensor(torch.Tensor):
             if isinstance(after, Partial) and before != after:
                 raise RedistributeError(f"Partial cannot be a target: {now.describe()} to {list(wanted)}")
         cuts = construct.stated_cuts(now, wanted, sharding_shapes, fixed=now.is_traced)
-        return redistributed(_in_one_piece(self), target_layout(now, wanted, cuts), async_op, backward_dtype)
+        return redistributed(in_one_piece(self), target_layout(now, wanted, cuts), async_op, backward_dtype)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's block. Differentiable.
@@ -428,7 +428,7 @@ class ShardTensor(torch.Tensor):
                 "redistribute to Replicate or Shard first, or take full_tensor()"
             )
         placed = None if grad_placements is None else gradient_layout(layout, grad_placements)
-        return ToLocal.apply(_in_one_piece(self), placed)
+        return ToLocal.apply(in_one_piece(self), placed)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor, as a plain one, on every rank. Differentiable.
@@ -451,7 +451,7 @@ class ShardTensor(torch.Tensor):
         layout = Layout.chunked(x.device_mesh, placements, tuple(x.shape), x.dtype)
         return FromLocal.apply(x.to_local(), cls, Spec.of(layout, tuple(x.stride())))
 
-    def to_dtensor(self) -> Any:
+    def to_dtensor(self) -> Tensor:
         """This tensor as a DTensor; no data moves. Differentiable.
 
         Raises:
@@ -469,7 +469,7 @@ class ShardTensor(torch.Tensor):
                     f"DTensor knows only torch.chunk's cut; dim {dim} of {layout.describe()} has another. First "
                     f"redistribute(sharding_shapes={{{cut.mesh_dims[-1]}: {list(chunk.sizes if chunk else ())}}})"
                 )
-        local = ToLocal.apply(_in_one_piece(self), None)
+        local = ToLocal.apply(in_one_piece(self), None)
         return DTensor.from_local(
             local, layout.mesh, layout.placements, run_check=False, shape=self.shape, stride=self.stride()
         )
@@ -518,11 +518,11 @@ class ShardTensor(torch.Tensor):
     ) -> None:
         """As `torch.Tensor.backward`; a pending reduction is carried out first, so that its gradient is the whole's."""
         source = redistributed(self, self._spec.layout.reduced())
-        gradient = _laid_out(gradient, source._spec.layout)
+        gradient = laid_out(gradient, source._spec.layout, type(self))
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.backward(source, gradient, retain_graph, create_graph, inputs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
         if self.grad_fn is not None:
             grad = f", grad_fn=<{self.grad_fn.name()}>"
@@ -531,15 +531,15 @@ class ShardTensor(torch.Tensor):
         block = layout.local_shape(compat.coordinate(layout.mesh)) if local is None else tuple(local.shape)
         return f"ShardTensor({layout.describe()}, block {block}{grad})"
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         is_param = getattr(self, "_is_param", False)
         parts = construct.plain_parts(self._spec)
         return rebuild, (self._local_tensor.detach(), parts, self.requires_grad, is_param, checkpoint.saver())
 
-    def __create_write_items__(self, name: str, _: Any) -> list[Any]:
+    def __create_write_items__(self, name: str, _: object) -> list[object]:
         return list(checkpoint.write_items(name, self))
 
-    def __create_chunk_list__(self) -> list[Any]:
+    def __create_chunk_list__(self) -> list[object]:
         return list(checkpoint.chunks(self))
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
@@ -548,18 +548,18 @@ class ShardTensor(torch.Tensor):
     # Extension points
 
     @staticmethod
-    def register_dispatch_handler(op: Any, handler: Callable[..., Any]) -> None:
+    def register_dispatch_handler(op: OpOverload, handler: Callable[..., object]) -> None:
         """Have ``handler(*args, **kwargs)`` run in place of our dispatch of `op`, below autograd."""
         Handlers.ops[op] = handler
         clear_cache()
 
     @staticmethod
-    def register_function_handler(function: Callable[..., Any], handler: Callable[..., Any]) -> None:
+    def register_function_handler(function: Callable[..., object], handler: Callable[..., object]) -> None:
         """Have ``handler(func, types, args, kwargs)`` run in place of a Python function of torch, above autograd."""
         Handlers.functions[function] = handler
 
     @staticmethod
-    def register_named_function_handler(name: str, handler: Callable[..., Any]) -> None:
+    def register_named_function_handler(name: str, handler: Callable[..., object]) -> None:
         """As `register_function_handler`, for functions and ops that are known by name only.
 
         Args:
@@ -592,287 +592,10 @@ def rebuild(local: Tensor, parts: tuple[Any, ...], requires_grad: bool, is_param
 torch.serialization.add_safe_globals([rebuild])
 
 
-def _in_one_piece(x: Any) -> Any:
-    """A tensor in blocks of neighbouring rows, differentiably; itself if it has these."""
-    layout = x._spec.layout
-    return redistributed(x, layout_in_one_piece(layout)) if has_runs(layout) else x
-
-
-def _set_data(_: Callable[..., Any], x: Any, value: Any) -> None:
-    """``x.data = value``: torch exchanges the outer tensor only."""
-    if type(x) is not ShardTensor or type(value) is not ShardTensor:
-        raise UnsupportedOpError("x.data = y needs two sharded tensors or none; see ShardTensor.from_local")
-    torch.Tensor.data.__set__(x, value)  # type: ignore[attr-defined]
-    x._local_tensor, x._spec = value._local_tensor, value._spec
-    x._keys = x._flat = x._hints = x._copied = None
-
-
-def _survey(cls: Any, values: Any) -> tuple[Any, bool]:
-    """The mesh of the first sharded tensor, and whether there is one to promote."""
-    mesh, plain = None, False
-    for a in values:
-        if type(a) is cls:
-            mesh = a._spec.layout.mesh
-            if a._align_grad:
-                _align_gradient(a)
-        elif isinstance(a, Tensor):
-            plain = plain or a.requires_grad or _is_dtensor(a)
-        elif isinstance(a, (list, tuple)) and a and not isinstance(a[0], (int, str)):
-            also_mesh, also_plain = _survey(cls, a)
-            mesh, plain = mesh or also_mesh, plain or also_plain
-    return mesh, plain
-
-
-def _align_gradient(x: Any) -> None:
-    """Have gradients arrive in the layout of `x`: in a leaf, or in a compiled function's output, whose backward pass
-    was compiled for that layout."""
-    with torch._C.DisableTorchFunctionSubclass():
-        if not x.requires_grad:
-            return
-        x._align_grad = False
-        layout = x._spec.layout.reduced()
-        x.register_hook(functools.partial(_laid_out, layout=layout))
-
-
-def _laid_out(grad: Any, layout: Layout) -> Any:
-    """A gradient in a layout; a plain one is the whole value, the same on every rank."""
-    if type(grad) is not ShardTensor:
-        if not isinstance(grad, Tensor) or compat.is_compiling() or grad.shape != layout.shape:
-            return grad  # there is none, or torch says what is wrong with it
-        grad = Promote.apply(grad, ShardTensor, layout.mesh)
-    return redistributed(grad, layout.with_dtype(grad.dtype))
-
-
-def _require_grad(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """``x.requires_grad_()`` and ``x.requires_grad = True``."""
-    wanted_before = x.requires_grad
-    out = func(x, *args, **kwargs)
-    if type(x) is ShardTensor and x.is_leaf and x.requires_grad and not wanted_before and x._holds_values:
-        _align_gradient(x)
-    return out
-
-
-def _gradient(func: Callable[..., Any], x: Any) -> Any:
-    """``x.grad``; Dynamo, which reads it of parameters while it compiles an optimizer's step, is told what it is of."""
-    grad = func(x)
-    if type(grad) is ShardTensor and compat.is_compiling() and getattr(x, "_is_param", False):
-        grad._beside_parameter = grad._spec == x._spec
-    return grad
-
-
-def _deep_copied(func: Callable[..., Any], x: Any, memo: Any) -> Any:
-    known = id(x) in memo
-    out = func(x, memo)
-    if not known and out.is_leaf:
-        _align_gradient(out)
-    return out
-
-
-def _promoted(cls: Any, mesh: Any, a: Any) -> Any:
-    if isinstance(a, Tensor):
-        if _is_dtensor(a):
-            return cls.from_dtensor(a)
-        if isinstance(a, cls) or not a.requires_grad or not torch.is_grad_enabled():
-            return a
-        return Promote.apply(a, cls, mesh)
-    if isinstance(a, (list, tuple)) and not isinstance(a, torch.Size):  # a graph has its own kind of list
-        promoted = [_promoted(cls, mesh, b) for b in a]
-        return promoted if isinstance(a, list) else tuple(promoted)
-    return a
-
-
-def _is_dtensor(a: Tensor) -> bool:
-    return type(a).__name__ == "DTensor"
-
-
-def _product(func: Callable[..., Any], x: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
-    """`linear` and `matmul`, which flatten all leading dims of `x` into one.
-
-    A cut dim can only be flattened as the leading one, so it is moved there first. The result is stored as that of
-    plain tensors: a view of it would be a copy otherwise, and what is written to that would be lost.
-    """
-    if isinstance(x, ShardTensor) and x.ndim > 2 and isinstance(weight, Tensor) and weight.ndim <= 2:
-        layout = x._spec.layout
-        cut = [d for d in range(x.ndim - 1) if layout.cuts[d] is not None]
-        if cut and any(not isinstance(e, int) or e != 1 for e in layout.shape[: cut[0]]):
-            out = func(x.movedim(cut[0], 0), weight, *args, **kwargs).movedim(0, cut[0])
-            # Not `contiguous`, which leaves strides of extents of 1 as they are: by them kernels order their results.
-            return out.clone(memory_format=torch.contiguous_format)
-    return func(x, weight, *args, **kwargs)
-
-
-def _wants_gradient(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values()))
-
-
-def _write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Write what depends on sharded values, and has a gradient, into a plain tensor: the full value, on every rank.
-
-    Where the function has a form that is not in place, what that gives is gathered, or reduced; otherwise the values.
-
-    Raises:
-        UnsupportedOpError: the result does not fit into the plain tensor.
-    """
-    target, name = args[0], func.__name__
-    functional = getattr(torch.Tensor, name.replace("__i", "__") if name in _IN_PLACE_OPERATORS else name[:-1], None)
-    if functional is None:
-        whole = torch.utils._pytree.tree_map_only(ShardTensor, ShardTensor.full_tensor, (tuple(args), dict(kwargs)))
-        return func(*whole[0], **whole[1])
-    value = functional(target.clone(), *args[1:], **kwargs)
-    if value.shape != target.shape or not torch.can_cast(value.dtype, target.dtype):
-        raise UnsupportedOpError(
-            f"{name} gives {value.dtype} of shape {tuple(value.shape)}, which cannot be written into {target.dtype} of "
-            f"shape {tuple(target.shape)}"
-        )
-    return target.copy_(value.full_tensor())
-
-
-def _attend(
-    func: Callable[..., Any], query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    """`scaled_dot_product_attention`: its fused kernels draw random numbers of their own."""
-    if compat.is_compiling():
-        _tell_equal_extents(query, key, value, attn_mask)
-    dropout = kwargs.get("dropout_p", args[0] if args else 0.0)
-    with contextlib.nullcontext() if dropout == 0.0 else sdpa_kernel(SDPBackend.MATH):
-        return func(query, key, value, attn_mask, *args, **kwargs)
-
-
-def _tell_equal_extents(query: Any, key: Any, value: Any, mask: Any) -> None:
-    """Compare extents that have symbols of their own: torch 2.15 takes no fused kernel unless they are known as equal.
-
-    They are global extents, so that the guards hold on all ranks or on none.
-    """
-    if not query.ndim == key.ndim == value.ndim:
-        return
-    dims = [d for d in range(query.ndim) if d != query.ndim - 2]
-    pairs = [(query.shape[d], key.shape[d]) for d in dims] + list(zip(key.shape, value.shape, strict=True))
-    if mask is not None:
-        wanted = (*query.shape[:-1], key.shape[-2])
-        pairs += list(zip(reversed(mask.shape), reversed(wanted), strict=False))
-    for a, b in pairs:
-        numbers = [n for n in (a, b) if isinstance(n, int)]
-        if len(numbers) < 2 and 1 not in numbers:  # a 1 is broadcast
-            compat.same_symbol(a, b)
-    if query.ndim > 2 and compat.size_hint(key.shape[-3]):
-        bool(query.shape[-3] % key.shape[-3] == 0)
-
-
-def _tolist(func: Callable[..., Any], x: Any) -> Any:
-    return x.full_tensor().tolist()
-
-
-def _formatted(func: Callable[..., Any], x: Any, spec: str) -> str:
-    """A number as torch formats the plain one."""
-    return func(x.detach().full_tensor() if x.ndim == 0 and x._holds_values else x, spec)
-
-
-def _no_memory(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    raise UnsupportedOpError(
-        f"{func.__name__} of {x._spec.layout.describe()}: a sharded tensor has no memory of its own that others could "
-        f"read; take x.to_local() for this rank's block, or x.full_tensor()"
-    )
-
-
-def _numpy(func: Callable[..., Any], x: Any, **kwargs: Any) -> Any:
-    """A number as a numpy array; larger tensors are not gathered behind the caller's back."""
-    if x.ndim > 0:
-        raise UnsupportedOpError(
-            f"numpy() of {x._spec.layout.describe()}: numpy knows no blocks. Take x.to_local().numpy() for this rank's "
-            "block, or x.full_tensor().numpy() for all of it"
-        )
-    if x.requires_grad and not kwargs.get("force"):
-        return func(torch.zeros((), requires_grad=True))  # torch's own refusal
-    return func(x.detach().full_tensor(), **kwargs)
-
-
-def _sgn(func: Callable[..., Any], x: Any, **kwargs: Any) -> Any:
-    """`sgn`, which of real numbers is `sign`; its gradient is a kind of tensor that has no symbolic size."""
-    return func(x, **kwargs) if not isinstance(x, Tensor) or x.is_complex() else torch.sign(x, **kwargs)
-
-
-def _unsafe_view(func: Callable[..., Any], x: Any, *args: Any) -> Any:
-    """A view that AOTAutograd returns in place of a compiled function's output, before that has a gradient."""
-    out = func(x, *args)
-    if type(x) is ShardTensor and not x.requires_grad:
-        out._align_grad = x._align_grad
-    return out
-
-
-def _tensor_split(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """`tensor_split`, whose kernel reads the memory of a tensor that says where to split."""
-
-    def known(where: Any) -> Any:
-        if isinstance(where, Tensor) and compat.is_compiling():
-            raise UnsupportedOpError(
-                f"{func.__name__} of {x!r} by a tensor would need its values while it is compiled; pass a list of ints"
-            )
-        whole = where.full_tensor() if isinstance(where, ShardTensor) else where
-        return whole.tolist() if isinstance(whole, Tensor) else whole
-
-    if "tensor_indices_or_sections" in kwargs:
-        args = (kwargs.pop("tensor_indices_or_sections"), *args)
-    return func(x, *map(known, args), **{k: known(v) for k, v in kwargs.items()})
-
-
-_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-_IN_PLACE_OPERATORS = {f"__i{name}__" for name in _OPERATORS}
-_IN_PLACE = {
-    getattr(torch.Tensor, name)
-    for name in dir(torch.Tensor)
-    if (name.endswith("_") and not name.startswith("_")) or name in _IN_PLACE_OPERATORS
-} | {torch.Tensor.__setitem__}
-"""Functions that write to their first argument."""
-
-_TAKES_LEAVES = {torch.autograd.grad, torch.autograd.backward}
-"""Functions to which a plain tensor is a place in the autograd graph, not a value."""
-
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-    torch.Tensor.tolist: _tolist,
-    torch.Tensor.__format__: _formatted,
-    torch.Tensor.numpy: _numpy,
-    torch.Tensor.share_memory_: _no_memory,
-    torch.Tensor.__dlpack__: _no_memory,
-    torch.Tensor.tensor_split: _tensor_split,
-    torch.tensor_split: _tensor_split,
-    torch.Tensor.__deepcopy__: _deep_copied,
-    torch.Tensor.grad.__get__: _gradient,  # type: ignore[union-attr]
-    torch.Tensor.requires_grad_: _require_grad,
-    torch.Tensor.requires_grad.__set__: _require_grad,  # type: ignore[attr-defined]
-    torch.ops.aten._unsafe_view: _unsafe_view,
-    torch.sgn: _sgn,
-    torch.Tensor.sgn: _sgn,
-    torch.nn.functional.scaled_dot_product_attention: _attend,
-    torch.nn.functional.embedding_bag: embedding_bag,
-    torch.nn.functional.pad: pad,
-    torch.Tensor.__getitem__: masks.getitem,
-    torch.Tensor.masked_select: masks.masked_select,
-    torch.masked_select: masks.masked_select,
-    torch.Tensor.nonzero: masks.nonzero,
-    torch.nonzero: masks.nonzero,
-    torch.cumprod: cumprod,
-    torch.Tensor.cumprod: cumprod,
-    torch.nn.functional.linear: _product,
-    torch.matmul: _product,
-    torch.Tensor.matmul: _product,
-    torch.Tensor.__matmul__: _product,
-    torch.einsum: einsum,
-    torch._C._VariableFunctions.einsum: einsum,  # type: ignore[attr-defined]
-    **FOURIER_FUNCTIONS,
-}
-
-_OF_NEIGHBOURS = {
-    *(_attend, embedding_bag, pad, cumprod, _tensor_split),
-    *(masks.getitem, masks.masked_select, masks.nonzero),
-}
-"""Of these, those that look at where the rows of a block are."""
-
 checkpoint.teach(ShardTensor)
 guard_wrappers(ShardTensor)
-_FUNCTIONS |= teach_higher_order_ops(ShardTensor)
 compat.let_comm_debug_mode_see_through(ShardTensor)
 for _called_by_torch in (ShardTensor, FromLocal, Promote, Redistribute, ToLocal):
     compat.keep_protocol_from_dynamo(_called_by_torch)
-compat.keep_from_dynamo(_laid_out)
+compat.keep_from_dynamo(laid_out)
 compat.keep_from_dynamo(dispatch)

@@ -9,17 +9,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from shardcompile.dispatch import scans
-from shardcompile.dispatch.rows import has_known_blocks
-from shardcompile.tensor.autograd import redistributed
+from shardcompile.ops.scan import sharded as scans
+from shardcompile.ops.view.rows import has_known_blocks
+from shardcompile.sharded import Sharded
+from shardcompile.tensor.autograd import redistributed, sharded_gradient
 
 
 class _CumulativeProduct(torch.autograd.Function):
     """Products of every row and those before it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, dim: int) -> Any:
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
         """The products."""
         out = scans.cumprod(x, dim)
         ctx.dim = dim
@@ -30,13 +32,14 @@ class _CumulativeProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         """The gradient; by torch's loop if it shall have a gradient itself, for which zeros need more care."""
         x, out = ctx.saved_tensors
+        grad = sharded_gradient(grad, type(out), out._spec.layout)
         grad = redistributed(grad, out._spec.layout.with_dtype(grad.dtype))
         if torch.is_grad_enabled():
             return torch.ops.aten.cumprod_backward.default(grad, x, ctx.dim, out), None
         return _gradient(grad, redistributed(x, out._spec.layout), out, ctx.dim), None
 
 
-def _gradient(grad: Any, x: Any, out: Any, dim: int) -> Any:
+def _gradient(grad: Any, x: Any, out: Any, dim: int) -> Tensor:
     """In front of the first zero sums of products, divided by the factor that is left out.
 
     At the first zero itself the products are those with a one in its place; behind it all of them hold that zero.
@@ -51,8 +54,8 @@ def _gradient(grad: Any, x: Any, out: Any, dim: int) -> Any:
 
 
 def cumprod(
-    func: Callable[..., Any], input: Any, dim: int, *, dtype: torch.dtype | None = None, out: Any = None
-) -> Any:
+    func: Callable[..., object], input: Any, dim: int, *, dtype: torch.dtype | None = None, out: Any = None
+) -> object:
     """``torch.cumprod``."""
     options = {} if out is None else {"out": out}
     if out is not None or not isinstance(dim, int) or not _wants_gradient(input, dim):
@@ -60,8 +63,8 @@ def cumprod(
     return _CumulativeProduct.apply(input if dtype is None else input.to(dtype), dim)
 
 
-def _wants_gradient(x: Any, dim: int) -> bool:
+def _wants_gradient(x: Tensor, dim: int) -> bool:
     """Whether there is a gradient to take, of a tensor that is cut."""
-    if not hasattr(x, "_spec") or not -x.ndim <= dim < x.ndim or not torch.is_grad_enabled():
+    if not isinstance(x, Sharded) or not -x.ndim <= dim < x.ndim or not torch.is_grad_enabled():
         return False
     return x.requires_grad and any(c is not None for c in x._spec.layout.cuts) and not has_known_blocks(x)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.dispatch.einsum import contract
-from shardcompile.dispatch.rows import has_known_blocks
+from shardcompile.ops.matmul.einsum import contract
+from shardcompile.ops.view.rows import has_known_blocks
 
 
 class _Einsum(torch.autograd.Function):

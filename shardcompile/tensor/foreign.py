@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Replicate
 
 from shardcompile.compat.wrappers import ask_before_wrapping, is_strided_shard, ranks_of
@@ -18,7 +20,7 @@ def guard_wrappers(sharded: type) -> None:
         sharded: the class of sharded tensors.
     """
 
-    def as_block(block: Any, mesh: Any) -> None:
+    def as_block(block: Tensor, mesh: DeviceMesh) -> None:
         """Over ranks that hold the same block a DTensor may have it: its collectives stay among them."""
         if isinstance(block, sharded) and not hold_the_same_block(block._spec.layout, ranks_of(mesh)):  # type: ignore[attr-defined]
             raise refusal(
@@ -30,7 +32,7 @@ def guard_wrappers(sharded: type) -> None:
                 "x.full_tensor() for Replicate(), or parallelize over another mesh dim than the one that cuts x",
             )
 
-    def as_whole(tensor: Any) -> None:
+    def as_whole(tensor: Tensor) -> None:
         if isinstance(tensor, sharded):
             raise refusal(
                 "DTensor's distribute_tensor",
@@ -39,7 +41,7 @@ def guard_wrappers(sharded: type) -> None:
                 "Pass x.full_tensor(), or convert by x.to_dtensor()",
             )
 
-    def as_parameter(parameter: Any, wrapper: str) -> None:
+    def as_parameter(parameter: object, wrapper: str) -> None:
         if isinstance(parameter, sharded):
             raise refusal(
                 wrapper,
@@ -50,7 +52,7 @@ def guard_wrappers(sharded: type) -> None:
                 "plain and let the wrapper cut them",
             )
 
-    def as_input(x: Any, tracer: str) -> None:
+    def as_input(x: Tensor, tracer: str) -> None:
         """AOTAutograd, which `torch.compile` uses, traces blocks and sizes; other tracers only know whole tensors."""
         if isinstance(x, sharded) and tracer == "compiled autograd":
             raise refusal(

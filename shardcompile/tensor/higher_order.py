@@ -30,7 +30,7 @@ def control_flow_refusal(name: str, x: Any) -> UnsupportedOpError:
     )
 
 
-def teach_higher_order_ops(sharded: type) -> dict[Any, Callable[..., Any]]:
+def teach_higher_order_ops(sharded: type) -> dict[object, Callable[..., object]]:
     """Have Dynamo and AOTAutograd treat sharded tensors in higher-order ops as said above.
 
     Args:
@@ -42,7 +42,7 @@ def teach_higher_order_ops(sharded: type) -> dict[Any, Callable[..., Any]]:
     tell_storages(sharded)
     run_regions_in_line(sharded)
 
-    def refuse(op: Any, *args: Any, **kwargs: Any) -> Any:
+    def refuse(op: Callable[..., object], *args: object, **kwargs: object) -> object:
         x = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, sharded))
         raise control_flow_refusal(op.__name__, x)
 

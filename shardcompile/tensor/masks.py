@@ -15,29 +15,30 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from shardcompile import compat
 from shardcompile.collectives import cut_of_sizes, gather_counts
-from shardcompile.dispatch.rows import first_row, has_known_blocks
 from shardcompile.layout import Layout, Spec, contiguous_stride
+from shardcompile.ops.view.rows import first_row, has_known_blocks
+from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import FromLocal, ToLocal, redistributed
 
 
-def is_mask(index: Any) -> bool:
+def is_mask(index: object) -> bool:
     """Whether an index of ``x[index]`` is a mask."""
     return isinstance(index, Tensor) and index.dtype is torch.bool and index.ndim > 0
 
 
-def getitem(func: Callable[..., Any], x: Any, mask: Any) -> Any:
+def getitem(func: Callable[..., object], x: Tensor, mask: Tensor) -> object:
     """``x[mask]``."""
     return _kept(x, mask) if _serves(x, mask) else func(x, mask)
 
 
-def masked_select(func: Callable[..., Any], input: Any, mask: Any, **options: Any) -> Any:
+def masked_select(func: Callable[..., object], input: Tensor, mask: Tensor, **options: object) -> object:
     """``torch.masked_select``; what is broadcast is left to torch."""
     if options or not is_mask(mask) or tuple(mask.shape) != tuple(input.shape) or not _serves(input, mask):
         return func(input, mask, **options)
     return _kept(input, mask)
 
 
-def nonzero(func: Callable[..., Any], input: Any, *, out: Any = None, as_tuple: bool = False) -> Any:
+def nonzero(func: Callable[..., object], input: Tensor, *, out: Tensor | None = None, as_tuple: bool = False) -> object:
     """``torch.nonzero``."""
     if out is not None or not _serves(input, input):
         options = {} if out is None else {"out": out}
@@ -46,9 +47,9 @@ def nonzero(func: Callable[..., Any], input: Any, *, out: Any = None, as_tuple: 
     return numbers.unbind(1) if as_tuple else numbers
 
 
-def _serves(x: Any, mask: Any) -> bool:
-    layouts = [t._spec.layout for t in (x, mask) if hasattr(t, "_spec")]
-    if not hasattr(x, "_spec") or not 0 < mask.ndim <= x.ndim:
+def _serves(x: Tensor, mask: Tensor) -> bool:
+    layouts = [t._spec.layout for t in (x, mask) if isinstance(t, Sharded)]
+    if not isinstance(x, Sharded) or not 0 < mask.ndim <= x.ndim:
         return False
     if not all(compat.same_symbol(a, b) for a, b in zip(mask.shape, x.shape, strict=False)):
         return False
@@ -59,10 +60,10 @@ def _serves(x: Any, mask: Any) -> bool:
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
-def _kept(x: Any, mask: Any) -> Any:
+def _kept(x: Any, mask: Any) -> object:
     """``x[mask]`` where dim 0 of `x` is cut by one mesh dim, and no other dim of the mask's."""
     layout = x._spec.layout
-    if not hasattr(mask, "_spec"):
+    if not isinstance(mask, Sharded):
         mask = FromLocal.apply(mask, type(x), Spec.of(Layout.whole(layout.mesh, mask.shape, mask.dtype), mask.stride()))
     keep = ToLocal.apply(redistributed(mask, _first_dims(layout, mask)), None)
     cut, numbers = _chosen(keep.reshape(-1), layout)
@@ -91,7 +92,7 @@ def _numbers(x: Any) -> Any:
     return FromLocal.apply(rows, type(x), Spec.of(result, contiguous_stride(shape)))
 
 
-def _first_dims(layout: Layout, mask: Any) -> Layout:
+def _first_dims(layout: Layout, mask: Tensor) -> Layout:
     """The layout of a mask beside that of what it is a mask of."""
     cut = layout.cut_of(0)
     placements = [Shard(0) if m in cut.mesh_dims else Replicate() for m in range(layout.mesh.ndim)]

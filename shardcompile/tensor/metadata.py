@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from shardcompile import compat
@@ -33,10 +34,10 @@ class Metadata:
     cuts: tuple[CutKind, ...]
     epoch: int
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Metadata:
+    def __deepcopy__(self, memo: dict[int, object]) -> Metadata:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return intern_metadata, (self.mesh, self.placements, self.dtype, self.cuts)
 
     @property
@@ -71,7 +72,7 @@ compat.forget_with_world(_INTERNED.clear)
 
 
 def intern_metadata(
-    mesh: Any, placements: tuple[Placement, ...], dtype: torch.dtype, cuts: tuple[CutKind, ...]
+    mesh: DeviceMesh, placements: tuple[Placement, ...], dtype: torch.dtype, cuts: tuple[CutKind, ...]
 ) -> Metadata:
     """The metadata with these parts."""
     metadata = Metadata(mesh, placements, dtype, cuts, compat.world_epoch())
@@ -200,8 +201,9 @@ def with_stated_strides(local: Tensor, spec: Spec) -> Tensor:
     """The block, with strides that mean nothing set to those that a block of more rows would have.
 
     They mean nothing where an extent is 1, and where there are no elements; ops leave any number there. A graph that
-    was traced for a block with rows expects that strides are products of extents, zeros included, and would be compiled
-    again for this block, on this rank alone.
+    was traced for a block with rows expects that strides are products of extents, zeros of cut dims included, and
+    would be compiled again for this block, on this rank alone. A dim that is not cut and has no elements counts as one
+    element, as torch has it.
 
     Args:
         local: the block, stored in the order that the spec states.
@@ -218,8 +220,12 @@ def with_stated_strides(local: Tensor, spec: Spec) -> Tensor:
                 strides[d] = stated
             elif stated == global_step:
                 strides[d] = step
-        step, global_step = strides[d] * local.shape[d], stated * spec.shape[d]
-        whole = whole and spec.layout.cuts[d] is None
+        cut = spec.layout.cuts[d] is not None
+        step, global_step = (
+            strides[d] * (local.shape[d] if cut else max(local.shape[d], 1)),
+            stated * max(spec.shape[d], 1),
+        )
+        whole = whole and not cut
     return local if tuple(strides) == local.stride() else local.as_strided(local.shape, strides)
 
 

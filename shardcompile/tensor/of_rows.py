@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from shardcompile import compat
 from shardcompile.errors import LayoutError
-from shardcompile.layout import Cut, Layout, Spec, contiguous_stride
+from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
 from shardcompile.tensor.autograd import FromLocal, redistributed
 from shardcompile.tensor.core import ShardTensor
 
@@ -21,12 +21,12 @@ def one_or_all(results: tuple[Any, ...]) -> Any:
     return results[0] if len(results) == 1 else results
 
 
-def on_mesh(x: Any, mesh: DeviceMesh) -> Any:
+def on_mesh(x: Tensor, mesh: DeviceMesh) -> ShardTensor:
     """A sharded tensor; a plain one counts as the same value on every rank of a mesh."""
     return x if isinstance(x, ShardTensor) else ShardTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)
 
 
-def mesh_dim_of_rows(x: Any, what: str) -> int:
+def mesh_dim_of_rows(x: Tensor, what: str) -> int:
     """The mesh dim that cuts dim 0.
 
     Raises:
@@ -68,7 +68,7 @@ def beside(a: Any, layout: Layout, mesh_dim: int, what: str) -> Any:
     return redistributed(a, wanted)
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: IntLike, b: IntLike) -> bool:
     return compat.same_symbol(a, b)
 
 

@@ -95,7 +95,7 @@ class Arguments:
         return x.requires_grad_(self._want_grads and (x.is_floating_point() or x.is_complex()))
 
 
-def _by_key(given: Any) -> dict[Any, Any]:
+def _by_key(given: object) -> dict[object, object]:
     if isinstance(given, Mapping):
         return dict(given)
     if not isinstance(given, (list, tuple)):
@@ -103,7 +103,7 @@ def _by_key(given: Any) -> dict[Any, Any]:
     return dict(enumerate(given))
 
 
-def _with_keys_of(values: dict[Any, Any], given: Any, what: str) -> dict[Any, Any]:
+def _with_keys_of(values: dict[object, object], given: object, what: str) -> dict[Any, Any]:
     found = _by_key(given)
     if found.keys() != values.keys():
         raise ValueError(f"there are {what} for {list(found)}, but inputs {list(values)}")
@@ -122,12 +122,12 @@ def _input(key: Any, value: Any, placements: Placements, sizes: Sizes, mesh: Dev
     return _Input(name, value, normalize_placements(several, mesh, value.ndim), sizes)
 
 
-def _split(values: dict[Any, Any]) -> tuple[list[Any], dict[str, Any]]:
+def _split(values: dict[object, object]) -> tuple[list[object], dict[str, object]]:
     by_place = [v for k, v in values.items() if isinstance(k, int)]
     return by_place, {k: v for k, v in values.items() if isinstance(k, str)}
 
 
-def digest(name: str, value: Any) -> str:
+def digest(name: str, value: object) -> str:
     """A line that is the same for the same value, on every rank."""
     if not isinstance(value, Tensor):
         known = value is None or isinstance(value, (bool, int, float, complex, str))

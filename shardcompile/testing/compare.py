@@ -25,7 +25,7 @@ def tolerances(rtol: float | None = None, atol: float | None = None) -> Toleranc
     return by_dtype
 
 
-def difference(got: Any, want: Any, allowed: Tolerances) -> str | None:
+def difference(got: object, want: object, allowed: Tolerances) -> str | None:
     """In what a value differs from the one that is expected; None if it does not.
 
     Args:
@@ -53,7 +53,7 @@ def _same(got: Any, want: Any, allowed: Tolerances) -> bool:
     return bool(got == want)
 
 
-def _named(value: Any) -> str:
+def _named(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {_short(value.dtype)} {tuple(value.shape)}"
     return f"{value!r}"[:200]

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardcompile.collectives.transport import device_type
+
 _mesh_shape: tuple[int, ...] | None = None
 
 
@@ -29,15 +31,14 @@ def mesh(names: Sequence[str] | None = None) -> DeviceMesh:
     Args:
         names: of its dims.
     """
-    device = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
+    device = device_type(str(dist.get_backend()))
     shape = _mesh_shape or (world_size(),)
     return init_device_mesh(device, shape, mesh_dim_names=None if names is None else tuple(names))
 
 
 def default_mesh() -> DeviceMesh:
     """A mesh of one dim over all ranks, of GPUs if the process group has NCCL."""
-    device = "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
-    return init_device_mesh(device, (dist.get_world_size(),))
+    return init_device_mesh(device_type(), (dist.get_world_size(),))
 
 
 def set_mesh_shape(shape: tuple[int, ...] | None) -> None:

@@ -59,7 +59,7 @@ class LocalRanks:
         quiet = ("--noconftest", "--capture=no", "-pno:cacheprovider", f"--config-file={os.devnull}", "--rootdir=.")
         return RankPool(self._world_size, self._backend, quiet)
 
-    def __call__(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def __call__(self, fn: Callable[..., object], *args: object, timeout: float = 120.0) -> list[Any]:
         """Call ``fn(mesh, *args)`` on every rank, with a mesh of one dim over all of them.
 
         Args:
@@ -104,19 +104,19 @@ class LocalRanks:
 
 
 class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> object:
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType:  # such as torch.ops
             return importlib.import_module, (obj.__name__,)
         return super().reducer_override(obj)
 
 
-def _pickled(value: Any) -> bytes:
+def _pickled(value: object) -> bytes:
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()
 
 
-def _sources_of_cells() -> dict[str, Any]:
+def _sources_of_cells() -> dict[str, object]:
     """Sources that are in no file, for tracebacks and reports of the ranks."""
     return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -343,6 +342,6 @@ def barrier(parts: Sequence[Part]) -> None:
     """Nothing moves."""
 
 
-def op_name(reduce_op: Any) -> str:
+def op_name(reduce_op: object) -> str:
     """The name of a `ReduceOp`."""
     return dist.ReduceOp.RedOpType(getattr(reduce_op, "op", reduce_op)).name

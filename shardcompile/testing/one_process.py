@@ -143,12 +143,12 @@ def once(action: Callable[[], _T]) -> _T:
     return result  # type: ignore[no-any-return]
 
 
-def _place_of(action: Callable[[], Any]) -> str:
+def _place_of(action: Callable[[], object]) -> str:
     code = getattr(action, "__code__", None)
     return repr(action) if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
-def _attempt(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+def _attempt(action: Callable[[], object]) -> tuple[object, BaseException | None]:
     try:
         return action(), None
     except Exception as error:
@@ -211,7 +211,7 @@ class RankThreads:
         """
         global _SHARED
 
-        def one_test(rank: int) -> Any:
+        def one_test(rank: int) -> object:
             try:
                 return function(rank)
             finally:

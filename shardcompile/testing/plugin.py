@@ -185,7 +185,7 @@ def _run_in_this_process(item: pytest.Function, ranks: _Ranks, world_size: int) 
     raise_worst(ends)
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> Any:
     """A rank's own copy of an argument, as it would get one in a process of its own."""
     try:
         return value if isinstance(value, pytest.MonkeyPatch) else copy.deepcopy(value)

@@ -8,7 +8,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -93,8 +92,8 @@ class RuleReport:
 
 
 def check_rule(
-    op: Callable[..., Any],
-    samples: Iterable[tuple[Sequence[Any], Mapping[str, Any]]],
+    op: Callable[..., object],
+    samples: Iterable[tuple[Sequence[object], Mapping[str, object]]],
     *,
     mesh: DeviceMesh | None = None,
     backward: bool = True,
@@ -166,9 +165,9 @@ class _Case:
     def __init__(
         self,
         name: str,
-        op: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        op: Callable[..., object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
         mesh: DeviceMesh,
         backward: bool,
     ) -> None:
@@ -179,7 +178,7 @@ class _Case:
         full = [self._leaves[i].detach().to(mesh.device_type) for i in self._places]
         self.tensors = [with_bits_to_spare(x) for x in full]
 
-    def _run(self, *tensors: Tensor) -> Any:
+    def _run(self, *tensors: Tensor) -> object:
         leaves = list(self._leaves)
         for place, x in zip(self._places, tensors, strict=True):
             leaves[place] = x

@@ -93,7 +93,7 @@ def same_collectives_on_every_rank(
 def _recording(build: Build, seen: list[Layout]) -> Build:
     """The same, but it writes down how inputs and parameters are sharded."""
 
-    def recording(mesh: DeviceMesh) -> tuple[Callable[..., Any], Sequence[Any]]:
+    def recording(mesh: DeviceMesh) -> tuple[Callable[..., object], Sequence[object]]:
         fn, inputs = build(mesh)
         parameters = list(fn.parameters()) if isinstance(fn, nn.Module) else []
         seen[:] = [x.sharding for x in tree_leaves((list(inputs), parameters)) if isinstance(x, ShardTensor)]

@@ -23,16 +23,16 @@ Backend = str | Callable[..., Any]
 
 
 def assert_matches_single_device(
-    module_or_fn: nn.Module | Callable[..., Any],
-    inputs: Sequence[Any] | Mapping[str, Any],
+    module_or_fn: nn.Module | Callable[..., object],
+    inputs: Sequence[object] | Mapping[str, object],
     placements: Sequence[Placements] | Mapping[str, Placements],
     *,
     sharding_shapes: Sequence[Sizes] | Mapping[str, Sizes] | None = None,
     mesh: DeviceMesh | None = None,
-    parallelize: Callable[[nn.Module, DeviceMesh], Any] | None = None,
+    parallelize: Callable[[nn.Module, DeviceMesh], object] | None = None,
     compiled: bool = True,
     backend: Backend | Sequence[Backend] = "inductor",
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     backward: bool = True,
     input_grads: bool = True,
     steps: int = 1,
@@ -123,16 +123,16 @@ class _Check:
 
     def __init__(
         self,
-        module_or_fn: Callable[..., Any],
+        module_or_fn: Callable[..., object],
         arguments: Arguments,
         plan: Plan,
-        expected: Sequence[Mapping[str, Any]],
+        expected: Sequence[Mapping[str, object]],
         allowed: Tolerances,
     ) -> None:
         self._module_or_fn, self._arguments, self._plan = module_or_fn, arguments, plan
         self._expected, self._allowed = expected, allowed
 
-    def run(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def run(self, name: str, wrap: Callable[[Callable[..., object]], Callable[..., object]]) -> None:
         """Make all steps on sharded inputs, and compare after each."""
         with _seeded():
             mesh = self._arguments.mesh
@@ -142,12 +142,12 @@ class _Check:
                 stage = f"{name}, step {step + 1}" if len(self._expected) > 1 else name
                 self._step(stage, subject, step, expected)
 
-    def _step(self, stage: str, subject: Subject, step: int, expected: Mapping[str, Any]) -> None:
+    def _step(self, stage: str, subject: Subject, step: int, expected: Mapping[str, object]) -> None:
         together(stage, lambda: subject.forward(*self._arguments.sharded(step)), same_on_every_rank)
         together(stage, subject.learn, same_on_every_rank)
         together(stage, lambda: self._compare(subject.gathered(), expected))
 
-    def _compare(self, got: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    def _compare(self, got: Mapping[str, object], expected: Mapping[str, object]) -> None:
         found = []
         for name in [*expected, *(n for n in got if n not in expected)]:
             text = difference(got.get(name, _NOTHING), expected.get(name, _NOTHING), self._allowed)
@@ -210,15 +210,15 @@ def _state_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
-def _digests(module_or_fn: Any) -> list[str]:
+def _digests(module_or_fn: object) -> list[str]:
     if not isinstance(module_or_fn, nn.Module):
         return []
     return [digest(name, value) for name, value in _state_of(module_or_fn)]
 
 
 def _on_plain_tensors(
-    module_or_fn: Callable[..., Any], arguments: Arguments, plan: Plan, steps: int
-) -> list[dict[str, Any]]:
+    module_or_fn: Callable[..., object], arguments: Arguments, plan: Plan, steps: int
+) -> list[dict[str, object]]:
     with _seeded():
         subject = Subject(module_or_fn, plan, arguments.mesh, sharded=False)
         found = []

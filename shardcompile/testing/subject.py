@@ -46,7 +46,7 @@ class Subject:
 
     call: Callable[..., Any]
 
-    def __init__(self, module_or_fn: Callable[..., Any], plan: Plan, mesh: DeviceMesh, sharded: bool) -> None:
+    def __init__(self, module_or_fn: Callable[..., object], plan: Plan, mesh: DeviceMesh, sharded: bool) -> None:
         self.call = module_or_fn
         self._plan = plan
         self._module: nn.Module | None = None
@@ -60,7 +60,7 @@ class Subject:
             if plan.backward and trainable:
                 self._optimizer = (plan.optimizer or _sgd)(trainable)
 
-    def forward(self, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def forward(self, args: list[object], kwargs: dict[str, object]) -> dict[str, object]:
         """Begin a step.
 
         Returns:
@@ -78,7 +78,7 @@ class Subject:
         _check_blocks({name: block_problems(v) for name, v in self._results.items()})
         return self._results
 
-    def learn(self) -> dict[str, Any]:
+    def learn(self) -> dict[str, object]:
         """Go backward, and make the optimizer's step.
 
         Returns:
@@ -106,14 +106,14 @@ class Subject:
         parameters = {} if self._module is None else dict(self._module.named_parameters())
         return inputs | {n: p for n, p in parameters.items() if p.requires_grad}
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, object]:
         if self._module is None:
             return {}
         parameters = {f"{n} after the step": p for n, p in self._module.named_parameters()}
         return parameters | {f"buffer {n} after the step": b for n, b in self._module.named_buffers()}
 
 
-def same_on_every_rank(named: Mapping[str, Any]) -> str:
+def same_on_every_rank(named: Mapping[str, object]) -> str:
     """What the ranks must agree on about values, before they can gather them."""
     return "\n".join(f"{name}: {describe_value(v)}" for name, v in named.items())
 
@@ -130,7 +130,7 @@ def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01)
 
 
-def _named_results(result: Any) -> dict[str, Any]:
+def _named_results(result: object) -> dict[str, object]:
     leaves, structure = tree_flatten_with_path(result)
     return {"structure of the output": str(structure)} | {_name(path): leaf for path, leaf in leaves}
 
@@ -148,9 +148,9 @@ def _check_blocks(problems: Mapping[str, list[str]]) -> None:
         raise CheckFailed(found)
 
 
-def _detached(x: Any) -> Any:
+def _detached(x: object) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 
-def _kept(x: Any) -> Any:
+def _kept(x: object) -> object:
     return x.clone() if isinstance(x, Tensor) else x

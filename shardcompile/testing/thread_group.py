@@ -127,25 +127,25 @@ class ThreadGroup(_Base):  # type: ignore[misc]
         told = meetings.describe("reduce", tensors[0], op.lower(), "to", opts.rootRank)
         return self._joined(Part(told, tensors, tensors), meetings.reduce_to(opts.rootRank, op))
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, opts: object = None) -> Work:
         return self._joined(Part("barrier"), meetings.barrier)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         told = meetings.describe("broadcast", tensors[0], "from", opts.rootRank)
         return self._joined(Part(told, (), tensors), meetings.broadcast(opts.rootRank))
 
-    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: object = None) -> Work:
         part = Part(meetings.describe("all_gather", inputs[0]), inputs, outputs[0])
         return self._joined(part, meetings.all_gather)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: object = None) -> Work:
         parts = output.view(-1).chunk(self.size()) if output.numel() else [output] * self.size()
         return self.allgather([parts], [input])
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: object = None
     ) -> Work:
         return _last([self.all_gather_single(o, i) for o, i in zip(outputs, inputs, strict=True)])
 
@@ -158,22 +158,29 @@ class ThreadGroup(_Base):  # type: ignore[misc]
         told = f"reduce_scatter {op.lower()} of {inputs[0][0].dtype} {shapes}"
         return self._joined(Part(told, inputs[0], outputs), meetings.reduce_scatter(op))
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: object) -> Work:
         parts = input.view(-1).chunk(self.size()) if input.numel() else [input] * self.size()
         return self.reduce_scatter([output], [parts], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Work:
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: object
+    ) -> Work:
         return _last([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: object = None) -> Work:
         return self._joined(Part(f"all_to_all of {inputs[0].dtype}", inputs, outputs), meetings.all_to_all)
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        opts: object = None,
     ) -> Work:
         return self.alltoall(self._split(output, output_sizes), self._split(input, input_sizes))
 
@@ -286,7 +293,7 @@ class Rooms:
             room.clear()
 
 
-def create_group(options: Any, _: Any) -> ThreadGroup:
+def create_group(options: Any, _: object) -> ThreadGroup:
     """What `torch.distributed` calls to make a group of this backend, in a rank's thread."""
     rooms = rank_state.here().rooms
     return rooms.group(options.group_id, options.global_ranks_in_group, options.group_rank)

@@ -47,7 +47,7 @@ class Trial:
     structure: Any
 
     @staticmethod
-    def forward(run: Callable[..., Any], inputs: Sequence[Tensor]) -> Trial:
+    def forward(run: Callable[..., object], inputs: Sequence[Tensor]) -> Trial:
         """Call a function with inputs of which some want a gradient."""
         return Trial(inputs, *tree_flatten(run(*inputs)))
 
@@ -84,23 +84,23 @@ class Trial:
         return Outcome([_detached(whole(v)) for v in self.values], self.structure, gradients, problems)
 
 
-def whole(x: Any) -> Any:
+def whole(x: object) -> Any:
     """The full value of a sharded tensor; anything else as it is."""
     return x.full_tensor() if isinstance(x, ShardTensor) else x
 
 
-def _detached(x: Any) -> Any:
+def _detached(x: object) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 
-def describe_value(x: Any) -> str:
+def describe_value(x: object) -> str:
     """What has to be the same on every rank of a result, before ranks can gather it."""
     if isinstance(x, ShardTensor):
         return x.sharding.describe()
     return f"plain {x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
-def block_problems(x: Any) -> list[str]:
+def block_problems(x: object) -> list[str]:
     """In what a sharded tensor's block does not fit its layout."""
     if not isinstance(x, ShardTensor):
         return []

@@ -64,7 +64,7 @@ class Turns:
     def __init__(
         self,
         count: int,
-        leave: Callable[[], Any] = lambda: None,
+        leave: Callable[[], object] = lambda: None,
         enter: Callable[[Any], None] = lambda _: None,
         check: Callable[[str], None] = lambda _: None,
     ) -> None:

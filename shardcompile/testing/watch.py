@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardcompile.collectives.descriptor import Descriptor, descriptors
+from shardcompile.compat import OpOverload
 from shardcompile.tensor import ShardTensor
 
-_SILENT = {
-    *("_c10d_functional::wait_tensor", "shardcompile::take_block", "shardcompile::place_block"),
-    "shardcompile::fourier",
-}
-"""Ops that send nothing."""
+
+def _names(wanted: Callable[[Descriptor[Any]], bool]) -> frozenset[str]:
+    """Names of the ops of some collectives."""
+    return frozenset(op.name() for d in descriptors() if wanted(d) for op in d.overloads)
+
+
+_SENDING = _names(lambda d: d.communicates)
+"""Ops that send something: others of our namespace are kernels for a block, or work out cuts."""
+
+_EXCHANGES = _names(lambda d: d.communicates and d.moves_rows)
+"""Ops that send rows from one rank to others."""
 
 
 class CollectiveWatch(TorchDispatchMode):
     """Sees every collective on plain tensors, those inside of ops on sharded ones included."""
 
-    def saw(self, name: str, x: Any, out: Any) -> None:
+    def saw(self, name: str, x: object, out: object) -> None:
         """Called after each.
 
         Args:
@@ -36,12 +44,16 @@ class CollectiveWatch(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(
-        self, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        op: OpOverload,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if any(issubclass(t, ShardTensor) for t in types):
             return NotImplemented  # its ops on blocks come back here
         out = op(*args, **(kwargs or {}))
-        if op.namespace in ("_c10d_functional", "shardcompile") and op.name() not in _SILENT:
+        if op.name() in _SENDING:
             self.saw(op.name(), args[0], out)
         return out
 
@@ -56,23 +68,17 @@ class ServiceWatch(CollectiveWatch):
         nbytes: what this rank has put into collectives.
     """
 
-    _EXCHANGES = (
-        *("all_gather", "all_to_all", "fetch_ranges", "return_ranges"),
-        *("mirror_blocks", "fetch_block", "return_block", "fetch_spans", "return_spans"),
-    )
-
     def __init__(self, whole: int) -> None:
         super().__init__()
         self._whole = whole
-        self._kinds: set[str] = set()
+        self._names: set[str] = set()
         self._gathers = False
         self.nbytes = 0
 
-    def saw(self, name: str, x: Any, out: Any) -> None:
-        kind = name.partition("::")[2]
-        self._kinds.add(kind)
+    def saw(self, name: str, x: object, out: Any) -> None:
+        self._names.add(name)
         self.nbytes += x.nbytes if isinstance(x, Tensor) else 0
-        self._gathers |= kind.startswith("all_gather") and out.numel() >= self._whole
+        self._gathers |= name.partition("::")[2].startswith("all_gather") and out.numel() >= self._whole
 
     def how(self) -> str:
         """One of `SERVICES`.
@@ -82,9 +88,9 @@ class ServiceWatch(CollectiveWatch):
         """
         if self._gathers:
             return "gathered"
-        if any(k.startswith(self._EXCHANGES) for k in self._kinds):
+        if self._names & _EXCHANGES:
             return "exchanged"
-        return "reduced" if self._kinds else "local"
+        return "reduced" if self._names else "local"
 
 
 SERVICES = ("local", "reduced", "exchanged", "gathered")

@@ -54,7 +54,7 @@ def main(connection_fd: int) -> NoReturn:
 class _Serve:
     """The pytest plugin that takes the place of collecting and running tests."""
 
-    def __init__(self, setup: Setup, connection: Connection[Any, Any]) -> None:
+    def __init__(self, setup: Setup, connection: Connection[object, object]) -> None:
         self._setup = setup
         self._connection = connection
 
@@ -77,7 +77,7 @@ class _Serve:
                 os._exit(0)  # a gloo group that is torn down by the interpreter's exit sometimes aborts
 
 
-def _listen(connection: Connection[Any, Any]) -> queue.SimpleQueue[Any]:
+def _listen(connection: Connection[object, object]) -> queue.SimpleQueue[object]:
     """Receive in a thread, which sees pytest go away even while a test runs."""
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardcompile.errors import CollectiveError, DivergenceError
+from shardcompile.watch.backends import backend_of
 from shardcompile.watch.states import key_of
 from shardcompile.watch.watcher import World, is_watched, world_of
 
@@ -79,6 +80,11 @@ class Call:
         members = _members_of(group)
         return Call(group, members, Entry(0, 0, "messages between two ranks", None, (), ()))
 
+    @property
+    def of_all(self) -> bool:
+        """Whether all ranks of the group take part."""
+        return self.entry.dtype is not None
+
     def agree(self) -> None:
         """Wait until all ranks are about to run this collective, which is torch's: its messages have no tags of ours.
 
@@ -86,7 +92,8 @@ class Call:
         round a rank sends to the one that is 1, 2, 4, ... further. It takes about as long as a small collective, and so
         is left out where the group has run the same two collectives of torch's, one after the other, before.
         """
-        if self.members is None or self.group.name() == "nccl" or not self.members.is_new(self.tag):
+        backend = None if self.members is None else backend_of(self.group.name())
+        if self.members is None or backend is None or not backend.agrees or not self.members.is_new(self.tag):
             return
         me, ranks = self.group.rank(), self.group.size()
         for step in (1 << i for i in range((ranks - 1).bit_length())):
@@ -155,7 +162,7 @@ _UNKNOWN = object()
 _NUMBERS: dict[Any, int] = {}
 
 
-def enter(group: ProcessGroup, kind: str, dtype: torch.dtype, labels: Sequence[str], *stated: Any) -> Call:
+def enter(group: ProcessGroup, kind: str, dtype: torch.dtype, labels: Sequence[str], *stated: object) -> Call:
     """State a collective before anything is sent.
 
     Args:
@@ -199,7 +206,7 @@ def _members_of(group: ProcessGroup) -> Members | None:
     return _join(group) if found is _UNKNOWN else found  # type: ignore[return-value]
 
 
-def _number(name: Any) -> int:
+def _number(name: object) -> int:
     """A number for a name, the same in every process."""
     found = _NUMBERS.get(name)
     if found is None:
@@ -220,5 +227,5 @@ def _join(group: ProcessGroup) -> Members | None:
     return members
 
 
-def _value(x: Any) -> str:
+def _value(x: object) -> str:
     return ",".join(map(str, x)) if isinstance(x, tuple) else str(x)

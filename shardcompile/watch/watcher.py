@@ -23,6 +23,7 @@ from shardcompile import compat, config
 from shardcompile.compat.threads import rank_of_thread
 from shardcompile.errors import DivergenceError, ShardError
 from shardcompile.watch import connections
+from shardcompile.watch.backends import backend_of
 from shardcompile.watch.states import CAME_TO_ITS_END, LEFT, ORDERLY_ENDS, State, Stay
 from shardcompile.watch.verdict import verdict
 
@@ -59,7 +60,7 @@ class World:
         self.members: list[Any] = []
         self._group = weakref.ref(group)
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._backend = dist.get_backend()
+        self._backend = backend_of(dist.get_backend())
         self._store: Any = compat.store()
         self._prefix = f"shardcompile/watch/{_number_of_world()}"
         self._judged = threading.Event()
@@ -257,7 +258,7 @@ class World:
         if not self._ended:
             log.error("rank %d: %s", self._rank, text)
         self._judged.set()
-        if self._backend == "nccl":
+        if self._backend is not None and self._backend.aborts:
             group = self._group()
             if group is not None:
                 group.abort()
@@ -384,7 +385,7 @@ def _world_group() -> ProcessGroup | None:
 
 def is_watched(group: ProcessGroup) -> bool:
     """Whether ranks of a group can be left waiting: it has several, which are processes."""
-    return group.size() > 1 and group.name() in ("gloo", "nccl") and rank_of_thread() is None
+    return group.size() > 1 and backend_of(group.name()) is not None and rank_of_thread() is None
 
 
 def world_of() -> World | None:

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardcompile as sc
 from shardcompile.offline import OfflineError, absent_cuda, offline_world, trace_offline, trace_step
 from shardcompile.passes import Pipeline
-from shardcompile.passes.collective import collectives
+from shardcompile.passes.graph.collective import collectives
 
 CHANNELS = 16
 needs_compiler = pytest.mark.skipif(

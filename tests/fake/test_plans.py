@@ -18,10 +18,11 @@ from tiers import often
 from torch.fx import Graph
 
 from shardcompile.offline import offline_world
-from shardcompile.passes import Pipeline, blocks
-from shardcompile.passes.collective import Collective, collectives
-from shardcompile.passes.cost import CostModel
-from shardcompile.passes.links import A100, CPU_CORE, H100
+from shardcompile.passes import Pipeline
+from shardcompile.passes.cost.links import A100, CPU_CORE, H100
+from shardcompile.passes.cost.model import CostModel
+from shardcompile.passes.graph import blocks
+from shardcompile.passes.graph.collective import Collective, collectives
 
 Write = Callable[[suite.Place, random.Random], Graph]
 

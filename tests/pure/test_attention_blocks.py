@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardcompile.dispatch.attention_blocks import attend, attend_backward, pieces_of
+from shardcompile.ops.attention.kernels import attend, attend_backward, pieces_of
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, shift: int) -> tuple[Tensor, Tensor]:

@@ -16,15 +16,15 @@ from lockstep import world_of
 from torch.fx import Graph, Node
 
 from shardcompile.passes import BucketAllGathers, BucketAllToAlls, BucketReduceScatters
-from shardcompile.passes.bounds import bucket_bound, lower_bound
-from shardcompile.passes.bucket import Bucketing
-from shardcompile.passes.collective import collectives
-from shardcompile.passes.cost import CostModel, Prices
-from shardcompile.passes.dependencies import Closure
-from shardcompile.passes.edges import Edges
-from shardcompile.passes.links import H100, INFINIBAND_NDR
-from shardcompile.passes.simulator import Streams
-from shardcompile.passes.tasks import START, WAIT, Tasks
+from shardcompile.passes.bucket.buckets import Bucketing
+from shardcompile.passes.cost.links import H100, INFINIBAND_NDR
+from shardcompile.passes.cost.model import CostModel, Prices
+from shardcompile.passes.graph.collective import collectives
+from shardcompile.passes.graph.dependencies import Closure
+from shardcompile.passes.schedule.bounds import bucket_bound, lower_bound
+from shardcompile.passes.schedule.edges import Edges
+from shardcompile.passes.schedule.simulator import Streams
+from shardcompile.passes.schedule.tasks import START, WAIT, Tasks
 
 MODEL = CostModel(H100, group_links={"g": INFINIBAND_NDR})
 _c10d = torch.ops._c10d_functional

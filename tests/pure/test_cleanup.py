@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from shardcompile.passes.cleanup import (
+from shardcompile.passes.cleanup.unneeded import (
     CancelRoundTrips,
     DropOwnSlice,
     DropRepeatedWaits,
@@ -20,7 +20,7 @@ from shardcompile.passes.cleanup import (
     ShareEqualCollectives,
     SpreadOwnBlock,
 )
-from shardcompile.passes.collective import WAIT
+from shardcompile.passes.graph.collective import WAIT
 
 aten, ours = torch.ops.aten, torch.ops.shardcompile
 TAKE, PLACE = ours.take_block.default, ours.place_block.default

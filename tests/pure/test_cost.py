@@ -16,13 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from shardcompile.passes import cost, links
-from shardcompile.passes.blocks import labels, rank_dependent
-from shardcompile.passes.bounds import lower_bound
-from shardcompile.passes.collective import WAIT, Collective, add_node
-from shardcompile.passes.cost import NOMINAL_BYTES, CostModel, Prices
-from shardcompile.passes.links import CPU_CORE, H100, Device, Link
-from shardcompile.passes.simulator import simulate
+from shardcompile.passes.cost import links
+from shardcompile.passes.cost import model as cost
+from shardcompile.passes.cost.links import CPU_CORE, H100, Device, Link
+from shardcompile.passes.cost.model import NOMINAL_BYTES, CostModel, Prices
+from shardcompile.passes.graph.blocks import labels, rank_dependent
+from shardcompile.passes.graph.collective import WAIT, Collective, add_node
+from shardcompile.passes.schedule.bounds import lower_bound
+from shardcompile.passes.schedule.simulator import simulate
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

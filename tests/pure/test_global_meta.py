@@ -11,9 +11,8 @@ from tiers import often
 from torch import Tensor
 from torch._ops import OpOverload
 
-from shardcompile import ShardTensor
-from shardcompile.dispatch.global_meta import global_meta
-from shardcompile.dispatch.strides import STORED_AS_A_SUM
+from shardcompile.ops import Order, record_of
+from shardcompile.ops.support.global_meta import global_meta
 
 aten = torch.ops.aten
 
@@ -53,10 +52,10 @@ def test_strides_of_pointwise_ops(dtype: torch.dtype) -> None:
             if not isinstance(real, Tensor):
                 continue
             seen.add(op)
-            told = global_meta(ShardTensor, op, (a, b), {})
+            told = global_meta(op, (a, b), {})
             pairs = zip(real.shape, real.stride(), told.stride(), strict=True)
             if any(n > 1 and s != t for n, s, t in pairs):
                 wrong.append(f"{op}{tuple(a.stride()), tuple(b.stride())}: {real.stride()}, told {told.stride()}")
     assert not wrong, "\n".join(wrong)
     assert len(seen) > 25
-    assert len(seen & STORED_AS_A_SUM) > (2 if dtype is torch.bool else 6)
+    assert sum(record_of(op).order is Order.AS_A_SUM for op in seen) > (2 if dtype is torch.bool else 6)

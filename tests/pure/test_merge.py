@@ -15,9 +15,9 @@ from torch.fx import Graph, Node
 from work import calls
 
 from shardcompile.passes import MergeReductions
-from shardcompile.passes.collective import collectives
-from shardcompile.passes.cost import CostModel
-from shardcompile.passes.links import H100
+from shardcompile.passes.cost.links import H100
+from shardcompile.passes.cost.model import CostModel
+from shardcompile.passes.graph.collective import collectives
 
 aten = torch.ops.aten
 

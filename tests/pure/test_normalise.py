@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from shardcompile.passes.chains import EXCHANGE
-from shardcompile.passes.collective import WAIT
-from shardcompile.passes.normalise import NormaliseChains
+from shardcompile.passes.foreign.chains import EXCHANGE
+from shardcompile.passes.foreign.normalise import NormaliseChains
+from shardcompile.passes.graph.collective import WAIT
 
 aten = torch.ops.aten
 PAD, SLICE, CAT = aten.constant_pad_nd.default, aten.slice.Tensor, aten.cat.default

@@ -19,9 +19,10 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 import shardcompile.passes as passes
 from shardcompile.collectives.buckets import bucket_dtype
 from shardcompile.errors import PassError
-from shardcompile.passes import bucket, choice
-from shardcompile.passes.collective import WAIT, collectives
-from shardcompile.passes.dependencies import Closure
+from shardcompile.passes.bucket import buckets as bucket
+from shardcompile.passes.bucket import choice
+from shardcompile.passes.graph.collective import WAIT, collectives
+from shardcompile.passes.graph.dependencies import Closure
 
 aten = torch.ops.aten
 
@@ -147,7 +148,7 @@ def test_random_ops_keep_their_order() -> None:
 
 def _gathered_as_bytes(calls: list[Any]) -> list[Tensor]:
     """What each rank gets of a bucket of gathers: the members one after the other, of whatever dtypes, as one dtype."""
-    inputs = [call[0] for call in calls]
+    inputs = [call.inputs for call in calls]
     dtype = bucket_dtype([x.dtype for x in inputs[0]])
     return [torch.cat([torch.cat(blocks).view(-1).view(dtype) for blocks in zip(*inputs, strict=True)])] * len(calls)
 

@@ -27,14 +27,29 @@ from simulator import (
 from torch._ops import OpOverload
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from shardcompile.dispatch.choice import Choice, choose
 from shardcompile.errors import RuleError
 from shardcompile.layout import Cut, Layout, MeshShape
-from shardcompile.rules import OpCall, Strategy, TensorArg, along, find_rule, register, registry
-from shardcompile.rules.notation import multilinear, parse_notation, split_notation
-from shardcompile.rules.registry import Rule, overloads, registered_ops, replace_rule
-from shardcompile.rules.strategy import partial
-from shardcompile.rules.views import match_dims
+from shardcompile.ops import (
+    OpCall,
+    OpRecord,
+    Order,
+    Rule,
+    Strategy,
+    TensorArg,
+    along,
+    find_rule,
+    record_of,
+    register,
+    registered_ops,
+    registry,
+    replace_rule,
+    state,
+)
+from shardcompile.ops.choice import Choice, choose
+from shardcompile.ops.notation import multilinear, parse_notation, split_notation
+from shardcompile.ops.registry import overloads
+from shardcompile.ops.strategy import partial
+from shardcompile.ops.view.rule import match_dims
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial("sum")
@@ -149,14 +164,16 @@ def test_notation_must_fit_the_call() -> None:
 
 
 @pytest.fixture
-def rules(monkeypatch: pytest.MonkeyPatch) -> dict[OpOverload, Rule]:
-    """An empty table of rules."""
-    table: dict[OpOverload, Rule] = {}
-    monkeypatch.setattr(registry, "_RULES", table)
-    return table
+def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[OpOverload, OpRecord]]:
+    """An empty table of ops."""
+    table: dict[OpOverload, OpRecord] = {}
+    record_of.cache_clear()
+    monkeypatch.setattr(registry, "_RECORDS", table)
+    yield table
+    record_of.cache_clear()
 
 
-def test_registering_twice_raises_and_names_both_places(rules: dict[OpOverload, Rule]) -> None:
+def test_registering_twice_raises_and_names_both_places(rules: dict[OpOverload, OpRecord]) -> None:
     register(aten.mm.default, "m k, k n -> m n")
     first = _line_of('register(aten.mm.default, "m k, k n -> m n")\n')
     with pytest.raises(RuleError) as error:
@@ -165,7 +182,7 @@ def test_registering_twice_raises_and_names_both_places(rules: dict[OpOverload, 
     assert str(error.value) == (
         f"aten.mm.default already has a rule, from test_rules.py:{first} (again: test_rules.py:{second})"
     )
-    assert first < second and rules[aten.mm.default].origin == f"test_rules.py:{first}"
+    assert first < second and find_rule(aten.mm.default).origin == f"test_rules.py:{first}"
 
 
 def _line_of(text: str) -> int:
@@ -173,14 +190,14 @@ def _line_of(text: str) -> int:
     return next(i for i, line in enumerate(lines, 1) if line.endswith(text))
 
 
-def test_a_packet_registers_all_its_overloads(rules: dict[OpOverload, Rule]) -> None:
+def test_a_packet_registers_all_its_overloads(rules: dict[OpOverload, OpRecord]) -> None:
     register([aten.neg, aten.mm.default], lambda call: ())
     assert aten.neg.default in rules and aten.neg.out in rules
     assert set(registered_ops()) == {*overloads(aten.neg), aten.mm.default}
     assert overloads(aten.mm.default) == [aten.mm.default]
 
 
-def test_a_malformed_rule_is_not_registered(rules: dict[OpOverload, Rule]) -> None:
+def test_a_malformed_rule_is_not_registered(rules: dict[OpOverload, OpRecord]) -> None:
     with pytest.raises(RuleError, match="does not fit the signature"):
         register(aten.mm.default, "m k, k n, n -> m n")
     with pytest.raises(RuleError, match="cannot read"):
@@ -188,11 +205,32 @@ def test_a_malformed_rule_is_not_registered(rules: dict[OpOverload, Rule]) -> No
     assert find_rule(aten.mm.default) is None and rules == {}
 
 
-def test_replace_rule(rules: dict[OpOverload, Rule]) -> None:
+def test_replace_rule(rules: dict[OpOverload, OpRecord]) -> None:
     register(aten.mm.default, "m k, k n -> m n")
     new = Rule(lambda call: (), None, "a user")
     replace_rule(aten.mm.default, new)
     assert find_rule(aten.mm.default) is new
+
+
+def test_facts_of_an_op_meet_in_its_record_and_are_stated_once(rules: dict[OpOverload, OpRecord]) -> None:
+    register(aten.mm.default, "m k, k n -> m n")
+    state([aten.mm.default, aten.bmm.default], kernel=torch.mm, order=Order.OF_ROWS)
+    record = record_of(aten.mm.default)
+    assert record.rule is not None and record.kernel is torch.mm and record.order.needs_rows
+    assert set(record.origins) == {"rule", "kernel", "order"} and record_of(aten.bmm.default).rule is None
+    with pytest.raises(RuleError, match=r"aten.mm.default already has a kernel, from test_rules.py:\d+ \(again: test"):
+        state(aten.mm.default, kernel=torch.matmul)
+    state(aten.mm.default, sharded=torch.mm)
+    form = record_of(aten.mm.default).sharded
+    assert form is not None and form.run is torch.mm and not form.always
+
+
+def test_a_family_speaks_where_a_record_says_nothing(rules: dict[OpOverload, OpRecord]) -> None:
+    tagged = record_of(aten.sin.default)
+    assert tagged.elementwise and tagged.rule is not None and find_rule(aten.sin.default) is None
+    register(aten.sin.default, lambda call: ())
+    stated = record_of(aten.sin.default)
+    assert stated.elementwise and stated.rule is find_rule(aten.sin.default) is not tagged.rule
 
 
 # Views

@@ -22,20 +22,22 @@ from torch import Tensor
 from torch.fx import Graph
 from work import calls
 
-from shardcompile.collectives.buckets import _cuts
-from shardcompile.passes import BucketReduceScatters, Pipeline, choice
-from shardcompile.passes.bounds import lower_bound
-from shardcompile.passes.collective import WAIT, Collective, collectives
-from shardcompile.passes.cost import CostModel, Prices, keeping_prices
-from shardcompile.passes.dependencies import needed_first
-from shardcompile.passes.edges import Edges
-from shardcompile.passes.hold import HoldOrder
-from shardcompile.passes.links import CPU_CORE, H100, INFINIBAND_NDR
-from shardcompile.passes.overlap import ScheduleOverlap, best_order
-from shardcompile.passes.scheduler import Outline, Scheduler
-from shardcompile.passes.search import quick_plans
-from shardcompile.passes.simulator import known_peak, peak_memory, simulate
-from shardcompile.passes.tasks import Tasks, nodes_in_order
+from shardcompile.collectives.gathers import AllGatherV, ReduceScatterV
+from shardcompile.collectives.turns import AllToAllV
+from shardcompile.passes import BucketReduceScatters, Pipeline
+from shardcompile.passes.bucket import choice
+from shardcompile.passes.cost.links import CPU_CORE, H100, INFINIBAND_NDR
+from shardcompile.passes.cost.model import CostModel, Prices, keeping_prices
+from shardcompile.passes.graph.collective import WAIT, Collective, collectives
+from shardcompile.passes.graph.dependencies import needed_first
+from shardcompile.passes.schedule.bounds import lower_bound
+from shardcompile.passes.schedule.edges import Edges
+from shardcompile.passes.schedule.hold import HoldOrder
+from shardcompile.passes.schedule.overlap import ScheduleOverlap, best_order
+from shardcompile.passes.schedule.scheduler import Outline, Scheduler
+from shardcompile.passes.schedule.search import quick_plans
+from shardcompile.passes.schedule.simulator import known_peak, peak_memory, simulate
+from shardcompile.passes.schedule.tasks import Tasks, nodes_in_order
 
 RANKS = 8
 MODEL = CostModel(H100)
@@ -202,33 +204,30 @@ def test_buckets_that_delay_more_than_they_save_are_not_made() -> None:
 # ------------------------------------------------------------------------------------------------- values
 
 
-def _members(calls: list[Any], arguments: Callable[[Any, int], tuple[Any, ...]], run: Callable[..., Any]) -> Any:
+def _members(calls: list[Any], arguments: Callable[[Any, int], Any], run: Callable[..., Any]) -> Any:
     """Buckets as so many collectives: what each rank gets of all members, one after the other."""
-    parts = [run([arguments(call, i) for call in calls]) for i in range(len(calls[0][0]))]
+    parts = [run([arguments(call, i) for call in calls]) for i in range(len(calls[0].inputs))]
     return [torch.cat([part[rank] for part in parts]) for rank in range(len(calls))]
 
 
 def _gather_bucket(calls: list[Any]) -> Any:
-    def arguments(call: Any, i: int) -> tuple[Any, ...]:
-        inputs, dims, totals, *cuts, group = call
-        return inputs[i], dims[i], totals[i], *_cuts(*cuts)[i], group
+    def arguments(c: Any, i: int) -> AllGatherV:
+        return AllGatherV(c.inputs[i], c.dims[i], c.totals[i], c.cuts[i], c.group_name)
 
     return _members(calls, arguments, lockstep._all_gather_v)
 
 
 def _scatter_bucket(calls: list[Any]) -> Any:
-    def arguments(call: Any, i: int) -> tuple[Any, ...]:
-        inputs, dims, blocks, op, *cuts, group = call
-        return inputs[i], dims[i], blocks[i], op, *_cuts(*cuts)[i], group
+    def arguments(c: Any, i: int) -> ReduceScatterV:
+        return ReduceScatterV(c.inputs[i], c.dims[i], c.blocks[i], c.reduce_op, c.cuts[i], c.group_name)
 
     return _members(calls, arguments, lockstep._reduce_scatter_v)
 
 
 def _exchange_bucket(calls: list[Any]) -> Any:
-    def arguments(call: Any, i: int) -> tuple[Any, ...]:
-        inputs, dims, extents, *cuts, group = call
-        pairs = _cuts(*cuts)[2 * i : 2 * i + 2]
-        return inputs[i], *dims[2 * i : 2 * i + 2], *extents[2 * i : 2 * i + 2], *pairs[0], *pairs[1], group
+    def arguments(c: Any, i: int) -> AllToAllV:
+        pair = slice(2 * i, 2 * i + 2)
+        return AllToAllV(c.inputs[i], *c.dims[pair], *c.extents[pair], *c.cuts[pair], c.group_name)
 
     return _members(calls, arguments, lockstep._all_to_all_v)
 

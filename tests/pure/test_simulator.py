@@ -19,15 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from work import calls
 
-from shardcompile.passes.bounds import bucket_bound, lower_bound
-from shardcompile.passes.collective import WAIT, add_node
-from shardcompile.passes.cost import CostModel, Prices
-from shardcompile.passes.edges import Edges
-from shardcompile.passes.links import H100
-from shardcompile.passes.scheduler import Outline, Scheduler
-from shardcompile.passes.search import quick_plans
-from shardcompile.passes.simulator import COMPUTE, Timeline, perfetto, simulate
-from shardcompile.passes.tasks import Tasks
+from shardcompile.passes.cost.links import H100
+from shardcompile.passes.cost.model import CostModel, Prices
+from shardcompile.passes.graph.collective import WAIT, add_node
+from shardcompile.passes.schedule.bounds import bucket_bound, lower_bound
+from shardcompile.passes.schedule.edges import Edges
+from shardcompile.passes.schedule.scheduler import Outline, Scheduler
+from shardcompile.passes.schedule.search import quick_plans
+from shardcompile.passes.schedule.simulator import COMPUTE, Timeline, perfetto, simulate
+from shardcompile.passes.schedule.tasks import Tasks
 
 aten = torch.ops.aten
 REDUCE = torch.ops._c10d_functional.all_reduce.default

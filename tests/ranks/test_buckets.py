@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
-from shardcompile.collectives import flat_cuts, scratch, wait
+from shardcompile.collectives import scratch, wait
 from shardcompile.demo.traffic import traffic_of
+from shardcompile.layout import GroupCut, write_cuts
 from shardcompile.passes import inductor_options
 from shardcompile.testing import rank, world_size
 
@@ -51,7 +52,7 @@ def test_gathers(dtypes: list[torch.dtype], width: list[int]) -> None:
         blocks.append(values([s if s >= 0 else sizes[rank()] for s in shape] + width, dtype, 10 * n + rank()))
         totals.append(sum(sizes))
         singles.append(wait(_ops.all_gather_v(blocks[-1], dim, totals[-1], sizes, 0, [], group_name())))
-    cuts = flat_cuts([(sizes, 0, []) for sizes in SIZES[world_size()]])
+    cuts = write_cuts([GroupCut(sizes, 0, []) for sizes in SIZES[world_size()]])
     flat = wait(_ops.all_gather_bucket(blocks, [d for d, _ in SHAPES], totals, *cuts, group_name()))
     start = 0
     for single in singles:
@@ -67,7 +68,7 @@ def test_gathers(dtypes: list[torch.dtype], width: list[int]) -> None:
 def test_what_is_conjugated_lazily_is_sent_as_it_reads(members: int) -> None:
     sizes = SIZES[world_size()][0]
     blocks = [values([sizes[rank()], 8], torch.complex64, n) * (1 + rank() * 1j) for n in range(members)]
-    cuts = flat_cuts([(sizes, 0, [])] * members)
+    cuts = write_cuts([GroupCut(sizes, 0, [])] * members)
     ends = [0] * members, [sum(sizes)] * members
     lazy = wait(_ops.all_gather_bucket([b.conj() for b in blocks], *ends, *cuts, group_name()))
     plain = wait(_ops.all_gather_bucket([b.conj().resolve_conj() for b in blocks], *ends, *cuts, group_name()))
@@ -82,7 +83,7 @@ def test_reduce_scatters(reduce_op: str) -> None:
         terms.append(values([s if s >= 0 else sum(sizes) for s in shape], torch.float32, 10 * n + rank()))
         blocks.append(sizes[rank()])
         singles.append(wait(_ops.reduce_scatter_v(terms[-1], dim, blocks[-1], reduce_op, sizes, 0, [], group_name())))
-    cuts = flat_cuts([(sizes, 0, []) for sizes in SIZES[world_size()]])
+    cuts = write_cuts([GroupCut(sizes, 0, []) for sizes in SIZES[world_size()]])
     dims = [d for d, _ in SHAPES]
     flat = wait(_ops.reduce_scatter_bucket(terms, dims, blocks, reduce_op, *cuts, group_name()))
     assert torch.equal(flat, torch.cat(singles))
@@ -97,8 +98,8 @@ def test_all_to_alls() -> None:
         singles.append(wait(_ops.all_to_all_v(blocks[-1], *arguments, src, 0, [], dst, 0, [], group_name())))
         dims += arguments[:2]
         extents += arguments[2:]
-        cuts += [(src, 0, []), (dst, 0, [])]
-    flat = wait(_ops.all_to_all_bucket(blocks, dims, extents, *flat_cuts(cuts), group_name()))
+        cuts += [GroupCut(src, 0, []), GroupCut(dst, 0, [])]
+    flat = wait(_ops.all_to_all_bucket(blocks, dims, extents, *write_cuts(cuts), group_name()))
     assert torch.equal(flat, torch.cat(singles))
 
 
@@ -112,7 +113,7 @@ def test_several_at_once_do_not_share_memory() -> None:
         for n in range(5):
             wholes = [values([sum(s), 100], torch.float64, 100 * repeat + 10 * n + i) for i, s in enumerate(rows)]
             blocks = [w.split(s)[me] for w, s in zip(wholes, rows, strict=True)]
-            cuts = flat_cuts([(s, 0, []) for s in rows])
+            cuts = write_cuts([GroupCut(s, 0, []) for s in rows])
             totals = [sum(s) for s in rows]
             started.append(_ops.all_gather_bucket(blocks, [0, 0], totals, *cuts, group_name()))
             expected.append(torch.cat([w.flatten() for w in wholes]))
@@ -132,7 +133,7 @@ def test_the_memory_of_members_stays_theirs() -> None:
     rows = scratch._SMALLEST // 4
     x = torch.full([rows], float(rank()))
     for _ in range(3):
-        wait(_ops.all_gather_bucket([x], [0], [2 * rows], *flat_cuts([([rows, rows], 0, [])]), group_name()))
+        wait(_ops.all_gather_bucket([x], [0], [2 * rows], *write_cuts([GroupCut([rows, rows], 0, [])]), group_name()))
         wait(_ops.reduce_scatter_v(torch.ones(2 * rows), 0, rows, "sum", [rows, rows], 0, [], group_name()))
     assert torch.equal(x, torch.full([rows], float(rank())))
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardcompile.errors import CollectiveError
-from shardcompile.passes import calibrate as calibration
+from shardcompile.passes.cost import calibrate as calibration
 from shardcompile.testing import rank, world_size
 
 

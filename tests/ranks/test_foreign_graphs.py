@@ -17,15 +17,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.fx import Graph
 
 from shardcompile.passes.backend import inductor_options
-from shardcompile.passes.cleanup import (
+from shardcompile.passes.cleanup.unneeded import (
     CancelRoundTrips,
     DropOwnSlice,
     DropRepeatedWaits,
     ReduceThenSlice,
     ShareEqualCollectives,
 )
-from shardcompile.passes.collective import collectives
-from shardcompile.passes.normalise import NormaliseChains
+from shardcompile.passes.foreign.normalise import NormaliseChains
+from shardcompile.passes.graph.collective import collectives
 from shardcompile.passes.pipeline import Pipeline
 from shardcompile.passes.verify import agreed
 from shardcompile.testing import rank, world_size

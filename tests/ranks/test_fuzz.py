@@ -426,3 +426,49 @@ def test_a_slice_of_a_dim_that_no_block_tells_through_inductor() -> None:
         *("v9 = whole(v8)", "v10 = v8.softmax(1)", "v11 = v10.min(1, keepdim=True)[0]  # if apart(v10, 1)"),
     ]
     assert found(lines, given, (4,), backend="inductor").kind == RIGHT
+
+
+def test_a_gradient_that_autograd_makes_of_nothing() -> None:
+    """It is plain and full of zeros: no gradient reached the products."""
+    inputs = [Input("a0", (1, 0), "S(1)", {0: [0, 0]}, grad=True)]
+    lines = ["v0 = a0.cumprod(-2)", "v1 = torch.linalg.vector_norm(v0, 1, [-2], True)"]
+    assert found(lines, inputs, (2,)).kind == RIGHT
+
+
+def test_a_size_that_the_backward_pass_finds_to_be_a_number() -> None:
+    """The halves of `glu` add up to its input: half of what is at least 1 and at most 3 is 1, so all of it is 2."""
+    inputs = [Input("a0", (2, 1, 0), "S(0)", {0: [1, 1]}, grad=True)]
+    lines = [
+        *("v0 = a0.movedim(0, -1)", "v1 = F.pad(v0, [2, 0], value=0.5)", "v2 = F.glu(v0, 2)"),
+        "v3 = torch.addcmul(v1, v1, v2, value=0.5)",
+    ]
+    assert found(lines, inputs, (2,), "aot_eager").kind == RIGHT
+
+
+def test_a_row_of_a_block_whose_size_a_run_gives_is_written_to() -> None:
+    inputs = [Input("a0", (4, 6), "S(0)", {0: [1, 1, 2]})]
+    lines = ["v0 = torch.cat([a0, a0], 0)", 'v1 = to(v0, "S(1)")', "v1.unbind(0)[-1].zero_()"]
+    assert found(lines, inputs, backend="aot_eager").kind == RIGHT
+
+
+@pytest.mark.parametrize("dims", [(4, 0, 7), (0, 7, 3)])
+def test_dims_without_elements_do_not_tell_blocks_apart(dims: tuple[int, ...]) -> None:
+    """One such dim counts as one element in strides, a block without rows as none."""
+    place = dims.index(7)
+    inputs = [Input("a0", dims, f"S({place})", {0: [2, 3, 2, 0]}, inferred=True)]
+    assert found(["v0 = a0 * 2"], inputs, (4,), "aot_eager").kind == RIGHT
+
+
+def test_a_size_that_the_backward_pass_finds_to_be_a_number_beside_gradients_that_nobody_wants() -> None:
+    """The gradient of `cumprod` of a plain tensor is a loop over the extent, which the forward pass does not ask for."""
+    inputs = [
+        Input("a0", (6, 4), "S(1) S(0)", {1: [6, 0], 0: [4, 0]}, grad=True),
+        Input("a1", (4,), "P(sum) S(0)", {1: [2, 2]}, grad=True),
+    ]
+    lines = ["v0 = torch.cat([a1, a1, a1], 0)", "v1 = whole(a0)", "v2 = a0 + a1", "v3 = v1.cumprod(-2)"]
+    assert found(lines, inputs, (2, 2), "aot_eager").kind == RIGHT
+
+
+def test_a_dim_without_rows_that_is_cut_twice_tells_its_blocks() -> None:
+    inputs = [Input("a0", (1, 0, 1), "S(1) S(1)", {1: [0, 0, 0, 0]}), Input("a1", (1, 1))]
+    assert found(["v0 = a0 @ a1"], inputs, (2, 2), "aot_eager").kind == RIGHT

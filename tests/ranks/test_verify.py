@@ -22,7 +22,7 @@ import shardcompile as sc
 from shardcompile.compat.observe import cache_counts
 from shardcompile.errors import PassError
 from shardcompile.passes import Pipeline, compile_with_passes, verify
-from shardcompile.passes.collective import WAIT, collectives
+from shardcompile.passes.graph.collective import WAIT, collectives
 from shardcompile.testing import rank, world_size
 
 

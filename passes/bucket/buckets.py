@@ -1,0 +1,373 @@
+"""Buckets: many collectives in one.
+
+A small collective costs its latency, so that the gradients of a model's parameters, reduced one by one, cost a
+multiple of what their bytes do; the same holds for the gathers of parameters that are kept in blocks. Torch's own even
+collectives meet as ours do, and each other.
+
+What meets in a bucket follows from the program and from sizes that all ranks of a group share, never from the bytes of
+this rank's block: see `shardcompile.passes.bucket.choice`. A bucket is issued where its last member was, or before what
+reads the first member's result, together with all that its payloads need.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Sequence, Set
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from shardcompile.collectives.buckets import ALL_GATHER_BUCKET, ALL_TO_ALL_BUCKET, REDUCE_SCATTER_BUCKET
+from shardcompile.collectives.of_torch import ALL_REDUCE, REDUCE_SCATTER
+from shardcompile.collectives.traffic import (
+    Load,
+    Traffic,
+    exchanged_in_a_bucket,
+    gathered_in_a_bucket,
+    reduced_in_a_bucket,
+    scattered_in_a_bucket,
+)
+from shardcompile.collectives.transport import check_reduction
+from shardcompile.errors import CollectiveError
+from shardcompile.layout import GroupCut
+from shardcompile.passes.bucket.choice import Choice
+from shardcompile.passes.cost.model import CostModel, computes_nothing
+from shardcompile.passes.graph.collective import WAIT, Collective, add_call, add_node, collectives, inherit
+from shardcompile.passes.graph.dependencies import needed_first, ordered_inputs
+
+aten = torch.ops.aten
+
+
+class Bucketing:
+    """What the bucketing passes share: which collectives meet, and how a graph is put in order again.
+
+    What joins a bucket says so in its descriptor.
+
+    Args:
+        bucket_bytes: no bucket holds more, over all ranks; None for as much as makes the graph faster.
+        model: the costs, by which members are chosen, see `Choice`; None for those of the device that the graph runs
+            on.
+    """
+
+    name = ""
+    bucket = ""
+    """The kind that members join, see `shardcompile.collectives.descriptor.Joins`."""
+
+    def __init__(self, bucket_bytes: int | None = None, model: CostModel | None = None) -> None:
+        self.bucket_bytes = bucket_bytes
+        self.model = model
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(bucket_bytes={self.bucket_bytes}, model={self.model})"
+
+    def __call__(self, graph: Graph) -> None:
+        groups: dict[Any, list[Collective]] = {}
+        for c in collectives(graph):
+            joins = c.descriptor.joins
+            key = self._key(c) if joins is not None and joins.bucket == self.bucket and _is_simple(c) else None
+            if key is not None:
+                groups.setdefault((key, c.group_name, c.backward), []).append(c)
+        groups = {key: group for key, group in groups.items() if len(group) > 1}
+        if groups:
+            model = self.model or CostModel.of(graph)
+            self._replace(graph, Choice(graph, groups, model, self._traffic, self.bucket_bytes).buckets())
+
+    def _traffic(self, kinds: Set[str], load: Load) -> Traffic:
+        """What a bucket moves, by the kinds of its members and by what each rank has of all of them."""
+        raise NotImplementedError
+
+    def _key(self, c: Collective) -> Any:
+        """What members of a bucket have in common besides their group, or None for what cannot join it after all."""
+        raise NotImplementedError
+
+    def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
+        """One collective for all members, at the graph's insertion point: its start, lengths of their parts, dtype."""
+        raise NotImplementedError
+
+    def _replace(self, graph: Graph, buckets: Sequence[Sequence[Node]]) -> None:
+        if not buckets:
+            return
+        place = {node: float(i) for i, node in enumerate(graph.nodes)}
+        for bucket in buckets:
+            self._replace_one(graph, sorted(bucket, key=place.__getitem__), place)
+        _sort(graph)
+
+    def _replace_one(self, graph: Graph, bucket: Sequence[Node], place: dict[Node, float]) -> None:
+        # As they are now: other buckets may have replaced their payloads.
+        ordered = [c for c in map(Collective.of, bucket) if c is not None]
+        # By size, so that in bytes every part starts at its own width.
+        members = sorted(ordered, key=lambda m: -m.value.dtype.itemsize)
+        with graph.inserting_before(ordered[-1].node):
+            start, lengths, dtype = self._merge(graph, members)
+        inherit(start, ordered)
+        with graph.inserting_before(min(ordered[-1].waits, key=place.__getitem__)):
+            parts = add_node(graph, aten.split_with_sizes.default, add_node(graph, WAIT, start), lengths, 0)
+            for i, m in enumerate(members):
+                part = add_node(graph, operator.getitem, parts, i)
+                result = m.node.meta["val"]
+                if dtype != result.dtype:
+                    part = add_node(graph, aten.view.dtype, part, result.dtype)
+                if result.ndim != 1:
+                    part = add_node(graph, aten.view.default, part, list(result.shape))
+                for wait in m.waits:
+                    wait.replace_all_uses_with(part)
+        for m in members:
+            for node in (*m.waits, m.node):
+                graph.erase_node(node)
+
+
+class BucketAllReduces(Bucketing):
+    """Reduce many tensors in one collective, where none waits for the result of another.
+
+        all_reduce(a); all_reduce(b)   ->   all_reduce(cat(a, b)), split
+
+    Legal because an all-reduce works element by element. Members have one group, one reduction and one dtype. The
+    order in which a backend adds up the ranks' terms may depend on the length of the message, so floats can differ in
+    their last bit from those without the bucket (seen with three and more ranks; two terms add up the same in either
+    order).
+    """
+
+    name = "bucket_all_reduces"
+    bucket = ALL_REDUCE.kind
+
+    def _key(self, c: Collective) -> Any:
+        if c.value.ndim > 1 and not (_is_static(c) and c.value.is_contiguous()):
+            return None
+        return c.arguments.reduce_op, c.value.dtype, c.value.device
+
+    def _traffic(self, kinds: Set[str], load: Load) -> Traffic:
+        return reduced_in_a_bucket(load, passes=2)
+
+    def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
+        flat = [_flat(graph, m.payload) for m in members]
+        lengths = [_numel(graph, f) for f in flat]
+        packed = add_node(graph, aten.cat.default, flat, 0)
+        last = members[-1]
+        start = add_node(graph, last.node.target, *last.arguments._replace(input=packed))
+        return start, lengths, members[-1].value.dtype
+
+
+class BucketAllGathers(Bucketing):
+    """Gather the blocks of many tensors in one collective, of any sizes and dtypes.
+
+        all_gather_v(a, ...); all_gather_v(b, ...)   ->   all_gather_bucket([a, b], ...), split
+
+    Legal because a gather moves elements and computes nothing. Each rank sends its blocks of all members one after the
+    other: the bytes on the wire are those of the blocks. Even gathers of torch's own join.
+    """
+
+    name = "bucket_all_gathers"
+    bucket = ALL_GATHER_BUCKET.kind
+
+    def _key(self, c: Collective) -> Any:
+        if _is_even(c) and not (c.value.ndim and _is_static(c)):
+            return None
+        # In bytes the parts' places are multiples of symbols, of which a view to a dtype would have to be sure.
+        return c.value.device, None if _is_static(c) else c.value.dtype
+
+    def _traffic(self, kinds: Set[str], load: Load) -> Traffic:
+        return gathered_in_a_bucket(load)
+
+    def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
+        inputs, dims, totals, cuts = _joined(members)
+        group_name = members[-1].group_name
+        start = add_call(
+            graph, ALL_GATHER_BUCKET, inputs=inputs, dims=dims, totals=totals, cuts=cuts, group_name=group_name
+        )
+        dtype = start.meta["val"].dtype
+        return start, [_length(graph, m, dtype) for m in members], dtype
+
+
+class BucketReduceScatters(Bucketing):
+    """Reduce many tensors, and leave each rank its blocks, in one collective.
+
+        reduce_scatter_v(a, ...); reduce_scatter_v(b, ...)           ->   reduce_scatter_bucket([a, b], ...), split
+        reduce_scatter_tensor(a); reduce_scatter_tensor(b)           ->   reduce_scatter_tensor(cat(a, b)), split
+        reduce_scatter_v(a, ...); reduce_scatter_tensor(b)           ->   reduce_scatter_bucket([a, b], ...), split
+
+    Legal because the reduction works element by element. Members have one group, one reduction and one dtype. Ours
+    reduce in rank order, in a bucket as alone: the results are the same bit for bit. Even ones of torch's stay torch's
+    as long as they meet no others; the order in which a backend adds up the ranks' terms may depend on the length of
+    the message, so floats can differ in their last bit from those without the bucket, and from those of torch's where
+    an even one meets uneven ones. Two terms add up the same in either order.
+    """
+
+    name = "bucket_reduce_scatters"
+    bucket = REDUCE_SCATTER_BUCKET.kind
+
+    def _key(self, c: Collective) -> Any:
+        reduce_op = c.arguments.reduce_op
+        if not _is_even(c):
+            return reduce_op, c.value.dtype, c.value.device, True
+        if not c.value.ndim or not _is_static(c):
+            return None
+        return reduce_op, c.value.dtype, c.value.device, _is_known(reduce_op, c.value.dtype)
+
+    def _traffic(self, kinds: Set[str], load: Load) -> Traffic:
+        even = kinds == {REDUCE_SCATTER.kind}
+        return reduced_in_a_bucket(load, passes=1) if even else scattered_in_a_bucket(load)
+
+    def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
+        if all(map(_is_even, members)):
+            start = _even_scatter(graph, members)
+        else:
+            inputs, dims, blocks, cuts = _joined(members)
+            start = add_call(
+                graph,
+                REDUCE_SCATTER_BUCKET,
+                inputs=inputs,
+                dims=dims,
+                blocks=blocks,
+                reduce_op=members[-1].arguments.reduce_op,
+                cuts=cuts,
+                group_name=members[-1].group_name,
+            )
+        dtype = start.meta["val"].dtype
+        return start, [_length(graph, m, dtype) for m in members], dtype
+
+
+class BucketAllToAlls(Bucketing):
+    """Exchange the blocks of many tensors between the same ranks in one collective.
+
+        all_to_all_v(a, ...); all_to_all_v(b, ...)   ->   all_to_all_bucket([a, b], ...), split
+
+    Legal because an exchange moves elements and computes nothing. Members have one group and one dtype.
+    """
+
+    name = "bucket_all_to_alls"
+    bucket = ALL_TO_ALL_BUCKET.kind
+
+    def _key(self, c: Collective) -> Any:
+        return c.value.dtype, c.value.device
+
+    def _traffic(self, kinds: Set[str], load: Load) -> Traffic:
+        return exchanged_in_a_bucket(load)
+
+    def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
+        inputs, dims, extents, cuts = _joined(members)
+        group_name = members[-1].group_name
+        start = add_call(
+            graph, ALL_TO_ALL_BUCKET, inputs=inputs, dims=dims, extents=extents, cuts=cuts, group_name=group_name
+        )
+        dtype = start.meta["val"].dtype
+        return start, [_length(graph, m, dtype) for m in members], dtype
+
+
+def _is_simple(c: Collective) -> bool:
+    """Whether it writes to nothing, has one payload, and only its waits read its result."""
+    return c.functional and len(c.payloads) == 1 and 0 < len(c.waits) == len(c.node.users)
+
+
+def _is_static(c: Collective) -> bool:
+    return all(isinstance(s, int) for v in (c.value, c.node.meta["val"]) for s in v.shape)
+
+
+def _is_even(c: Collective) -> bool:
+    """Whether it is one of torch's own, of which all blocks are of one size."""
+    return c.descriptor.run is None
+
+
+def _joined(members: Sequence[Collective]) -> tuple[list[Any], list[int], list[Any], list[GroupCut]]:
+    """Payloads, dims, extents and cuts of members, as the arguments of a bucket."""
+    inputs: list[Any] = []
+    dims: list[int] = []
+    extents: list[Any] = []
+    cuts: list[GroupCut] = []
+    for m in members:
+        inputs.append(m.payload)
+        joins, result = m.descriptor.joins, _result(m)
+        assert joins is not None
+        dims += list(result)
+        extents += list(result.values())
+        cuts += joins.cuts(m.parts)
+    return inputs, dims, extents, cuts
+
+
+def _result(c: Collective) -> dict[int, Any]:
+    """Extents of a result where they are not the payload's, as numbers and nodes."""
+    assert c.descriptor.extents is not None, f"{c.kind} joins a bucket"
+    return c.descriptor.extents(c.parts)
+
+
+def _is_known(reduce_op: str, dtype: torch.dtype) -> bool:
+    """Whether a reduction is one of ours."""
+    try:
+        check_reduction(reduce_op, dtype)
+    except CollectiveError:
+        return False
+    return True
+
+
+def _even_scatter(graph: Graph, members: Sequence[Collective]) -> Node:
+    """Torch's collective of even members: what belongs to a rank, of all members, lies together."""
+    target, last = members[-1].node.target, members[-1].arguments
+    rows = [_rows_of(graph, m.payload, last.group_size) for m in members]
+    packed = add_node(graph, aten.cat.default, rows, 1)
+    flat = add_node(graph, aten.view.default, packed, [packed.meta["val"].numel()])
+    return add_node(graph, target, *last._replace(input=flat))
+
+
+def _rows_of(graph: Graph, payload: Node, ranks: Any) -> Node:
+    """A payload as a matrix of one row for each rank."""
+    if not payload.meta["val"].is_contiguous():
+        copied = graph.call_function(aten.clone.default, (payload,), {"memory_format": torch.contiguous_format})
+        copied.meta["val"] = payload.meta["val"].clone(memory_format=torch.contiguous_format)
+        payload = copied
+    return add_node(graph, aten.view.default, payload, [ranks, payload.meta["val"].numel() // ranks])
+
+
+def _sort(graph: Graph) -> None:
+    """Restore a valid order: each node keeps its place, and what it needs of a bucket comes before it.
+
+    Views and allocations come when something reads them: they are not what a bucket has to come early for.
+    """
+    inputs = ordered_inputs(graph)
+    order = needed_first(list(inputs), inputs.__getitem__, on_demand=computes_nothing)
+    for earlier, later in itertools.pairwise(order):
+        earlier.append(later)
+
+
+def _flat(graph: Graph, payload: Node) -> Node:
+    value = payload.meta["val"]
+    return payload if value.ndim == 1 else add_node(graph, aten.view.default, payload, [value.numel()])
+
+
+def _numel(graph: Graph, flat: Node) -> Any:
+    size = flat.meta["val"].shape[0]
+    return add_node(graph, aten.sym_size.int, flat, 0) if isinstance(size, torch.SymInt) else size
+
+
+def _length(graph: Graph, c: Collective, dtype: torch.dtype) -> Any:
+    """Elements of `dtype` in a collective's result, as a number or a node."""
+    result = c.node.meta["val"]
+    if all(isinstance(s, int) for s in result.shape):
+        return math.prod(result.shape) * result.dtype.itemsize // dtype.itemsize
+    return _product(graph, _factors(graph, c))
+
+
+def _factors(graph: Graph, c: Collective) -> list[Any]:
+    """Numbers and nodes whose product is the length of a flat result of ours."""
+    moved = _result(c)
+    return [moved[d] if d in moved else _extent(graph, c.payload, d) for d in range(c.value.ndim)]
+
+
+def _extent(graph: Graph, node: Node, dim: int) -> Any:
+    size = node.meta["val"].shape[dim]
+    return add_node(graph, aten.sym_size.int, node, dim) if isinstance(size, torch.SymInt) else size
+
+
+def _product(graph: Graph, factors: Sequence[Any]) -> Any:
+    product: Any = math.prod(f for f in factors if isinstance(f, int))
+    for factor in factors:
+        if isinstance(factor, Node):
+            product = factor if isinstance(product, int) and product == 1 else _times(graph, product, factor)
+    return product
+
+
+def _times(graph: Graph, a: Any, b: Node) -> Node:
+    node = graph.call_function(operator.mul, (a, b))
+    node.meta["val"] = (a.meta["val"] if isinstance(a, Node) else a) * b.meta["val"]
+    return node

@@ -1,0 +1,1 @@
+"""Passes that take communication out: what is repeated, not needed, or can be reduced together."""

@@ -1,0 +1,1 @@
+"""What things cost, the same on every rank."""

@@ -1,0 +1,435 @@
+"""What the nodes of a graph cost: seconds and bytes, the same on every rank.
+
+Costs are reckoned with symbolic sizes by their hints, which the library makes the same on every rank, and with the
+size vectors of cuts. Numbers that may differ between ranks are never read: see `shardcompile.passes.graph.blocks`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import Graph, Node
+from torch.utils.flop_counter import flop_registry
+
+from shardcompile import compat
+from shardcompile.collectives.traffic import Member, Traffic, shares
+from shardcompile.passes.cost import links
+from shardcompile.passes.cost.links import Device, Link
+from shardcompile.passes.graph import blocks
+from shardcompile.passes.graph.collective import WAIT, Collective, Seen, kind_of
+from shardcompile.passes.graph.ops import op_of
+
+aten = torch.ops.aten
+_LOG = logging.getLogger("shardcompile")
+
+NOMINAL_BYTES = 1 << 20
+"""What stands for the bytes of a tensor that may have another size on another rank, where no cut tells the largest."""
+
+NOMINAL_FLOPS = 2 * 512**3
+"""What stands for the operations of a product of such tensors: that of two square matrices of `NOMINAL_BYTES`."""
+
+NOMINAL_RANKS = 8
+"""What stands for the size of a group that is not known."""
+
+_LIKE = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+    torch.ops.shardcompile.attend: aten._scaled_dot_product_flash_attention,
+    torch.ops.shardcompile.attend_backward: aten._scaled_dot_product_flash_attention_backward,
+    torch.ops.shardcompile.convolution: aten.convolution,
+    torch.ops.shardcompile.convolution_backward: aten.convolution_backward,
+}
+"""Ops that torch's registry of operations does not have, by one that costs the same."""
+
+_LOOKUPS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
+"""Ops that read as much as they write."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds of a collective.
+
+    Attributes:
+        latency: that it takes however little it moves.
+        transfer: that its bytes take on the link.
+        packing: of compute before it starts.
+        unpacking: of compute when it is awaited.
+    """
+
+    latency: float
+    transfer: float
+    packing: float = 0.0
+    unpacking: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """From start to end."""
+        return self.latency + self.transfer
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds and bytes.
+
+    Attributes:
+        device: what every rank computes with.
+        ranks_per_node: of every node; ranks are numbered node by node.
+        group_sizes: numbers of ranks by the group's name, where there are no such process groups.
+        group_links: links by the group's name, in place of the device's, such as calibrated ones. Groups whose links
+            have one name share it.
+    """
+
+    device: Device
+    ranks_per_node: int = links.RANKS_PER_NODE
+    group_sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    group_links: Mapping[str, Link] = field(default_factory=dict, hash=False)
+
+    @staticmethod
+    def of(graph: Graph) -> CostModel:
+        """What to reckon a graph's costs with where nothing is given: by the device type of its collectives.
+
+        Args:
+            graph: any.
+        """
+        kinds = [t.device.type for c in map(Collective.of, graph.nodes) if c for t in blocks.tensors(c.payloads[0])]
+        return CostModel(links.device_of(kinds[0] if kinds else "cpu"))
+
+    def group_size(self, name: str) -> int | None:
+        """Ranks in a group, or None."""
+        return blocks.size_of_group(name, self.group_sizes)
+
+    def link(self, group_name: str) -> Link:
+        """The link that a group uses: told from where its ranks are, or from how many there are if that is unknown."""
+        if group_name in self.group_links:
+            return self.group_links[group_name]
+        ranks = None if group_name in self.group_sizes else blocks.ranks_of_group(group_name)
+        spread = None
+        if ranks is not None:
+            spread = links.spans_nodes(ranks, dist.get_world_size(), self.ranks_per_node)
+        size = self.group_size(group_name) or NOMINAL_RANKS
+        return links.link_of(self.device, size, self.ranks_per_node, spread)
+
+    def collective_seconds(self, c: Collective, labels: Mapping[Node, set[str]] | None = None) -> float:
+        """How long a collective is on its way that runs alone. What it copies before and after is not in it.
+
+        Args:
+            c: any.
+            labels: of the graph, see `shardcompile.passes.graph.blocks.labels`; left out, they are looked for.
+        """
+        return self.price(c, labels).seconds
+
+    def price(self, c: Collective, labels: Mapping[Node, set[str]] | None = None) -> Price:
+        """What a collective costs.
+
+        Args:
+            c: any.
+            labels: as for `collective_seconds`.
+        """
+        labels = blocks.labels(c.node.graph, self.group_sizes) if labels is None else labels
+        n = self.group_size(c.group_name)
+        moved = c.descriptor.traffic
+        if n is None or moved is None:
+            _say_once(f"{c.kind} over group {c.group_name} of {n or 'unknown'} ranks has no price; a default stands in")
+            return self.price_of(c.group_name, Traffic(NOMINAL_BYTES, NOMINAL_BYTES))
+        if any(compat.is_unbacked(s) for p in c.payloads for t in blocks.tensors(p) for s in t.shape):
+            _say_once("collectives of sizes that are known at run time only are priced as if these were 64")
+        members = blocks.members(c, n)
+        if not readable(c, members, labels):
+            return self.price_of(c.group_name, Traffic(NOMINAL_BYTES, NOMINAL_BYTES * n))
+        return self.price_of(c.group_name, moved(members, n))
+
+    def price_of(self, group_name: str, traffic: Traffic) -> Price:
+        """What it costs to move so much over a group."""
+        return self.pricing(group_name)(traffic)
+
+    def pricing(self, group_name: str) -> Callable[[Traffic], Price]:
+        """What it costs to move things over a group, for who asks often."""
+        n = self.group_size(group_name) or NOMINAL_RANKS
+        link = self.link(group_name)
+        by_rank, latency = link.medium == "ports", link.seconds(0, n)
+        rate = self.device.memory * self.device.share
+
+        def price(traffic: Traffic) -> Price:
+            seconds = link.seconds(traffic.busiest if by_rank else traffic.total / n, n)
+            return Price(latency, seconds - latency, traffic.packed / rate, traffic.unpacked / rate)
+
+        return price
+
+    def compute_seconds(self, node: Node, labels: Mapping[Node, set[str]] | None = None) -> float:
+        """How long a node takes on the compute stream: 0 for what runs no kernel, and for collectives.
+
+        The larger of what its operations and what its memory traffic take. Inductor fuses pointwise ops with their
+        pointwise neighbours: what only passes between them is neither written nor read, and launches no kernel.
+
+        Args:
+            node: any.
+            labels: as for `collective_seconds`.
+        """
+        labels = blocks.labels(node.graph, self.group_sizes) if labels is None else labels
+        if _is_free(node):
+            return 0.0
+        dependent = node in labels or any(i in labels for i in node.all_input_nodes)
+        nominal = NOMINAL_BYTES if dependent else None
+        reads = [i for i in node.all_input_nodes if blocks.tensors(i) and not _fused(_behind_views(i), node)]
+        writes = not _passes_on(node)
+        traffic = _traffic_of(node, reads, writes, nominal)
+        flops = NOMINAL_FLOPS * (_formula(node) is not None) if dependent else _flops(node)
+        seconds = self.device.compute_seconds(flops, traffic, _dtype(node))
+        return seconds if writes else seconds - self.device.kernel
+
+
+def readable(c: Collective, members: Sequence[Member], labels: Mapping[Node, set[str]]) -> bool:
+    """Whether all ranks, those of other groups as well, find the same bytes in a collective's arguments.
+
+    Within its group they do by the meaning of the collective, except where its cut is not known and a payload is put in
+    as it is.
+    """
+    if any(labels.get(p, set()) - {c.group_name} for p in c.payloads):
+        return False
+    unknown = any(m.put is not None and m.put.sizes is None and m.put.number for m in members)
+    return not unknown or c.descriptor.told
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What every node of a graph costs, worked out once.
+
+    Attributes:
+        seconds: by node: on the compute stream, or of a collective from start to end. Of a wait: what its collective
+            unpacks.
+        nbytes: by node: the memory that it allocates.
+        storage: by node: the node that allocated what it holds; views hold what their base does.
+        group: by collective: the name of its group, which has a stream of its own.
+        awaits: by wait: the collective that it completes.
+        inputs: by node: the nodes that it reads.
+        packing: by collective: compute before it starts; left out where there is none.
+        latency: by collective: the part of its seconds in which it uses no link; left out where it is none.
+        link: by group: the name of the link that it uses; left out where it has one for itself.
+        labels: of the nodes whose extents may differ between ranks, see `shardcompile.passes.graph.blocks.labels`.
+    """
+
+    seconds: Mapping[Node, float]
+    nbytes: Mapping[Node, int]
+    storage: Mapping[Node, Node]
+    group: Mapping[Node, str]
+    awaits: Mapping[Node, Node]
+    inputs: Mapping[Node, tuple[Node, ...]]
+    packing: Mapping[Node, float] = field(default_factory=dict)
+    latency: Mapping[Node, float] = field(default_factory=dict)
+    link: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[Node, set[str]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(graph: Graph, model: CostModel) -> Prices:
+        """Price a graph; inside of `keeping_prices` not twice, unless it has changed.
+
+        Args:
+            graph: in a valid order.
+            model: the costs.
+        """
+        kept = _KEPT.get()
+        if kept is None:
+            return Prices._of(graph, model)
+        now = Seen.of(graph)
+        if kept.model != model or now != kept.seen:
+            kept.prices, kept.model, kept.seen = Prices._of(graph, model), model, now
+        assert kept.prices is not None
+        return kept.prices
+
+    @staticmethod
+    def _of(graph: Graph, model: CostModel) -> Prices:
+        labels = blocks.labels(graph, model.group_sizes)
+        largest = _largest_blocks(graph, model, labels)
+        seconds: dict[Node, float] = {}
+        nbytes: dict[Node, int] = {}
+        storage: dict[Node, Node] = {}
+        group: dict[Node, str] = {}
+        awaits: dict[Node, Node] = {}
+        inputs: dict[Node, tuple[Node, ...]] = {}
+        packing: dict[Node, float] = {}
+        latency: dict[Node, float] = {}
+        for node in graph.nodes:
+            inputs[node] = tuple(node.all_input_nodes)
+            base = _base(node)
+            storage[node] = node if base is None else storage[base]
+            nbytes[node] = 0
+            if base is None and node.op != "output":
+                nbytes[node] = largest.get(node, NOMINAL_BYTES) if node in labels else blocks.nbytes_of(node)
+            c = Collective.of(node)
+            if c is None:
+                seconds.setdefault(node, model.compute_seconds(node, labels))
+                continue
+            price = model.price(c, labels)
+            seconds[node], latency[node], group[node] = price.seconds, price.latency, c.group_name
+            if price.packing:
+                packing[node] = price.packing
+            if price.unpacking and c.waits:
+                seconds[c.waits[0]] = price.unpacking
+            awaits.update(dict.fromkeys(c.waits, node))
+        link = {name: model.link(name).name for name in group.values()}
+        return Prices(seconds, nbytes, storage, group, awaits, inputs, packing, latency, link, labels)
+
+
+@dataclass
+class _Kept:
+    """The prices that were worked out last, and of what."""
+
+    prices: Prices | None = None
+    model: CostModel | None = None
+    seen: Seen | None = None
+
+
+_KEPT: ContextVar[_Kept | None] = ContextVar("prices", default=None)
+
+
+@contextlib.contextmanager
+def keeping_prices() -> Iterator[None]:
+    """Inside of this, a graph that has not changed since it was priced last is not priced again."""
+    token = _KEPT.set(_Kept())
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
+
+
+def _largest_blocks(graph: Graph, model: CostModel, labels: Mapping[Node, set[str]]) -> dict[Node, int]:
+    """Bytes of the largest of the ranks' blocks, for the payloads and results of collectives with known cuts."""
+    found: dict[Node, int] = {}
+    for node in graph.nodes:
+        c = Collective.of(node)
+        n = None if c is None else model.group_size(c.group_name)
+        if c is None or n is None:
+            continue
+        members = blocks.members(c, n)
+        if not readable(c, members, labels):
+            continue
+        for payload, m in zip(c.payloads, members, strict=True):
+            if m.put is not None and m.put.sizes is not None and labels.get(payload) == {c.group_name}:
+                found[payload] = max(found.get(payload, 0), int(m.nbytes * max(shares(m.put, n))))
+        if labels.get(node) == {c.group_name} and all(m.get is not None and m.get.sizes is not None for m in members):
+            columns = zip(*([m.nbytes * s for s in shares(m.get, n)] for m in members), strict=True)
+            found[node] = int(max(sum(column) for column in columns))
+    return found
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    _LOG.warning(text)
+
+
+# What nodes are and do.
+
+
+def _base(node: Node) -> Node | None:
+    """The node whose memory a node's result shares, or None."""
+    name = op_of(node).shares
+    if name is None:
+        return None
+    base = node.args[name] if isinstance(name, int) and name < len(node.args) else node.kwargs.get(str(name))
+    return base if isinstance(base, Node) else None
+
+
+def _is_view(node: Node) -> bool:
+    return not op_of(node).writes and _base(node) is not None
+
+
+def _is_free(node: Node) -> bool:
+    """Whether a node runs no kernel on the compute stream."""
+    op = op_of(node)
+    if op.target is None or op.allocates or kind_of(node) is not None:
+        return True
+    return not op.writes and (_base(node) is not None or not blocks.tensors(node))
+
+
+def computes_nothing(node: Node) -> bool:
+    """Whether a node is a view or an allocation: nothing needs it before what reads it."""
+    is_call = node.op == "call_function" and node.target is not WAIT and kind_of(node) is None
+    return is_call and _is_free(node)
+
+
+def _behind_views(node: Node) -> Node:
+    while _is_view(node):
+        base = _base(node)
+        assert base is not None
+        node = base
+    return node
+
+
+def _fused(producer: Node, reader: Node) -> bool:
+    """Whether Inductor computes both in one kernel."""
+    return _is_loop(producer) and (_is_loop(reader) or op_of(reader).reduces)
+
+
+def _is_loop(node: Node) -> bool:
+    """Whether Inductor computes a node element by element, inside of the kernels that read it. So it pads."""
+    op = op_of(node)
+    return (op.pointwise and not op.writes) or op.target is aten.constant_pad_nd.default
+
+
+def _passes_on(node: Node) -> bool:
+    """Whether a result is only ever read in the kernel that makes it."""
+    return _is_loop(node) and bool(node.users) and all(_stays(node, u) for u in node.users)
+
+
+def _stays(producer: Node, user: Node) -> bool:
+    return all(_stays(producer, u) for u in user.users) if _is_view(user) else _fused(producer, user)
+
+
+def _traffic_of(node: Node, reads: Sequence[Node], writes: bool, nominal: int | None) -> int:
+    """Bytes that a kernel reads and writes, each tensor at its size or at a nominal one."""
+    if nominal is not None:
+        return nominal * (len(reads) + writes)
+    written = blocks.nbytes_of(node)
+    if node.target in _LOOKUPS:
+        return 2 * written
+    return sum(map(blocks.nbytes_of, reads)) + written * writes
+
+
+def _formula(node: Node) -> Any:
+    packet: Any = getattr(node.target, "overloadpacket", node.target)
+    return flop_registry.get(_LIKE.get(packet, packet))
+
+
+def _flops(node: Node) -> float:
+    """Operations of a product, from torch's own formulas; 0 of other ops, which their memory traffic prices."""
+    formula = _formula(node)
+    if formula is None:
+        return 0.0
+    named = tuple((k, _numbers(v)) for k, v in node.kwargs.items())
+    return _counted(formula, str(node.target), _numbers(node.args), named, _numbers(node.meta.get("val")))
+
+
+@functools.lru_cache(maxsize=4096)
+def _counted(formula: Any, op: str, args: Any, kwargs: tuple[tuple[str, Any], ...], result: Any) -> float:
+    """What a formula says. The layers of a model ask for the same."""
+    try:
+        return float(formula(*args, **dict(kwargs), out_val=result))
+    except Exception as error:  # a formula of an op that wants real tensors, or of another version of the op
+        _say_once(f"the operations of {op} cannot be counted, its bytes price it: {error}")
+        return 0.0
+
+
+def _numbers(value: Any) -> Any:
+    """A tensor's extents as numbers, a symbol's hint; lists of them, and arguments that are nodes, alike."""
+    if isinstance(value, Node):
+        value = value.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return tuple(compat.size_hint(s) for s in value.shape)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_numbers, value))
+    return compat.size_hint(value) if isinstance(value, torch.SymInt) else value
+
+
+def _dtype(node: Node) -> torch.dtype:
+    """Of the numbers that are multiplied: a kernel of half precision may read and give sums in single precision."""
+    values = [t.dtype for n in (node, *node.all_input_nodes) for t in blocks.tensors(n)]
+    floating = [d for d in values if d.is_floating_point or d.is_complex]
+    return min(floating, key=lambda d: d.itemsize) if floating else (values or [torch.float32])[0]

@@ -1,0 +1,330 @@
+"""The chains that others emit for uneven blocks, found in a graph."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from shardcompile import compat
+from shardcompile.collectives.of_torch import ALL_GATHER, REDUCE_SCATTER, SHARD_DIM_ALLTOALL
+from shardcompile.passes.foreign.pieces import Box, Pieces, Value, arguments_of, evaluate, is_tracked, static_shape
+from shardcompile.passes.graph.collective import Collective
+from shardcompile.passes.graph.dependencies import writes
+
+aten = torch.ops.aten
+
+EXCHANGE = torch.ops._dtensor.shard_dim_alltoall.default
+"""What DTensor emits for `Shard` to `Shard` where the backend can exchange, finished when it returns. With gloo it
+gathers, and every rank takes its part."""
+
+Cut = tuple[int, tuple[int, ...]]
+"""A dim, and the sizes of all ranks' blocks along it."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A padded collective and the blocks that it is about.
+
+    Attributes:
+        start: the even collective.
+        cut: what is no padding of every rank's block; of an exchange before it.
+        new_cut: of an exchange the blocks after it; None for other chains.
+        whole: of a scatter the node that is scattered; of the others nodes that hold the blocks one after the other,
+            through which all is read; of an exchange with the padding of this rank's new block.
+        readers: the waits, and but for a scatter all that is made of the result by moving elements, in the graph's
+            order.
+    """
+
+    start: Collective
+    cut: Cut
+    new_cut: Cut | None
+    whole: tuple[Node, ...]
+    readers: tuple[Node, ...]
+
+    def __str__(self) -> str:
+        blocks = "along dim {} as blocks of {}".format(*self.cut)
+        text = f"{self.start.kind} of group {self.start.group_name} {blocks}"
+        return text if self.new_cut is None else f"{text}, then along dim {self.new_cut[0]} of {self.new_cut[1]}"
+
+
+def chains(c: Collective) -> Iterator[Chain]:
+    """The chains that an even collective may be the middle of, the one that moves least first.
+
+    Args:
+        c: an `all_gather`, a `reduce_scatter`, or an `EXCHANGE` as `exchange_of` says it.
+    """
+    if len(c.payloads) > 1 or not c.functional or not c.waits or c.group_size < 2:
+        return
+    shape = static_shape(c.payload)
+    if not shape or 0 in shape:
+        return
+    found: list[Chain | None] = []
+    if c.node.target is EXCHANGE:
+        found = [_exchange(c, shape, _exchanged(c, shape))]
+    elif len(c.waits) < len(c.node.users):
+        return
+    elif c.descriptor is ALL_GATHER:
+        known = _downstream(c.waits, Pieces.whole((c.group_size * shape[0], *shape[1:]), shape[0]))
+        found = [_exchange(c, shape, known), _padded_gather(c, shape, known)]
+    elif c.descriptor is REDUCE_SCATTER and c.arguments.reduce_op in ("sum", "avg"):
+        found = [_padded_scatter(c, shape)]
+    yield from (chain for chain in found if chain is not None)
+
+
+def exchange_of(node: Node) -> Collective | None:
+    """An `EXCHANGE`, which is its own wait; None for other nodes, and where the group is no name."""
+    if node.op != "call_function" or node.target is not EXCHANGE:
+        return None
+    a = SHARD_DIM_ALLTOALL.signature.read(node.args)
+    if not isinstance(a.group_name, str):
+        return None
+    return Collective(node, SHARD_DIM_ALLTOALL, (a.input,), a.group_name, (node,), True)  # type: ignore[arg-type]
+
+
+def _padded_gather(c: Collective, block: tuple[int, ...], known: dict[Node, Value]) -> Chain | None:
+    tiled: dict[Cut, list[Node]] = {}
+    for node, value in known.items():
+        cut = _tiles(value, block, c.group_size) if isinstance(value, Pieces) else None
+        if cut is not None and any(n != block[cut[0]] for n in cut[1]):
+            if _is_written(node):
+                return None
+            tiled.setdefault(cut, []).append(node)
+    for (dim, sizes), nodes in sorted(tiled.items(), key=lambda t: -sum(t[0][1])):
+        if sum(n > 0 for n in sizes) > 1 and (whole := _covering(c.waits, set(nodes), known)):
+            return Chain(c, (dim, sizes), None, tuple(sorted(whole)), tuple(sorted(known)))
+    return None
+
+
+def _is_written(node: Node) -> bool:
+    """Whether something writes to a value: one result takes the place of all values that are equal."""
+    return any(map(writes, node.users))
+
+
+def padded_from(c: Collective, dims: Collection[int], zeros: int | None = None) -> Iterator[Node]:
+    """What a payload is padded from at the ends of some dims, step by step, the payload first.
+
+    Ends where something may have changed since, and before symbolic sizes.
+
+    Args:
+        c: of one payload.
+        dims: of the payload.
+        zeros: of them the one along which only padding with zeros is followed.
+    """
+    node: Node | None = c.payload
+    while node is not None and static_shape(node) is not None:
+        yield node
+        padded, node = node, _before_padding(node, dims, zeros)
+        if any(writes(n) for n in _between(padded, c.node)):
+            return
+
+
+def _between(first: Node, last: Node) -> Iterator[Node]:
+    while (first := first.next) is not last:
+        yield first
+
+
+def _before_padding(node: Node, dims: Collection[int], zeros: int | None) -> Node | None:
+    """What is padded at the ends of some dims, or has something concatenated to it there."""
+    if node.target not in (aten.constant_pad_nd.default, aten.cat.default):
+        return None
+    arguments, ndim = arguments_of(node), node.meta["val"].ndim
+    if node.target is aten.cat.default:
+        dim = arguments["dim"] % ndim
+        return arguments["tensors"][0] if dim in dims and dim != zeros else None
+    padded = {ndim - 1 - i // 2 if i % 2 else -1 for i, n in enumerate(arguments["pad"]) if n}
+    unknown = zeros in padded and arguments["value"] != 0
+    return None if unknown or not padded <= set(dims) else arguments["self"]
+
+
+def _exchanged(c: Collective, block: tuple[int, ...]) -> dict[Node, Value]:
+    """What is made of the result of an `EXCHANGE` by moving elements, in terms of all ranks' blocks stacked."""
+    me = compat.process_group(c.group_name).rank()
+    gathered, divided = (d % len(block) for d in (c.arguments.gather_dim, c.arguments.shard_dim))
+    width = block[divided] // c.group_size
+    shape = tuple(c.node.meta["val"].shape)
+    boxes = []
+    for r in range(c.group_size):
+        at = tuple(r * n if d == gathered else 0 for d, n in enumerate(block))
+        start = [me * width if d == divided else 0 for d in range(len(block))]
+        start[0] += r * block[0]
+        extent = tuple(width if d == divided else n for d, n in enumerate(block))
+        boxes.append(Box(at, extent, tuple(range(len(block))), tuple(start)))
+    return _downstream((c.node,), Pieces(shape, tuple(boxes)))
+
+
+def _exchange(c: Collective, block: tuple[int, ...], known: dict[Node, Value]) -> Chain | None:
+    """Of every rank's block the same rows, and of them what is this rank's turn of another dim.
+
+    What the others take, this rank infers from what it takes itself.
+    """
+    world, me = c.group_size, compat.process_group(c.group_name).rank()
+    tiled: dict[tuple[Cut, int], list[Node]] = {}
+    for divided in (d for d, n in enumerate(block) if n % world == 0):
+        own = (*block[:divided], block[divided] // world, *block[divided + 1 :])
+        for node, value in known.items():
+            part = _turn(value, block, divided, own, me) if isinstance(value, Pieces) else None
+            if part is not None and (cut := _tiles(part, own, world)) and cut[0] != divided:
+                tiled.setdefault((cut, divided), []).append(node)
+    if any(map(_is_written, (node for nodes in tiled.values() for node in nodes))):
+        return None
+    # Padding is taken off last, and if it is not, all is read.
+    for ((dim, sizes), divided), nodes in sorted(
+        tiled.items(), key=lambda t: (set(t[0][0][1]) == {block[t[0][0][0]]}, -sum(t[0][0][1]))
+    ):
+        if sum(n > 0 for n in sizes) > 1 and _covering(c.waits, set(nodes), known):
+            *_, unpadded = padded_from(c, (dim, divided), zeros=divided)
+            extent, width = unpadded.meta["val"].shape[divided], block[divided] // world
+            new_sizes = tuple(min(max(extent - r * width, 0), width) for r in range(world))
+            return Chain(c, (dim, sizes), (divided, new_sizes), tuple(sorted(nodes)), tuple(sorted(known)))
+    return None
+
+
+def _turn(value: Pieces, block: tuple[int, ...], divided: int, own: tuple[int, ...], me: int) -> Pieces | None:
+    """A value in terms of stacked blocks of which there is only a rank's turn along a dim; None if it is not of that.
+
+    Args:
+        value: in terms of whole blocks, stacked.
+        block: shape of a whole block.
+        divided: the dim along which the ranks take their turns.
+        own: shape of what a rank takes of a block.
+        me: the rank.
+    """
+    boxes = []
+    for box in value.boxes:
+        rank, row = divmod(box.start[0], block[0])
+        start = [row, *box.start[1:]]
+        start[divided] -= me * own[divided]
+        if start[divided]:
+            return None
+        start[0] += rank * own[0]
+        boxes.append(replace(box, start=tuple(start)))
+    return replace(value, boxes=tuple(boxes))
+
+
+def _downstream(sources: Sequence[Node], value: Pieces) -> dict[Node, Value]:
+    """All values that are made of nothing but parts of a source."""
+    known: dict[Node, Value] = dict.fromkeys(sources, value)
+    queue = [u for s in sources for u in s.users]
+    heapq.heapify(queue)
+    while queue:
+        node = heapq.heappop(queue)
+        made_of = None if node in known else evaluate(node, known)
+        if made_of is not None:
+            known[node] = made_of
+            for user in node.users:
+                heapq.heappush(queue, user)
+    return known
+
+
+def _tiles(value: Pieces, block: tuple[int, ...], world: int) -> Cut | None:
+    """The dim along which a value is the starts of all ranks' blocks one after the other, and their sizes, or None."""
+    if len(value.shape) != len(block):
+        return None
+    for dim in range(len(block)):
+        sizes = [0] * world
+        at, last = 0, -1
+        for box in sorted(value.boxes, key=lambda b: b.at[dim]):
+            rank, row = divmod(box.start[0], block[0])
+            start = (row, *box.start[1:])
+            if rank <= last or any(start) or not _is_slab(box, dim, at, block):
+                break
+            sizes[rank] = box.extent[dim]
+            at, last = at + box.extent[dim], rank
+        else:
+            rest = (*block[:dim], at, *block[dim + 1 :])
+            if value.shape == rest:
+                return dim, tuple(sizes)
+    return None
+
+
+def _is_slab(box: Box, dim: int, at: int, shape: Sequence[int]) -> bool:
+    """Whether a box begins at a place of a dim and has all of the other dims, each along that of the source."""
+    along = all(axis == d for d, axis in enumerate(box.axes) if box.extent[d] > 1)
+    others = all(box.at[d] == 0 and box.extent[d] == n for d, n in enumerate(shape) if d != dim)
+    return along and others and box.at[dim] == at
+
+
+def _covering(sources: Sequence[Node], whole: Collection[Node], known: dict[Node, Value]) -> set[Node]:
+    """Those of the nodes through which all that is read of the sources is read; none if something is read elsewhere."""
+    reached: set[Node] = set()
+    stack, seen = list(sources), set(sources)
+    while stack:
+        node = stack.pop()
+        if node in whole:
+            reached.add(node)
+        elif any(user not in known for user in node.users):
+            return set()
+        else:
+            new = [user for user in node.users if user not in seen]
+            seen.update(new)
+            stack += new
+    return reached
+
+
+def _padded_scatter(c: Collective, shape: tuple[int, ...]) -> Chain | None:
+    world = c.group_size
+    for source, chain in _sources(c.payload):
+        whole = static_shape(source)
+        if not whole or len(whole) != len(shape):
+            continue
+        known: dict[Node, Value] = {source: Pieces.whole(whole, whole[0])}
+        for node in chain:
+            made_of = evaluate(node, known)
+            if made_of is not None:
+                known[node] = made_of
+        value = known.get(c.payload)
+        block = (shape[0] // world, *shape[1:])
+        if isinstance(value, Pieces) and (found := _scattered(value, whole, block, world)):
+            return Chain(c, found, None, (source,), c.waits)
+    return None
+
+
+def _sources(payload: Node) -> list[tuple[Node, list[Node]]]:
+    """The nodes each of which a payload is made of alone, nearest first, and what makes it of them, in order.
+
+    Goes backwards through ops that move elements. Where all ways have met in one node, the payload is made of it.
+    """
+    found: list[tuple[Node, list[Node]]] = []
+    chain: list[Node] = []
+    ahead, seen = [payload], {payload}
+    while ahead:
+        node = ahead.pop()
+        if node is not payload and not ahead:
+            found.append((node, chain[::-1]))
+        if not is_tracked(node):
+            break
+        chain.append(node)
+        for source in node.all_input_nodes:
+            if source not in seen and source.target is not aten.full.default:
+                seen.add(source)
+                bisect.insort(ahead, source)
+    return found
+
+
+def _scattered(value: Pieces, whole: tuple[int, ...], block: tuple[int, ...], world: int) -> Cut | None:
+    """The dim along which a padded payload divides its source among the ranks, and the sizes.
+
+    None if it does not, or if there is no padding.
+    """
+    if not value.fills <= {0}:
+        return None
+    parts = [value.sliced(0, r * block[0], (r + 1) * block[0]).boxes for r in range(world)]
+    if any(len(p) > 1 for p in parts):
+        return None
+    for dim in range(len(block)):
+        sizes = tuple(p[0].extent[dim] if p else 0 for p in parts)
+        firsts = [sum(sizes[:r]) for r in range(world)]
+        starts = [tuple(first if d == dim else 0 for d in range(len(block))) for first in firsts]
+        divided = all(
+            box.start == start and _is_slab(box, dim, 0, block)
+            for p, start in zip(parts, starts, strict=True)
+            for box in p
+        )
+        if divided and whole == (*block[:dim], sum(sizes), *block[dim + 1 :]) and sizes != (block[dim],) * world:
+            return dim, sizes
+    return None

@@ -1,0 +1,235 @@
+"""Chains that others emit for uneven blocks, each rewritten into one collective of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+from torch.fx import Graph, Node
+
+from shardcompile import compat
+from shardcompile.collectives.gathers import ALL_GATHER_V, REDUCE_SCATTER_V
+from shardcompile.collectives.of_torch import ALL_GATHER, REDUCE_SCATTER
+from shardcompile.collectives.turns import ALL_TO_ALL_V
+from shardcompile.layout import CHUNK_KEY, GroupCut
+from shardcompile.passes.foreign.chains import Chain, chains, exchange_of, padded_from
+from shardcompile.passes.foreign.pieces import arguments_of, is_tracked
+from shardcompile.passes.graph.collective import WAIT, Collective, add_call, add_node, inherit
+
+aten = torch.ops.aten
+
+
+class NormaliseChains:
+    """Move blocks of different sizes as they are, where a graph pads them for an even collective.
+
+        pad(x) -> all_gather_into_tensor -> wait -> slice, split, view, select -> cat   =>   all_gather_v(x) -> wait
+        split, slice(x) -> pad -> cat -> reduce_scatter_tensor -> wait -> slice         =>   reduce_scatter_v(x) -> wait
+
+        pad(x) -> all_gather_into_tensor -> wait -> own chunk, slice                    =>   all_to_all_v(x) -> wait
+        pad(x) -> shard_dim_alltoall -> slice                                           =>   all_to_all_v(x) -> wait
+
+    These are the chains of DTensor (`Shard` to `Replicate` and back, `Partial` to `Shard`, `Shard` to `Shard`) and of
+    hand-written code. A chain is not matched node by node: from the even collective the pass follows which of its
+    elements reach which values (`shardcompile.passes.foreign.pieces`), and asks whether what is read is one range at
+    the start of every rank's block, in the order of the ranks.
+
+    Legal for a gather because nothing reads what is left out: not the padding, whatever its value. The payload is the
+    part of the padded tensor that is read, however the padding was made, and is nothing but `x` where that can be
+    seen. Legal for a scatter because what is left out is zeros on every rank, and their sum is put back for who reads
+    it. Results of gathers are the same bit for bit. Those of scatters are sums in rank order, where a backend may take
+    another: with three and more ranks the last bit may differ, and so may the sign of a zero. Legal for an exchange
+    as for a gather, if the others take their turn of the other dim too; the padding of that one is left out where it is
+    zeros, and put back for who reads it.
+
+    Which chains are rewritten, and into what, follows from what all ranks see: of a gather from the blocks that are
+    read, of a scatter from the blocks that are sent. Never from the padding of this rank's own block, which the rank
+    with the largest one has not got. This presumes that all ranks run one program. Where each reads its own part of an
+    even gather (a halo, or to assemble the whole on rank 0 only), the graph of one rank can be that of a padded gather
+    node by node; nothing that this rank knows tells them apart. The comparison of the ranks' collectives finds it out,
+    and `agree` prevents it. What others take of an even gather is seen by nobody: without `agree` none becomes an
+    exchange. Where a gather may be a padded one as well, the ranks are asked about both.
+
+    To be run on the graph of forward and backward together (``joint_custom_pre_pass``): what is saved in between is
+    chosen later, and can be the padded tensor, or on one rank nothing because its own block is a constant. On the
+    graphs of a forward or a backward alone it finds what is left, and nothing where the padded tensor leaves the graph.
+
+    Left alone: even gathers of the whole and even scatters; gathers of which one rank's block is read only, which is
+    how a rank takes its own; tensors with symbolic sizes.
+
+    Args:
+        scatters: whether reduce-scatters are rewritten as well.
+        agree: given the lines that describe this graph's chains, those of them that may be rewritten. To be the same
+            on every rank.
+    """
+
+    name = "normalise_chains"
+
+    def __init__(self, scatters: bool = True, agree: Callable[[Sequence[str]], Collection[str]] | None = None) -> None:
+        self.scatters = scatters
+        self.agree = agree
+
+    def __repr__(self) -> str:
+        agree = "" if self.agree is None else f", agree={getattr(self.agree, '__qualname__', self.agree)}"
+        return f"{type(self).__name__}(scatters={self.scatters}{agree})"
+
+    def __call__(self, graph: Graph) -> None:
+        middles = [n for n in graph.nodes if _collective(n) is not None]
+        lines = [line for i, node in enumerate(middles) for line in self._chains(i, node)]
+        agreed = set(lines) if self.agree is None else set(self.agree(lines))
+        for i, node in enumerate(middles):
+            # Found anew: what was rewritten before may be a part of this chain.
+            chain = next((x for line, x in self._chains(i, node).items() if line in agreed), None)
+            if chain is not None:
+                _rewrite(graph, chain)
+
+    def _chains(self, index: int, node: Node) -> dict[str, Chain]:
+        """The chains that a node may be the middle of, the best first, by the lines that describe them."""
+        c = _collective(node)
+        found = [] if c is None else [x for x in chains(c) if self._is_wanted(x)]
+        return {f"{index}: {chain}": chain for chain in found}
+
+    def _is_wanted(self, chain: Chain) -> bool:
+        if chain.new_cut is not None and chain.start.descriptor is ALL_GATHER:
+            return self.agree is not None
+        return chain.start.descriptor is not REDUCE_SCATTER or self.scatters
+
+
+def _collective(node: Node) -> Collective | None:
+    return exchange_of(node) or Collective.of(node)
+
+
+def _rewrite(graph: Graph, chain: Chain) -> None:
+    c = chain.start
+    me = compat.process_group(c.group_name).rank()
+    (dim, sizes), payload = chain.cut, c.payload
+    cut = GroupCut(list(sizes), CHUNK_KEY, [])
+    shape = list(payload.meta["val"].shape)
+    with graph.inserting_before(c.node):
+        if chain.new_cut is not None:
+            to_dim, to_sizes = chain.new_cut
+            block = _unpadded(graph, c, {dim: sizes[me], to_dim: sum(to_sizes)})
+            to_cut = GroupCut(list(to_sizes), CHUNK_KEY, [])
+            shape[dim], shape[to_dim] = sum(sizes), to_sizes[me]
+            start = add_call(
+                graph,
+                ALL_TO_ALL_V,
+                input=block,
+                src_dim=dim,
+                dst_dim=to_dim,
+                total=sum(sizes),
+                block=to_sizes[me],
+                src=cut,
+                dst=to_cut,
+                group_name=c.group_name,
+            )
+        elif c.descriptor is ALL_GATHER:
+            block = _unpadded(graph, c, {dim: sizes[me]})
+            shape[dim] = sum(sizes)
+            start = add_call(
+                graph, ALL_GATHER_V, input=block, dim=dim, total=sum(sizes), cut=cut, group_name=c.group_name
+            )
+        else:
+            shape[0] //= c.group_size
+            shape[dim] = sizes[me]
+            (whole,) = chain.whole
+            start = add_call(
+                graph,
+                REDUCE_SCATTER_V,
+                input=whole,
+                dim=dim,
+                block=sizes[me],
+                reduce_op=c.arguments.reduce_op,
+                cut=cut,
+                group_name=c.group_name,
+            )
+    inherit(start, [c])
+    result = _awaited(graph, c, start, dim, shape)
+    replaced: list[Node] = []
+    if chain.new_cut is not None:
+        replaced = _replace_padded(graph, chain.whole, result, chain.new_cut[0])
+    elif c.descriptor is ALL_GATHER:
+        for node in chain.whole:
+            node.replace_all_uses_with(result)
+    else:
+        replaced = _replace_padded(graph, c.waits, result, dim)
+    _erase(graph, dict.fromkeys((*replaced, *reversed(chain.readers), c.node)))
+    _erase_unused(graph, payload)
+
+
+def _awaited(graph: Graph, c: Collective, start: Node, dim: int, shape: Sequence[int]) -> Node:
+    """The wait for a flat result, and the result in its shape; contiguous, so that it can be viewed as a slice can."""
+    rest = [s for d, s in enumerate(shape) if d != dim]
+    with graph.inserting_before(min(c.waits)):
+        rows = add_node(graph, aten.view.default, add_node(graph, WAIT, start), [shape[dim], *rest])
+        if not dim:
+            return rows
+        dims = [*range(1, dim + 1), 0, *range(dim + 1, len(shape))]
+        moved = add_node(graph, aten.permute.default, rows, dims)
+        result = graph.call_function(aten.clone.default, (moved,), {"memory_format": torch.contiguous_format})
+        result.meta["val"] = moved.meta["val"].clone(memory_format=torch.contiguous_format)
+    return result
+
+
+def _unpadded(graph: Graph, c: Collective, extents: dict[int, int]) -> Node:
+    """What is no padding of this rank's block: what was padded, where that can be seen and has not changed since."""
+    for node in padded_from(c, extents):
+        if all(node.meta["val"].shape[dim] == n for dim, n in extents.items()):
+            return node
+    block = c.payload
+    for dim, n in extents.items():
+        if block.meta["val"].shape[dim] != n:
+            block = add_node(graph, aten.slice.Tensor, block, dim, 0, n)
+    return block
+
+
+def _replace_padded(graph: Graph, padded: Sequence[Node], result: Node, dim: int) -> list[Node]:
+    """Give a result to who reads it padded: as it is to who takes the padding off, padded again to the others.
+
+    Returns:
+        Who took the padding off, and is not used any more.
+    """
+    size = result.meta["val"].shape[dim]
+    without: list[Node] = []
+    for node in padded:
+        extent = node.meta["val"].shape[dim]
+        if size == extent:
+            node.replace_all_uses_with(result)
+            continue
+        takes = [u for u in node.users if _takes_start(u, dim, size)]
+        for user in takes:
+            user.replace_all_uses_with(result)
+        without += takes
+        if any(u not in takes and u not in padded for u in node.users):
+            pads = [0] * (2 * (result.meta["val"].ndim - dim))
+            pads[-1] = extent - size
+            with graph.inserting_before(node):
+                again = add_node(graph, aten.constant_pad_nd.default, result, pads, 0)
+            node.replace_all_uses_with(again)
+    return without
+
+
+def _takes_start(node: Node, dim: int, size: int) -> bool:
+    """Whether a node is so much of the start of a dim of its input."""
+    if node.target is not aten.slice.Tensor:
+        return False
+    arguments = arguments_of(node)
+    extent, along = node.meta["val"].shape[dim], arguments["dim"] % node.meta["val"].ndim
+    return along == dim and not arguments["start"] and arguments["step"] == 1 and extent == size
+
+
+def _erase(graph: Graph, nodes: Iterable[Node]) -> None:
+    """Erase those that nobody uses, users first."""
+    for node in nodes:
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _erase_unused(graph: Graph, node: Node) -> None:
+    """Erase a node that nobody uses, and what was only there for it."""
+    stack = [node]
+    while stack:
+        node = stack.pop()
+        if not node.users and is_tracked(node) and node.target is not WAIT:
+            inputs = node.all_input_nodes
+            graph.erase_node(node)
+            stack += inputs

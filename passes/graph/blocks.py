@@ -1,0 +1,192 @@
+"""Which nodes have other extents on other ranks.
+
+A collective's cuts are written in its arguments: see `shardcompile.collectives.traffic` for what follows from them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.fx import Graph, Node
+
+from shardcompile import compat
+from shardcompile.collectives import traffic
+from shardcompile.collectives.arguments import map_arguments
+from shardcompile.collectives.own_blocks import PLACE_BLOCK, TAKE_BLOCK
+from shardcompile.collectives.traffic import Member
+from shardcompile.passes.graph.collective import WAIT, Collective, called, value_of
+from shardcompile.passes.graph.ops import op_of
+
+aten = torch.ops.aten
+
+
+def members(c: Collective, group_size: int | None) -> list[Member]:
+    """What the ranks put in and get, for each payload of a collective.
+
+    Args:
+        c: any.
+        group_size: of its group; None if that is not known, as cuts by torch.chunk then are not.
+    """
+    return c.descriptor.members_of(c.values, group_size)
+
+
+def nbytes_of(node: Node) -> int:
+    """Bytes of a node's tensors by hints."""
+    value = node.meta.get("val")
+    return traffic.nbytes_of(value) if isinstance(value, torch.Tensor) else sum(map(traffic.nbytes_of, tensors(node)))
+
+
+def tensors(node: Node) -> list[torch.Tensor]:
+    """A node's fake tensors."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [v for v in value if isinstance(v, torch.Tensor)] if isinstance(value, (list, tuple)) else []
+
+
+# Which nodes have other extents on other ranks.
+
+_KEEPS_EXTENTS = {
+    WAIT,
+    operator.getitem,
+    *(aten.view.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int, aten.t.default),
+    *(aten.alias.default, aten.detach.default, aten.clone.default, aten.unsqueeze.default, aten.squeeze.dim),
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+}
+"""Ops whose results have the extents of their inputs, besides pointwise ones."""
+
+
+def rank_dependent(graph: Graph, group_sizes: Mapping[str, int] | None = None) -> set[Node]:
+    """The nodes whose extents may differ between ranks: their sizes must not be read for a decision.
+
+    See `labels`.
+    """
+    return set(labels(graph, group_sizes))
+
+
+def labels(graph: Graph, group_sizes: Mapping[str, int] | None = None) -> dict[Node, set[str]]:
+    """For the nodes whose extents may differ between ranks, the names of the groups along which they may.
+
+    Found in the graph's structure alone, so that it is the same on every rank: what is put into or got from a
+    collective with uneven blocks, and all that is connected with it through ops, in either direction, up to the
+    collectives of the group in question, which say themselves whether their other side is uneven. A tensor without
+    dims connects nothing, nor does one that has its extents from a collective whose results are alike on all ranks.
+
+    It finds more than need be (a weight that is multiplied with blocks that are gathered afterwards), and what meets
+    no collective with a known cut it cannot find: static inputs of different extents of which the graph does not tell.
+    The library makes its blocks symbols with common hints where they come in, so that these are none of its own.
+
+    Args:
+        graph: any.
+        group_sizes: numbers of ranks by the group's name, where there are no such process groups.
+    """
+    edges = _boundaries(graph, group_sizes or {})
+    seeds: dict[str, list[Node]] = {}
+    for node, boundary in edges.items():
+        for label, nodes in boundary.seeds(node):
+            seeds.setdefault(label, []).extend(nodes)
+    found: dict[Node, set[str]] = {}
+    for label, start in seeds.items():
+        for node in _connected(graph, label, start, edges):
+            found.setdefault(node, set()).add(label)
+    return found
+
+
+@dataclass(frozen=True)
+class _Boundary:
+    """An op that changes the cut along a group, so that its result's extents do not follow from its payloads'."""
+
+    group_name: str
+    payloads: tuple[Node, ...]
+    members: tuple[Member, ...]
+
+    def seeds(self, node: Node) -> Iterator[tuple[str, list[Node]]]:
+        for payload, m in zip(self.payloads, self.members, strict=True):
+            for side, end in ((m.put, payload), (m.get, node)):
+                for label in () if side is None else side.labels(self.group_name):
+                    yield label, [end]
+
+    @property
+    def uneven_result(self) -> bool:
+        return any(m.get is not None and m.get.uneven for m in self.members)
+
+
+def _boundaries(graph: Graph, group_sizes: Mapping[str, int]) -> dict[Node, _Boundary]:
+    found: dict[Node, _Boundary] = {}
+    for node in graph.nodes:
+        c = Collective.of(node)
+        if c is not None:
+            n = size_of_group(c.group_name, group_sizes)
+            found[node] = _Boundary(c.group_name, c.payloads, tuple(members(c, n)))
+            continue
+        for local in (TAKE_BLOCK, PLACE_BLOCK):
+            arguments = called(node, local)
+            if arguments is not None:
+                n = size_of_group(arguments.group_name, group_sizes)
+                of_values = local.members_of(map_arguments(value_of, arguments), n)
+                found[node] = _Boundary(arguments.group_name, (arguments.input,), tuple(of_values))
+    return found
+
+
+def size_of_group(name: str, group_sizes: Mapping[str, int]) -> int | None:
+    """Ranks in a group; None if it is neither given nor a process group of this process."""
+    if name in group_sizes:
+        return group_sizes[name]
+    try:
+        return compat.process_group(name).size()
+    except (RuntimeError, ValueError, LookupError):
+        return None
+
+
+def ranks_of_group(name: str) -> list[int] | None:
+    """The ranks of a group, by their number in the world; None if it is no process group of this process."""
+    try:
+        return dist.get_process_group_ranks(compat.process_group(name))
+    except (RuntimeError, ValueError, LookupError):
+        return None
+
+
+def _connected(graph: Graph, label: str, seeds: Sequence[Node], edges: Mapping[Node, _Boundary]) -> set[Node]:
+    def bounds(node: Node) -> bool:
+        return node in edges and edges[node].group_name == label
+
+    alike = _alike(graph, bounds_result={n: not b.uneven_result for n, b in edges.items() if b.group_name == label})
+    found = set(seeds)
+    todo = list(found)
+    while todo:
+        node = todo.pop()
+        around = [u for u in node.users if not bounds(u)]
+        if not bounds(node):
+            around += [i for i in node.all_input_nodes if not bounds(i)]
+        for n in around:
+            if n not in found and n not in alike and any(t.ndim for t in tensors(n)):
+                found.add(n)
+                todo.append(n)
+    return found
+
+
+def _alike(graph: Graph, bounds_result: Mapping[Node, bool]) -> set[Node]:
+    """Nodes that have their extents from collectives whose results are alike on all ranks of the group."""
+    alike: set[Node] = set()
+    for node in graph.nodes:
+        if node in bounds_result:
+            found = bounds_result[node]
+        else:
+            sources = [i for i in node.all_input_nodes if tensors(i)]
+            found = _keeps_extents(node) and bool(sources) and alike.issuperset(sources)
+        if found:
+            alike.add(node)
+    return alike
+
+
+def _keeps_extents(node: Node) -> bool:
+    return node.target in _KEEPS_EXTENTS or is_pointwise(node)
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether an op works element by element."""
+    return op_of(node).pointwise

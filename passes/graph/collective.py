@@ -1,0 +1,302 @@
+"""The collectives of an FX graph, by what they do instead of by their nodes' names."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from shardcompile import compat
+from shardcompile.collectives.arguments import map_arguments
+from shardcompile.collectives.descriptor import Descriptor, descriptor_of, descriptors, payloads_of
+from shardcompile.collectives.of_torch import ALL_REDUCE
+from shardcompile.collectives.traffic import is_number, nbytes_of, size_of
+from shardcompile.errors import ShardError
+from shardcompile.layout import CHUNK_KEY, GroupCut
+from shardcompile.passes.graph.ops import WAIT as WAIT
+
+KINDS = {op: d.kind for d in descriptors() if d.communicates for op in d.overloads}
+"""The functional collectives, torch's and ours. All of them take their payload first and the group's name last."""
+
+NOTES = "shardcompile"
+"""Under ``node.meta["custom"]``: why a collective is there, see `shardcompile.compat.noted`."""
+
+_ORIGINS = "shardcompile_origins"
+_INHERITED = (
+    "stack_trace",
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "source_fn_stack",
+    "autograd_backward",
+    "partitioner_tag",
+    "seq_nr",
+    "custom",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """A collective of a graph.
+
+    Attributes:
+        node: where it starts.
+        descriptor: what it is.
+        payloads: the tensors that this rank puts in: one, but for the coalesced forms.
+        group_name: name of its process group.
+        waits: the nodes that complete it, in the graph's order. Torch 2.15 repeats the wait for a result that the
+            backward pass needs.
+        functional: whether it writes to none of its arguments. Passes leave the others alone.
+    """
+
+    node: Node
+    descriptor: Descriptor[Any]
+    payloads: tuple[Node, ...]
+    group_name: str
+    waits: tuple[Node, ...]
+    functional: bool
+
+    @staticmethod
+    def of(node: Node) -> Collective | None:
+        """The collective that a node starts, or None."""
+        found = _starts(node)
+        if found is None:
+            return None
+        arguments = found.signature.read(node.args)
+        payloads, group_name = tuple(payloads_of(arguments)), arguments.group_name
+        assert isinstance(group_name, str) and all(isinstance(p, Node) for p in payloads), f"unknown form of {node}"
+        results = [node, *(u for u in node.users if u.target is operator.getitem)]
+        waits = tuple(u for r in results for u in r.users if u.target is WAIT)
+        functional = not node.target._schema.is_mutable  # type: ignore[union-attr]
+        return Collective(node, found, payloads, group_name, waits, functional)
+
+    @property
+    def kind(self) -> str:
+        """What it is, by its name; see `KINDS`."""
+        return self.descriptor.kind
+
+    @property
+    def arguments(self) -> Any:
+        """Its arguments by their names, as they are in the graph now: nodes in place of tensors and symbols."""
+        return self.descriptor.signature.read(self.node.args)
+
+    @property
+    def values(self) -> Any:
+        """Its arguments by their names, with the values of nodes: fake tensors and symbols."""
+        return map_arguments(value_of, self.arguments)
+
+    @property
+    def parts(self) -> Any:
+        """Its arguments by their names, with payloads as fake tensors, and nodes in place of symbols."""
+        first, *rest = arguments = self.arguments
+        several = isinstance(first, (list, tuple))
+        return type(arguments)([value_of(p) for p in first] if several else value_of(first), *rest)
+
+    @property
+    def payload(self) -> Node:
+        """The only tensor that this rank puts in."""
+        (payload,) = self.payloads
+        return payload
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The payload as a fake tensor."""
+        return self.payload.meta["val"]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank puts in; where there are symbolic sizes, by their hints.
+
+        Not the same on every rank where blocks are of fixed, unequal sizes: decisions read `global_bytes`.
+        """
+        return sum(nbytes_of(p.meta["val"]) for p in self.payloads)
+
+    @cached_property
+    def global_size(self) -> Any:
+        """Bytes of the tensor that the group's ranks hold together, or that each of them gets; may be symbolic.
+
+        Halos are not counted.
+        """
+        if self.descriptor.whole is not None:
+            return self.descriptor.whole(self.values)
+        whole = sum(size_of(p.meta["val"]) for p in self.payloads)
+        return whole * self.group_size if self.descriptor.of_one_rank else whole
+
+    @property
+    def global_bytes(self) -> int:
+        """`global_size` as a number, by hints where it is symbolic. The same on every rank."""
+        return _hint(self.global_size)
+
+    @property
+    def group_size(self) -> int:
+        """Ranks in the group."""
+        return compat.process_group(self.group_name).size()
+
+    @property
+    def sizes(self) -> tuple[int, ...] | None:
+        """Block sizes along the cut dim in group order, where they are known to the compiler; None if they are not.
+
+        Of an all-to-all or a fetch those of its source. The same on every rank.
+        """
+        source = self._source()
+        if source is None:
+            return None
+        total, cut = source
+        unknown = not all(map(is_number, cut.sizes)) if cut.sizes else not is_number(cut.key)
+        if unknown or (not cut.sizes and cut.key == CHUNK_KEY and not is_number(total)):
+            return None
+        return cut.blocks(total, self.group_size)
+
+    def hinted_sizes(self) -> tuple[int, ...] | None:
+        """`sizes`, dynamic ones as they were in the call that led to the trace; for looking at, not for decisions."""
+        source = self._source()
+        if source is None:
+            return None
+        total, cut = source
+        hinted = GroupCut([_hint(s) for s in cut.sizes], _hint(cut.key), cut.nest)
+        try:
+            return hinted.blocks(_hint(total), self.group_size)
+        except (LookupError, ShardError):  # the key of another process
+            return None
+
+    def _source(self) -> tuple[Any, GroupCut] | None:
+        return None if self.descriptor.source is None else self.descriptor.source(self.values)
+
+    @property
+    def backward(self) -> bool:
+        """Whether it is part of a backward pass."""
+        return bool(self.node.meta.get("autograd_backward")) or self.node.meta.get("partitioner_tag") == "is_backward"
+
+    @property
+    def source(self) -> str:
+        """The user's line that led to it, or an empty text."""
+        lines = [line.strip() for line in str(self.node.meta.get("stack_trace") or "").splitlines()]
+        files = [i for i, line in enumerate(lines) if line.startswith("File ")]
+        return " ".join(lines[files[-1] : files[-1] + 2]) if files else ""
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """Why it is there: ``redistribution``, ``mesh_dim``, ``gathered_for``, as far as they are known."""
+        key = f"{NOTES}_backward" if self.backward else NOTES
+        return dict(self.node.meta.get("custom", {}).get(key, {}))
+
+    @property
+    def module(self) -> str:
+        """The path of the module that it was traced in, or an empty text."""
+        stack = self.node.meta.get("nn_module_stack") or self.node.meta.get("fwd_nn_module_stack") or {}
+        return str(list(stack.values())[-1][0]) if stack else ""
+
+    def __str__(self) -> str:
+        side = "backward" if self.backward else "forward"
+        return f"{self.kind} {self.node.name} ({self.global_bytes} B, group {self.group_name}, {side})"
+
+
+def kind_of(node: Node) -> str | None:
+    """The kind of the collective that a node starts, or None."""
+    found = _starts(node)
+    return None if found is None else found.kind
+
+
+def reduction_of(c: Collective) -> str | None:
+    """The reduction of an all-reduce of one tensor that writes to nothing; None of others."""
+    usual = c.descriptor is ALL_REDUCE and c.functional and len(c.payloads) == 1
+    return c.arguments.reduce_op if usual else None
+
+
+def _starts(node: Node) -> Descriptor[Any] | None:
+    found = descriptor_of(node.target) if node.op == "call_function" else None
+    return found if found is not None and found.communicates else None
+
+
+def value_of(argument: Any) -> Any:
+    """What stands for an argument of a node: its fake tensor or symbol, if it is a node itself."""
+    return argument.meta["val"] if isinstance(argument, Node) else argument
+
+
+def called(node: Node, descriptor: Descriptor[Any]) -> Any:
+    """The arguments by their names of a node that calls an op; None if it calls another one."""
+    return descriptor.signature.read(node.args) if node.target is descriptor.target else None
+
+
+def add_call(graph: Graph, descriptor: Descriptor[Any], **arguments: Any) -> Node:
+    """A call of an op, with its arguments by their names, at the graph's insertion point, see `add_node`."""
+    return add_node(graph, descriptor.target, *descriptor.signature.write(descriptor.arguments(**arguments)))
+
+
+def collectives(graph: Graph) -> list[Collective]:
+    """All collectives of a graph, in its order."""
+    return [c for node in graph.nodes if kind_of(node) is not None and (c := Collective.of(node)) is not None]
+
+
+class Seen:
+    """What a graph was like, to tell whether it has changed."""
+
+    def __init__(self, nodes: list[tuple[Node, Any, Any]]) -> None:
+        self._nodes = nodes
+
+    @staticmethod
+    def of(graph: Graph) -> Seen:
+        """A graph as it is now."""
+        return Seen([(node, node.args, node.kwargs) for node in graph.nodes])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Seen) or len(self._nodes) != len(other._nodes):
+            return False
+        # A node gets new tuples for arguments whenever one is replaced.
+        return all(
+            a is b and args is others and kwargs is named
+            for (a, args, kwargs), (b, others, named) in zip(self._nodes, other._nodes, strict=True)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def inherit(start: Node, from_: Sequence[Collective]) -> None:
+    """Make a collective that takes the place of others known as their successor; it stands where the last one was."""
+    last = from_[-1].node
+    start.meta |= {what: last.meta[what] for what in _INHERITED if what in last.meta}
+    start.meta[_ORIGINS] = tuple(origin for c in from_ for origin in origins(c.node))
+
+
+def origins(start: Node) -> tuple[str, ...]:
+    """Names that the collectives had, before any pass, in whose place this one is."""
+    return start.meta.get(_ORIGINS, (start.name,))
+
+
+def forget_origins(graph: Graph) -> None:
+    """Take the collectives of a graph as what the next passes start from."""
+    for c in collectives(graph):
+        c.node.meta.pop(_ORIGINS, None)
+
+
+def add_node(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A call at the graph's insertion point, with the fake value that later passes and Inductor read."""
+    node = graph.call_function(target, args, kwargs)
+    values, named = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    mode = compat.detect_fake_mode(_tensors((values, named)))
+    assert mode is not None, "a collective's payload is a fake tensor"
+    with mode:
+        node.meta["val"] = target(*values, **named)
+    return node
+
+
+def add_number(graph: Graph, number: float, like: Node) -> Node:
+    """A tensor of one element at the graph's insertion point, of the dtype and on the device of another."""
+    value = like.meta["val"]
+    options = {"dtype": value.dtype, "layout": torch.strided, "device": value.device, "pin_memory": False}
+    node = graph.call_function(torch.ops.aten.full.default, ([1], number), options)
+    node.meta["val"] = value.new_full([1], number)
+    return node
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    flat, _ = torch.utils._pytree.tree_flatten(values)
+    return [v for v in flat if isinstance(v, torch.Tensor)]
+
+
+def _hint(size: Any) -> int:
+    return compat.size_hint(size)

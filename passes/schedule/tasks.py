@@ -1,0 +1,258 @@
+"""A graph as schedules are searched for: only what takes time or memory, by number.
+
+Nodes that take neither (views, parts of results, sizes) are left out; what depends on one depends on what it depends
+on. `nodes_in_order` puts them back. Collectives can be joined here before they are in the graph, so that many ways to
+put them into buckets can be tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch.fx import Node
+
+from shardcompile.passes.cost.model import Price, Prices, computes_nothing
+from shardcompile.passes.graph.dependencies import needed_first
+from shardcompile.passes.schedule.edges import Edges
+
+WORK, START, WAIT = range(3)
+
+
+@dataclass
+class Tasks:
+    """Tasks by number, in a valid order, and the tensors that they make and read, by number as well.
+
+    Attributes:
+        nodes: by task: the node; of a bucket that of its last member.
+        kind: by task: `WORK` on the compute stream, `START` of a collective, or `WAIT` for one.
+        idle: by task: whether it is a view or an allocation, which nothing needs before what reads it.
+        seconds: by task: on the compute stream. Of a start what it packs, of a wait what it unpacks.
+        before: by task: those that it must follow.
+        after: by task: those that must follow it.
+        alloc: by task: bytes that it allocates.
+        makes: by task: the tensor that it allocates, or -1.
+        reads: by task: the tensors that it reads. Those of a start are held until its first wait.
+        nbytes: by tensor.
+        readers: by tensor: how many tasks read it.
+        start_of: by wait: the collective that it completes.
+        stream: by start: its group.
+        price: by start.
+        link: by group, see `Prices`.
+        fixed: bytes of the inputs, which are never freed.
+        awaited: the starts that have a wait.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    kind: list[int] = field(default_factory=list)
+    idle: list[bool] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    before: list[list[int]] = field(default_factory=list)
+    after: list[list[int]] = field(default_factory=list)
+    alloc: list[int] = field(default_factory=list)
+    makes: list[int] = field(default_factory=list)
+    reads: list[list[int]] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+    readers: list[int] = field(default_factory=list)
+    start_of: dict[int, int] = field(default_factory=dict)
+    stream: dict[int, str] = field(default_factory=dict)
+    price: dict[int, Price] = field(default_factory=dict)
+    link: Mapping[str, str] = field(default_factory=dict)
+    fixed: int = 0
+
+    @staticmethod
+    def of(edges: Edges, prices: Prices) -> Tasks:
+        """The tasks of a graph."""
+        tasks = Tasks(link=prices.link)
+        number: dict[Node, int] = {}
+        behind: dict[Node, set[int]] = {}  # of nodes that are no tasks: the tasks that they follow
+        tensor: dict[Node, int] = {}
+        for node in edges.order:
+            if node.op == "placeholder":
+                tasks.fixed += prices.nbytes[node]
+                behind[node] = set()
+                continue
+            before: set[int] = set()
+            for b in edges.before[node]:
+                if b in number:
+                    before.add(number[b])
+                else:
+                    before |= behind[b]
+            if not _is_task(node, prices):
+                behind[node] = before
+                continue
+            number[node] = tasks._add(node, sorted(before), prices, number)
+            if prices.nbytes[node]:
+                tensor[node] = tasks._made(number[node], prices.nbytes[node])
+            read = dict.fromkeys(tensor[b] for x in prices.inputs[node] if (b := prices.storage[x]) in tensor)
+            tasks.reads[-1] = list(read)
+            for t in read:
+                tasks.readers[t] += 1
+        return tasks
+
+    def _add(self, node: Node, before: list[int], prices: Prices, number: Mapping[Node, int]) -> int:
+        n = len(self.nodes)
+        self.nodes.append(node)
+        is_start = node in prices.group
+        self.kind.append(START if is_start else WAIT if node in prices.awaits else WORK)
+        self.idle.append(computes_nothing(node))
+        self.seconds.append(prices.packing.get(node, 0.0) if is_start else prices.seconds[node])
+        self.before.append(before)
+        self.after.append([])
+        for b in before:
+            self.after[b].append(n)
+        self.alloc.append(0)
+        self.makes.append(-1)
+        self.reads.append([])
+        if is_start:
+            latency = prices.latency.get(node, 0.0)
+            self.stream[n] = prices.group[node]
+            self.price[n] = Price(latency, prices.seconds[node] - latency)
+        elif node in prices.awaits:
+            self.start_of[n] = number[prices.awaits[node]]
+        return n
+
+    def _made(self, task: int, nbytes: int) -> int:
+        self.makes[task], self.alloc[task] = len(self.nbytes), nbytes
+        self.nbytes.append(nbytes)
+        self.readers.append(0)
+        return self.makes[task]
+
+    @property
+    def awaited(self) -> set[int]:
+        return set(self.start_of.values())
+
+    def payload_bytes(self, start: int) -> int:
+        """Bytes that a collective holds besides its result, until it is awaited."""
+        return sum(self.nbytes[t] for t in self.reads[start])
+
+    def joined(self, buckets: Sequence[Bucket]) -> Tasks:
+        """The tasks when some collectives are put into buckets. What a bucket makes is one tensor.
+
+        Args:
+            buckets: of collectives that do not depend on each other, also through other buckets.
+        """
+        new = _Joining(self, buckets)
+        return new.tasks()
+
+
+class Bucket(NamedTuple):
+    """Collectives that become one.
+
+    Attributes:
+        members: their starts, by task.
+        price: of the one.
+    """
+
+    members: tuple[int, ...]
+    price: Price
+
+
+class _Joining:
+    """Makes the tasks of a graph with buckets, see `Tasks.joined`: those of the first member stand for the bucket's."""
+
+    def __init__(self, old: Tasks, buckets: Sequence[Bucket]) -> None:
+        self.old, self.buckets = old, buckets
+        self.first = list(range(len(old.nodes)))  # by task: the one that stands for it
+        self.tensor = list(range(len(old.nbytes)))
+        self.prices = {bucket.members[0]: bucket.price for bucket in buckets}
+        waits: dict[int, list[int]] = {}
+        for wait, start in old.start_of.items():
+            waits.setdefault(start, []).append(wait)
+        self.unpacks: dict[int, float] = {}
+        self.makes: dict[int, int] = {}
+        for bucket in buckets:
+            first = bucket.members[0]
+            made = [old.makes[m] for m in bucket.members if old.makes[m] >= 0]  # an empty result takes no memory
+            self.makes[first] = made[0] if made else -1
+            for t in made:
+                self.tensor[t] = made[0]
+            for m in bucket.members:
+                self.first[m] = first
+                for wait in waits[m]:
+                    self.first[wait] = waits[first][0]
+            self.unpacks[waits[first][0]] = bucket.price.unpacking
+        self.shared = {first for n, first in enumerate(self.first) if first != n}  # those that stand for several
+
+    def tasks(self) -> Tasks:
+        old, first = self.old, self.first
+        before, reads = self._joined(old.before, first), self._joined(old.reads, self.tensor)
+        last = {n: i for i, n in enumerate(first)}  # of a bucket
+        tasks = [n for i, n in enumerate(first) if last[n] == i]
+        order = needed_first(tasks, before.__getitem__, on_demand=old.idle.__getitem__)
+        number = [-1] * len(first)
+        for i, n in enumerate(order):
+            number[n] = i
+        new = Tasks(link=old.link, fixed=old.fixed, nbytes=[0] * len(old.nbytes), readers=[0] * len(old.nbytes))
+        for t, nbytes in enumerate(old.nbytes):
+            new.nbytes[self.tensor[t]] += nbytes
+        new.nodes = [old.nodes[n] for n in order]
+        new.kind, new.idle = [old.kind[n] for n in order], [old.idle[n] for n in order]
+        new.seconds = [
+            self.prices[n].packing if n in self.prices else self.unpacks.get(n, old.seconds[n]) for n in order
+        ]
+        new.before = [[number[b] for b in before[n]] for n in order]
+        new.after = [[] for _ in order]
+        for i, inputs in enumerate(new.before):
+            for b in inputs:
+                new.after[b].append(i)
+        new.makes = [self.makes.get(n, old.makes[n]) for n in order]
+        new.alloc = [new.nbytes[made] if made >= 0 else 0 for made in new.makes]
+        new.reads = [reads[n] for n in order]
+        for read in new.reads:
+            for t in read:
+                new.readers[t] += 1
+        new.start_of = {number[w]: number[first[s]] for w, s in old.start_of.items() if first[w] == w}
+        new.stream = {number[s]: group for s, group in old.stream.items() if first[s] == s}
+        new.price = {number[s]: self.prices.get(s, p) for s, p in old.price.items() if first[s] == s}
+        return new
+
+    def _joined(self, named: Sequence[list[int]], new: Sequence[int]) -> list[list[int]]:
+        """What tasks name, by the task that stands for them, under new names; of most of them nothing changes."""
+        found = list(named)
+        renamed = {old for old, name in enumerate(new) if old != name}
+        for n in self.shared:
+            found[n] = list(named[n])
+        for n, first in enumerate(self.first):
+            if first != n:
+                found[first] += named[n]
+        for n, names in enumerate(found):
+            if not renamed.isdisjoint(names) or n in self.shared:
+                found[n] = list(dict.fromkeys([new[name] for name in names]))
+        return found
+
+
+def _is_task(node: Node, prices: Prices) -> bool:
+    takes = prices.seconds[node] or prices.nbytes[node]
+    return bool(takes) or node in prices.group or node in prices.awaits or node.op == "output"
+
+
+def nodes_in_order(edges: Edges, tasks: Tasks, order: Sequence[int]) -> list[Node]:
+    """All nodes of a graph in the order of its tasks; the others as soon as they can come.
+
+    Args:
+        edges: of the graph.
+        tasks: of the graph.
+        order: all tasks.
+    """
+    found = [n for n in edges.order if n.op == "placeholder"]
+    missing = {node: len(inputs) for node, inputs in edges.before.items()}
+    is_task = set(tasks.nodes)
+
+    def settle(ready: list[Node]) -> None:
+        while ready:
+            found.append(ready.pop())
+            ready += released(found[-1])
+
+    def released(node: Node) -> list[Node]:
+        for user in edges.after[node]:
+            missing[user] -= 1
+        return [u for u in edges.after[node] if not missing[u] and u not in is_task]
+
+    for node in list(found):
+        settle(released(node))
+    settle([n for n in edges.order if n.op != "placeholder" and not edges.before[n] and n not in is_task])
+    for n in order:
+        settle([tasks.nodes[n]])
+    return found

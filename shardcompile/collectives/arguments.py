@@ -1,0 +1,100 @@
+"""The arguments of an op by their names: a named tuple says the op's signature, and carries a call's arguments.
+
+One such record serves everywhere: at run time with tensors and numbers in it, in a trace with fake tensors and symbols,
+in a graph with nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar, get_type_hints
+
+from torch import Tensor
+
+from shardcompile.layout import GroupCut, IntLike, read_cut, read_cuts, write_cut, write_cuts
+from shardcompile.layout.arguments import CUT_WIDTH, CUTS_WIDTH, cut_schema, cuts_schema
+
+A = TypeVar("A", bound="tuple[Any, ...]")
+"""The type of an op's arguments: a `NamedTuple`."""
+
+_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    list[Tensor]: "Tensor[]",
+    bool: "bool",
+    int: "int",
+    list[int]: "int[]",
+    IntLike: "SymInt",
+    list[IntLike]: "SymInt[]",
+    float: "float",
+    float | None: "float?",
+    str: "str",
+}
+
+
+class Signature(Generic[A]):
+    """How records of one type are written as an op's arguments.
+
+    Args:
+        record: a `NamedTuple`, of which the types of fields say those of arguments. A field that is a `GroupCut` is
+            three arguments, of which the names begin with the field's name, unless that is ``cut``; a list of cuts is
+            four.
+
+    Attributes:
+        record: the type.
+    """
+
+    def __init__(self, record: type[A]) -> None:
+        self.record = record
+        self._hints = get_type_hints(record)
+        self._parts = [_PARTS.get(hint, _ONE) for hint in self._hints.values()]
+        self._has_cuts = any(part is not _ONE for part in self._parts)
+
+    @property
+    def schema(self) -> str:
+        """The arguments as an op's schema has them."""
+        return ", ".join(_schema(name, hint) for name, hint in self._hints.items())
+
+    def read(self, arguments: Sequence[Any]) -> A:
+        """The record that an op's arguments say."""
+        if not self._has_cuts:
+            return self.record(*arguments)
+        fields, at = [], 0
+        for width, read, _ in self._parts:
+            fields.append(read(arguments[at : at + width]))
+            at += width
+        return self.record(*fields)
+
+    def write(self, record: A) -> tuple[Any, ...]:
+        """A record as an op's arguments."""
+        if not self._has_cuts:
+            return tuple(record)
+        return tuple([a for field, (_, _, write) in zip(record, self._parts, strict=True) for a in write(field)])
+
+
+_Part = tuple[int, Callable[[Sequence[Any]], Any], Callable[[Any], Sequence[Any]]]
+_ONE: _Part = (1, lambda arguments: arguments[0], lambda field: (field,))
+_PARTS: dict[Any, _Part] = {
+    GroupCut: (CUT_WIDTH, read_cut, write_cut),
+    list[GroupCut]: (CUTS_WIDTH, read_cuts, write_cuts),
+}
+"""By a field's type: how many arguments it is, how it is read, and how it is written."""
+
+
+def _schema(name: str, hint: Any) -> str:
+    if hint is GroupCut:
+        return cut_schema("" if name == "cut" else f"{name}_")
+    return cuts_schema() if hint == list[GroupCut] else f"{_TYPES[hint]} {name}"
+
+
+def map_arguments(function: Callable[[Any], Any], record: A) -> A:
+    """A record with a function's results in place of what is in it, in lists and cuts as well."""
+    return type(record)(*(_mapped(function, field) for field in record))
+
+
+def _mapped(function: Callable[[Any], Any], field: Any) -> Any:
+    if isinstance(field, GroupCut):
+        return GroupCut(_mapped(function, field.sizes), function(field.key), field.nest)
+    if isinstance(field, (list, tuple)):
+        return [_mapped(function, f) for f in field]
+    return function(field)

@@ -1,0 +1,286 @@
+"""Ranges of rows that ranks want of what others hold, and the way back for sums: each the other's adjoint."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardcompile import compat
+from shardcompile.collectives import scratch, transport
+from shardcompile.collectives.arguments import A
+from shardcompile.collectives.blocks import as_rows, blocks_of, check_block, ends_of, new_rows, other_extents, sizes_of
+from shardcompile.collectives.descriptor import Descriptor
+from shardcompile.collectives.traffic import Member, Side, Traffic, nbytes_with, size_with
+from shardcompile.collectives.transport import Range
+from shardcompile.layout import GroupCut, IntLike, chunk_sizes
+
+
+class Ranges(NamedTuple):
+    """Arguments of `fetch_ranges` and `return_ranges`.
+
+    Attributes:
+        input: this rank's block; of a return what belongs to the rows that it wants.
+        dim: of the rows.
+        total: how many rows there are.
+        block: how many rows this rank gets.
+        src: the blocks that ranks hold.
+        dst: the blocks that ranks want.
+        reach: empty if the blocks of `dst` themselves are wanted. Otherwise they are blocks of other rows, and wanted
+            is what these read: `count`, `num`, `den`, `before` and `after` say that there are `count`, of which row j
+            reads those from ``(j * num - before) / den``, rounded up, to ``(j * num + after) / den``, rounded down.
+        fill: what rows outside of the dim hold; None if none are wanted.
+        group_name: the ranks.
+    """
+
+    input: Tensor
+    dim: int
+    total: IntLike
+    block: IntLike
+    src: GroupCut
+    dst: GroupCut
+    reach: list[IntLike]
+    fill: float | None
+    group_name: str
+
+
+def _wanted(a: Ranges, ranks: int, what: str) -> list[Range]:
+    """The range of rows that each rank wants."""
+    if not a.reach:
+        wanted = blocks_of(int(a.total), a.dim, a.dst, ranks, what)
+    else:
+        count, num, den, before, after = map(int, a.reach)
+        wanted = []
+        for first, end in blocks_of(count, a.dim, a.dst, ranks, what):
+            start = -((before - first * num) // den)
+            last = ((end - 1) * num + after) // den
+            wanted.append((start, max(last + 1, start)) if end > first else (0, 0))
+    return wanted if a.fill is not None else [(max(i, 0), min(j, int(a.total))) for i, j in wanted]
+
+
+def _fetch(a: Ranges) -> Tensor:
+    group, what = compat.process_group(a.group_name), FETCH_RANGES.kind
+    held = blocks_of(int(a.total), a.dim, a.src, group.size(), what)
+    return fetch_wanted(FETCH_RANGES, a.input, a.dim, held, _wanted(a, group.size(), what), int(a.block), group, a.fill)
+
+
+def _return(a: Ranges) -> Tensor:
+    group, what = compat.process_group(a.group_name), RETURN_RANGES.kind
+    held = blocks_of(int(a.total), a.dim, a.src, group.size(), what)
+    return return_wanted(RETURN_RANGES, a.input, a.dim, held, _wanted(a, group.size(), what), int(a.block), group)
+
+
+def _pieces(x: Tensor, dim: int, to_peers: Sequence[Range], me: int) -> list[tuple[int, Tensor]]:
+    """What the others get of a block. Only that is put in order of rows: a halo is little of a block."""
+    ranges = [(p, a, b) for p, (a, b) in enumerate(to_peers) if p != me and b > a]
+    return [(p, transport.rows_first(x.narrow(dim, a, b - a), dim)) for p, a, b in ranges]
+
+
+def fetch_wanted(
+    of: Descriptor[A],
+    x: Tensor,
+    dim: int,
+    held: Sequence[Range],
+    wanted: Sequence[Range],
+    block: int,
+    group: ProcessGroup,
+    fill: float | None = None,
+) -> Tensor:
+    """Start to get the range of rows that each rank wants from whoever holds them.
+
+    Args:
+        of: the collective.
+        x: this rank's block.
+        dim: of the rows.
+        held: the range that each rank holds.
+        wanted: the range that each rank wants.
+        block: how many rows this rank wants.
+        group: the ranks.
+        fill: what rows outside of the dim hold; None if none are wanted.
+
+    Returns:
+        The rows, flat.
+    """
+    me, total = group.rank(), held[-1][1]
+    check_block(x.shape, dim, held[me], me, of.kind)
+    out = new_rows(x, dim, block)
+    to_peers = [transport.shifted(transport.overlap(held[me], w), -held[me][0]) for w in wanted]
+    from_peers = [transport.shifted(transport.overlap(h, wanted[me]), -wanted[me][0]) for h in held]
+    target = as_rows(out, x, dim, block)
+    if fill is not None:
+        start, end = wanted[me]
+        target[: max(-start, 0)].fill_(fill)
+        target[max(min(total, end) - start, 0) :].fill_(fill)
+    target[slice(*from_peers[me])].copy_(x.movedim(dim, 0)[slice(*to_peers[me])])
+    peers = [p for p in range(group.size()) if p != me]
+    sends = _pieces(x, dim, to_peers, me)
+    receives = [(p, target[slice(*from_peers[p])]) for p in peers]
+    call = of.enter(group, x.dtype, dim, sizes_of(held), dim, ends_of(wanted), other_extents(x, dim))
+    transport.complete(out, call, transport.exchange(call, sends, receives))
+    return out
+
+
+def return_wanted(
+    of: Descriptor[A],
+    x: Tensor,
+    dim: int,
+    held: Sequence[Range],
+    wanted: Sequence[Range],
+    block: int,
+    group: ProcessGroup,
+) -> Tensor:
+    """Start the adjoint of `fetch_wanted`: rows go to those that hold them, and are added there.
+
+    Args:
+        of: the collective.
+        x: what belongs to the rows that this rank wants.
+        dim: of the rows.
+        held: as for `fetch_wanted`.
+        wanted: as for `fetch_wanted`.
+        block: how many rows this rank holds.
+        group: the ranks.
+
+    Returns:
+        The sums, flat.
+    """
+    me = group.rank()
+    check_block(x.shape, dim, wanted[me], me, of.kind)
+    to_peers = [transport.shifted(transport.overlap(h, wanted[me]), -wanted[me][0]) for h in held]
+    back = [transport.shifted(transport.overlap(held[me], w), -held[me][0]) for w in wanted]
+    peers = [p for p in range(group.size()) if p != me]
+    out = new_rows(x, dim, block).zero_()
+    target = as_rows(out, x, dim, block)
+    target[slice(*back[me])].copy_(x.movedim(dim, 0)[slice(*to_peers[me])])
+    width = target.shape[1:].numel()
+    counts = [back[p][1] - back[p][0] for p in peers]
+    memory = [scratch.borrow(n * width, target) for n in counts]
+    parts = [m.view(n, *target.shape[1:]) for m, n in zip(memory, counts, strict=True)]
+    sends = _pieces(x, dim, to_peers, me)
+    call = of.enter(group, x.dtype, dim, sizes_of(held), dim, ends_of(wanted), other_extents(x, dim))
+    works = transport.exchange(call, sends, list(zip(peers, parts, strict=True)))
+
+    def accumulate() -> None:
+        for p, part in zip(peers, parts, strict=True):
+            target[slice(*back[p])].add_(part)
+        scratch.give_back(*memory)
+
+    transport.complete(out, call, works, accumulate)
+    return out
+
+
+def _adjoint(of: Callable[[], Descriptor[Ranges]]) -> Callable[[Ranges, torch.Size, Tensor], Tensor]:
+    def adjoint(a: Ranges, shape: torch.Size, grad: Tensor) -> Tensor:
+        return of().start(a._replace(input=grad, block=shape[a.dim])).wait()
+
+    return adjoint
+
+
+def _inverse(a: Ranges, back: Ranges) -> Ranges | None:
+    """None for what rows read: it has no inverse."""
+    return None if a.reach else a._replace(input=back.input, block=back.block, src=a.dst, dst=a.src)
+
+
+def _fetch_members(a: Ranges, n: int | None) -> list[Member]:
+    get = _wanted_side(a, a.block, n)
+    put = _held_side(a, a.input.shape[a.dim], n, get)
+    return [Member(put, get, nbytes_with(a.input, a.dim, a.total))]
+
+
+def _return_members(a: Ranges, n: int | None) -> list[Member]:
+    put = _wanted_side(a, a.input.shape[a.dim], n)
+    get = _held_side(a, a.block, n, put)
+    return [Member(put, get, nbytes_with(a.input, a.dim, a.total))]
+
+
+def _wanted_side(a: Ranges, extent: IntLike, n: int | None) -> Side:
+    """What ranks want of the rows that others hold: blocks, or what rows of theirs read."""
+    if not a.reach:
+        return Side.of(a.dst, a.total, extent, n)
+    count, num, den, before, after = map(compat.size_hint, a.reach)
+    side = Side.of(a.dst, count, extent, n)
+    rows = compat.size_hint(a.total)
+    sizes, halo = side.sizes, -(-(before + after) // den)
+    if sizes is None:
+        return replace(side, halo=halo, assumed=None if n is None else chunk_sizes(rows, n))
+    ends = [min(end * num // den, rows) for end in itertools.accumulate(sizes[:-1])]
+    return replace(side, sizes=tuple(b - a for a, b in itertools.pairwise([0, *ends, rows])), halo=halo)
+
+
+def _held_side(a: Ranges, extent: IntLike, n: int | None, wanted: Side) -> Side:
+    side = Side.of(a.src, a.total, extent, n)
+    return replace(side, assumed=wanted.assumed) if side.sizes is None else side
+
+
+def _traffic(members: Sequence[Member], n: int) -> Traffic:
+    """What a rank wants and does not hold."""
+    (m,) = members
+    assert m.put is not None and m.get is not None
+    narrow, wide = (m.put, m.get) if m.get.halo or not m.put.halo else (m.get, m.put)
+    held, wanted = narrow.sizes or narrow.assumed, wide.sizes or wide.assumed
+    if held is None or wanted is None:
+        # Cuts that are known at run time only: all but one part in n may have to move.
+        return Traffic((n - 1) / n * m.nbytes / n, (n - 1) / n * m.nbytes)
+    rows = max(sum(held), 1)
+    taken, given = _moved_rows(held, wanted, wide.halo)
+    return Traffic(m.nbytes * max(*taken, *given) / rows, m.nbytes * sum(taken) / rows)
+
+
+def _moved_rows(held: Sequence[int], wanted: Sequence[int], halo: int) -> tuple[list[int], list[int]]:
+    """Rows that each rank takes from others and gives to others. A halo counts half on either side."""
+    before, after = halo - halo // 2, halo // 2
+    total = sum(held)
+    own = transport.running_ends(held)
+    taken, given = [0] * len(held), [0] * len(held)
+    first = 0
+    for r, (start, end) in enumerate(transport.running_ends(wanted)):
+        if end == start:
+            continue
+        start, end = max(start - before, 0), min(end + after, total)
+        while first and own[first][0] > start:
+            first -= 1
+        while own[first][1] <= start:
+            first += 1
+        for p in range(first, len(own)):
+            a, b = own[p]
+            if a >= end:
+                break
+            rows = min(b, end) - max(a, start)
+            if p != r and rows > 0:
+                taken[r] += rows
+                given[p] += rows
+    return taken, given
+
+
+FETCH_RANGES: Descriptor[Ranges] = Descriptor(
+    "fetch_ranges",
+    Ranges,
+    _fetch,
+    extents=lambda a: {a.dim: a.block},
+    adjoint=_adjoint(lambda: RETURN_RANGES),
+    inverse=_inverse,
+    members=_fetch_members,
+    traffic=_traffic,
+    whole=lambda a: size_with(a.input, a.dim, a.total),
+    source=lambda a: (a.total, a.src),
+    states=("dim", "in blocks of", "to dim", "in", "other extents"),
+    told=True,
+)
+
+RETURN_RANGES: Descriptor[Ranges] = Descriptor(
+    "return_ranges",
+    Ranges,
+    _return,
+    extents=lambda a: {a.dim: a.block},
+    adjoint=_adjoint(lambda: FETCH_RANGES),
+    members=_return_members,
+    traffic=_traffic,
+    whole=lambda a: size_with(a.input, a.dim, a.total),
+    source=lambda a: (a.total, a.src),
+    states=("dim", "in blocks of", "to dim", "in", "other extents"),
+    told=True,
+)

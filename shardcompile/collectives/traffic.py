@@ -1,0 +1,289 @@
+"""What the ranks put into a collective and get out of it, and what it moves: numbers, the same on every rank.
+
+From a collective's cuts follow the bytes that move, and whether the block of this rank may be larger or smaller than
+that of another: if the sizes are known and not all equal. The block's own size is never asked, because it may happen to
+be equal to another's on some ranks only.
+
+An even collective moves what a ring or pairwise exchange does, which is the least possible (Thakur, Rabenseifner,
+Gropp, "Optimization of collective communication operations in MPICH", 2005; nccl-tests, PERFORMANCE.md). Uneven blocks
+are sent directly, as `shardcompile.collectives.transport` does: a rank sends its block to each of the n-1 others, so
+that the owner of the largest one decides where every rank has its own link, with (n-1) max(block); that is also what a
+gather padded to the largest block moves. Where all share one the sum decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from shardcompile import compat
+from shardcompile.errors import ShardError
+from shardcompile.layout import CHUNK_KEY, GroupCut
+
+OUTER = "outer"
+"""In place of a group's name: ranks differ, but along another mesh dim than that of the group at hand."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """The blocks that the ranks of a group put in, or get.
+
+    Attributes:
+        sizes: in group order; None if they are not known while compiling.
+        number: whether the graph has a number for the extent of this rank's block, not a symbol.
+        halo: rows that a block may have more than `sizes` says; fewer at the ends of the global extent.
+        nested: whether other groups along the same mesh dim have other blocks.
+        assumed: what `sizes` are taken for where only a halo moves, so that they hardly matter.
+    """
+
+    sizes: tuple[int, ...] | None
+    number: bool
+    halo: int = 0
+    nested: bool = False
+    assumed: tuple[int, ...] | None = None
+
+    @staticmethod
+    def of(cut: GroupCut, total: Any, extent: Any, ranks: int | None, halo: int = 0) -> Side:
+        """The blocks of a cut.
+
+        Args:
+            cut: with symbols where the compiler does not know it.
+            total: what is cut.
+            extent: of this rank's block.
+            ranks: in the group; None if that is not known.
+            halo: see above.
+        """
+        nested = bool(cut.nest) and not cut.sizes and is_number(cut.key)
+        return Side(_known_sizes(cut, total, ranks), is_number(extent), halo, nested)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether extents in the graph differ between ranks. The same on all of them."""
+        if self.sizes is None:
+            return self.number  # symbols have hints that the ranks have in common
+        return len(set(self.sizes)) > 1 or (self.halo > 0 and len(self.sizes) > 1)
+
+    def labels(self, group_name: str) -> set[str]:
+        """The groups along which the extents may differ."""
+        return ({group_name} if self.uneven else set()) | ({OUTER} if self.nested and self.number else set())
+
+
+@dataclass(frozen=True)
+class Member:
+    """One tensor of a collective, of which a bucket has several.
+
+    Attributes:
+        put: the blocks put in; None if all ranks put in tensors of one shape.
+        get: the blocks got; None if all ranks get tensors of one shape.
+        nbytes: of the whole tensor, by hints; those of the payload for what has no cut.
+    """
+
+    put: Side | None
+    get: Side | None
+    nbytes: int
+
+
+def is_number(size: Any) -> bool:
+    """Whether a size is known while compiling, and no symbol."""
+    return isinstance(size, int)
+
+
+def _known_sizes(cut: GroupCut, total: Any, ranks: int | None) -> tuple[int, ...] | None:
+    if cut.sizes:
+        return tuple(cut.sizes) if all(map(is_number, cut.sizes)) else None
+    if ranks is None or not is_number(cut.key) or (cut.key == CHUNK_KEY and not is_number(total)):
+        return None
+    try:
+        return cut.blocks(total, ranks)
+    except (LookupError, ShardError):  # a key of another process
+        return None
+
+
+def nbytes_of(value: Tensor) -> int:
+    """Bytes of a tensor by hints."""
+    total = value.dtype.itemsize
+    for size in value.shape:
+        total *= size if type(size) is int else compat.size_hint(size)
+    return total
+
+
+def nbytes_with(value: Tensor, dim: int, extent: Any) -> int:
+    """Bytes of a tensor, had it this extent along a dim, by hints."""
+    total = value.dtype.itemsize * compat.size_hint(extent)
+    for d, size in enumerate(value.shape):
+        total *= 1 if d == dim else compat.size_hint(size)
+    return total
+
+
+def size_of(value: Tensor) -> Any:
+    """Bytes of a tensor; may be symbolic."""
+    return math.prod(value.shape) * value.dtype.itemsize
+
+
+def size_with(value: Tensor, dim: int, extent: Any) -> Any:
+    """Bytes of a tensor, had it this extent along a dim; may be symbolic."""
+    return math.prod((extent, *(s for d, s in enumerate(value.shape) if d != dim))) * value.dtype.itemsize
+
+
+def shares(side: Side | None, ranks: int) -> list[float]:
+    """The part of a whole that each rank holds; equal parts where the sizes are not known while compiling."""
+    if side is None or side.sizes is None or len(side.sizes) != ranks or not sum(side.sizes):
+        return [1 / ranks] * ranks
+    whole = sum(side.sizes)
+    return [min(s + side.halo, whole) / whole if s else 0.0 for s in side.sizes]
+
+
+# What tensors are to the ranks, for more than one kind of collective.
+
+
+def gathered(x: Tensor, dim: int, total: Any, cut: GroupCut, ranks: int | None) -> Member:
+    """Blocks become whole."""
+    return Member(Side.of(cut, total, x.shape[dim], ranks), None, nbytes_with(x, dim, total))
+
+
+def scattered(x: Tensor, dim: int, block: Any, cut: GroupCut, ranks: int | None) -> Member:
+    """A whole becomes blocks."""
+    return Member(None, Side.of(cut, x.shape[dim], block, ranks), nbytes_of(x))
+
+
+def turned(
+    x: Tensor, dims: Sequence[int], extents: Sequence[Any], cuts: Sequence[GroupCut], ranks: int | None
+) -> Member:
+    """Blocks of one dim become blocks of another."""
+    (src_dim, dst_dim), (total, block), (src, dst) = dims, extents, cuts
+    put = Side.of(src, total, x.shape[src_dim], ranks)
+    get = Side.of(dst, x.shape[dst_dim], block, ranks)
+    return Member(put, get, nbytes_with(x, src_dim, total))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a collective moves.
+
+    Attributes:
+        busiest: bytes that the rank sends or receives that has most to.
+        total: bytes that all ranks send.
+        packed: bytes that the busiest rank reads and writes in its own memory before anything is sent.
+        unpacked: the same after everything has come, when the collective is awaited.
+    """
+
+    busiest: float
+    total: float
+    packed: float = 0.0
+    unpacked: float = 0.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """What each rank has of the tensors of a collective, in bytes: a row for blocks, two for an exchange.
+
+    Attributes:
+        nbytes: nbytes[row, rank]: of blocks the rank's own; of an exchange what it sends, and what it receives.
+    """
+
+    nbytes: np.ndarray
+
+    @staticmethod
+    def of_blocks(members: Sequence[Member], n: int, times: int = 1) -> Load:
+        """Of blocks that become whole, or of a whole that becomes blocks; what has none counts as divided evenly.
+
+        Args:
+            members: of a collective.
+            n: ranks in the group.
+            times: how many of a member make the whole: `n` where a member is a block.
+        """
+        return Load(np.sum([np.array([shares(m.put or m.get, n)]) * (times * m.nbytes) for m in members], axis=0))
+
+    @staticmethod
+    def of_even_blocks(members: Sequence[Member], n: int) -> Load:
+        """Of blocks of one size: `nbytes` of a member are those of a block."""
+        return Load.of_blocks(members, n, n)
+
+    @staticmethod
+    def of_exchange(members: Sequence[Member], n: int) -> Load:
+        """Of blocks of one dim that become blocks of another."""
+        return Load(np.array(sent_and_received(members, n)))
+
+    @staticmethod
+    def together(loads: Sequence[Load]) -> Load:
+        """Of several collectives."""
+        return Load(np.sum([load.nbytes for load in loads], axis=0))
+
+    @property
+    def largest(self) -> float:
+        """Of the rank that has most."""
+        return float(self.nbytes.max())
+
+    @property
+    def whole(self) -> float:
+        """Of all ranks."""
+        return float(self.nbytes[0].sum())
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return int(self.nbytes.shape[1])
+
+
+def sent_and_received(members: Sequence[Member], n: int) -> tuple[list[float], list[float]]:
+    """Bytes by rank where blocks are turned: rank p sends the part of its block that belongs to rank q's."""
+    sent, received = [0.0] * n, [0.0] * n
+    for m in members:
+        for r, (put, get) in enumerate(zip(shares(m.put, n), shares(m.get, n), strict=True)):
+            sent[r] += m.nbytes * put * (1 - get)
+            received[r] += m.nbytes * get * (1 - put)
+    return sent, received
+
+
+def gathered_in_a_bucket(load: Load) -> Traffic:
+    """As without a bucket; what is sent is packed, and what has come unpacked."""
+    n = load.ranks
+    return Traffic((n - 1) * load.largest, (n - 1) * load.whole, 2 * load.largest, 2 * load.whole)
+
+
+def scattered_in_a_bucket(load: Load) -> Traffic:
+    """As without a bucket; what is sent is packed. The sum of n terms comes out in its place."""
+    n = load.ranks
+    return Traffic((n - 1) * load.largest, (n - 1) * load.whole, 2 * load.whole, (n + 1) * load.largest)
+
+
+def exchanged_in_a_bucket(load: Load) -> Traffic:
+    """As without a bucket; what is sent is packed, and what has come unpacked."""
+    return Traffic(load.largest, load.whole, 2 * load.largest, 2 * load.largest)
+
+
+def reduced_in_a_bucket(load: Load, passes: int) -> Traffic:
+    """What torch's even collectives move of tensors that were joined: once to reduce, twice to tell everybody."""
+    n, whole = load.ranks, load.whole
+    return Traffic(passes * (n - 1) / n * whole, passes * (n - 1) * whole, 2 * whole)
+
+
+def blocks_to_all(members: Sequence[Member], n: int) -> Traffic:
+    """Each block goes to the n-1 others. The same backwards, and the sum of n terms, where ranks get blocks."""
+    columns = zip(*([m.nbytes * s for s in shares(m.put or m.get, n)] for m in members), strict=True)
+    largest, whole = max(sum(column) for column in columns), sum(m.nbytes for m in members)
+    reduced = (n + 1) * largest if members[0].get is not None else 0.0
+    return Traffic((n - 1) * largest, (n - 1) * whole, unpacked=reduced)
+
+
+def even_gather(members: Sequence[Member], n: int) -> Traffic:
+    """Equal blocks: `nbytes` are those of one block."""
+    whole = n * sum(m.nbytes for m in members)
+    return Traffic((n - 1) / n * whole, (n - 1) * whole)
+
+
+def even_scatter(members: Sequence[Member], n: int) -> Traffic:
+    """Terms of one shape, of which every rank gets an equal part."""
+    whole = sum(m.nbytes for m in members)
+    return Traffic((n - 1) / n * whole, (n - 1) * whole)
+
+
+def even_exchange(members: Sequence[Member], n: int) -> Traffic:
+    """Of its payload each rank keeps one part in n."""
+    payload = sum(m.nbytes for m in members)
+    return Traffic((n - 1) / n * payload, (n - 1) * payload)

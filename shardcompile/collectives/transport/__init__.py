@@ -1,0 +1,114 @@
+"""Moving rows between the ranks of one process group, by whatever its backend is best at.
+
+Which backends there are is told by the modules that are imported here, nowhere else. Everything runs at run time, on
+real tensors, with sizes that all ranks of the group agree on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+import shardcompile.collectives.transport.gloo
+import shardcompile.collectives.transport.nccl  # noqa: F401
+from shardcompile.collectives.transport.base import TRANSPORTS as TRANSPORTS
+from shardcompile.collectives.transport.base import CallWork as CallWork
+from shardcompile.collectives.transport.base import Message as Message
+from shardcompile.collectives.transport.base import Range as Range
+from shardcompile.collectives.transport.base import Transport as Transport
+from shardcompile.collectives.transport.base import complete as complete
+from shardcompile.collectives.transport.base import lies_in_rows as lies_in_rows
+from shardcompile.collectives.transport.base import overlap as overlap
+from shardcompile.collectives.transport.base import rows_first as rows_first
+from shardcompile.collectives.transport.base import running_ends as running_ends
+from shardcompile.collectives.transport.base import shifted as shifted
+from shardcompile.collectives.transport.reduce import check_reduction as check_reduction
+from shardcompile.collectives.transport.reduce import reduce_rows as reduce_rows
+from shardcompile.collectives.transport.reduce import reduced_in as reduced_in
+from shardcompile.watch import Call
+from shardcompile.watch.backends import Backend, look_after
+
+_OTHERS = Transport()
+"""For backends that are not listed, such as ranks that are threads: messages with tags are what all of them have."""
+
+for _transport in TRANSPORTS.values():
+    if _transport.tells:
+        look_after(Backend(_transport.name, _transport.agrees, _transport.aborts))
+
+
+def transport_of(group: ProcessGroup) -> Transport:
+    """How the ranks of a group reach one another."""
+    return TRANSPORTS.get(group.name(), _OTHERS)
+
+
+def device_type(backend: str | None = None) -> str:
+    """The type of device that a process group has its tensors on.
+
+    Args:
+        backend: its backend, or several as `torch.distributed` lists them; None for the default process group's.
+    """
+    named = str(dist.get_backend_config()) if backend is None else backend
+    return next((t.device for t in TRANSPORTS.values() if t.device != "cpu" and t.name in named), "cpu")
+
+
+def exchange(call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> list[Work]:
+    """Start sends to and receives from ranks of the group; empty messages are skipped on both sides.
+
+    Messages have the call's tag, where the backend has tags, so that those of calls that differ never meet.
+
+    Args:
+        call: what they belong to.
+        sends: pairs of a peer's rank in the group and a contiguous tensor.
+        receives: the same, to be written.
+    """
+    transport = transport_of(call.group)
+    start = transport.exchange if call.of_all else transport.exchange_of_two
+    return start(call, [(p, t) for p, t in sends if t.numel()], [(p, t) for p, t in receives if t.numel()])
+
+
+def send_ranges(
+    call: Call,
+    rows: Tensor,
+    to_peers: Sequence[Range],
+    out: Tensor,
+    from_peers: Sequence[Range],
+    keep_own: bool = True,
+) -> list[Work]:
+    """Send a range of rows to every peer, and receive one from every peer, straight into place.
+
+    Args:
+        call: what they belong to.
+        rows: contiguous, [n, ...].
+        to_peers: for each rank of the group the range of `rows` that it gets.
+        out: contiguous, [m, ...], written.
+        from_peers: for each rank of the group the range of `out` that it fills.
+        keep_own: copy what this rank keeps; otherwise its range of `out` is left as it is.
+    """
+    me, ranks = call.group.rank(), call.group.size()
+    mine, place = to_peers[me], from_peers[me]
+    if keep_own and mine[1] > mine[0]:
+        out[place[0] : place[1]].copy_(rows[mine[0] : mine[1]])
+    others = [p for p in range(ranks) if p != me]
+    sends = [(p, rows[to_peers[p][0] : to_peers[p][1]]) for p in others]
+    receives = [(p, out[from_peers[p][0] : from_peers[p][1]]) for p in others]
+    return exchange(call, sends, receives)
+
+
+def gather_rows(call: Call, rows: Tensor, sizes: Sequence[int], out: Tensor, keep_own: bool = True) -> list[Work]:
+    """Start to gather every rank's rows into `out`, which is complete when all works are.
+
+    Args:
+        call: what they belong to.
+        rows: of this rank, contiguous, [n, ...].
+        sizes: rows of each rank.
+        out: contiguous, [sum of sizes, ...], written.
+        keep_own: whether this rank's part of `out` is needed, too.
+    """
+    works = transport_of(call.group).gather(call, rows, sizes, out)
+    if works is not None:
+        return works
+    whole = [(0, rows.shape[0])] * len(sizes)
+    return send_ranges(call, rows, whole, out, running_ends(sizes), keep_own)

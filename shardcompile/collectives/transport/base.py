@@ -1,0 +1,168 @@
+"""What a transport is: how messages of one call travel between the ranks of a group, and what follows from the backend.
+
+Everything here runs at run time, on real tensors, with sizes that all ranks of the group agree on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from torch.distributed import Work
+
+from shardcompile.compat import register_work
+from shardcompile.watch import Call
+
+Range = tuple[int, int]
+"""First row and end row."""
+
+Message = tuple[int, Tensor]
+"""A peer's rank in the group, and a contiguous tensor that is sent or written."""
+
+
+class CallWork(Work):
+    """Work of a call: complete when its messages are, and a last local step has run.
+
+    Args:
+        call: what they belong to.
+        works: the messages.
+        then: the last step.
+    """
+
+    def __init__(self, call: Call, works: Sequence[Work], then: Callable[[], object] | None = None) -> None:
+        super().__init__()
+        self._call = call
+        self._works = list(works)
+        self._then = then
+
+    def wait(self, timeout: object = None) -> bool:
+        """Wait for the messages, then run the last step, once: a message that is waited for twice never comes."""
+        works, self._works = self._works, []
+        self._call.run([work.wait for work in works])
+        if self._then is not None:
+            self._then()
+            self._then = None
+        return True
+
+
+def lies_in_rows(x: Tensor, dim: int) -> bool:
+    """Whether the rows of a dim are ranges of a tensor's memory, one after the other and as they are."""
+    return dim == 0 and x.is_contiguous() and not x.is_conj() and not x.is_neg()
+
+
+def rows_first(x: Tensor, dim: int) -> Tensor:
+    """`x` with `dim` moved to the front, contiguous: rows are then ranges of memory."""
+    return x if lies_in_rows(x, dim) else x.movedim(dim, 0).contiguous().resolve_conj().resolve_neg()
+
+
+TRANSPORTS: dict[str, Transport] = {}
+"""By the name of the backend."""
+
+
+class Transport:
+    """Messages of a backend that matches them by tags: those of calls that differ never meet.
+
+    A subclass is known by its name from where it is defined: see `TRANSPORTS`.
+
+    Attributes:
+        name: of the backend, as `torch.distributed` has it.
+        device: type of the device that its tensors are on.
+        tells: whether `shardcompile.watch` looks after its groups.
+        agrees: whether its ranks can wait for one another by small messages before a collective of torch's.
+        aborts: whether the watch ends a wait by aborting the group; otherwise it closes connections.
+        rings: whether gathers of blocks of one size are better left to torch's own collective.
+        has_all_to_all: whether `all_to_all` is there, and better than messages.
+    """
+
+    name = ""
+    device = "cpu"
+    tells = False
+    agrees = True
+    aborts = False
+    rings = False
+    has_all_to_all = False
+
+    def __init_subclass__(cls) -> None:
+        TRANSPORTS[cls.name] = cls()
+
+    def exchange(self, call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> list[Work]:
+        """Start messages of which none is empty. Every rank of the group calls this, also one that has none.
+
+        Args:
+            call: what they belong to.
+            sends: what goes.
+            receives: what comes.
+        """
+        group, tag = call.group, call.tag
+        starts = [functools.partial(group.recv, [t], peer, tag) for peer, t in receives]
+        starts += [functools.partial(group.send, [t], peer, tag) for peer, t in sends]
+        return call.run(starts)
+
+    def exchange_of_two(self, call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> list[Work]:
+        """The same where only the ranks call it that have messages."""
+        return self.exchange(call, sends, receives)
+
+    def gather(self, call: Call, rows: Tensor, sizes: Sequence[int], out: Tensor) -> list[Work] | None:
+        """Start to gather every rank's rows into `out`; None if that is best done by messages.
+
+        Args:
+            call: what it belongs to.
+            rows: of this rank, contiguous.
+            sizes: rows of each rank.
+            out: contiguous, written.
+        """
+        return None
+
+    def all_to_all(
+        self, call: Call, rows: Tensor, sent: Sequence[int], out: Tensor, received: Sequence[int]
+    ) -> list[Work]:
+        """Start the backend's own all-to-all, which knows no tags.
+
+        Only for tables that all ranks are known to have alike.
+
+        Args:
+            call: what it belongs to.
+            rows: contiguous, in the order of their destinations.
+            sent: how many go to each rank.
+            out: contiguous, written, in the order of the sources.
+            received: how many come from each.
+        """
+        raise NotImplementedError
+
+
+def running_ends(sizes: Sequence[int]) -> list[Range]:
+    """First and end row of every block."""
+    ranges, start = [], 0
+    for size in sizes:
+        ranges.append((start, start + size))
+        start += size
+    return ranges
+
+
+def overlap(a: Range, b: Range) -> Range:
+    """Rows that both ranges hold; empty ranges come out as (n, n)."""
+    start, end = max(a[0], b[0]), min(a[1], b[1])
+    return (start, max(start, end))
+
+
+def shifted(a: Range, by: int) -> Range:
+    """The range moved by a number of rows."""
+    return (a[0] + by, a[1] + by)
+
+
+def complete(
+    out: Tensor | Sequence[Tensor], call: Call, works: Sequence[Work], then: Callable[[], object] | None = None
+) -> None:
+    """Have `wait_tensor(out)` wait for the messages of a call, and take a last local step.
+
+    Args:
+        out: what is waited for; of several tensors the first one waits for all.
+        call: what the messages belong to.
+        works: the messages.
+        then: the last step.
+    """
+    if works or then is not None:
+        work = CallWork(call, works, then)
+        for tensor in [out] if isinstance(out, Tensor) else out:
+            register_work(tensor, work)

@@ -1,0 +1,53 @@
+"""Reductions over terms that have come from all ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardcompile.errors import CollectiveError
+from shardcompile.layout.layout import REDUCE_OPS
+
+_WIDER = {
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.complex32: torch.complex64,
+}
+"""By dtype that kernels or backends do not reduce, the wider one it is reduced in. Sums still wrap around."""
+
+
+def reduced_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which terms of a dtype are reduced."""
+    return _WIDER.get(dtype, dtype)
+
+
+def check_reduction(reduce_op: str, dtype: torch.dtype) -> None:
+    """Refuse what `reduce_rows` cannot do, before anything is sent.
+
+    Raises:
+        CollectiveError: there is no such reduction of this dtype.
+    """
+    known = reduce_op in REDUCE_OPS
+    ordered, divisible = not dtype.is_complex, dtype.is_floating_point or dtype.is_complex
+    if (dtype.is_floating_point and dtype.itemsize == 1) or dtype is torch.uint64:
+        raise CollectiveError(f"there is no reduction {reduce_op} of {dtype}; convert the terms to another dtype first")
+    if not known or (reduce_op == "avg" and not divisible) or (reduce_op in ("max", "min") and not ordered):
+        raise CollectiveError(f"there is no reduction {reduce_op} of {dtype}")
+
+
+def reduce_rows(parts: Tensor, reduce_op: str, out: Tensor) -> None:
+    """Reduce over the first dim, in rank order, into a tensor of the same dtype."""
+    wide = reduced_in(parts.dtype)
+    if wide is not parts.dtype:
+        whole = out.to(wide)
+        reduce_rows(parts.to(wide), reduce_op, whole)
+        out.copy_(whole)
+    elif reduce_op == "sum":
+        torch.sum(parts, 0, dtype=parts.dtype, out=out)
+    elif reduce_op == "avg":
+        torch.mean(parts, 0, out=out)
+    elif reduce_op == "product":
+        torch.prod(parts, 0, dtype=parts.dtype, out=out)
+    else:
+        (torch.amax if reduce_op == "max" else torch.amin)(parts, 0, out=out)

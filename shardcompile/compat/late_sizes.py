@@ -1,0 +1,78 @@
+"""Traces that learn a size in the backward pass. Private names of torch 2.11 to 2.15.
+
+AOTAutograd traces the forward pass twice: alone, to count what it returns, then together with the backward pass. Sizes
+of a sharded result that are symbols are results of their own. Where the backward pass finds that a symbol is a number
+(the halves of a `glu` have to add up to its input), the second trace returns fewer results than were counted, and the
+partitioner takes gradients for results of the forward pass ("Node ... was invalid, but is output"). DTensor has the
+same fault. What was learnt holds from then on, so that another pair of traces agrees.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch._functorch._aot_autograd.descriptors import (  # 2.11 - 2.15
+    BackwardTokenAOTOutput,
+    GradAOTOutput,
+    PhiloxUpdatedBackwardOffsetAOTOutput,
+)
+from torch._functorch.partitioners import default_partition  # 2.11 - 2.15
+from torch.fx import GraphModule
+
+_OF_BACKWARD_PASS = (GradAOTOutput, BackwardTokenAOTOutput, PhiloxUpdatedBackwardOffsetAOTOutput)
+MOST_TRACES = 4
+"""Each further one has found another symbol to be a number; programs that need more than two are not known."""
+
+
+class _LearntLate(Exception):
+    """The traces do not agree on how many results the forward pass has."""
+
+
+def tracing_again(aot: Callable[..., Any]) -> Callable[..., Any]:
+    """``aot_module_simplified``, called again where its two traces disagree.
+
+    Args:
+        aot: the function.
+    """
+
+    @functools.wraps(aot)
+    def traced(mod: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        partition = kwargs.get("partition_fn") or default_partition
+        for last in [False] * (MOST_TRACES - 1) + [True]:
+            try:
+                return aot(mod, args, *rest, **{**kwargs, "partition_fn": partition if last else _checked(partition)})
+            except _LearntLate:
+                continue
+        raise AssertionError("the last of several traces is not checked")
+
+    return traced
+
+
+def _checked(partition: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(partition)
+    def checked(joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        if _forward_results(joint) not in (None, kwargs.get("num_fwd_outputs")):
+            raise _LearntLate
+        return partition(joint, inputs, **kwargs)
+
+    return checked
+
+
+def _forward_results(joint: GraphModule) -> int | None:
+    """How many results of a joint graph are those of the forward pass; None if the graph does not say.
+
+    The others are gradients, and nothing is said of one that is not wanted.
+    """
+    described = joint.graph.output_node().meta.get("desc")
+    if described is None:
+        return None
+    return sum(1 for d in described if d is not None and not isinstance(_root(d), _OF_BACKWARD_PASS))
+
+
+def _root(described: Any) -> Any:
+    """What a part of a sharded result is a part of."""
+    while hasattr(described, "base") and not isinstance(described, _OF_BACKWARD_PASS):
+        described = described.base
+    return described

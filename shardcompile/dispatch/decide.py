@@ -1,0 +1,260 @@
+"""How a call is run. Its record decides, with the layouts and strides of its tensors and its other arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardcompile import compat
+from shardcompile.collectives import block_shape
+from shardcompile.compat import OpOverload
+from shardcompile.dispatch.calls import describe, tensors_text
+from shardcompile.dispatch.foreign import check_collective
+from shardcompile.dispatch.gather import Gathered, fallback
+from shardcompile.dispatch.mutate import InPlace, InPlaceView, Written, argument, refuse_expanded
+from shardcompile.dispatch.run import Checked, Composed, Direct, Entry, Local, Specs, Strides
+from shardcompile.errors import UnsupportedOpError
+from shardcompile.layout import Layout, Spec
+from shardcompile.ops import Form, OpCall, OpRecord, TensorArg, record_of
+from shardcompile.ops.choice import Choice, OutputPlan, choose
+from shardcompile.ops.record import Run
+from shardcompile.ops.support.global_meta import global_meta
+from shardcompile.ops.support.strides import may_be_mistold
+from shardcompile.ops.view.joined import any_joined, of_neighbours, view_of_neighbours
+from shardcompile.sharded import Sharded
+
+_BY_TORCH = "torch's decomposition"
+
+
+def decide(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Entry:
+    """What is done for a call; raises what is wrong with it, on all ranks alike."""
+    check_collective(op, args, kwargs)
+    record = record_of(op)
+    form = record.sharded
+    if any_joined([*args, *kwargs.values()]) and _needs_neighbours(cls, record, args, kwargs):
+        return Composed((view_of_neighbours if op.is_view else of_neighbours)(op))
+    if form is not None and form.always:
+        return Composed(form.run, None, _strides_of_form(op, form, args, kwargs))
+    if record.is_random:
+        raise UnsupportedOpError(f"{op}: no sharded form of this random op; {tensors_text(cls, args, kwargs)}")
+    call = describe(cls, op, args, kwargs)
+    mutated = _mutated(op, args, kwargs)
+    entry = (
+        _decide_mutation(cls, record, call, mutated, args, kwargs)
+        if mutated
+        else _decide_functional(cls, record, call, args, kwargs)
+    )
+    # What is gathered, or done by the functional form, is looked at there.
+    looked_at = record.indices is not None and not isinstance(entry, (Gathered, Written))
+    return Checked(record, entry) if looked_at else entry
+
+
+def _needs_neighbours(
+    cls: type[Sharded], record: OpRecord, args: tuple[object, ...], kwargs: dict[str, object]
+) -> bool:
+    """Whether a form that is no rule's would take the rows of a block for neighbours."""
+    if record.sharded is None or record.op._schema.is_mutable:
+        return False
+    if record.sharded.always or record.rule is None:
+        return True
+    call = describe(cls, record.op, args, kwargs)
+    choice = choose(_layouts(call), record.rule.ways(call), len(record.op._schema.returns))
+    return choice is None or choice.communicates
+
+
+def _decide_functional(
+    cls: type[Sharded], record: OpRecord, call: OpCall, args: tuple[object, ...], kwargs: dict[str, object]
+) -> Entry:
+    op, rule, form = record.op, record.rule, record.sharded
+    if rule is not None:
+        produced = functools.partial(_produced_bytes, op, args, kwargs)
+        choice = choose(_layouts(call), rule.ways(call), len(op._schema.returns), produced=produced)
+        assert choice is not None, "replicating everything is always possible"
+
+        def as_chosen(args: tuple[object, ...], kwargs: dict[str, object]) -> Entry:
+            try:
+                return _local_entry(record, call, choice, args, kwargs)
+            except compat.UNKNOWN_OUTPUT_SHAPE:
+                return fallback(call)
+
+        if form is None or not choice.communicates:
+            return as_chosen(args, kwargs)
+        return Composed(form.run, as_chosen, _strides_of_form(op, form, args, kwargs))
+    if form is not None:
+        return Composed(form.run, lambda *_: fallback(call))
+    composite = _composite(record)
+    if composite is not None:
+        return Composed(composite, lambda *_: fallback(call), way=_BY_TORCH)
+    return fallback(call)
+
+
+def _produced_bytes(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> list[int]:
+    """Bytes of each output's global tensor, by hints while tracing; none if they depend on values."""
+    try:
+        out = global_meta(op, args, kwargs)
+    except compat.UNKNOWN_OUTPUT_SHAPE:
+        return []
+    outputs = out if isinstance(out, tuple) and len(op._schema.returns) > 1 else (out,)
+    return [
+        math.prod(compat.size_hint(s) for s in x.shape) * x.dtype.itemsize if isinstance(x, Tensor) else 0
+        for x in outputs
+    ]
+
+
+def _composite(record: OpRecord) -> Run | None:
+    """The op in terms of others, if torch has it so: its own kernel, or its table of decompositions."""
+    op = record.op
+    if record.not_decomposed:
+        return None
+    if op._can_decompose():
+        return op.decompose
+    decomposition = compat.decomposition_of(op)
+    return None if decomposition is None else functools.partial(_checked, op, decomposition)
+
+
+def _checked(op: OpOverload, decomposition: Callable[..., object], *args: object, **kwargs: object) -> object:
+    """A decomposition, of which some leave out what the op itself checks."""
+    _check_shapes(op, args, kwargs)
+    return decomposition(*args, **kwargs)
+
+
+def _strides_of_form(op: OpOverload, form: Form, args: tuple[object, ...], kwargs: dict[str, object]) -> Strides:
+    """Strides that the results of a form are given, None for those that stay as they come."""
+    if form.stored == "none":
+        return []
+    strides = _stated_strides(op, args, kwargs)
+    return strides if form.stored == "all" else [None if n else s for n, s in enumerate(strides)]
+
+
+def _stated_strides(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Strides:
+    """Strides of the results of an op, None of what is no tensor; empty if they are not known, or are those of views.
+
+    Errors that plain PyTorch raises for these shapes are raised here.
+    """
+    try:
+        meta = global_meta(op, args, kwargs)
+    except (*compat.UNKNOWN_OUTPUT_SHAPE, NotImplementedError):
+        return []
+    if op.is_view:
+        return []
+    metas = meta if isinstance(meta, (list, tuple)) else [meta]
+    return [m.stride() if isinstance(m, Tensor) else None for m in metas]
+
+
+def _check_shapes(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    """Raise what plain PyTorch raises for these shapes, where they are known."""
+    with contextlib.suppress(*compat.UNKNOWN_OUTPUT_SHAPE, NotImplementedError):
+        global_meta(op, args, kwargs)
+
+
+def _layouts(call: OpCall) -> list[Layout]:
+    return [t.layout for t in call.tensors]
+
+
+def _local_entry(
+    record: OpRecord,
+    call: OpCall,
+    choice: Choice,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> Entry:
+    specs = _output_specs(call, choice.outputs, args, kwargs)
+    arguments = None
+    local_args = None if record.rule is None else record.rule.local_args
+    if local_args is not None:
+        layouts = [s.layout for s in (specs[0] if isinstance(specs[0], list) else specs) if isinstance(s, Spec)]
+
+        def arguments(local: tuple[object, ...]) -> tuple[object, ...]:
+            # The shape is asked for in each call: ranks that are threads share what is cached.
+            return local_args(call, local, layouts, block_shape)
+
+    simple = arguments is None and not any(p.steps for p in choice.plans) and _is_simple(call, specs)
+    mistold = None
+    if any(isinstance(s, Spec) for s in specs) and may_be_mistold(record, [t.ndim for t in call.tensors]):
+        mistold = next((i for i, a in enumerate(args) if isinstance(a, Tensor)), None)
+    if simple:
+        return Direct(record, choice, specs, None, mistold)
+    return Local(record, choice, specs, arguments, mistold)
+
+
+def _is_simple(call: OpCall, specs: Specs) -> bool:
+    """Whether a call has one fresh tensor as its result and no tensors inside of lists or keyword arguments."""
+    direct = sum(isinstance(a, TensorArg) for a in call.args)
+    fresh = not call.op.is_view and not call.op._schema.is_mutable
+    return fresh and direct == len(call.tensors) and len(specs) == 1 and isinstance(specs[0], Spec)
+
+
+def _output_specs(
+    call: OpCall, outputs: Sequence[OutputPlan], args: tuple[object, ...], kwargs: dict[str, object]
+) -> Specs:
+    """Specs of the outputs, their global shapes, strides and dtypes being what the op gives for global inputs."""
+    like = call.tensors[0].layout
+
+    def spec(meta: object, plan: OutputPlan) -> Spec | list[Spec | None] | None:
+        if isinstance(meta, (list, tuple)):
+            return [spec(m, plan) for m in meta]  # type: ignore[misc]
+        if not isinstance(meta, Tensor):
+            return None
+        layout = plan.layout(like, compat.global_extents(meta.shape), meta.dtype)
+        return Spec.of(layout, compat.retraced(meta.stride()))
+
+    meta = global_meta(call.op, args, kwargs)
+    metas = meta if isinstance(meta, tuple) and len(call.op._schema.returns) > 1 else (meta,)
+    return [spec(m, plan) for m, plan in zip(metas, outputs, strict=True)]
+
+
+def _mutated(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> list[int | str]:
+    """The arguments that are written to, each by its position or its name."""
+    if not op._schema.is_mutable:
+        return []
+    written = [
+        i if i < len(args) else a.name
+        for i, a in enumerate(op._schema.arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
+    return [w for w in written if argument(w, args, kwargs) is not None]
+
+
+def _decide_mutation(
+    cls: type[Sharded],
+    record: OpRecord,
+    call: OpCall,
+    mutated: list[int | str],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> Entry:
+    targets = [argument(m, args, kwargs) for m in mutated]
+    if not all(isinstance(t, Tensor) for t in targets):
+        raise UnsupportedOpError(f"{call.op} writes to a list of tensors; use the op on each of them")
+    functional = compat.functional_variant(call.op)
+    if record.becomes is not None:
+        if type(targets[0]) is not cls:
+            raise UnsupportedOpError(
+                f"{call.op} gives a plain tensor the memory of a sharded one ({tensors_text(cls, args, kwargs)}), "
+                "which has none of its own; take x.to_local() or x.full_tensor()"
+            )
+        return InPlaceView(call.op, record.becomes)
+    if torch.Tag.inplace_view in call.op.tags and functional is not None:
+        return InPlaceView(call.op, functional)
+    for target in targets:
+        if type(target) is cls:
+            refuse_expanded(record, target._spec)
+    _check_shapes(call.op, args, kwargs)
+    rule = record.rule
+    if mutated == [0] and type(targets[0]) is cls and rule is not None:
+        choice = choose(_layouts(call), rule.ways(call), len(call.op._schema.returns), in_place=True)
+        if choice is not None:
+            return InPlace(record, choice)
+    if functional is not None:
+        return Written(call.op, functional, mutated)
+    composite = _composite(record)
+    if composite is not None:
+        return Composed(composite, way=_BY_TORCH)
+    if any(type(t) is cls for t in targets):
+        raise UnsupportedOpError(f"{call.op} writes to its argument and has no functional form to run instead")
+    return fallback(call)

@@ -1,0 +1,216 @@
+"""Ops that write to an argument: to its block, by the form that is not in place, or by turning it into a view."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Partial, Replicate
+
+from shardcompile import compat
+from shardcompile.compat import OpOverload
+from shardcompile.dispatch.calls import plain_layout
+from shardcompile.dispatch.run import Entry, Local
+from shardcompile.errors import UnsupportedOpError, refusal
+from shardcompile.layout import Layout, Spec
+from shardcompile.ops import OpRecord
+from shardcompile.ops.choice import Choice, whole_plan
+from shardcompile.ops.record import Run
+from shardcompile.ops.support.blocks import copy_block
+from shardcompile.ops.support.copied_views import (
+    TURNED,
+    WATCHED,
+    has_followers,
+    has_views,
+    note_turn,
+    note_write,
+    was_turned,
+)
+from shardcompile.ops.support.strides import in_one_order
+from shardcompile.plan import find_plan
+from shardcompile.redistribute import run_plan
+from shardcompile.sharded import Sharded, block_of, first_sharded
+
+_NOT_IN_PLACE = "Take the form that is not in place, such as x = x.transpose(0, 1) for x.transpose_(0, 1)"
+
+
+def argument(which: int | str, args: Sequence[object], kwargs: dict[str, object]) -> Any:
+    """The argument of a position or a name."""
+    return args[which] if isinstance(which, int) else kwargs.get(which)
+
+
+def _refuse_gradients_of_turned(op: OpOverload, target: Sharded, values: Sequence[object]) -> None:
+    """Raise if a write would give a gradient to views that autograd would take again of what was turned since."""
+    wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
+    if wanted and was_turned(target):
+        raise refusal(
+            str(op), target._spec.layout.describe(),
+            "it, or what it is a view of, was turned in place while there were views of it, whose gradients would be "
+            "those of the same views of what it turned into",
+            _NOT_IN_PLACE,
+        )  # fmt: skip
+
+
+class InPlace(Local):
+    """Write to this rank's block."""
+
+    def __init__(self, record: OpRecord, choice: Choice) -> None:
+        super().__init__(record, choice, [None], None)
+        self.direct = not any(self.plans)
+
+    def run(self, cls: type[Sharded], args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
+        target = args[0]
+        if TURNED:
+            _refuse_gradients_of_turned(self.op, target, args[1:])
+        copied = target._copied
+        if copied is not None:
+            copied.check_writable(self.op)
+        if self.direct and not kwargs:
+            blocks = [a._local_tensor if type(a) is cls else a for a in args]
+            if type(blocks[0]) is not Tensor and self.record.elementwise:
+                blocks[1:] = in_one_order(self.record, blocks[1:], blocks[0].stride())
+            self.function(*_apart(blocks))
+        else:
+            self._blocks(cls, args, kwargs)
+        if copied is not None:
+            copied.write_back(target)
+        if WATCHED:
+            note_write(target)
+        return target
+
+
+def _apart(blocks: list[object]) -> list[object]:
+    """The blocks of a write, those copied that share memory with the one that is written to.
+
+    Torch refuses to write where it reads, where they overlap in part: for an empty block they never do, and its rank
+    would go on alone.
+    """
+    target = blocks[0]
+    if type(target) is not Tensor or len(blocks) == 1:
+        return blocks
+    for i, x in enumerate(blocks):
+        if type(x) is Tensor and x is not target and compat.shares_storage(x, target):
+            blocks[i] = x.clone()
+    return blocks
+
+
+class InPlaceView(Entry):
+    """Turn the argument into a view of itself, e.g. ``transpose_``."""
+
+    way = "the op that is not in place, then taken over"
+
+    def __init__(self, op: OpOverload, functional: Run) -> None:
+        self.op = op
+        self.functional = functional
+
+    def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        target = args[0]
+        assert isinstance(target, Sharded), "a plain tensor cannot be turned into a sharded one"
+        if target.requires_grad and not target._is_view() and has_views(target):
+            # Of a plain tensor's views autograd knows where they lie in memory; of these it calls the view op again.
+            raise refusal(
+                str(self.op), target._spec.layout.describe(),
+                "views of it exist, whose gradients would be those of the same views of what it turns into",
+                _NOT_IN_PLACE,
+            )  # fmt: skip
+        if has_followers(target):
+            raise refusal(
+                str(self.op), target._spec.layout.describe(),
+                "views of it exist that a block cannot hold, and that are made again from it whenever it is written to",
+                _NOT_IN_PLACE,
+            )  # fmt: skip
+        # A copied view follows what it is a view of: that must not be the target, which is about to change.
+        view: Any = self.functional(target._stand_in(), *args[1:], **kwargs)
+        if view._copied is not None and view._copied.follows(target):
+            raise UnsupportedOpError(
+                f"{self.op} of a tensor to a view of itself that a block cannot hold ({view._spec.layout.describe()}); "
+                "clone the view first"
+            )
+        target._turn_into(view)
+        if has_views(target):
+            note_turn(target)
+        if target._is_view():
+            compat.forbid_writes_with_gradients(target)
+        compat.follow_view(self.op, args, kwargs)
+        return target
+
+
+class Written(Entry):
+    """Compute the functional form, then write its results to the arguments."""
+
+    way = "the op that is not in place, then a copy"
+
+    def __init__(self, op: OpOverload, functional: OpOverload, mutated: list[int | str]) -> None:
+        self.op = op
+        self.functional = functional
+        self.mutated = mutated
+        self.outs = {a.name for a in op._schema.arguments if a.is_out}
+
+    def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        targets = [argument(m, args, kwargs) for m in self.mutated]
+        for target in targets:
+            if type(target) is not cls:
+                continue
+            if TURNED:
+                _refuse_gradients_of_turned(self.op, target, args)
+            if target._copied is not None:
+                target._copied.check_writable(self.op)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = self.functional(*args, **{k: v for k, v in kwargs.items() if k not in self.outs})
+        results = result if isinstance(result, (list, tuple)) else [result]
+        for target, value in zip(targets, results, strict=True):
+            _write(self.op, target, value)
+        return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def refuse_expanded(record: OpRecord, target: Spec) -> None:
+    """Raise if several elements of what is written to lie in one place; a kernel only says so of a block with several.
+
+    One value everywhere is the same in whatever order it is written.
+    """
+    expanded = any(
+        isinstance(s, int) and s == 0 and not (isinstance(n, int) and n <= 1)
+        for n, s in zip(target.shape, target.stride, strict=True)
+    )
+    if expanded and not record.one_value:
+        raise refusal(
+            str(record.op), f"{target.layout.describe()}, an expanded tensor",
+            "several of its elements lie in one place in memory", "Clone it before it is written to",
+        )  # fmt: skip
+
+
+def _write(op: OpOverload, target: Tensor, value: Tensor) -> None:
+    """Copy a value into a tensor, whatever their layouts; into a plain one on every rank."""
+    if tuple(value.shape) != tuple(target.shape):
+        raise UnsupportedOpError(f"{op}: out has shape {tuple(target.shape)}, not {tuple(value.shape)}")
+    if not torch.can_cast(value.dtype, target.dtype):
+        raise UnsupportedOpError(
+            f"{op}: result type {value.dtype} can't be cast to the desired output type {target.dtype}"
+        )
+    mesh = first_sharded((target, value))._spec.layout.mesh
+    source = value._spec.layout if isinstance(value, Sharded) else plain_layout(mesh, value)
+    local = block_of(value)
+    if not isinstance(target, Sharded):
+        target.copy_(run_plan(whole_plan(source), local))
+        return
+    wanted = target._spec.layout
+    same = [a == b and source.dtype is wanted.dtype for a, b in zip(source.placements, wanted.placements, strict=True)]
+    reached = [Replicate() if p.is_partial() and not s else p for p, s in zip(wanted.placements, same, strict=True)]
+    layout = Layout.of(mesh, reached, source.shape, source.dtype, wanted.cuts)
+    local = run_plan(find_plan(source, layout), local)
+    for mesh_dim, (before, after) in enumerate(zip(reached, wanted.placements, strict=True)):
+        if isinstance(after, Partial) and before != after:
+            local = _as_term(local, after.reduce_op, compat.coordinate(mesh)[mesh_dim] == 0)
+    copy_block(target._local_tensor, local)
+    if target._copied is not None:
+        target._copied.write_back(target)
+    note_write(target)
+
+
+def _as_term(value: Tensor, reduce_op: str, first: bool) -> Tensor:
+    """This rank's term of a pending reduction that gives `value`."""
+    if first or reduce_op not in ("sum", "product"):
+        return value
+    return torch.zeros_like(value) if reduce_op == "sum" else torch.ones_like(value)

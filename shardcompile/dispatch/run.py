@@ -1,0 +1,245 @@
+"""What is done for a call: a function of sharded tensors, or the op on blocks.
+
+It is decided once in eager mode and kept, so nothing here depends on the rank or on local values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcompile import compat
+from shardcompile.compat import OpOverload
+from shardcompile.layout import IntLike, Spec, contiguous_stride
+from shardcompile.ops import OpRecord
+from shardcompile.ops.choice import Choice
+from shardcompile.ops.index.in_range import check_indices
+from shardcompile.ops.support.copied_views import (
+    follow,
+    note_view,
+)
+from shardcompile.ops.support.strides import all_in_order, in_one_order, in_order
+from shardcompile.plan import Plan
+from shardcompile.redistribute import run_plan
+from shardcompile.sharded import Sharded
+
+Specs = Sequence[Spec | list[Spec | None] | None]
+Strides = Sequence[Sequence[IntLike] | None]
+
+
+class Entry:
+    """What is done for a call.
+
+    Attributes:
+        way: in words.
+        specs_by_id: the specs whose identities are in the cache key.
+    """
+
+    way = "on blocks"
+    specs_by_id: Sequence[Spec] = ()
+
+    def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        raise NotImplementedError
+
+
+class Composed(Entry):
+    """Run a function of sharded tensors instead.
+
+    Args:
+        function: the op in terms of others.
+        otherwise: of arguments, what is done where the function returns NotImplemented, as some of torch's do. It is
+            kept, and must not hold on to the arguments that it was decided on.
+        strides: that the results of the op have; empty if they are not known, or are views.
+        way: as in `Entry`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., object],
+        otherwise: Callable[[tuple[object, ...], dict[str, object]], Entry] | None = None,
+        strides: Strides = (),
+        way: str = "its form",
+    ) -> None:
+        self.way = way
+        self.function = function
+        self.otherwise = otherwise
+        self.strides = strides
+
+    def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        with torch._C.DisableTorchFunctionSubclass():
+            out = self.function(*args, **kwargs)
+        if self.otherwise is None or out is not NotImplemented:
+            return self._stored(cls, out)
+        return self.otherwise(args, kwargs).run(cls, args, kwargs)
+
+    def _stored(self, cls: type[Sharded], out: object) -> object:
+        """The results, stored as those of the op itself: by that later ops decide what can be a view."""
+        if not self.strides:
+            return out
+        if isinstance(out, Tensor):
+            return _with_stride(cls, out, self.strides[0])
+        assert isinstance(out, (list, tuple)), "what has strides is a tensor, or several"
+        return type(out)(_with_stride(cls, x, s) for x, s in zip(out, self.strides, strict=True))
+
+
+def _with_stride(cls: type[Sharded], x: object, stride: Sequence[IntLike] | None) -> object:
+    if not isinstance(x, Sharded) or stride is None:
+        return x
+    pairs = zip(x.shape, x._spec.stride, stride, strict=True)
+    if all(compat.size_hint(n) <= 1 or compat.size_hint(a) == compat.size_hint(b) for n, a, b in pairs):
+        return x
+    stride = compat.retraced(stride)
+    return cls._wrap(in_order(x._local_tensor, stride), Spec.of(x._spec.layout, stride))
+
+
+class Checked(Entry):
+    """Look at indices first.
+
+    Args:
+        record: of an op that has some.
+        entry: what is done then.
+    """
+
+    def __init__(self, record: OpRecord, entry: Entry) -> None:
+        self.record = record
+        self.entry = entry
+        self.way = entry.way
+
+    def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        check_indices(cls, self.record, args, kwargs)
+        return self.entry.run(cls, args, kwargs)
+
+
+class Local(Entry):
+    """Bring the inputs to the layouts that are needed, run the op on blocks, wrap the results.
+
+    Args:
+        record: of the op.
+        choice: the plans of its inputs.
+        specs: of its results.
+        arguments: makes the arguments of the op on blocks.
+        mistold: where `strides.may_be_mistold` holds, which argument is a tensor.
+    """
+
+    def __init__(
+        self,
+        record: OpRecord,
+        choice: Choice,
+        specs: Specs,
+        arguments: Callable[[tuple[object, ...]], tuple[object, ...]] | None,
+        mistold: int | None = None,
+    ) -> None:
+        self.record = record
+        self.op = op = record.op
+        self.function: Callable[..., Any] = record.kernel or compat.kernel_of(op)
+        self.plans = [p if p.steps else None for p in choice.plans]
+        self.specs: Sequence[Any] = specs
+        self.arguments = arguments
+        self.mutates = op._schema.is_mutable
+        self.aliases = op.is_view
+        self.exchanges = any(p is not None for p in self.plans)
+        self.moved = self.aliases and (self.exchanges or record.copies_block)
+        self.fresh = not self.mutates and not self.aliases
+        self.single = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
+        self.mistold = mistold
+
+    def run(self, cls: type[Sharded], args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
+        out = self._blocks(cls, args, kwargs)
+        if self.mutates:
+            return args[0]
+        if self.fresh and (self.exchanges or not compat.is_traced()):
+            out = all_in_order(out, self.specs)
+        if self.single:
+            wrapped = out if self.specs[0] is None else cls._wrap(out, self.specs[0])
+        else:
+            wrapped = _wrap_all(cls, out, self.specs)
+        if self.aliases:
+            return self._as_view(cls, args, kwargs, wrapped)
+        return wrapped
+
+    def _blocks(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        plans = iter(self.plans)
+        local_args = tuple([localize(cls, a, plans, self.moved) for a in args])
+        local_kwargs = {k: localize(cls, a, plans, self.moved) for k, a in kwargs.items()} if kwargs else kwargs
+        if self.arguments is not None:
+            local_args = self.arguments(local_args)
+        if self.mistold is not None and type(local_args[self.mistold]) is not Tensor:
+            stride = next(s.stride for s in self.specs if s is not None)
+            out = self.function(*in_one_order(self.record, local_args, stride), **local_kwargs)
+            return all_in_order(out, self.specs)
+        return self.function(*local_args, **local_kwargs)
+
+    def _as_view(self, cls: type[Sharded], args: tuple[Any, ...], kwargs: dict[str, object], wrapped: Any) -> object:
+        outs = wrapped if isinstance(wrapped, (list, tuple)) else [wrapped]
+        if not self.record.is_same:
+            for out in outs:
+                note_view(args[0], out)
+        if self.moved or args[0]._copied is not None:
+            follow_all(wrapped, self.op, args, lambda: self._blocks(cls, args, kwargs))
+            return wrapped
+        if type(args[0]._local_tensor) is not Tensor:
+            return wrapped  # a trace that saw the same storage would have the output made anew, by `as_strided`
+        for out in outs:
+            compat.share_storage(out, args[0])
+        return wrapped
+
+
+def follow_all(wrapped: Any, op: OpOverload, args: tuple[object, ...], blocks: Callable[[], Any]) -> None:
+    """Have the result of a view op, or all of its results, follow what was viewed."""
+    if not isinstance(wrapped, (list, tuple)):
+        follow(wrapped, op, args, None, blocks)
+        return
+    for i, out in enumerate(wrapped):
+        follow(out, op, args, i, lambda i=i: blocks()[i])  # type: ignore[misc]
+
+
+def localize(cls: type[Sharded], a: object, plans: Iterator[Plan | None], keep_order: bool = False) -> object:
+    """An argument of the op on blocks: tensors as their plans bring them to where they are needed.
+
+    Args:
+        cls: the class of sharded tensors.
+        a: the argument.
+        plans: of tensors in order, None where nothing has to be done; those of `a` are taken off.
+        keep_order: whether what was moved is stored in the order of the global strides.
+    """
+    if isinstance(a, Tensor):
+        plan = next(plans)
+        local = a._local_tensor if type(a) is cls else a
+        if plan is None:
+            return local
+        return in_order(run_plan(plan, local), a.stride()) if keep_order else run_plan(plan, local)
+    if isinstance(a, (list, tuple)):
+        return [localize(cls, b, plans, keep_order) for b in a]
+    return a
+
+
+def _wrap_all(cls: type[Sharded], out: Any, specs: Sequence[Any]) -> Any:
+    if len(specs) == 1 and isinstance(specs[0], list):
+        return [t if s is None else cls._wrap(t, s) for t, s in zip(out, specs[0], strict=True)]
+    return tuple([t if s is None or t is None else cls._wrap(t, s) for t, s in zip(out, specs, strict=True)])
+
+
+class Direct(Local):
+    """Run the op on the blocks as they are: one result, tensors as positional arguments only."""
+
+    def __init__(self, record: OpRecord, choice: Choice, specs: Specs, arguments: None, mistold: int | None) -> None:
+        super().__init__(record, choice, specs, arguments, mistold)
+        spec = specs[0]
+        assert isinstance(spec, Spec), "such a call has one tensor as its result"
+        self.spec = spec
+        self.in_rows = spec.is_plain and spec.stride == contiguous_stride(spec.shape)
+
+    def run(self, cls: type[Sharded], args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
+        blocks = [a._local_tensor if type(a) is cls else a for a in args]
+        spec = self.spec
+        if self.mistold is not None and type(blocks[self.mistold]) is not Tensor:
+            blocks = in_one_order(self.record, blocks, spec.stride)
+            return cls._wrap(in_order(self.function(*blocks, **kwargs), spec.stride), spec)
+        out = self.function(*blocks, **kwargs)
+        # A kernel chooses the order by the strides of a block, of which one of few rows has others than the whole.
+        if type(out) is Tensor and not (self.in_rows and out.is_contiguous()):
+            out = in_order(out, spec.stride)
+        return cls._wrap(out, spec)

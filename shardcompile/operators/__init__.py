@@ -1,0 +1,9 @@
+"""What happens to an op, in words: ``python -m shardcompile op aten.cumprod``, and the page of operators."""
+
+from shardcompile.operators.examples import Example as Example
+from shardcompile.operators.examples import example_of as example_of
+from shardcompile.operators.page import table as table
+from shardcompile.operators.served import Ranks as Ranks
+from shardcompile.operators.served import Served as Served
+from shardcompile.operators.words import describe as describe
+from shardcompile.operators.words import ops_named as ops_named

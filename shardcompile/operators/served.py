@@ -1,0 +1,111 @@
+"""What dispatch does for a call, found out by doing it: on ranks that are threads of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from shardcompile.compat import OpOverload
+from shardcompile.dispatch import way_of
+from shardcompile.errors import ShardError
+from shardcompile.operators.examples import Example
+from shardcompile.sharded import Sharded
+from shardcompile.tensor import ShardTensor
+from shardcompile.testing.arrange import lay_out, uneven_sizes
+from shardcompile.testing.one_process import RankThreads, raise_worst, standing_mesh
+from shardcompile.testing.watch import ServiceWatch
+
+WORLD = 3
+
+
+@dataclass(frozen=True)
+class Served:
+    """What happened to a call.
+
+    Attributes:
+        cut: which tensors were cut, and along which dim.
+        how: one of `shardcompile.testing.watch.SERVICES`, or ``refused``.
+        way: by what.
+        result: how the first result lies.
+        error: why it was refused.
+    """
+
+    cut: str
+    how: str
+    way: str = ""
+    result: str = ""
+    error: str = ""
+
+
+class Ranks:
+    """Ranks that run calls and see what is sent."""
+
+    def __init__(self) -> None:
+        self._threads = RankThreads(WORLD)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._threads.close()
+
+    def serve(self, op: OpOverload, example: Example, style: int = 0) -> list[Served]:
+        """What happens when each tensor of a call is cut along each dim, the others being whole, or cut alike.
+
+        Args:
+            op: the overload.
+            example: the call.
+            style: of the blocks, see `shardcompile.testing.arrange.uneven_sizes`.
+        """
+        scenes = list(_scenes(example))
+        ends = self._threads.run(lambda _: [_served(op, example, cut, dims, style) for cut, dims in scenes])
+        raise_worst(ends)
+        found: list[Served] = ends[0].result
+        return found
+
+
+def _scenes(example: Example) -> Iterator[tuple[str, list[int | None]]]:
+    """In words which tensors are cut along which dim, and by tensor the dim."""
+    tensors = example.tensors
+    for i, (name, x) in enumerate(tensors):
+        for dim in range(x.ndim):
+            yield f"{name} along dim {dim}", [dim if j == i else None for j in range(len(tensors))]
+    shapes = {x.shape for _, x in tensors}
+    if len(tensors) > 1 and len(shapes) == 1:
+        for dim in range(tensors[0][1].ndim):
+            yield f"all along dim {dim}", [dim] * len(tensors)
+
+
+def _served(op: OpOverload, example: Example, cut: str, dims: Sequence[int | None], style: int) -> Served:
+    mesh = standing_mesh()
+    laid_out: list[Tensor] = []
+    for (_, x), dim in zip(example.tensors, dims, strict=True):
+        placements: list[Placement] = [Replicate() if dim is None else Shard(dim)]
+        sizes = {} if dim is None else {0: uneven_sizes(x.shape[dim], WORLD, style)}
+        laid_out.append(lay_out(x.clone(), mesh, placements, sizes, 0))
+    args = example.with_tensors(laid_out)
+    whole = min((x.numel() for (_, x), dim in zip(example.tensors, dims, strict=True) if dim is not None), default=1)
+    with torch.no_grad():
+        try:
+            way = way_of(ShardTensor, op, args, {})
+            with ServiceWatch(whole) as watch:
+                out = op(*args)
+        except (ShardError, RuntimeError, ValueError, NotImplementedError, IndexError) as error:
+            return Served(cut, "refused", error=f"{type(error).__name__}: {error}")
+    return Served(cut, watch.how(), way, _described(out))
+
+
+def _described(out: object) -> str:
+    first = out[0] if isinstance(out, (list, tuple)) and out else out
+    if not isinstance(first, Sharded):
+        return "plain"
+    (placement,) = first._spec.layout.placements
+    if isinstance(placement, Shard):
+        return f"cut along dim {placement.dim}"
+    return "whole" if isinstance(placement, Replicate) else "a pending sum"

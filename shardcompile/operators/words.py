@@ -1,0 +1,225 @@
+"""The record of an op in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType
+
+import torch
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardcompile import compat
+from shardcompile.compat import OpOverload, OpOverloadPacket
+from shardcompile.layout import Layout, MeshShape
+from shardcompile.operators.examples import Example, example_of
+from shardcompile.operators.served import WORLD, Ranks, Served
+from shardcompile.ops import FUNCTIONS, OpCall, OpRecord, Order, Strategy, TensorArg, record_of, records
+
+_ROOT = Path(__file__).parents[2]
+_WIDTH = 22
+
+HOW = {
+    "local": "nothing is sent",
+    "reduced": "only sums and the like are sent",
+    "exchanged": "rows go to ranks that need them; no tensor is gathered",
+    "gathered": "gathered",
+    "refused": "refused",
+}
+"""By service, see `shardcompile.testing.watch`, what is sent."""
+
+
+def ops_named(name: str) -> list[OpOverload]:
+    """The overloads of a name such as ``aten.cumprod``, ``aten.cumprod.default`` or ``torch.ops.aten.cumprod``.
+
+    Of a packet those that something is stated of, or torch's tag says that they are elementwise, first; all others if
+    there are none.
+
+    Raises:
+        LookupError: there is no such op.
+    """
+    parts = name.removeprefix("torch.ops.").replace("::", ".").split(".")
+    parts = parts if len(parts) > 1 else ["aten", *parts]
+    found: object = torch.ops
+    for part in parts:
+        found = getattr(found, part, None)
+    if isinstance(found, OpOverload):
+        return [found]
+    if not isinstance(found, OpOverloadPacket):
+        raise LookupError(f"torch has no op {name!r}; ops are named as torch.ops names them, such as aten.cumprod")
+    overloads: list[OpOverload] = [getattr(found, o) for o in found.overloads()]
+    stated = {record.op for record in records()}
+    known = [op for op in overloads if op in stated or record_of(op).rule is not None]
+    functional = [op for op in known if not op._schema.is_mutable]
+    return functional or known or overloads
+
+
+def describe(op: OpOverload, ranks: Ranks) -> str:
+    """All that its record says, and what happens to an example of a call, line by line.
+
+    Args:
+        op: the overload.
+        ranks: run the example.
+    """
+    record = record_of(op)
+    lines = [str(op._schema), "", *(f"{name:<{_WIDTH}}{text}".rstrip() for name, text in _facts(record))]
+    example = example_of(op)
+    if example is None:
+        lines += ["", 'There is no example of a call; config.fallback = "error" tells whether one of yours gathers.']
+        return "\n".join(lines)
+    lines += [
+        "",
+        f"For {example}, on {WORLD} ranks with blocks of any size, if cut",
+        *_served(ranks.serve(op, example)),
+    ]
+    allowed = _allowed(record, example)
+    if allowed:
+        lines += ["", "What its rule allows along one mesh dim, besides whole tensors:", *allowed]
+    return "\n".join(lines)
+
+
+def _facts(record: OpRecord) -> Iterator[tuple[str, str]]:
+    if record.rule is not None:
+        yield "on blocks", f"rule: {_place(record.rule.strategies)}"
+    if record.kernel is not None:
+        yield "", f"kernel in its place: {_place(record.kernel)}"
+    if record.sharded is not None:
+        when = "every call" if record.sharded.always else "where the rule would send something"
+        when = when if record.rule is not None or record.sharded.always else "where it serves the call"
+        yield "on sharded tensors", f"form, {when}: {_place(record.sharded.run)}"
+    if record.functions:
+        names = ", ".join(map(_name, record.functions))
+        yield "above autograd", f"{names}: {_place(_function_of(record))}"
+    if record.rule is None and record.sharded is None:
+        yield from _without_rule(record)
+    if record.elementwise:
+        yield "elementwise", "inputs are broadcast and read element by element"
+    if record.indices is not None:
+        yield "indices", f"are looked at before anything is sent: {_place(record.indices)}"
+    if record.check is not None:
+        yield "arguments", f"are checked for the whole tensor, as a kernel would: {_place(record.check)}"
+    if record.order is not Order.TOLD:
+        yield "stored", record.order.value
+    if record.op.is_view:
+        yield "a view", "a copy of the block" if record.copies_block else "of the block where that holds its rows"
+    if record.way_back is not None:
+        yield "written to", f"a copied view is written back: {_place(record.way_back)}"
+    if record.becomes is not None:
+        yield "other memory", f"the tensor becomes: {_place(record.becomes)}"
+    if record.is_random:
+        yield "random", "seeds are agreed on along mesh dims that replicate; blocks are independent"
+
+
+def _without_rule(record: OpRecord) -> Iterator[tuple[str, str]]:
+    if record.not_decomposed:
+        yield "not decomposed", record.not_decomposed
+    elif record.op._can_decompose():
+        parts = _parts(record.op)
+        yield "of other ops", f"torch calls {', '.join(parts)}" if parts else "torch calls others"
+    elif compat.decomposition_of(record.op) is not None:
+        yield "no rule", "torch's decomposition into other ops"
+    else:
+        yield "no rule", "inputs are gathered, and every rank runs it on full values"
+
+
+class _Seen(TorchDispatchMode):
+    """The ops that a call leads to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[str, None] = {}
+
+    def __torch_dispatch__(
+        self, op: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        self.names[str(op)] = None
+        return op(*args, **(kwargs or {}))
+
+
+def _parts(op: OpOverload) -> list[str]:
+    """The ops of which torch makes one, on the example of a call."""
+    example = example_of(op)
+    if example is None:
+        return []
+    with _Seen() as seen:
+        op(*example.args)
+    return list(seen.names)
+
+
+_OWNERS = {
+    "_VariableFunctionsClass": "torch",
+    "TensorBase": "torch.Tensor",
+    "Tensor": "torch.Tensor",
+    "torch._C._nn": "torch.nn.functional",
+}
+
+
+def _name(function: object) -> str:
+    """As users write it: what torch's functions call themselves names classes of its own."""
+    if isinstance(function, OpOverloadPacket):
+        return f"torch.ops.{function}"
+    owner, _, name = str(getattr(function, "__qualname__", function)).rpartition(".")
+    owner = owner or str(getattr(function, "__module__", "") or "")
+    owner = _OWNERS.get(owner, owner)
+    return f"{owner}.{name}" if owner else name
+
+
+def _function_of(record: OpRecord) -> Callable[..., object]:
+    return FUNCTIONS[record.functions[0]]
+
+
+def _place(function: object) -> str:
+    """Name, file and first sentence of a function."""
+    if isinstance(function, OpOverload):
+        return str(function)
+    if not isinstance(function, FunctionType):
+        return str(function)
+    code = function.__code__
+    path = Path(code.co_filename)
+    file = path.relative_to(_ROOT) if path.is_relative_to(_ROOT) else path.name
+    name = function.__qualname__.split(".<locals>")[0].lstrip("_")
+    return f"{name} ({file}:{code.co_firstlineno})"
+
+
+def _served(served: list[Served]) -> Iterator[str]:
+    width = max(len(s.cut) for s in served)
+    for s in served:
+        result = f"; the result is {s.result}" if s.result else ""
+        way = f", by {s.way}" if s.way.startswith(("its", "torch")) else f", {s.way}" if s.way else ""
+        way = "" if s.how == "gathered" and s.way == "its form" else way  # which does not serve this
+        yield f"  {s.cut:<{width}}  {HOW[s.how]}{way}{result}{s.error and ': ' + s.error}"
+
+
+def _allowed(record: OpRecord, example: Example) -> list[str]:
+    """The strategies of the rule for a call, a line for each."""
+    if record.rule is None:
+        return []
+    names = [name for name, _ in example.tensors]
+    tensors = [TensorArg(Layout.whole(MeshShape((WORLD,)), tuple(x.shape), x.dtype)) for _, x in example.tensors]
+    iterator = iter(tensors)
+
+    def one(a: object) -> object:
+        if isinstance(a, list):
+            return [one(b) for b in a]
+        return next(iterator) if isinstance(a, torch.Tensor) else a
+
+    call = OpCall(record.op, tuple(one(a) for a in example.args), {}, tuple(tensors))
+    return [f"  {line}" for line in dict.fromkeys(_strategy(s, names) for s in record.rule.ways(call))]
+
+
+def _strategy(strategy: Strategy, names: list[str]) -> str:
+    given = [f"{name} {_placed(p)}" for name, p in zip(names, strategy.inputs, strict=True) if not _whole(p)]
+    results = dict.fromkeys(_placed(p) for p in strategy.outputs)
+    cut = ", cut as it follows" if strategy.on_cut is not None else ""
+    return f"{', '.join(given) or 'all whole'} -> {' and '.join(results) or 'nothing'}{cut}"
+
+
+def _whole(placement: Placement) -> bool:
+    return isinstance(placement, Replicate)
+
+
+def _placed(placement: Placement) -> str:
+    if isinstance(placement, Shard):
+        return f"cut along dim {placement.dim}"
+    return f"a pending {placement.reduce_op}" if isinstance(placement, Partial) else "whole"

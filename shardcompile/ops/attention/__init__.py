@@ -1,0 +1,1 @@
+"""Attention: fused ops on blocks, around a ring, over packed documents."""

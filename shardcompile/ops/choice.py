@@ -1,0 +1,270 @@
+"""Choosing among the strategies of a rule: the cheapest legal one by bytes moved.
+
+Pure: works on layouts only, so that every rank chooses alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from shardcompile.layout import Cut, IntLike, Layout
+from shardcompile.ops import Strategy, replicate_all
+from shardcompile.plan import Plan, find_plan
+
+_MAX_COMBINATIONS = 256
+_LEAVING = 4
+"""Weight of bytes that take a tensor away from the dims by which it is cut: a gather or a change of dim is mostly
+followed by the way back, forward and backward. Chosen so that a network whose points are sharded stays so."""
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """How one output is laid out.
+
+    Attributes:
+        placements: one for each mesh dim.
+        cuts: by tensor dim.
+    """
+
+    placements: tuple[Placement, ...]
+    cuts: dict[int, Cut]
+
+    def layout(self, like: Layout, shape: Sequence[IntLike], dtype: object) -> Layout:
+        """The output's layout, once its global shape and dtype are known."""
+        cuts = [self.cuts.get(d) for d in range(len(shape))]
+        return Layout.of(like.mesh, self.placements, shape, dtype, cuts)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A chosen way to run an op.
+
+    Attributes:
+        plans: how each tensor input gets to the layout that is needed.
+        outputs: how each output is laid out.
+        nbytes: what the plans move.
+        cost: the same, weighted by what it will entail.
+    """
+
+    plans: tuple[Plan, ...]
+    outputs: tuple[OutputPlan, ...]
+    nbytes: int
+    cost: int
+
+    @property
+    def communicates(self) -> bool:
+        """Whether any input has to be exchanged between ranks."""
+        return any(p.communicates for p in self.plans)
+
+
+def choose(
+    layouts: Sequence[Layout],
+    strategies: Iterable[Strategy],
+    outputs: int,
+    in_place: bool = False,
+    produced: Callable[[], Sequence[int]] | None = None,
+) -> Choice | None:
+    """The cheapest legal way to run an op, or None if there is none (only possible in place).
+
+    Args:
+        layouts: of the tensor inputs, all on one mesh.
+        strategies: the legal ways along one mesh dim; replicating everything is added.
+        outputs: number of outputs.
+        in_place: whether the first input is written to, so that it must stay as it is.
+        produced: gives the bytes of each output, if they can be known.
+    """
+    table = [*strategies, replicate_all(len(layouts), outputs)]
+    world = len(layouts[0].placements)
+    candidates = [_usable(layouts, table, m) for m in range(world)]
+    natural = tuple(next((s for s in c if _is_natural(layouts, s, m)), None) for m, c in enumerate(candidates))
+    if all(s is not None for s in natural):
+        found = _cheapest(layouts, [natural], in_place)  # type: ignore[list-item]
+        if found is not None and found.nbytes == 0 and not any(p.steps for p in found.plans):
+            return found
+    return _cheapest(layouts, itertools.product(*_few_enough(layouts, candidates)), in_place, produced)
+
+
+def _is_natural(layouts: Sequence[Layout], strategy: Strategy, mesh_dim: int) -> bool:
+    return _fitting(layouts, strategy, mesh_dim) == len(layouts)
+
+
+def _fitting(layouts: Sequence[Layout], strategy: Strategy, mesh_dim: int) -> int:
+    return sum(x.placements[mesh_dim] == p for x, p in zip(layouts, strategy.inputs, strict=True))
+
+
+def _few_enough(layouts: Sequence[Layout], candidates: list[list[Strategy]]) -> list[list[Strategy]]:
+    """If there are too many combinations to price: on each mesh dim those that fit most inputs, and replicating."""
+    if math.prod(map(len, candidates)) <= _MAX_COMBINATIONS:
+        return candidates
+    keep = max(int(_MAX_COMBINATIONS ** (1 / len(candidates))), 2)
+    return [
+        [*sorted(c[:-1], key=lambda s, m=m: -_fitting(layouts, s, m))[: keep - 1], c[-1]]  # type: ignore[misc]
+        for m, c in enumerate(candidates)
+    ]
+
+
+def _usable(layouts: Sequence[Layout], table: Sequence[Strategy], mesh_dim: int) -> list[Strategy]:
+    """Strategies worth pricing: no new sharding unless some input is cut by this mesh dim already.
+
+    Whole tensors stay whole even where cutting them would be free: results are then where a reader expects them.
+    """
+    now = [x.placements[mesh_dim] for x in layouts]
+    any_cut = any(isinstance(p, Shard) for p in now)
+    usable = []
+    for strategy in table:
+        if any(isinstance(w, Partial) and h != w for h, w in zip(now, strategy.inputs, strict=True)):
+            continue
+        if any(isinstance(w, Shard) for w in strategy.inputs) and not any_cut:
+            continue
+        usable.append(strategy)
+    return usable
+
+
+def _cheapest(
+    layouts: Sequence[Layout],
+    combinations: Iterable[Sequence[Strategy]],
+    in_place: bool,
+    produced: Callable[[], Sequence[int]] | None = None,
+) -> Choice | None:
+    best: tuple[tuple[int, int], Choice] | None = None
+    sizes = None if produced is None else functools.cache(produced)
+    for combination in combinations:
+        for choice in _assemble(layouts, combination):
+            if in_place and not _keeps_first(layouts[0], choice):
+                continue
+            cost = (choice.cost + _reduction_cost(choice, sizes), sum(len(p.steps) for p in choice.plans))
+            if best is None or cost < best[0]:
+                best = (cost, choice)
+    return None if best is None else best[1]
+
+
+def _keeps_first(layout: Layout, choice: Choice) -> bool:
+    if choice.plans[0].steps or not choice.outputs:
+        return not choice.plans[0].steps
+    return choice.outputs[0].placements == layout.placements and all(
+        cut is None or cut.same_blocks(choice.outputs[0].cuts.get(d)) for d, cut in enumerate(layout.cuts)
+    )
+
+
+def _assemble(layouts: Sequence[Layout], combination: Sequence[Strategy]) -> Iterator[Choice]:
+    """The choices that one strategy for each mesh dim leads to: one for each cut that could be taken over."""
+    groups: dict[int, tuple[Strategy, list[int]]] = {}
+    for mesh_dim, strategy in enumerate(combination):
+        groups.setdefault(id(strategy), (strategy, []))[1].append(mesh_dim)
+    sharding = [(s, dims) for s, dims in groups.values() if any(isinstance(p, Shard) for p in s.inputs)]
+    options = [_cut_options(layouts, s, tuple(dims)) for s, dims in sharding]
+    for cuts in itertools.product(*options):
+        chosen = {id(s): cut for (s, _), cut in zip(sharding, cuts, strict=True)}
+        choice = _with_cuts(layouts, combination, chosen)
+        if choice is not None:
+            yield choice
+
+
+def _cut_options(layouts: Sequence[Layout], strategy: Strategy, mesh_dims: tuple[int, ...]) -> list[Cut]:
+    """The cuts that inputs have along the axis; torch.chunk's if none has one over just these mesh dims.
+
+    Inside a trace a known extent is divided only if all blocks are alike: blocks of known, different sizes would give
+    every rank a graph of its own. AOTAutograd chooses by sizes what the forward pass saves, and with it which
+    collectives the backward pass repeats.
+    """
+    options: list[Cut] = []
+    extent: IntLike = 0
+    parts = [layouts[0].mesh.shape[m] for m in mesh_dims]
+    for layout, placement in zip(layouts, strategy.inputs, strict=True):
+        if not isinstance(placement, Shard):
+            continue
+        extent = layout.shape[placement.dim]
+        cut = layout.cuts[placement.dim]
+        if cut is not None and set(cut.mesh_dims) == set(mesh_dims) and not any(cut is o for o in options):
+            options.append(cut)
+    if options:
+        return options
+    if any(map(_is_of_trace, layouts)) and isinstance(extent, int) and extent % math.prod(parts):
+        return []
+    return [Cut.chunk(mesh_dims, parts, extent)]
+
+
+def _is_of_trace(layout: Layout) -> bool:
+    symbolic = any(not isinstance(extent, int) for extent in layout.shape)
+    return symbolic or any(c is not None and c.block is not None for c in layout.cuts)
+
+
+def _with_cuts(layouts: Sequence[Layout], combination: Sequence[Strategy], chosen: dict[int, Cut]) -> Choice | None:
+    plans = []
+    for index, layout in enumerate(layouts):
+        placements = tuple(s.inputs[index] for s in combination)
+        cuts = _collect(placements, combination, chosen, {})
+        if cuts is None:
+            return None
+        cut_by_dim = [cuts.get(d) for d in range(layout.ndim)]
+        target = Layout.of(layout.mesh, placements, layout.shape, layout.dtype, cut_by_dim)
+        plans.append(find_plan(layout, target))
+    outputs = []
+    for index in range(len(combination[0].outputs)):
+        placements = tuple(s.outputs[index] for s in combination)
+        cuts = _collect(placements, combination, chosen, {id(s): s for s in combination})
+        if cuts is None:
+            return None
+        outputs.append(OutputPlan(placements, cuts))
+    return Choice(tuple(plans), tuple(outputs), sum(p.nbytes for p in plans), sum(map(_cost, plans)))
+
+
+def _cost(plan: Plan) -> int:
+    leaves = any(isinstance(a, Shard) and a != b for a, b in zip(plan.src.placements, plan.dst.placements, strict=True))
+    return plan.nbytes * (_LEAVING if leaves else 1)
+
+
+def _reduction_cost(choice: Choice, produced: Callable[[], Sequence[int]] | None) -> int:
+    """Bytes of reducing what a choice leaves as terms, where inputs have to be moved to get there.
+
+    Without it, moving two small factors so that their products are cut along the dim that is summed over looks cheap,
+    however large the product: scores of an attention over a cut sequence would be terms of full size on every rank.
+    Where nothing moves, terms are what the inputs' layouts lead to, and may never have to be reduced.
+    """
+    partial = [[m for m, p in enumerate(o.placements) if isinstance(p, Partial)] for o in choice.outputs]
+    if produced is None or not any(partial) or not choice.communicates:
+        return 0
+    mesh = choice.plans[0].src.mesh
+    return sum(
+        nbytes * (math.prod(mesh.shape[m] for m in dims) - 1) for nbytes, dims in zip(produced(), partial, strict=False)
+    )
+
+
+def _collect(
+    placements: Sequence[Placement],
+    combination: Sequence[Strategy],
+    chosen: dict[int, Cut],
+    transforms: dict[int, Strategy],
+) -> dict[int, Cut] | None:
+    """Cuts by tensor dim; None if two strategies cut one dim, or a cut cannot be expressed."""
+    cuts: dict[int, Cut] = {}
+    owner: dict[int, int] = {}
+    for placement, strategy in zip(placements, combination, strict=True):
+        if not isinstance(placement, Shard):
+            continue
+        if owner.setdefault(placement.dim, id(strategy)) != id(strategy):
+            return None
+        cut: Cut | None = chosen[id(strategy)]
+        if id(strategy) in transforms and strategy.on_cut is not None:
+            assert cut is not None
+            cut = strategy.on_cut(cut)
+        if cut is None:
+            return None
+        cuts[placement.dim] = cut
+    return cuts
+
+
+def whole_plan(layout: Layout) -> Plan:
+    """How a tensor gets to every rank whole."""
+    return find_plan(layout, layout.replicated())
+
+
+def is_whole(placements: Sequence[Placement]) -> bool:
+    """Whether all placements are Replicate."""
+    return all(isinstance(p, Replicate) for p in placements)

@@ -1,0 +1,69 @@
+"""All families of ops: to import them is to state their records."""
+
+from shardcompile.ops.attention import sharded as attention
+from shardcompile.ops.foreach import sharded as foreach
+from shardcompile.ops.fourier import sharded as fourier
+from shardcompile.ops.index import additions, counts, in_range
+from shardcompile.ops.index import kernels as index_kernels
+from shardcompile.ops.index import rule as index_rule
+from shardcompile.ops.index import sharded as index
+from shardcompile.ops.matmul import kernels as matmul_kernels
+from shardcompile.ops.matmul import rule as matmul_rule
+from shardcompile.ops.matmul import sharded as matmul
+from shardcompile.ops.norm import group_norm
+from shardcompile.ops.norm import rule as norm_rule
+from shardcompile.ops.norm import sharded as norm
+from shardcompile.ops.pointwise import kernels as pointwise_kernels
+from shardcompile.ops.pointwise import rule as pointwise_rule
+from shardcompile.ops.random import sharded as random
+from shardcompile.ops.reduce import kernels as reduce_kernels
+from shardcompile.ops.reduce import rule as reduce_rule
+from shardcompile.ops.reduce import sharded as reduce
+from shardcompile.ops.scan import kernels as scan_kernels
+from shardcompile.ops.scan import rule as scan_rule
+from shardcompile.ops.scan import sharded as scan
+from shardcompile.ops.sort import rule as sort_rule
+from shardcompile.ops.view import diagonals, memory, rows, strided
+from shardcompile.ops.view import kernels as view_kernels
+from shardcompile.ops.view import rule as view_rule
+from shardcompile.ops.window import interpolation, per_channel
+from shardcompile.ops.window import rule as window_rule
+from shardcompile.ops.window import sharded as window
+
+__all__ = [
+    "additions",
+    "attention",
+    "counts",
+    "diagonals",
+    "foreach",
+    "fourier",
+    "group_norm",
+    "in_range",
+    "index",
+    "index_kernels",
+    "index_rule",
+    "interpolation",
+    "matmul",
+    "matmul_kernels",
+    "matmul_rule",
+    "memory",
+    "norm",
+    "norm_rule",
+    "per_channel",
+    "pointwise_kernels",
+    "pointwise_rule",
+    "random",
+    "reduce",
+    "reduce_kernels",
+    "reduce_rule",
+    "rows",
+    "scan",
+    "scan_kernels",
+    "scan_rule",
+    "sort_rule",
+    "strided",
+    "view_kernels",
+    "view_rule",
+    "window",
+    "window_rule",
+]

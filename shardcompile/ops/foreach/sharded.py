@@ -1,0 +1,192 @@
+"""Ops on lists of tensors, one call for many: ``_foreach_*``, the fused optimizers, and what `GradScaler` calls.
+
+Where the tensors of one position are laid out alike, as a parameter, its gradient and an optimizer's state are, the op
+runs on the lists of blocks. A foreach op runs on each position on its own otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcompile import compat
+from shardcompile.collectives import reductions as collective_ops
+from shardcompile.compat import OpOverload
+from shardcompile.errors import UnsupportedOpError
+from shardcompile.layout import Layout, Spec
+from shardcompile.ops import always, family, state
+from shardcompile.ops.record import Facts
+from shardcompile.ops.support.copied_views import note_write
+from shardcompile.ops.view.rows import moved
+from shardcompile.sharded import Sharded, block_of, layout_if_sharded
+
+aten = torch.ops.aten
+_UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+@family
+def listwise(op: OpOverload) -> Facts | None:
+    """Ops on lists of tensors, by their names."""
+    name = op._schema.name.removeprefix("aten::")
+    if name.startswith("_foreach_"):
+        return {"sharded": always(lambda *args, **kwargs: _foreach(op, args, kwargs))}
+    if name.startswith("_fused_") and op._schema.is_mutable and not any(a.is_out for a in op._schema.arguments):
+        return {"sharded": always(lambda *args, **kwargs: _fused(op, args, kwargs))}
+    return None
+
+
+def _alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether the tensors of one position can be worked on block by block."""
+    layouts = [layout_if_sharded(t) for t in tensors]
+    first = layouts[0]
+    if first is None:
+        return all(x is None for x in layouts)
+    return not first.is_partial and all(x is not None and _same_blocks(first, x) for x in layouts)
+
+
+def _same_blocks(a: Layout, b: Layout) -> bool:
+    if a.mesh != b.mesh or a.placements != b.placements or len(a.shape) != len(b.shape):
+        return False
+    cuts, here = zip(a.cuts, b.cuts, strict=True), compat.coordinate(a.mesh)
+    return all(c is d or (c is not None and d is not None and c.same_blocks(d, here)) for c, d in cuts)
+
+
+def _lists(args: Sequence[object]) -> list[Sequence[Tensor]]:
+    return [a for a in args if isinstance(a, (list, tuple)) and len(a) and isinstance(a[0], Tensor)]
+
+
+def _foreach(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Tensor] | None:
+    lists = _lists(args)
+    name = op._schema.name.removeprefix("aten::_foreach_")
+    whole = not any(layout_if_sharded(a) is not None for a in (*args, *kwargs.values()))
+    if whole and _is_elementwise(name.removesuffix("_")) and all(map(_alike, zip(*lists, strict=True))):
+        return _on_blocks(op, args, kwargs)
+    results = [_one(op, name, _at(op, args, i), kwargs) for i in range(len(lists[0]))]
+    return None if op._schema.is_mutable else results
+
+
+def _is_elementwise(name: str) -> bool:
+    packet = getattr(aten, name, None)
+    if packet is None or name in ("copy", "zero"):
+        return packet is not None
+    overloads = ["default"] if "default" in packet.overloads() else packet.overloads()  # `max.other` is no `max`
+    return any(torch.Tag.pointwise in getattr(packet, o).tags for o in overloads)
+
+
+def _on_blocks(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> list[Tensor] | None:
+    out = op(*map(_blocks, args), **kwargs)
+    if op._schema.is_mutable:
+        for target in args[0]:
+            _written(op, target)
+        return None
+    like = _lists(args)[0]
+    return [_wrapped(x, o) for x, o in zip(like, out, strict=True)]
+
+
+def _wrapped(like: Tensor, block: Tensor) -> Tensor:
+    if not isinstance(like, Sharded):
+        return block
+    return type(like)._wrap(block, Spec.of(like._spec.layout.with_dtype(block.dtype), like.stride()))
+
+
+def _blocks(a: object) -> object:
+    if isinstance(a, (list, tuple)):
+        return [block_of(x) for x in a]
+    return a
+
+
+def _written(op: OpOverload, target: Tensor) -> None:
+    if not isinstance(target, Sharded):
+        return
+    if target._copied is not None:
+        target._copied.check_writable(op)
+        target._copied.write_back(target)
+    note_write(target)
+
+
+def _at(op: OpOverload, args: Sequence[Any], i: int) -> list[Any]:
+    """The arguments of one position."""
+    kinds = [str(a.type) for a in op._schema.arguments]
+    picked: list[Any] = []
+    for a, kind in zip(args, kinds, strict=False):
+        per_position = kind.startswith("List[") or (kind == "Tensor" and "scalars" in str(op._schema) and a.ndim == 1)
+        picked.append(a[i] if per_position else a)
+    return picked
+
+
+def _one(op: OpOverload, name: str, args: list[Any], kwargs: dict[str, object]) -> Tensor:
+    """A foreach op on one position, by the op that it is named after."""
+    base = name.removesuffix("_")
+    if base in ("addcdiv", "addcmul") and len(args) == 4:
+        value = args.pop()
+        kwargs = {**kwargs, "value": value.item() if isinstance(value, Tensor) else value}
+    if base in ("maximum", "minimum") and not isinstance(args[1], Tensor):
+        base = {"maximum": "clamp_min", "minimum": "clamp_max"}[base]
+    if base == "norm":
+        return torch.linalg.vector_norm(*args, **kwargs)
+    if base == "powsum":
+        return (args[0].abs() ** (args[1] if len(args) > 1 else 2)).sum(**kwargs)
+    if base in ("copy", "zero"):
+        target = args[0] if op._schema.is_mutable else torch.empty_like(args[0])
+        return target.copy_(args[1]) if base == "copy" else target.zero_()
+    function = getattr(torch, base, None)
+    if function is None:
+        raise UnsupportedOpError(f"{op} has no form for sharded tensors; call the op on each of them")
+    out = function(*args, **kwargs)
+    return args[0].copy_(out) if op._schema.is_mutable else out
+
+
+def _fused(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
+    """A fused optimizer step: everything is brought to the layouts of the parameters, which come first."""
+    parameters = args[0]
+    local: list[Any] = []
+    for a, argument in zip(args, op._schema.arguments, strict=False):
+        if not isinstance(a, (list, tuple)):
+            local.append(a)
+            continue
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        local.append([_like_parameter(op, p, x, writes) for p, x in zip(parameters, a, strict=False)] if a else a)
+    op(*local, **{k: v.full_tensor() if isinstance(v, Sharded) else v for k, v in kwargs.items()})
+    for a, argument in zip(args, op._schema.arguments, strict=False):
+        if isinstance(a, (list, tuple)) and argument.alias_info is not None and argument.alias_info.is_write:
+            for target in a:
+                _written(op, target)
+
+
+def _like_parameter(op: OpOverload, parameter: Tensor, x: Tensor, writes: bool) -> Tensor:
+    layout, now = layout_if_sharded(parameter), layout_if_sharded(x)
+    if layout is None and now is None:
+        return x
+    if layout is not None and now is None and x.ndim == 0:
+        return x  # a step count
+    if layout is None or (writes and (now is None or layout.is_partial or not _same_blocks(layout, now))):
+        raise UnsupportedOpError(
+            f"{op} needs state that is laid out like its parameter ({_text(parameter)}), got {_text(x)}; make the "
+            "optimizer after the parameters are sharded, or use it with fused=False"
+        )
+    return moved(x, layout)
+
+
+def _text(x: Tensor) -> str:
+    layout = layout_if_sharded(x)
+    return f"a plain tensor {tuple(x.shape)}" if layout is None else layout.describe()
+
+
+def _unscale(tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Divide gradients by the scale; whether any is infinite is asked of all ranks, so that all skip the step."""
+    found = torch.zeros_like(found_inf)
+    if any(layout.is_partial for layout in map(layout_if_sharded, tensors) if layout is not None):
+        raise UnsupportedOpError(f"{_UNSCALE} on a gradient with a pending reduction; redistribute it first")
+    _UNSCALE(_blocks(tensors), found, inv_scale)
+    for mesh in {layout.mesh for layout in map(layout_if_sharded, tensors) if layout is not None}:
+        for mesh_dim in range(mesh.ndim):
+            found = collective_ops.all_reduce(found, "max", compat.group_name_of(mesh, mesh_dim)).wait()
+    for target in tensors:
+        _written(_UNSCALE, target)
+    found_inf.copy_(torch.maximum(found_inf, found))
+
+
+state(_UNSCALE, sharded=always(_unscale))

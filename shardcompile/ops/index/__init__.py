@@ -1,0 +1,1 @@
+"""Rows by number: looked up, written, added, counted."""

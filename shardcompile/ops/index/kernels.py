@@ -1,0 +1,36 @@
+"""Writes into blocks that do not ask for the size of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcompile import compat
+from shardcompile.compat import OpOverload
+from shardcompile.ops import record_of, state
+from shardcompile.ops.support.blocks import copy_block, index_copy, index_write
+from shardcompile.ops.support.strides import in_one_order
+
+aten = torch.ops.aten
+
+
+def _masked_fill_(op: OpOverload) -> Callable[..., Tensor]:
+    functional: Any = compat.functional_variant(op)
+
+    def local(x: Tensor, mask: Tensor, value: Tensor) -> Tensor:
+        """Inside a trace torch's own makes a contiguous tensor, and asks for the size of a block that is not."""
+        if type(x) is Tensor or x.ndim < 2:
+            return op(x, mask, value)
+        return copy_block(x, functional(*in_one_order(record_of(functional), [x, mask], x.stride()), value))
+
+    return local
+
+
+state(aten.copy_.default, kernel=copy_block)
+state(aten.index_copy.default, kernel=index_copy)
+state(aten.index_fill.int_Scalar, kernel=index_write(aten.index_fill.int_Scalar))
+state(aten.masked_fill_.Scalar, kernel=_masked_fill_(aten.masked_fill_.Scalar))
+state(aten.masked_fill_.Tensor, kernel=_masked_fill_(aten.masked_fill_.Tensor))

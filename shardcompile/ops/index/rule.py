@@ -1,0 +1,171 @@
+"""Embedding and selection by an index tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.distributed.tensor.placement_types import Partial, Shard
+
+from shardcompile.layout import IntLike
+from shardcompile.ops.pointwise.rule import is_one
+from shardcompile.ops.registry import register
+from shardcompile.ops.strategy import OpCall, Strategy, TensorArg, along, partial
+
+aten = torch.ops.aten
+
+
+def _may_divide(source: TensorArg, dim: int, indices: Sequence[TensorArg]) -> bool:
+    """Whether to offer that a dim which is not indexed is cut.
+
+    Not where that would take the indices away from their cut: a result with many features for each index would go with
+    them, and what comes next mostly wants it back.
+    """
+    if any(isinstance(p, Shard) and p.dim == dim for p in source.layout.placements):
+        return True
+    return not any(isinstance(p, Shard) for i in indices for p in i.layout.placements)
+
+
+def _embedding(call: OpCall) -> Iterable[Strategy]:
+    table, indices = call.tensors
+    yield from (along([None, d], [d]) for d in range(indices.ndim))
+    if _may_divide(table, 1, [indices]):
+        yield along([1, None], [indices.ndim])
+
+
+def _embedding_backward(call: OpCall) -> Iterable[Strategy]:
+    grad, indices = call.tensors
+    if not call.arg(4, "scale_grad_by_freq", False):  # a block does not know how often an index occurs in all
+        yield from (along([d, d], ["sum"]) for d in range(indices.ndim))
+    yield along([grad.ndim - 1, None], [1])
+
+
+def _index_select(call: OpCall) -> Iterable[Strategy]:
+    source, index = call.tensors
+    if source.ndim == 0 or index.ndim == 0:
+        return
+    dim = call.args[1] % source.ndim
+    yield from (along([d, None], [d]) for d in range(source.ndim) if d != dim and _may_divide(source, d, [index]))
+    yield along([None, 0], [dim])
+
+
+def _index(call: OpCall) -> Iterable[Strategy]:
+    """``x[..., i, j, ...]`` with neighbouring index tensors of equal rank; any other form is left to the fallback."""
+    source = call.tensors[0]
+    at = _indexed_dims(call)
+    if not at:
+        return
+    rank = call.args[1][at[0]].ndim
+    for dim in range(source.ndim):
+        if (dim < at[0] or dim > at[-1]) and _may_divide(source, dim, call.tensors[1:]):
+            out = dim if dim < at[0] else dim - len(at) + rank
+            yield along([dim, *[None] * len(at)], [out])
+    yield from (along([None, *[d] * len(at)], [at[0] + d]) for d in range(rank))
+
+
+def _indexed_dims(call: OpCall) -> list[int]:
+    """The dims that have an index, or none if they are no neighbours or their indices are masks or differ in shape."""
+    slots = call.args[1]
+    at = [d for d, index in enumerate(slots) if index is not None]
+    indices = [slots[d] for d in at]
+    if not indices or at != list(range(at[0], at[-1] + 1)) or any(_is_mask(i) for i in indices):
+        return []
+    same = len({i.ndim for i in indices}) == 1 and not any(_broadcasts(i, indices[0]) for i in indices)
+    return at if same else []
+
+
+def _is_mask(index: TensorArg) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
+
+
+def _broadcasts(index: TensorArg, other: TensorArg) -> bool:
+    return any(a is not b and a != b for a, b in zip(index.shape, other.shape, strict=True))
+
+
+def _index_put(call: OpCall) -> Iterable[Strategy]:
+    """As `_index`, the other way: rows are written to, or added."""
+    target = call.tensors[0]
+    values = call.args[2]
+    at = _indexed_dims(call)
+    if not at:
+        return
+    rank = call.args[1][at[0]].ndim
+    outer = target.ndim - len(at) + rank - values.ndim
+    add = bool(call.arg(3, "accumulate", False))
+    for dim in range(target.ndim):
+        if dim < at[0] or dim > at[-1]:
+            out = (dim if dim < at[0] else dim - len(at) + rank) - outer
+            broadcast = out < 0 or (is_one(values.shape[out]) and not is_one(target.shape[dim]))
+            yield along([dim, *[None] * len(at), None if broadcast else out], [dim])
+    if add:
+        yield partial(["sum", *[None] * len(at), "sum"], ["sum"])
+        for dim in range(rank):
+            out = at[0] + dim - outer
+            if out >= 0 and not is_one(values.shape[out]):
+                yield Strategy((Partial("sum"), *[Shard(dim)] * len(at), Shard(out)), (Partial("sum"),))
+
+
+def _same(a: IntLike, b: IntLike) -> bool:
+    return a is b or bool(a == b)
+
+
+def _along_other_dims(call: OpCall) -> Iterable[Strategy]:
+    """Ops that index along ``dim`` with tensors of full rank: a dim of the same extent in all of them may be cut."""
+    ndim = call.tensors[0].ndim
+    dim = call.args[1] % max(ndim, 1)
+    if any(t.ndim != ndim for t in call.tensors):
+        return
+    for other in range(ndim):
+        extent = call.tensors[0].shape[other]
+        if other != dim and all(_same(t.shape[other], extent) for t in call.tensors):
+            yield along([other] * len(call.tensors), [other])
+
+
+def _scatter_add(call: OpCall) -> Iterable[Strategy]:
+    yield from _along_other_dims(call)
+    yield partial(["sum", None, "sum"], ["sum"])
+    target, index, source = call.tensors
+    dim = call.args[1] % max(target.ndim, 1)
+    if index.ndim == source.ndim == target.ndim > 0 and _same(index.shape[dim], source.shape[dim]):
+        yield Strategy((Partial("sum"), Shard(dim), Shard(dim)), (Partial("sum"),))
+
+
+def _index_add(call: OpCall) -> Iterable[Strategy]:
+    target, index, source = call.tensors
+    if source.ndim != target.ndim or not target.ndim or index.ndim != 1:
+        return
+    dim = call.args[1] % target.ndim
+    yield from (along([d, None, d], [d]) for d in range(target.ndim) if d != dim)
+    yield partial(["sum", None, "sum"], ["sum"])
+    yield Strategy((Partial("sum"), Shard(0), Shard(dim)), (Partial("sum"),))
+
+
+def _index_write(call: OpCall) -> Iterable[Strategy]:
+    """``index_copy`` and ``index_fill``: any dim but the one that is indexed."""
+    target = call.tensors[0]
+    dim = call.args[1] % max(target.ndim, 1)
+    for other in range(target.ndim):
+        if other != dim and all(t.ndim == target.ndim or t.ndim <= 1 for t in call.tensors[2:]):
+            yield along([other, None, *[other if t.ndim == target.ndim else None for t in call.tensors[2:]]], [other])
+
+
+def _lookup(call: OpCall) -> Iterable[Strategy]:
+    """Every element of one tensor is looked up in the whole of another."""
+    which = 1 if "searchsorted" in call.op._schema.name else 0
+    if any(t.ndim != 1 for i, t in enumerate(call.tensors) if i != which):
+        return
+    for dim in range(call.tensors[which].ndim):
+        yield along([dim if i == which else None for i in range(len(call.tensors))], [dim])
+
+
+register(aten.embedding.default, _embedding)
+register(aten.embedding_dense_backward.default, _embedding_backward)
+register(aten.index_select.default, _index_select)
+register([aten.index.Tensor, aten._unsafe_index.Tensor], _index)
+register([aten.index_put.default, aten._unsafe_index_put.default], _index_put)
+register([aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_reduce.two], _along_other_dims)
+register([aten.scatter_add.default], _scatter_add)
+register(aten.index_add.default, _index_add)
+register([aten.index_copy.default, aten.index_fill.int_Scalar], _index_write)
+register([aten.bucketize.Tensor, aten.isin.Tensor_Tensor], _lookup)
+register(aten.searchsorted.Tensor, _lookup)

@@ -1,0 +1,253 @@
+"""Rows of a cut dim by their numbers: every rank takes those that it holds, and the results are added up.
+
+This is how a table that is cut by rows is looked up in without gathering it (as in Shoeybi et al., "Megatron-LM", 2019,
+for the vocabulary). An index that is out of range for the whole dim is out of range for every block: inside a graph the
+kernel raises, on all ranks that look up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from shardcompile import compat
+from shardcompile.collectives import block_size
+from shardcompile.compat import OpOverload
+from shardcompile.layout import Cut, IntLike, Layout
+from shardcompile.ops import state
+from shardcompile.ops.support.blocks import padded
+from shardcompile.ops.support.global_meta import global_meta
+from shardcompile.ops.view.rows import first_row, moved, reduced, wrap
+from shardcompile.sharded import Sharded
+
+aten = torch.ops.aten
+
+
+def _whole_along(x: Tensor, mesh_dims: Sequence[int], mesh: DeviceMesh) -> tuple[Layout, Tensor]:
+    """A tensor on every rank of some mesh dims, its other placements kept as far as they are no reductions."""
+    if not isinstance(x, Sharded):
+        return Layout.whole(mesh, x.shape, x.dtype), x
+    now = x._spec.layout.reduced()
+    gone = {d for d, c in enumerate(now.cuts) if c is not None and set(c.mesh_dims) & set(mesh_dims)}
+    kept = [Replicate() if isinstance(p, Shard) and p.dim in gone else p for p in now.placements]
+    layout = Layout.of(mesh, kept, now.shape, now.dtype, [None if d in gone else c for d, c in enumerate(now.cuts)])
+    return layout, moved(x, layout)
+
+
+def _own(index: Tensor, cut: Cut, layout: Layout, dim: int, wraps: bool, elsewhere: Any = 0) -> tuple[Tensor, Tensor]:
+    """Which numbers are rows of this rank's block, and the numbers within it.
+
+    A number that is out of range stays so, also where kernels count negative ones from the end of the block, and where
+    blocks have a row of padding.
+
+    Args:
+        index: the numbers.
+        cut: of the dim whose rows they are.
+        layout: of the tensor.
+        dim: the dim.
+        wraps: whether negative numbers count from its end.
+        elsewhere: what stands for the rows of others.
+    """
+    extent: Any = layout.shape[dim]
+    first: Any = first_row(cut, layout)
+    place = torch.where(index < 0, index + extent if wraps else index, index)
+    mine = (place >= first) & (place < first + block_size(cut, layout.mesh))
+    known = (place >= 0) & (place < extent)
+    outside = torch.where(index < 0, index - extent - 1, index + 1)
+    return mine, torch.where(mine, place - first, torch.where(known, elsewhere, outside))
+
+
+def _summed(values: Tensor, mine: Tensor) -> tuple[Tensor, str]:
+    """This rank's term: its own values, and what changes nothing elsewhere."""
+    if values.dtype is torch.bool:
+        return values & mine, "max"
+    return torch.where(mine, values, 0), "sum"
+
+
+def _placed(
+    layout: Layout, cut: Cut, ndim: int, of_x: dict[int, int], other: Layout, of_index: dict[int, int]
+) -> tuple[list[Placement], list[Cut | None]] | None:
+    """Placements and cuts of the result, or None if both inputs are cut by one mesh dim.
+
+    Args:
+        layout: of the tensor that is looked up in.
+        cut: of the dim by which it is.
+        ndim: of the result.
+        of_x: result dim for each dim of the tensor that it has.
+        other: layout of the index.
+        of_index: result dim for each dim of the index.
+    """
+    placements: list[Placement] = [Replicate()] * len(layout.placements)
+    cuts: list[Cut | None] = [None] * ndim
+    for source, dims in ((layout, of_x), (other, of_index)):
+        for d, c in enumerate(source.cuts):
+            if c is None or c is cut:
+                continue
+            if d not in dims or any(not isinstance(placements[m], Replicate) for m in c.mesh_dims):
+                return None
+            cuts[dims[d]] = c
+            for m in c.mesh_dims:
+                placements[m] = Shard(dims[d])
+    return placements, cuts
+
+
+def _finish(
+    x: Sharded,
+    cut: Cut,
+    values: Tensor,
+    mine: Tensor,
+    placed: tuple[list[Placement], list[Cut | None]],
+    shape: Sequence[IntLike],
+    stride: Sequence[IntLike],
+) -> Tensor:
+    placements, cuts = placed
+    term, reduce_op = _summed(values, mine)
+    layout = x._spec.layout
+    for m in cut.mesh_dims:
+        placements[m] = Partial(reduce_op)
+    return wrap(x, term, Layout.of(layout.mesh, placements, shape, values.dtype, cuts), stride)
+
+
+def embedding(weight: Sharded, indices: Tensor, *options: object) -> Tensor:
+    """``aten.embedding`` with a table that is cut by rows."""
+    cut = weight._spec.layout.cuts[0] if isinstance(weight, Sharded) else None
+    if cut is None:
+        return NotImplemented
+    weight = reduced(weight)
+    meta = global_meta(aten.embedding.default, (weight, indices, *options), {})
+    layout = weight._spec.layout
+    other, index = _whole_along(indices, cut.mesh_dims, layout.mesh)
+    ndim = indices.ndim
+    placed = _placed(layout, cut, ndim + 1, {1: ndim}, other, {d: d for d in range(ndim)})
+    if placed is None:
+        return NotImplemented
+    table = padded(weight._local_tensor, [0], 0)
+    mine, local = _own(index, cut, layout, 0, wraps=False)
+    values = aten.embedding.default(table, local)
+    shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
+    return _finish(weight, cut, values, mine.unsqueeze(-1), placed, shape, stride)
+
+
+def _is_worth_it(x: Tensor, shape: Sequence[IntLike]) -> bool:
+    """Whether to add up the results, which moves each twice, takes fewer bytes than to gather the tensor."""
+    out, whole = 2, 1
+    for n in shape:
+        out *= compat.size_hint(n)
+    for n in x.shape:
+        whole *= compat.size_hint(n)
+    return out <= whole
+
+
+def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """``aten.index_select`` along a cut dim."""
+    if not isinstance(x, Sharded) or not x.ndim or index.ndim != 1:
+        return NotImplemented
+    dim = dim % x.ndim
+    return _index(x, [index if d == dim else None for d in range(x.ndim)], aten.index_select.default, (x, dim, index))
+
+
+def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    """``aten.index`` by numbers along a cut dim."""
+    return _index(x, indices, aten.index.Tensor, (x, indices)) if isinstance(x, Sharded) else NotImplemented
+
+
+def _index(x: Sharded, indices: Sequence[Any], op: OpOverload, args: tuple[object, ...]) -> Tensor:
+    layout = x._spec.layout
+    at = [d for d, i in enumerate(indices) if i is not None]
+    cut_dims = [d for d in at if layout.cuts[d] is not None]
+    by_mask = any(indices[d].dtype in (torch.bool, torch.uint8) for d in at)
+    if len(cut_dims) != 1 or by_mask or at != list(range(at[0], at[-1] + 1)) or layout.is_partial:
+        return NotImplemented
+    (dim,) = cut_dims
+    cut = layout.cut_of(dim)
+    meta = global_meta(op, args, {})
+    shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
+    rank = len(shape) - (x.ndim - len(at))
+    if not _is_worth_it(x, shape) or (len(at) > 1 and len({indices[d].ndim for d in at}) > 1):
+        return NotImplemented
+    whole = {d: _whole_along(indices[d], cut.mesh_dims, layout.mesh) for d in at}
+    if any(not w.is_replicated for d, (w, _) in whole.items() if len(at) > 1):
+        return NotImplemented
+    of_x = {d: d if d < at[0] else d - len(at) + rank for d in range(x.ndim) if d not in at}
+    placed = _placed(layout, cut, len(shape), of_x, whole[dim][0], {d: at[0] + d for d in range(rank)})
+    if placed is None:
+        return NotImplemented
+    rows = padded(x._local_tensor, [dim], 0)
+    mine, local = _own(whole[dim][1], cut, layout, dim, wraps=op is aten.index.Tensor)
+    by_dim = {**{d: i for d, (_, i) in whole.items()}, dim: local}
+    values = aten.index.Tensor(rows, [by_dim.get(d) for d in range(at[-1] + 1)])
+    mine = mine.reshape([*mine.shape, *[1] * (x.ndim - 1 - at[-1])])
+    return _finish(x, cut, values, mine, placed, shape, stride)
+
+
+def gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
+    """``aten.gather`` along a cut dim of a tensor that is not cut otherwise."""
+    if not isinstance(x, Sharded) or not x.ndim or index.ndim != x.ndim or not _is_worth_it(x, index.shape):
+        return NotImplemented
+    dim, layout = dim % x.ndim, x._spec.layout
+    cut = layout.cuts[dim]
+    if cut is None or layout.is_partial or sum(c is not None for c in layout.cuts) > 1:
+        return NotImplemented
+    meta = global_meta(aten.gather.default, (x, dim, index), {})
+    other, whole = _whole_along(index, cut.mesh_dims, layout.mesh)
+    if not other.is_replicated:
+        return NotImplemented
+    rows = padded(x._local_tensor, [dim], 0)
+    mine, local = _own(whole, cut, layout, dim, wraps=False)
+    values = aten.gather.default(rows, dim, local)
+    placements: list[Placement] = [Replicate()] * len(layout.placements)
+    cuts: list[Cut | None] = [None] * x.ndim
+    return _finish(
+        x, cut, values, mine, (placements, cuts), compat.global_extents(meta.shape), compat.retraced(meta.stride())
+    )
+
+
+def scatter_value(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
+    """``aten.scatter`` of a number along a cut dim of a tensor that is not cut otherwise."""
+    return _scattered(x, dim, index, aten.scatter.value, value)
+
+
+def scatter_src(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    """``aten.scatter`` of a tensor along a cut dim of a tensor that is not cut otherwise."""
+    return _scattered(x, dim, index, aten.scatter.src, source)
+
+
+def _scattered(x: Tensor, dim: int, index: Tensor, op: OpOverload, source: Tensor) -> Tensor:
+    """Each rank writes the rows that it has; what belongs to others goes into a row of padding."""
+    if not isinstance(x, Sharded) or not x.ndim or index.ndim != x.ndim:
+        return NotImplemented
+    dim, layout = dim % x.ndim, x._spec.layout
+    cut = layout.cuts[dim]
+    if cut is None or layout.is_partial or sum(c is not None for c in layout.cuts) > 1:
+        return NotImplemented
+    meta = global_meta(op, (x, dim, index, source), {})
+    given = [index, source] if op is aten.scatter.src else [index]
+    whole = [_whole_along(t, cut.mesh_dims, layout.mesh) for t in given]
+    if not all(other.is_replicated for other, _ in whole):
+        return NotImplemented
+    block = x._local_tensor
+    size = block_size(cut, layout.mesh)
+    _, local = _own(whole[0][1], cut, layout, dim, wraps=False, elsewhere=size)
+    padding = block.new_zeros([1 if d == dim else n for d, n in enumerate(block.shape)])
+    longer = op(torch.cat([block, padding], dim), dim, local, whole[1][1] if len(whole) > 1 else source)
+    written = torch.narrow_copy(longer, dim, 0, size)
+    return wrap(x, written, layout, compat.retraced(meta.stride()))
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """Of the flattened tensor. Torch's decomposition reads the value of an index of 0 dims, which a trace cannot."""
+    return aten.index.Tensor(x.reshape(-1), [index])
+
+
+state(aten.take.default, sharded=_take)
+state(aten.embedding.default, sharded=embedding)
+state(aten.index_select.default, sharded=index_select)
+state(aten.index.Tensor, sharded=index)
+state(aten.gather.default, sharded=gather)
+state(aten.scatter.src, sharded=scatter_src)
+state(aten.scatter.value, sharded=scatter_value)

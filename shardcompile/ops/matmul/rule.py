@@ -1,0 +1,73 @@
+"""Products of matrices and vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from shardcompile.ops.notation import multilinear
+from shardcompile.ops.pointwise.rule import is_one
+from shardcompile.ops.registry import register
+from shardcompile.ops.strategy import OpCall, Strategy, TensorArg, along, partial
+
+aten = torch.ops.aten
+
+
+def _broadcast_dim(bias: TensorArg, dim: int, ndim: int) -> int | None:
+    """The dim of a broadcast term that runs along output dim `dim`, if it has one."""
+    own = dim - (ndim - bias.ndim)
+    return None if own < 0 or is_one(bias.shape[own]) else own
+
+
+def _addmm(call: OpCall) -> list[Strategy]:
+    """``bias + a @ b``: the bias must be added once, so the contracted axis stays whole."""
+    bias = call.tensors[0]
+    return [
+        along([_broadcast_dim(bias, 0, 2), 0, None], [0]),
+        along([_broadcast_dim(bias, 1, 2), None, 1], [1]),
+    ]
+
+
+def _baddbmm(call: OpCall) -> list[Strategy]:
+    bias = call.tensors[0]
+    return [
+        along([_broadcast_dim(bias, 0, 3), 0, 0], [0]),
+        along([_broadcast_dim(bias, 1, 3), 1, None], [1]),
+        along([_broadcast_dim(bias, 2, 3), None, 2], [2]),
+    ]
+
+
+def _matmul(call: OpCall) -> Iterable[Strategy]:
+    """A batched product with any number of batch dims. Torch splits the op up; `dispatch.attention` calls it as one."""
+    a, b = call.tensors
+    rows, inner = a.ndim - 2, a.ndim - 1
+    if a.ndim != b.ndim or a.ndim < 2 or any(is_one(a.shape[d]) != is_one(b.shape[d]) for d in range(rows)):
+        return
+    yield from (along([d, d], [d]) for d in range(rows))
+    yield along([rows, None], [rows])
+    yield along([None, inner], [inner])
+    yield along([inner, rows], ["sum"])
+    for op in ("sum", "avg"):
+        yield partial([op, None], [op])
+        yield partial([None, op], [op])
+
+
+def _trilinear(call: OpCall) -> Iterable[Strategy]:
+    """Products of three tensors, of which each lacks some dims; some dims are summed over."""
+    expand, total = [set(dims) for dims in call.args[3:6]], set(call.args[6])
+    ndim = call.tensors[0].ndim + len(expand[0])
+    for dim in range(ndim):
+        at = [None if dim in gone else dim - sum(g < dim for g in gone) for gone in expand]
+        yield along(at, ["sum" if dim in total else dim - sum(t < dim for t in total)])
+
+
+register(aten._trilinear.default, _trilinear)
+register(aten.matmul.default, _matmul)
+register(aten.mm.default, multilinear("m k, k n -> m n"))
+register(aten.bmm.default, multilinear("b m k, b k n -> b m n"))
+register(aten.mv.default, multilinear("m k, k -> m"))
+register(aten.dot.default, multilinear("k, k -> "))
+register(aten.vdot.default, multilinear("k, k -> "))
+register(aten.addmm.default, _addmm)
+register(aten.baddbmm.default, _baddbmm)

@@ -1,0 +1,1 @@
+"""Layer and group normalisation."""

@@ -1,0 +1,128 @@
+"""Group normalisation with any dim cut, the channels as well.
+
+Every rank adds up its own channels. Where channels are cut, a block may end in the middle of a group: its sums are
+added into those of all groups, of which every rank has a term.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Partial, Shard
+
+from shardcompile import compat
+from shardcompile.collectives import block_size
+from shardcompile.layout import IntLike, Layout, contiguous_stride
+from shardcompile.ops import state
+from shardcompile.ops.support.precision import widened
+from shardcompile.ops.view.rows import first_row, has_known_blocks, positions, reduced, wrap
+from shardcompile.sharded import Sharded
+
+aten = torch.ops.aten
+_PLAIN = compat.decomposition_by_torch(aten.native_group_norm.default)
+_PLAIN_BACKWARD = compat.decomposition_by_torch(aten.native_group_norm_backward.default)
+
+
+def _channel_sums(x: Tensor) -> Tensor:
+    """Sums over all dims but samples and channels: [samples, channels]."""
+    return aten.sum.dim_IntList(x, list(range(2, x.ndim))) if x.ndim > 2 else x
+
+
+def _group_sums(x: Tensor, groups: int) -> Tensor:
+    """Sums of each group's channels: [samples, channels] to [samples, groups]."""
+    samples, channels = x.shape
+    cut = x._spec.layout.cuts[1] if isinstance(x, Sharded) else None
+    if not isinstance(x, Sharded) or cut is None:
+        return reduced(aten.sum.dim_IntList(x.reshape(samples, groups, channels // groups), [2]))
+    layout, block = x._spec.layout, x._local_tensor
+    own = positions(block, first_row(cut, layout), 1, block_size(cut, layout.mesh)) // (channels // groups)
+    sums = aten.index_add.default(block.new_zeros([block.shape[0], groups]), 1, own, block)
+    placements = [Partial("sum") if p == Shard(1) else p for p in layout.placements]
+    shape = [samples, groups]
+    summed = Layout.of(layout.mesh, placements, shape, layout.dtype, [layout.cuts[0], None])
+    return reduced(wrap(x, sums, summed, contiguous_stride(shape)))
+
+
+def _of_channels(x: Tensor, channels: Any, ndim: int) -> Tensor:
+    """A number for each group, given to all of its channels: [samples, groups] to [samples, channels, 1, ...]."""
+    group = torch.arange(channels, device=x.device) // (channels // x.shape[1])
+    return _spread(aten.index_select.default(x, 1, group), ndim)
+
+
+def _spread(x: Tensor, ndim: int) -> Tensor:
+    """With dims of extent 1 behind its own, so that it has the dims of a sample and what comes before."""
+    for _ in range(ndim - 2):
+        x = x.unsqueeze(-1)
+    return x
+
+
+def group_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    samples: IntLike,
+    channels: IntLike,
+    inner: IntLike,
+    groups: int,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """``aten.native_group_norm``, with variances by two passes, as stable as the plain kernel."""
+    if not _is_usual(x, samples, channels, inner):
+        return _PLAIN(x, weight, bias, samples, channels, inner, groups, eps)
+    wide, count = widened(x), inner * (channels // groups)
+    mean = _group_sums(_channel_sums(wide), groups) / count
+    deviation = wide - _of_channels(mean, channels, x.ndim)
+    variance = _group_sums(_channel_sums(deviation * deviation), groups) / count
+    scale = (variance + eps).rsqrt()
+    out = deviation * _of_channels(scale, channels, x.ndim)
+    out = out if weight is None else out * _spread(weight, x.ndim)
+    out = out if bias is None else out + _spread(bias, x.ndim)
+    dtype = x.dtype if weight is None else weight.dtype
+    return out.to(x.dtype), mean.to(dtype), scale.to(dtype)
+
+
+def _is_usual(x: Tensor, samples: IntLike, channels: IntLike, inner: IntLike) -> bool:
+    """Whether the numbers that the op is given are the extents of its input; they are where `group_norm` calls it."""
+    if x.ndim < 2 or has_known_blocks(x):
+        return False
+    given = zip(x.shape, (samples, channels), strict=False)
+    return compat.surely(math.prod(x.shape[2:]) == inner) and all(compat.surely(n == m) for n, m in given)
+
+
+def group_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    weight: Tensor | None,
+    samples: IntLike,
+    channels: IntLike,
+    inner: IntLike,
+    groups: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """``aten.native_group_norm_backward``."""
+    if not _is_usual(x, samples, channels, inner):
+        return _PLAIN_BACKWARD(grad, x, mean, scale, weight, samples, channels, inner, groups, wanted)
+    wide_grad, mean, scale = widened(grad), widened(mean), widened(scale)
+    spread_scale = _of_channels(scale, channels, x.ndim)
+    normal = (widened(x) - _of_channels(mean, channels, x.ndim)) * spread_scale
+    grad_bias, grad_weight = _channel_sums(wide_grad), _channel_sums(wide_grad * normal)
+    grad_x = None
+    if wanted[0]:
+        scaled = [s if weight is None else s * weight for s in (grad_bias, grad_weight)]
+        means = [_group_sums(s, groups) / (inner * (channels // groups)) for s in scaled]
+        shift, slope = (_of_channels(m, channels, x.ndim) for m in means)
+        inside = wide_grad if weight is None else wide_grad * _spread(weight, x.ndim)
+        grad_x = ((inside - shift - normal * slope) * spread_scale).to(x.dtype)
+    dtype = x.dtype if weight is None else weight.dtype
+    grads = [aten.sum.dim_IntList(g, [0]).to(dtype) for g in (grad_weight, grad_bias)]
+    return (grad_x, *[g if is_wanted else None for g, is_wanted in zip(grads, wanted[1:], strict=True)])
+
+
+state(aten.native_group_norm.default, sharded=group_norm)
+state(aten.native_group_norm_backward.default, sharded=group_norm_backward)

@@ -1,0 +1,1 @@
+"""Pointwise ops, and those that keep a shape."""

@@ -1,0 +1,157 @@
+"""Pointwise ops: every op that torch tags as such, and the ones that keep a shape without being tagged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from shardcompile.compat import OpOverload
+from shardcompile.layout import IntLike
+from shardcompile.ops.record import Facts, Rule
+from shardcompile.ops.registry import family, register, state
+from shardcompile.ops.strategy import OpCall, Strategy, along, partial
+
+aten = torch.ops.aten
+_REDUCE_OPS = ("sum", "avg", "product", "max", "min")
+
+
+def is_one(extent: IntLike) -> bool:
+    """Whether an extent is 1 for sure; a symbolic extent never broadcasts."""
+    return isinstance(extent, int) and extent == 1
+
+
+def broadcast_axes(call: OpCall) -> list[list[int | None]]:
+    """For each output dim, the dim of each tensor that runs along it, or None where the tensor is broadcast."""
+    ndim = max((t.ndim for t in call.tensors), default=0)
+    axes = []
+    for dim in range(ndim):
+        dims = [dim - (ndim - t.ndim) for t in call.tensors]
+        extents = [t.shape[d] if d >= 0 else 1 for t, d in zip(call.tensors, dims, strict=True)]
+        spread = all(is_one(e) for e in extents)
+        axes.append([d if d >= 0 and (spread or not is_one(e)) else None for d, e in zip(dims, extents, strict=True)])
+    return axes
+
+
+def pointwise(call: OpCall) -> Iterable[Strategy]:
+    """Every output dim may be cut; the inputs that run along it are cut alike."""
+    outputs = len(call.op._schema.returns)
+    for dim, dims in enumerate(broadcast_axes(call)):
+        yield along(dims, [dim] * outputs)
+
+
+def _with_partials(*patterns: str) -> Any:
+    """`pointwise`, and patterns of partial inputs that the op commutes with.
+
+    A pattern has one letter for each tensor: p for partial, r for whole. It holds for sums and averages.
+    """
+
+    def rule(call: OpCall) -> Iterable[Strategy]:
+        yield from pointwise(call)
+        for pattern in patterns:
+            if len(pattern) == len(call.tensors):
+                for op in ("sum", "avg"):
+                    yield partial([op if c == "p" else None for c in pattern], [op])
+
+    return rule
+
+
+def _scaling(call: OpCall) -> Iterable[Strategy]:
+    """A product or quotient with a number. Not with one that makes infinities, which terms would turn into NaN."""
+    yield from pointwise(call)
+    factor = call.args[1]
+    if isinstance(factor, (int, float)):
+        inverse = "div" in call.op._schema.name
+        if not math.isfinite(factor) or (inverse and factor == 0):
+            return
+    for op in ("sum", "avg"):
+        yield partial([op], [op])
+
+
+def _product(call: OpCall) -> Iterable[Strategy]:
+    if len(call.tensors) == 1:
+        yield from _scaling(call)
+    else:
+        yield from _with_partials("pr", "rp")(call)
+
+
+def _quotient(call: OpCall) -> Iterable[Strategy]:
+    """A tensor may hold a zero, so that terms are not divided by one."""
+    yield from _scaling(call) if len(call.tensors) == 1 else pointwise(call)
+
+
+def _value_free(call: OpCall) -> Iterable[Strategy]:
+    """Ops whose result does not depend on the values: a partial input need not be reduced."""
+    yield from pointwise(call)
+    for op in _REDUCE_OPS:
+        yield partial([op], [None])
+
+
+def _any_partial(call: OpCall) -> Iterable[Strategy]:
+    """Ops that only copy: every pending reduction passes."""
+    yield from pointwise(call)
+    for op in _REDUCE_OPS:
+        yield partial([op] * len(call.tensors), [op])
+
+
+def _to_copy(call: OpCall) -> Iterable[Strategy]:
+    """A cast passes on a sum if no term is rounded: terms may be far larger than their sum."""
+    yield from pointwise(call)
+    now = call.tensors[0].dtype
+    dtype = call.kwargs.get("dtype") or now
+    if now.is_floating_point and torch.promote_types(now, dtype) is dtype:
+        for op in ("sum", "avg"):
+            yield partial([op], [op])
+
+
+_TAGGED = Rule(pointwise, None, "torch.Tag.pointwise")
+
+
+@family
+def tagged_as_pointwise(op: OpOverload) -> Facts | None:
+    """Every op that torch tags as pointwise."""
+    return {"rule": _TAGGED, "elementwise": True} if torch.Tag.pointwise in op.tags else None
+
+
+def _zero_(call: OpCall) -> Iterable[Strategy]:
+    """Zero terms of any reduction give zero."""
+    yield from pointwise(call)
+    for op in _REDUCE_OPS:
+        yield partial([op], [op])
+
+
+register([aten.neg.default, aten.positive], _with_partials("p"))
+register([aten.mul.Scalar, aten.div.Scalar], _scaling)
+register([aten.mul.Tensor], _product)
+register([aten.div.Tensor], _quotient)
+register([aten.zero_.default], _zero_)
+register([aten.copy_.default], _with_partials("pp"))
+register([aten.add.Tensor, aten.sub.Tensor], _with_partials("pp"))
+register([aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh.default], _any_partial)
+register([aten._to_copy.default], _to_copy)
+register(
+    [
+        *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default),
+    ],
+    _value_free,
+)
+_BY_NAME = (
+    *(aten.fill_.Scalar, aten.fill_.Tensor, aten.fill.Scalar, aten.fill.Tensor),
+    *(aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor),
+    *(aten.where.self, aten.gelu_backward.default, aten.threshold_backward.default),
+    *(aten.silu_backward.default, aten.sigmoid_backward.default, aten.tanh_backward.default),
+    *(aten.elu_backward.default, aten.leaky_relu_backward.default, aten.softplus_backward.default),
+    *(aten.hardswish.default, aten.hardswish_backward.default, aten.hardsigmoid_backward.default),
+    *(aten.hardtanh_backward.default, aten.mish_backward.default, aten.logit_backward.default),
+    *(aten.hardshrink_backward.default, aten.softshrink_backward.default),
+    *(aten._prelu_kernel.default, aten._prelu_kernel_backward.default),
+    *(aten.complex.default, aten.polar.default, aten.floor_divide.default),
+    *(aten._conj.default, aten._neg_view.default, aten.resolve_conj.default, aten.resolve_neg.default),
+)
+"""Ops that are pointwise, of which torch does not tag all."""
+
+register(_BY_NAME, pointwise)
+state(_BY_NAME, elementwise=True)
+state([aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default], one_value=True)

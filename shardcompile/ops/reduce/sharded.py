@@ -1,0 +1,229 @@
+"""Reductions, softmax and losses in terms of other ops on the same, global, tensors.
+
+They are right on any layout because every op that they use is. Each is taken where its op would otherwise have to
+gather a cut dim; the counts in them (`numel`, `shape`) are global ones, never those of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcompile.layout import IntLike
+from shardcompile.ops import state
+from shardcompile.ops.support.logsumexp import is_nothing, largest, logsumexp
+from shardcompile.ops.support.precision import wide_dtype, widened
+
+aten = torch.ops.aten
+
+
+def _dims(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return list(range(x.ndim))
+    return [dim % max(x.ndim, 1)] if isinstance(dim, int) else [d % max(x.ndim, 1) for d in dim]
+
+
+def _count(x: Tensor, dims: Sequence[int]) -> IntLike:
+    """Elements that a reduction over `dims` combines."""
+    return math.prod([x.shape[d] for d in dims]) if x.ndim else 1
+
+
+def _mean_dim(
+    x: Tensor, dim: int | Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    dims = _dims(x, dim)
+    dtype = x.dtype if dtype is None else dtype
+    total = aten.sum.dim_IntList(x, dims, keepdim, dtype=wide_dtype(dtype))
+    return (total / _count(x, dims)).to(dtype)
+
+
+def _mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    return _mean_dim(x, None, dtype=dtype)
+
+
+def moments(
+    x: Tensor, dim: int | Sequence[int] | None, correction: float | None, keepdim: bool
+) -> tuple[Tensor, Tensor]:
+    """Variance and mean by two passes, as stable as the plain kernels."""
+    dims = _dims(x, dim)
+    dtype = x.dtype
+    x = widened(x)
+    count: Any = _count(x, dims)
+    mean = aten.sum.dim_IntList(x, dims, True) / count
+    deviation = x - mean
+    square = deviation * deviation.conj() if x.is_complex() else deviation * deviation
+    total = aten.sum.dim_IntList(square.real if x.is_complex() else square, dims, keepdim)
+    degrees = count - (1 if correction is None else correction)
+    degrees = torch.sym_max(degrees, 0) if not isinstance(degrees, float) else max(degrees, 0.0)
+    if not keepdim and x.ndim:
+        mean = aten.squeeze.dims(mean, dims)
+    return (total / degrees).to(dtype.to_real()), mean.to(dtype)
+
+
+def _var(
+    x: Tensor, dim: int | Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
+    return moments(x, dim, correction, keepdim)[0]
+
+
+def _std(
+    x: Tensor, dim: int | Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
+    return _var(x, dim, correction=correction, keepdim=keepdim).sqrt()
+
+
+def _var_mean(
+    x: Tensor, dim: int | Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    return moments(x, dim, correction, keepdim)
+
+
+def _std_mean(
+    x: Tensor, dim: int | Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    variance, mean = moments(x, dim, correction, keepdim)
+    return variance.sqrt(), mean
+
+
+def _vector_norm(
+    x: Tensor,
+    ord: float = 2,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    x = x if dtype is None else x.to(dtype)
+    dims = _dims(x, dim)
+    size = widened(x.abs())
+    return _norm_of_sizes(size, ord, dims, keepdim).to(x.dtype.to_real())
+
+
+def _norm_of_sizes(size: Tensor, ord: float, dims: list[int], keepdim: bool) -> Tensor:
+    if ord == math.inf:
+        return aten.amax.default(size, dims, keepdim)
+    if ord == -math.inf:
+        return aten.amin.default(size, dims, keepdim)
+    if ord == 0:
+        return aten.sum.dim_IntList((size != 0).to(size.dtype), dims, keepdim)
+    if ord == 1:
+        return aten.sum.dim_IntList(size, dims, keepdim)
+    if size.dtype is torch.float32 and size.device.type == "cpu":
+        size = size.double()  # as plain PyTorch does there: squares of large numbers must not overflow
+    if ord == 2:
+        return aten.sum.dim_IntList(size * size, dims, keepdim).sqrt()
+    return aten.sum.dim_IntList(size**ord, dims, keepdim) ** (1.0 / ord)
+
+
+def _logsumexp(x: Tensor, dim: int | Sequence[int] | None, keepdim: bool = False) -> Tensor:
+    return logsumexp(x, _dims(x, dim), keepdim, largest)
+
+
+def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    wide = widened(x)
+    if is_nothing(x, dim):
+        return wide.clone() if half_to_float else x.clone()
+    unnormalised = (wide - largest(wide, [dim], True)).exp()
+    out = unnormalised / aten.sum.dim_IntList(unnormalised, [dim], True)
+    return out if half_to_float else out.to(x.dtype)
+
+
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    wide = widened(x)
+    if is_nothing(x, dim):
+        return wide.clone() if half_to_float else x.clone()
+    shifted = wide - largest(wide, [dim], True)
+    out = shifted - aten.sum.dim_IntList(shifted.exp(), [dim], True).log()
+    return out if half_to_float else out.to(x.dtype)
+
+
+def _softmax_backward(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    product = widened(grad) * widened(out)
+    result = product - widened(out) * aten.sum.dim_IntList(product, [dim], True)
+    return result.to(dtype)
+
+
+def _log_softmax_backward(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    wide = widened(grad)
+    result = wide - widened(out).exp() * aten.sum.dim_IntList(wide, [dim], True)
+    return result.to(dtype)
+
+
+def _positions(x: Tensor, dim: int) -> Tensor:
+    """The index along `dim` of every element, laid out like `x`: plain, so a copy of the whole range on every rank."""
+    shape = [1] * x.ndim
+    shape[dim] = -1
+    return torch.arange(x.shape[dim], device=x.device).view(shape)
+
+
+def _arg_extremum(x: Tensor, best: Tensor, dim: int, keepdim: bool) -> Tensor:
+    """The first index along `dim` at which `x` equals the extremum; a NaN counts as one."""
+    hit = x == best
+    if x.is_floating_point():
+        hit = hit | (x.isnan() & best.isnan())
+    where = torch.where(hit, _positions(x, dim), x.shape[dim])
+    return aten.amin.default(where, [dim], keepdim)
+
+
+def _extremum_dim(reduce: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def decomposed(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+        if x.ndim == 0:
+            return x.clone(), torch.zeros_like(x, dtype=torch.int64)
+        dim = dim % x.ndim
+        best = reduce(x, [dim], True)
+        index = _arg_extremum(x, best, dim, keepdim)
+        return (best if keepdim else aten.squeeze.dims(best, [dim])), index
+
+    return decomposed
+
+
+def _arg(reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def decomposed(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        if dim is not None or x.ndim <= 1:
+            return _extremum_dim(reduce)(x, 0 if dim is None else dim, keepdim)[1]
+        # Over everything: the smallest flat index among the hits.
+        best = reduce(x, [], True)
+        hit = x == best
+        if x.is_floating_point():
+            hit = hit | (x.isnan() & best.isnan())
+        flat: Any = 0
+        for d in range(x.ndim):
+            flat = flat * x.shape[d] + _positions(x, d)
+        index = aten.amin.default(torch.where(hit, flat, x.numel()), [], False)
+        return index.reshape([1] * x.ndim) if keepdim else index
+
+    return decomposed
+
+
+def _mse_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    return _reduced((x - target) ** 2, reduction)
+
+
+def _reduced(x: Tensor, reduction: int) -> Tensor:
+    """None, mean or sum, numbered as in ``torch.nn._reduction``."""
+    if reduction == 0:
+        return x
+    return x.mean() if reduction == 1 else x.sum()
+
+
+state(aten.mean.dim, sharded=_mean_dim)
+state(aten.mean.default, sharded=_mean)
+state(aten.var.correction, sharded=_var)
+state(aten.std.correction, sharded=_std)
+state(aten.var_mean.correction, sharded=_var_mean)
+state(aten.std_mean.correction, sharded=_std_mean)
+state(aten.linalg_vector_norm.default, sharded=_vector_norm)
+state(aten.logsumexp.default, sharded=_logsumexp)
+state(aten._softmax.default, sharded=_softmax)
+state(aten._log_softmax.default, sharded=_log_softmax)
+state(aten._softmax_backward_data.default, sharded=_softmax_backward)
+state(aten._log_softmax_backward_data.default, sharded=_log_softmax_backward)
+state(aten.max.dim, sharded=_extremum_dim(aten.amax.default))
+state(aten.min.dim, sharded=_extremum_dim(aten.amin.default))
+state(aten.argmax.default, sharded=_arg(aten.amax.default))
+state(aten.argmin.default, sharded=_arg(aten.amin.default))
+state(aten.mse_loss.default, sharded=_mse_loss)

@@ -1,0 +1,1 @@
+"""Cumulative ops, and those that turn rows around."""

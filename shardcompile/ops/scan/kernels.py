@@ -1,0 +1,53 @@
+"""Running extrema of blocks, and blocks that are rolled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardcompile.compat import OpOverload
+from shardcompile.layout import IntLike
+from shardcompile.ops import state
+from shardcompile.ops.support.blocks import Scalar, highest, lowest, padded
+
+aten = torch.ops.aten
+
+
+def _running_extremum(
+    op: OpOverload, worst: Callable[[torch.dtype], Scalar]
+) -> Callable[[Tensor, int], Sequence[Tensor]]:
+    """`cummax` or `cummin` of a block, which in a trace has a row more along dims that may be empty on some ranks.
+
+    Run for shapes alone, torch's kernel asks whether there are elements, to look at `dim` then. Nothing can be said of
+    a size that a run gives; of another the answer would be a guard that holds on some ranks only.
+    """
+
+    def run(x: Tensor, dim: int) -> Sequence[Tensor]:
+        dims = [d for d in range(x.ndim) if isinstance(x.shape[d], torch.SymInt)]
+        found = op(padded(x, dims, worst(x.dtype)) if dims else x, dim)
+        for d in dims:
+            found = [aten.slice.Tensor(t, d, 0, x.shape[d]) for t in found]
+        return found
+
+    return run
+
+
+def _roll(x: Tensor, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Tensor:
+    """`roll`; inside a trace torch's own asks whether the block is empty."""
+    if type(x) is Tensor or not dims:
+        return aten.roll.default(x, shifts, dims)
+    for shift, dim in zip(shifts, dims, strict=True):
+        empty = isinstance(x.shape[dim], int) and x.shape[dim] == 0
+        start = 0 if empty else (x.shape[dim] - shift) % x.shape[dim]
+        x = aten.cat.default([x.narrow(dim, start, x.shape[dim] - start), x.narrow(dim, 0, start)], dim)
+    return x
+
+
+running_maximum = _running_extremum(aten.cummax.default, lowest)
+running_minimum = _running_extremum(aten.cummin.default, highest)
+
+state(aten.cummax.default, kernel=running_maximum)
+state(aten.cummin.default, kernel=running_minimum)
+state(aten.roll.default, kernel=_roll)

@@ -1,0 +1,52 @@
+"""Cumulative ops, and those that turn rows around: any other dim may be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from shardcompile import compat
+from shardcompile.ops.reduce.rule import other_dims
+from shardcompile.ops.registry import register
+from shardcompile.ops.strategy import OpCall, Strategy, along
+
+aten = torch.ops.aten
+
+
+def _flip(call: OpCall) -> Iterable[Strategy]:
+    ndim = call.tensors[0].ndim
+    dims = {d % max(ndim, 1) for d in call.args[1]}
+    return [along([d], [d]) for d in range(ndim) if d not in dims]
+
+
+def _roll(call: OpCall) -> Iterable[Strategy]:
+    """Any dim that is not rolled may be cut; without dims it is the flat tensor that is."""
+    ndim = call.tensors[0].ndim
+    dims = {d % max(ndim, 1) for d in call.arg(2, "dims", ())}
+    return [along([d], [d]) for d in range(ndim) if dims and d not in dims]
+
+
+def _repeat(call: OpCall) -> Iterable[Strategy]:
+    """Any dim that is not repeated may be cut."""
+    repeats = call.args[1]
+    new = len(repeats) - call.tensors[0].ndim
+    once = (isinstance(n, int) and n == 1 for n in repeats[new:])
+    return [along([d], [d + new]) for d, only in enumerate(once) if only]
+
+
+def _cumprod(call: OpCall) -> Iterable[Strategy]:
+    shape = call.tensors[0].shape
+    if shape and not compat.in_backward_pass():
+        # Torch unrolls the gradient over the dim: one graph for each extent. In the gradient of `prod` it is too late
+        # for that, since the forward graph gives extents to the outside, and there is no gradient of it in a graph.
+        int(shape[call.args[1] % len(shape)])
+    return other_dims(1)(call)
+
+
+register([aten.cumsum.default, aten.logcumsumexp.default], other_dims(1))
+register(aten.cumprod.default, _cumprod)
+register([aten.cummax.default, aten.cummin.default], other_dims(1))
+register(aten.flip.default, _flip)
+register(aten.roll.default, _roll)
+register(aten.repeat.default, _repeat)

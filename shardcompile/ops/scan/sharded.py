@@ -1,0 +1,221 @@
+"""Ops along a cut dim that look at rows of other ranks: cumulative ones, and `flip`, `roll` and `repeat`.
+
+A cumulative op is run on every block. What a block passes on to those after it is one row; these rows are gathered, and
+each rank combines those of the blocks before its own with its result (Blelloch, "Prefix sums and their applications",
+1990).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcompile import compat
+from shardcompile.collectives import Pending, block_size, derive
+from shardcompile.compat import OpOverload
+from shardcompile.layout import Cut, IntLike, Layout
+from shardcompile.ops import state
+from shardcompile.ops.record import Run
+from shardcompile.ops.scan.kernels import running_maximum, running_minimum
+from shardcompile.ops.support.blocks import Scalar, highest, lowest
+from shardcompile.ops.support.global_meta import global_meta
+from shardcompile.ops.support.precision import wide_dtype
+from shardcompile.ops.view.rows import cat, first_row, reduced, slice_rows, with_cut, wrap
+from shardcompile.plan import find_plan
+from shardcompile.redistribute import run_plan
+from shardcompile.sharded import Sharded
+
+aten = torch.ops.aten
+Scan = Callable[..., Tensor]
+
+
+def _one_row_each(layout: Layout, dim: int, dtype: torch.dtype) -> tuple[Layout, Layout]:
+    """The layout of a tensor of one row for every block, and that in which every rank has all of them."""
+    cut = layout.cut_of(dim)
+    blocks = math.prod(cut.parts)
+    rows = with_cut(layout, dim, Cut.of_sizes(cut.mesh_dims, cut.parts, [1] * blocks, "fixed")).with_dtype(dtype)
+    return rows, rows.gathered(dim)
+
+
+def _of_blocks_before(
+    layout: Layout,
+    dim: int,
+    passed_on: Sequence[Tensor],
+    nothing: Sequence[Scalar],
+    scan: Callable[..., Sequence[Tensor]],
+    from_end: bool = False,
+) -> list[Tensor]:
+    """What the blocks before this rank's pass on, one row.
+
+    Args:
+        layout: of the tensor that is scanned.
+        dim: along which.
+        passed_on: by this rank's block: tensors of one row.
+        nothing: what stands for no block, for each of them.
+        scan: combines rows along `dim` from the first to each.
+        from_end: whether the last block comes first.
+    """
+
+    def turned(rows: Tensor) -> Tensor:
+        return aten.flip.default(rows, [dim]) if from_end else rows
+
+    layouts = [_one_row_each(layout, dim, t.dtype) for t in passed_on]
+    gathered = [
+        turned(run_plan(find_plan(rows, whole), t)) for (rows, whole), t in zip(layouts, passed_on, strict=True)
+    ]
+    shifted = [
+        aten.cat.default([torch.full_like(t.narrow(dim, 0, 1), value), t.narrow(dim, 0, t.shape[dim] - 1)], dim)
+        for t, value in zip(gathered, nothing, strict=True)
+    ]
+    scanned = zip(layouts, scan(*shifted), strict=True)
+    return [run_plan(find_plan(whole, rows), turned(t)) for (rows, whole), t in scanned]
+
+
+def _last_row(x: Tensor, dim: int, nothing: Scalar) -> Tensor:
+    """The last row of a block, or a row of `nothing` if it has none."""
+    front = x.new_full([1 if d == dim else n for d, n in enumerate(x.shape)], nothing)
+    return aten.slice.Tensor(aten.cat.default([front, x], dim), dim, -1, 2**63 - 1)
+
+
+def _is_cut(x: Sharded, dim: int) -> bool:
+    return x.ndim > 0 and x._spec.layout.cuts[dim % x.ndim] is not None
+
+
+def _cumulative(
+    op: OpOverload, nothing: float, combine: Callable[[Tensor, Tensor], Tensor], from_end: bool = False
+) -> Scan:
+    def scan(x: Sharded, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+        if not x.ndim:
+            return NotImplemented
+        meta = global_meta(op, (x, dim), {} if dtype is None else {"dtype": dtype})
+        x, dim = reduced(x), dim % x.ndim
+        layout = x._spec.layout
+        block = x._local_tensor.to(wide_dtype(meta.dtype))
+        own = op(aten.flip.default(block, [dim]) if from_end else block, dim)
+        out = aten.flip.default(own, [dim]) if from_end else own
+        if layout.cuts[dim] is not None:
+            last = _last_row(own, dim, nothing)
+            (before,) = _of_blocks_before(layout, dim, [last], [nothing], lambda rows: [op(rows, dim)], from_end)
+            out = combine(before, out)
+        return wrap(x, out.to(meta.dtype), layout.with_dtype(meta.dtype), compat.retraced(meta.stride()))
+
+    return scan
+
+
+cumsum = _cumulative(aten.cumsum.default, 0, aten.add.Tensor)
+cumsum_from_end = _cumulative(aten.cumsum.default, 0, aten.add.Tensor, from_end=True)
+cumprod = _cumulative(aten.cumprod.default, 1, aten.mul.Tensor)
+_logcumsumexp = _cumulative(aten.logcumsumexp.default, -math.inf, aten.logaddexp.default)
+
+
+def logcumsumexp(x: Tensor, dim: int) -> Tensor:
+    """``aten.logcumsumexp`` along a cut dim; of complex numbers it is left to the fallback."""
+    return NotImplemented if x.is_complex() else _logcumsumexp(x, dim)
+
+
+def _cumulative_extremum(
+    op: OpOverload,
+    of_block: Callable[[Tensor, int], Sequence[Tensor]],
+    worst: Callable[[torch.dtype], Scalar],
+    wins: Callable[[Tensor, Tensor], Tensor],
+) -> Run:
+    """`cummax` or `cummin`: values, and for each the last index that has it."""
+
+    def scan(x: Sharded, dim: int) -> tuple[Tensor, Tensor]:
+        if not _is_cut(x, dim):
+            return NotImplemented
+        meta = global_meta(op, (x, dim), {})[0]
+        x, dim = reduced(x), dim % x.ndim
+        layout, nothing = x._spec.layout, worst(meta.dtype)
+        values, places = of_block(x._local_tensor, dim)
+        start: Any = first_row(layout.cut_of(dim), layout)
+        places = places + start
+
+        def best(rows: Tensor, at: Tensor) -> list[Tensor]:
+            found, which = of_block(rows, dim)
+            # Places grow from block to block. Where a block without rows wins, all before it tie with it, and the
+            # last of their places is the right one.
+            return [found, aten.gather.default(running_maximum(at, dim)[0], dim, which)]
+
+        passed_on = [_last_row(values, dim, nothing), _last_row(places, dim, -1)]
+        value_before, place_before = _of_blocks_before(layout, dim, passed_on, [nothing, -1], best)
+        mine = wins(values, value_before)
+        if values.is_floating_point():
+            mine = mine | values.isnan()
+        stride = compat.retraced(meta.stride())
+        return (
+            wrap(x, torch.where(mine, values, value_before), layout, stride),
+            wrap(x, torch.where(mine, places, place_before), layout.with_dtype(torch.int64), stride),
+        )
+
+    return scan
+
+
+cummax = _cumulative_extremum(aten.cummax.default, running_maximum, lowest, aten.ge.Tensor)
+cummin = _cumulative_extremum(aten.cummin.default, running_minimum, highest, aten.le.Tensor)
+
+
+# Rows in another order
+
+
+def flip(x: Sharded, dims: Sequence[int]) -> Tensor:
+    """``aten.flip`` along cut dims: the first rank and the last one exchange their blocks, and so on."""
+    dims = [d % x.ndim for d in dims]
+    layout, local = x._spec.layout, aten.flip.default(x._local_tensor, dims)
+    for dim in dims:
+        if layout.cuts[dim] is None:
+            continue
+        inner = 1
+        for mesh_dim, count in reversed(list(zip(layout.cut_of(dim).mesh_dims, layout.cut_of(dim).parts, strict=True))):
+            cut, _ = derive("mirrored", [layout.cut_of(dim)], [inner, count], layout.shape[dim], layout.mesh)
+            layout = with_cut(layout, dim, cut)
+            inner *= count
+            size = block_size(cut, layout.mesh)
+            group = compat.group_name_of(layout.mesh, mesh_dim)
+            flat = torch.ops.shardcompile.mirror_blocks(local, dim, size, group)
+            local = Pending.of(flat, local.shape, dim, size).wait()
+    return wrap(x, local, layout, x.stride())
+
+
+def roll(x: Any, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Tensor:
+    """``aten.roll`` along cut dims: two slices change places."""
+    dims = dims or ([0] if x.ndim == 1 else [])
+    if not any(_is_cut(x, d) for d in dims):
+        return NotImplemented
+    for shift, dim in zip(shifts, dims, strict=True):
+        if _is_cut(x, dim):
+            start = (x.shape[dim] - shift) % x.shape[dim] if x.shape[dim] != 0 else 0
+            x = cat([slice_rows(x, dim, start), slice_rows(x, dim, 0, start)], dim)
+        else:
+            x = aten.roll.default(x, [shift], [dim])
+    return x
+
+
+_repeat_by_views = compat.decomposition_by_torch(aten.repeat.default)
+
+
+def repeat(x: Any, repeats: Sequence[IntLike]) -> Tensor:
+    """``aten.repeat`` where a cut dim is repeated: copies one after the other."""
+    new = len(repeats) - x.ndim
+    known = [d for d in range(x.ndim) if _is_cut(x, d) and isinstance(repeats[new + d], int) and repeats[new + d] > 1]
+    if not all(isinstance(n, int) for n in repeats):
+        return _repeat_by_views(x, repeats)
+    if not known:
+        return NotImplemented
+    for d in known:
+        x = cat([x] * repeats[new + d], d)
+    return aten.repeat.default(x, [1 if i - new in known else n for i, n in enumerate(repeats)])
+
+
+state(aten.cumsum.default, sharded=cumsum)
+state(aten.cumprod.default, sharded=cumprod)
+state(aten.logcumsumexp.default, sharded=logcumsumexp)
+state(aten.cummax.default, sharded=cummax)
+state(aten.cummin.default, sharded=cummin)
+state(aten.flip.default, sharded=flip)
+state(aten.roll.default, sharded=roll)
+state(aten.repeat.default, sharded=repeat)

@@ -1,0 +1,113 @@
+"""What a rule says: the legal ways to run an op along one mesh dim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from shardcompile.layout import Cut, IntLike, Layout
+
+OnCut = Callable[[Cut], Cut | None]
+"""How the cut of an output follows from the cut of the inputs; None if it cannot be expressed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Strategy:
+    """One legal way to run an op along one mesh dim.
+
+    All inputs that it shards are cut alike, and so are the outputs that it shards, unless `on_cut` says how their cut
+    follows.
+
+    Attributes:
+        inputs: required placement of each tensor input, in the order of the arguments.
+        outputs: placement of each tensor output; a list of tensors counts as one.
+        on_cut: the cut of sharded outputs as a function of that of the inputs.
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    on_cut: OnCut | None = None
+
+
+@dataclass(frozen=True)
+class TensorArg:
+    """What a rule may know of a tensor argument: its global shape, dtype and layout."""
+
+    layout: Layout
+
+    @property
+    def shape(self) -> tuple[IntLike, ...]:
+        """Global shape."""
+        return self.layout.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.layout.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type."""
+        return self.layout.dtype
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """A call of an op, with `TensorArg` in place of tensors.
+
+    Attributes:
+        op: the overload.
+        args: positional arguments; lists of tensors stay lists.
+        kwargs: keyword arguments.
+        tensors: all tensor arguments in order, those inside lists and keyword arguments included.
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tensors: tuple[TensorArg, ...] = ()
+
+    def arg(self, index: int, name: str, default: object = None) -> Any:
+        """An argument that may be given by position, by name, or not at all."""
+        if index < len(self.args):
+            return self.args[index]
+        return self.kwargs.get(name, default)
+
+
+REPLICATE = Replicate()
+
+
+def replicate_all(inputs: int, outputs: int) -> Strategy:
+    """The strategy that is always legal: whole inputs, whole outputs."""
+    return Strategy((REPLICATE,) * inputs, (REPLICATE,) * outputs)
+
+
+def shard(dim: int | None) -> Placement:
+    """`Shard(dim)`, or `Replicate()` for None."""
+    return REPLICATE if dim is None else Shard(dim)
+
+
+def along(inputs: Sequence[int | None], outputs: Sequence[int | str | None], on_cut: OnCut | None = None) -> Strategy:
+    """The strategy that divides an axis which the tensors share.
+
+    Args:
+        inputs: for each input the dim of the axis, or None if it does not have it.
+        outputs: for each output the same, or the reduction that is pending there.
+        on_cut: as in `Strategy`.
+    """
+    return Strategy(
+        tuple(shard(d) for d in inputs),
+        tuple(Partial(o) if isinstance(o, str) else shard(o) for o in outputs),
+        on_cut,
+    )
+
+
+def partial(inputs: Sequence[str | None], outputs: Sequence[str | None]) -> Strategy:
+    """The strategy that passes a pending reduction on; None stands for whole tensors."""
+    return Strategy(
+        tuple(Partial(p) if p else REPLICATE for p in inputs), tuple(Partial(p) if p else REPLICATE for p in outputs)
+    )

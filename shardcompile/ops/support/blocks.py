@@ -1,0 +1,81 @@
+"""What kernels for blocks are made of."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardcompile import compat
+from shardcompile.compat import OpOverload
+from shardcompile.layout import IntLike
+
+aten = torch.ops.aten
+Scalar = int | float | bool | complex
+
+
+def lowest(dtype: torch.dtype) -> Scalar:
+    """The value that never wins a maximum."""
+    if dtype is torch.bool:
+        return False
+    return -float("inf") if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def highest(dtype: torch.dtype) -> Scalar:
+    """The value that never wins a minimum."""
+    if dtype is torch.bool:
+        return True
+    return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def may_be_empty(extent: int | torch.SymInt) -> bool:
+    """Whether an extent is 0, or may be in a run."""
+    return not isinstance(extent, int) or extent == 0
+
+
+def padded(x: Tensor, dims: list[int], value: Scalar) -> Tensor:
+    """`x` with one neutral row along dims that may be empty on this rank; Inductor fuses it into the reduction."""
+    pad = [0] * (2 * x.ndim)
+    for dim in dims:
+        if may_be_empty(x.shape[dim]):
+            pad[2 * (x.ndim - 1 - dim % x.ndim) + 1] = 1
+    if not any(pad):
+        return x
+    if x.dtype is torch.bool:  # constant_pad_nd of a bool wants a number
+        return aten.constant_pad_nd(x.to(torch.uint8), pad, int(bool(value))).to(torch.bool)
+    return aten.constant_pad_nd(x, pad, value)
+
+
+def view_block(x: Tensor, shape: Sequence[IntLike]) -> Tensor:
+    """A view, or a copy where the strides of a block forbid a view that those of the whole tensor allow.
+
+    Inside a trace strides are compared by their hints, or the graph would be specialised on the size of this rank's
+    block. What can be viewed so with rows can be with one or none.
+    """
+    with contextlib.nullcontext() if type(x) is Tensor else compat.without_guards(x):
+        try:
+            return aten.view.default(x, shape)
+        except (RuntimeError, ValueError):
+            return aten.view.default(aten.clone.default(x, memory_format=torch.contiguous_format), shape)
+
+
+def copy_block(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """`copy_`; inside a trace it looks for overlaps, and would specialise on the size of this rank's block."""
+    if type(target) is Tensor:
+        return target.copy_(source, non_blocking)
+    with compat.without_guards(target):
+        return target.copy_(source, non_blocking)
+
+
+def index_write(op: OpOverload) -> Callable[..., Tensor]:
+    def local(x: Tensor, *args: object) -> Tensor:
+        """Inside a trace torch's own makes a contiguous tensor, and asks for the size of the block."""
+        with contextlib.nullcontext() if type(x) is Tensor else compat.without_guards(x):
+            return op(x, *args)
+
+    return local
+
+
+index_copy = index_write(aten.index_copy.default)

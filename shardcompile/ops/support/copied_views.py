@@ -1,0 +1,234 @@
+"""Views that a block cannot hold: copies that follow what they are views of.
+
+A view along a cut dim, such as ``x[2:5]``, may need rows that lie on other ranks. Its block is a copy. So that it is a
+view to whoever uses it, the copy is made again when what was viewed has been written to, and what is written to the
+copy is written back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcompile import compat
+from shardcompile.compat import OpOverload
+from shardcompile.errors import UnsupportedOpError
+from shardcompile.ops import record_of, state
+from shardcompile.ops.record import Run
+from shardcompile.sharded import Sharded
+
+aten = torch.ops.aten
+
+
+class _Writes:
+    """How often a storage was written to since somebody wanted to know."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+WATCHED: dict[int, weakref.ref[_Writes]] = {}
+"""By storage; empty unless there are copied views, so that an in-place op need not look further."""
+
+
+def _watch(block: Tensor) -> _Writes:
+    if type(block) is not Tensor:  # in a trace versions tell, and storages do not
+        return _Writes()
+    key = block.untyped_storage()._cdata
+    known = WATCHED[key]() if key in WATCHED else None
+    if known is not None:
+        return known
+    writes = _Writes()
+    WATCHED[key] = weakref.ref(writes, lambda _: WATCHED.pop(key, None))
+    return writes
+
+
+def block_as_held(x: Sharded) -> Tensor:
+    """The block of a sharded tensor as it is: of a copied view perhaps out of date.
+
+    `_local_tensor` would bring it up to date, by messages from ranks that need not get here.
+    """
+    return x._local_tensor if x._copied is None else x._copied.block  # type: ignore[no-any-return]
+
+
+def note_write(x: Sharded) -> None:
+    """Say that a sharded tensor's block was written to."""
+    block = block_as_held(x)
+    if type(block) is Tensor:
+        writes = WATCHED.get(block.untyped_storage()._cdata, lambda: None)()
+        if writes is not None:
+            writes.count += 1
+
+
+def note_view(x: Sharded, view: Sharded) -> None:
+    """Remember for `has_views` that there is a view of a sharded tensor, as long as there is."""
+    if not torch.is_grad_enabled():
+        return
+    known = x._views
+    if known is None:
+        known = x._views = []
+    elif len(known) >= 8:  # those that have gone are forgotten now and then
+        known[:] = [v for v in known if v() is not None]
+    known.append(weakref.ref(view))
+
+
+def has_views(x: Sharded) -> bool:
+    """Whether somebody has a view of a sharded tensor that autograd knows as one."""
+    return any(v() is not None for v in x._views or ())
+
+
+TURNED: dict[int, weakref.ref[Any]] = {}
+"""Sharded tensors, by identity, that were turned in place while there were views of them; empty but for those."""
+
+
+def note_turn(x: Sharded) -> None:
+    """Remember that a sharded tensor with views was turned in place."""
+    key = id(x)
+    TURNED[key] = weakref.ref(x, lambda _: TURNED.pop(key, None))
+
+
+def was_turned(x: Sharded) -> bool:
+    """Whether a sharded tensor, or what it is a view of, was turned in place while there were views of it."""
+    base = x._base if x._is_view() else x
+    return any(t() is x or t() is base for t in TURNED.values())
+
+
+class CopiedView:
+    """The block of a view that had to be copied.
+
+    Args:
+        op: the view op.
+        args: its arguments; the first one is what is viewed.
+        index: which of several results.
+        block: the copy.
+        remake: makes the block again.
+    """
+
+    def __init__(
+        self, op: OpOverload, args: tuple[Any, ...], index: int | None, block: Tensor, remake: Callable[[], Tensor]
+    ) -> None:
+        self.op, self.args, self.index, self.block, self.remake = op, args, index, block, remake
+        self.writes = _watch(args[0]._local_tensor)
+        self.seen = self.state()
+
+    def state(self) -> object:
+        """Changes with every write to what is viewed, which shares its version with all of its views."""
+        parent = self.args[0]
+        version = None if parent.is_inference() else parent._version
+        return version, self.writes.count, None if parent._copied is None else parent._copied.state()
+
+    def follows(self, x: Sharded) -> bool:
+        """Whether this is a view of a tensor, or a view of a view of it."""
+        parent = self.args[0]
+        return parent is x or (parent._copied is not None and parent._copied.follows(x))
+
+    def current(self) -> Tensor:
+        """The block, made again if it is out of date."""
+        state = self.state()
+        if state != self.seen:
+            with compat.in_mode_of(self.block):
+                self.block, self.seen = self.remake(), self.state()
+        return self.block
+
+    def write_back(self, view: Sharded) -> None:
+        """Write the block into what is viewed.
+
+        Args:
+            view: the sharded tensor of this block.
+
+        Raises:
+            UnsupportedOpError: it is not known how.
+        """
+        parent = self.args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            value = type(view)._wrap(self.block, view._spec)
+            aten.copy_.default(parent, self._inverse(value))
+
+    def check_writable(self, op: object) -> None:
+        """Raise before anything is written that could not be written back.
+
+        Raises:
+            UnsupportedOpError: it could not.
+        """
+        parent = self.args[0]
+        if record_of(self.op).way_back is None:
+            raise UnsupportedOpError(
+                f"{op} writes to a view ({self.op}) that a block cannot hold and that had to be copied, and there is "
+                f"no way back to the tensor that was viewed ({parent._spec.layout.describe()}). Write to the tensor "
+                "itself, or clone first"
+            )
+        if parent._copied is not None:
+            parent._copied.check_writable(op)
+
+    def _inverse(self, value: Tensor) -> object:
+        """What is viewed, with a new value of the view in it."""
+        way_back = record_of(self.op).way_back
+        assert way_back is not None, "check_writable has been called"
+        return way_back(self.args[0], value, self.index, *self.args[1:])
+
+
+def _unbind_back(parent: Tensor, value: Tensor, index: int, dim: int = 0) -> Tensor:
+    return aten.select_scatter.default(parent, value, dim, index)
+
+
+def _split_back(parent: Tensor, value: Tensor, index: int, size: int, dim: int = 0) -> Tensor:
+    start = index * size
+    return aten.slice_scatter.default(parent, value, dim, start, start + value.shape[dim])
+
+
+def _split_sizes_back(parent: Tensor, value: Tensor, index: int, sizes: Sequence[int], dim: int = 0) -> Tensor:
+    start = sum(sizes[:index])
+    return aten.slice_scatter.default(parent, value, dim, start, start + sizes[index])
+
+
+def _scattered(op: OpOverload) -> Run:
+    return lambda parent, value, _, *args: op(parent, value, *args)
+
+
+def _reshaped(parent: Tensor, value: Tensor, *_: object) -> Tensor:
+    return aten.reshape.default(value, list(parent.shape))
+
+
+def _permuted_back(parent: Tensor, value: Tensor, _: object, dims: Sequence[int]) -> Tensor:
+    inverse = [0] * len(dims)
+    for i, d in enumerate(dims):
+        inverse[d % len(dims)] = i
+    return aten.permute.default(value, inverse)
+
+
+state(aten.slice.Tensor, way_back=_scattered(aten.slice_scatter.default))
+state(aten.select.int, way_back=_scattered(aten.select_scatter.default))
+state(aten.diagonal.default, way_back=_scattered(aten.diagonal_scatter.default))
+state(aten.as_strided.default, way_back=_scattered(aten.as_strided_scatter.default))
+state(aten.unbind.int, way_back=_unbind_back)
+state(aten.split.Tensor, way_back=_split_back)
+state(aten.split_with_sizes.default, way_back=_split_sizes_back)
+state(aten.t.default, way_back=lambda parent, value, _: aten.t.default(value))
+state(aten.transpose.int, way_back=lambda parent, value, _, a, b: aten.transpose.int(value, a, b))
+state(aten.permute.default, way_back=_permuted_back)
+state(aten.view.default, way_back=_reshaped)
+state(aten._unsafe_view.default, way_back=_reshaped)
+state(aten.reshape.default, way_back=_reshaped)
+state(aten.unsqueeze.default, way_back=_reshaped)
+state(aten.squeeze.default, way_back=_reshaped)
+state(aten.squeeze.dim, way_back=_reshaped)
+state(aten.squeeze.dims, way_back=_reshaped)
+state(aten.alias.default, way_back=lambda parent, value, _: value)
+state(aten.detach.default, way_back=lambda parent, value, _: value, is_same=True)
+
+
+def follow(
+    view: Sharded, op: OpOverload, args: tuple[Any, ...], index: int | None, remake: Callable[[], Tensor]
+) -> None:
+    """Make a sharded tensor with a block of its own follow what it is a view of."""
+    view._copied = CopiedView(op, args, index, view.__dict__.pop("_local_tensor"), remake)
+    args[0]._followers = [*(v for v in args[0]._followers if v() is not None), weakref.ref(view)]
+
+
+def has_followers(x: Sharded) -> bool:
+    """Whether somebody has a view of a sharded tensor that had to be copied, and is made again from it."""
+    return any(v() is not None for v in x._followers)

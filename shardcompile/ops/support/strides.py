@@ -1,0 +1,117 @@
+"""Keeping blocks stored in the order of dims that the strides of the global tensor state.
+
+Views, and whether a view is possible at all, are decided by global strides; a block that is stored in another order, as
+after a redistribution, would have to be copied where the global tensor would not, and on some ranks only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcompile import compat
+from shardcompile.layout import IntLike, contiguous_stride, dense_stride, order_of
+from shardcompile.ops import OpRecord, Order, state
+
+aten = torch.ops.aten
+
+state(
+    [
+        *(aten.logaddexp.default, aten.logaddexp2.default, aten.copysign.Tensor, aten.heaviside.default),
+        *(aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default, aten.floor_divide.default),
+        *(aten.xlogy.Tensor, aten.special_xlog1py.default, aten.logit_backward.default),
+        aten.native_dropout_backward.default,
+    ],
+    order=Order.AS_A_SUM,
+)
+state(aten.pow.Scalar, order=Order.IN_ROWS)
+state(
+    [
+        op.default
+        for op in (
+            *(aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data),
+            *(aten._fused_rms_norm, aten._fused_rms_norm_backward, aten.native_layer_norm),
+            *(aten.triu, aten.tril, aten.renorm, aten.diag_embed, aten.index_add, aten.unfold_backward),
+            *(aten.pixel_shuffle, aten.pixel_unshuffle, aten.linalg_vector_norm, aten.native_group_norm),
+            *(aten.native_layer_norm_backward, aten.native_group_norm_backward, aten.native_batch_norm_backward),
+            *(aten.binary_cross_entropy, aten.binary_cross_entropy_backward, aten.log_sigmoid_forward),
+            *(aten.mse_loss_backward, aten.huber_loss_backward, aten.smooth_l1_loss_backward),
+            *(aten.soft_margin_loss_backward, aten.glu_backward, aten._weight_norm_interface),
+        )
+    ],
+    order=Order.OF_ROWS,
+)
+state(
+    [aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar, aten.masked_fill.Scalar, aten.masked_fill.Tensor],
+    order=Order.OF_ROWS,
+)
+state([aten.convolution.default, aten.convolution_backward.default], order=Order.ASKED)
+
+
+def in_order(local: Tensor, stride: Sequence[IntLike]) -> Tensor:
+    """A block, copied if it is not stored densely in the order of global strides.
+
+    Args:
+        local: the block.
+        stride: strides of the global tensor.
+    """
+    if type(local) is Tensor and local.stride() == dense_stride(local.shape, stride):
+        return local  # the common case first
+    order = order_of(stride)
+    shape = [compat.size_hint(local.shape[d]) for d in order]
+    dense = contiguous_stride(shape)
+    stored = [compat.size_hint(local.stride(d)) for d in order]
+    back = sorted(range(len(order)), key=order.__getitem__)
+    if 0 in shape or all(n == 1 or a == b for n, a, b in zip(shape, stored, dense, strict=True)):
+        if type(local) is Tensor and tuple(stored) != tuple(dense):
+            # Strides of extents of 1 and of empty blocks mean nothing, but there are kernels that read them.
+            return local.as_strided(local.shape, [dense[i] for i in back])
+        return local
+    # Not `contiguous`: inside a trace that asks for the size of the block, and specialises on the answer.
+    return local.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+
+
+def may_be_mistold(record: OpRecord, ndims: Sequence[int]) -> bool:
+    """Whether a trace may take the result of an op to be stored otherwise than it is, or ask for the size of a block.
+
+    Both happen where blocks of several orders of dims meet. What follows, as a view, is then decided on strides that
+    the result does not have.
+
+    Args:
+        record: of the op.
+        ndims: of its tensors.
+    """
+    if record.op.is_view or record.op._schema.is_mutable:
+        return False
+    return record.order is not Order.TOLD or (record.elementwise and sum(n > 1 for n in ndims) > 1)
+
+
+def in_one_order(record: OpRecord, blocks: Sequence[Any], stride: Sequence[IntLike]) -> list[object]:
+    """The blocks that meet in an op, in the order of the strides of its result; of some ops contiguous.
+
+    Args:
+        record: of an op for which `may_be_mistold` holds.
+        blocks: its arguments; those that are expanded, and what is no tensor of as many dims, stay as they are.
+        stride: global strides of its result.
+    """
+
+    def aligned(x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor) or x.ndim < 2 or (x.ndim != len(stride) and not record.order.needs_rows):
+            return x
+        if any(compat.size_hint(s) == 0 and compat.size_hint(n) > 1 for s, n in zip(x.stride(), x.shape, strict=True)):
+            return x
+        return in_order(x, range(x.ndim, 0, -1) if record.order.needs_rows else stride)
+
+    return [aligned(x) for x in blocks]
+
+
+def all_in_order(out: Tensor, specs: Sequence[Any]) -> Tensor:
+    """The results of a local op in the order of their specs; a spec is None for what is no tensor."""
+    if isinstance(out, Tensor):
+        return out if specs[0] is None else in_order(out, specs[0].stride)
+    if len(specs) == 1 and isinstance(specs[0], list):
+        return [o if s is None else in_order(o, s.stride) for o, s in zip(out, specs[0], strict=True)]
+    return tuple(o if s is None or o is None else in_order(o, s.stride) for o, s in zip(out, specs, strict=True))

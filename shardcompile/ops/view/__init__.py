@@ -1,0 +1,1 @@
+"""Views, slices, joins, padding."""

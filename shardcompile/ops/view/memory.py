@@ -1,0 +1,59 @@
+"""Ops that give a tensor other memory: what it is a view of afterwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardcompile import compat
+from shardcompile.errors import UnsupportedOpError
+from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride
+from shardcompile.ops import state
+from shardcompile.ops.view.strided import as_strided
+from shardcompile.sharded import Sharded
+
+aten = torch.ops.aten
+
+
+def _set(x: Sharded, source: Tensor) -> Tensor:
+    """``x.set_(source)``: another tensor on the block of `source`."""
+    if isinstance(source, Sharded):
+        return source._stand_in()
+    return type(x)._wrap(
+        source, Spec.of(Layout.whole(x._spec.layout.mesh, source.shape, source.dtype), source.stride())
+    )
+
+
+def _resized(x: Sharded, size: Sequence[IntLike], *, memory_format: torch.memory_format | None = None) -> Tensor:
+    """``x.resize_(size)`` to no more elements than there are: the first ones."""
+    if len(size) == x.ndim and all(compat.same_symbol(a, b) for a, b in zip(size, x.shape, strict=True)):
+        return x  # torch leaves the strides as well
+    fewer = compat.guarded(math.prod(size) <= x.numel())
+    if not fewer or memory_format not in (None, torch.contiguous_format):
+        raise UnsupportedOpError(
+            f"resize_ of {x._spec.layout.describe()} to {tuple(size)} needs new memory, which views of the tensor "
+            "would have to follow; make a new tensor with new_empty"
+        )
+    return as_strided(x, size, contiguous_stride(size))
+
+
+def _resized_as(x: Sharded, like: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
+    return _resized(x, like.shape, memory_format=memory_format)
+
+
+def _refused(x: Sharded, *_: object, **__: object) -> Tensor:
+    raise UnsupportedOpError(
+        f"set_ of {x._spec.layout.describe()} to a storage: a sharded tensor has none; set_ takes a tensor"
+    )
+
+
+state(aten.set_.source_Tensor, becomes=_set)
+state(aten.set_.default, becomes=_refused)
+state(aten.set_.source_Storage, becomes=_refused)
+state(aten.set_.source_Storage_storage_offset, becomes=_refused)
+state(aten.set_.source_Tensor_storage_offset, becomes=_refused)
+state(aten.resize_.default, becomes=_resized)
+state(aten.resize_as_.default, becomes=_resized_as)

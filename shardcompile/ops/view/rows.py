@@ -1,0 +1,441 @@
+"""Ops along a cut dim that leave every row on its rank: slices, their gradients, what is written to them, padding.
+
+The cut of the result follows from that of the input (`shardcompile.layout.derived`), and each rank works on rows of its
+own block. Which ones is a number in eager mode and, inside a trace, a symbol that gets its value when the graph runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from shardcompile import compat
+from shardcompile.collectives import block_size, derive
+from shardcompile.compat import OpOverload
+from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
+from shardcompile.ops import state
+from shardcompile.ops.support.blocks import Scalar, index_copy
+from shardcompile.ops.support.copied_views import follow, note_view
+from shardcompile.ops.support.global_meta import global_meta
+from shardcompile.ops.support.strides import in_order
+from shardcompile.plan import find_plan
+from shardcompile.redistribute import run_plan
+from shardcompile.sharded import Sharded
+
+aten = torch.ops.aten
+_T = TypeVar("_T", bound=Tensor)
+
+
+def wrap(like: Sharded, local: Tensor, layout: Layout, stride: Sequence[IntLike]) -> Sharded:
+    """A block that is nobody else's as a tensor of the class of `like`, stored in the order of the strides."""
+    return type(like)._wrap(in_order(local, stride), Spec.of(layout, tuple(stride)))
+
+
+def with_cut(layout: Layout, dim: int, cut: Cut) -> Layout:
+    """A layout with another cut of a dim, over the same mesh dims, and so another extent."""
+    shape = [cut.extent if d == dim else n for d, n in enumerate(layout.shape)]
+    return Layout.of(layout.mesh, layout.placements, shape, layout.dtype, _replaced(layout.cuts, dim, cut))
+
+
+def layout_of(x: Tensor, mesh: DeviceMesh) -> Layout:
+    """The layout of a sharded or plain tensor."""
+    return x._spec.layout if isinstance(x, Sharded) else Layout.whole(mesh, tuple(x.shape), x.dtype)
+
+
+def moved(x: Tensor, layout: Layout) -> Tensor:
+    """The block of a sharded or plain tensor in another layout of its values."""
+    plan = find_plan(layout_of(x, layout.mesh), layout.with_dtype(x.dtype))
+    return run_plan(plan, x._local_tensor if isinstance(x, Sharded) else x)
+
+
+def first_row(cut: Cut, layout: Layout) -> IntLike:
+    """Where this rank's block of a cut starts in the whole dim."""
+    return derive("located", [cut], [], cut.extent, layout.mesh)[1]
+
+
+def has_known_blocks(x: Tensor) -> bool:
+    """Whether a trace takes block sizes of a sharded tensor for numbers.
+
+    Every rank then has a graph of its own, of which AOTAutograd may save other tensors, and with them repeat other
+    collectives in the backward pass: what a rank sends must not depend on what is saved.
+    """
+    cuts = x._spec.layout.cuts if isinstance(x, Sharded) else ()
+    return any(c is not None and c.is_traced and isinstance(c.block, int) for c in cuts)
+
+
+def sliced_cut(cut: Cut, start: IntLike, step: int, count: IntLike, mesh: DeviceMesh) -> tuple[Cut, IntLike]:
+    """The cut of rows ``start, start + step, ...``, `count` of them, and the first one in this rank's block."""
+    found, row = derive("sliced", [cut], [start, step, count], count, mesh)
+    if found.blocks is not None and cut.blocks is None:
+        return found, row  # no rows at all; what is known is not made of symbols
+    depth, base = 1, cut.origin
+    while base is not None:
+        depth, base = depth + 1, base[0].origin
+    return (found if depth > 8 else replace(found, origin=(cut, start, step))), row
+
+
+# Rows of a block
+
+
+def _numbers(*values: IntLike) -> bool:
+    return all(isinstance(v, int) for v in values)
+
+
+def positions(x: Tensor, first: IntLike, step: int, count: IntLike) -> Tensor:
+    """The numbers of rows, a plain tensor on the device of a block."""
+    with compat.faking_like(x):
+        return torch.ops.prims.iota.default(
+            count, start=first, step=step, dtype=torch.int64, device=x.device, requires_grad=False
+        )
+
+
+def take_rows(x: Tensor, dim: int, first: IntLike, step: int, count: IntLike) -> Tensor:
+    """Rows of a block: a view, or inside a trace where the numbers are symbols a copy."""
+    if _numbers(first, count):
+        return aten.slice.Tensor(x, dim, first, first + count * step, step)
+    return aten.index_select.default(x, dim, positions(x, first, step, count))
+
+
+def write_rows(x: Tensor, rows: Tensor, dim: int, first: IntLike, step: int, count: IntLike) -> Tensor:
+    """A copy of a block with other rows."""
+    if _numbers(first, count):
+        return aten.slice_scatter.default(x, rows, dim, first, first + count * step, step)
+    return index_copy(x, dim, positions(x, first, step, count), rows)
+
+
+# Slices
+
+
+def begin_of(start: IntLike | None, extent: IntLike) -> IntLike:
+    """The row at which a slice begins: where `start` is in front of the first row, that."""
+    if start is None:
+        return 0
+    begin = row_of(start, extent)
+    # Asked of the global extent, so that the guard holds on all ranks or on none.
+    return 0 if compat.guarded(begin < 0) else begin
+
+
+def row_of(index: IntLike, extent: IntLike) -> IntLike:
+    """The row that a number names, which counts from the end if it is negative."""
+    return index + extent if isinstance(index, int) and index < 0 else index
+
+
+def slice_rows(
+    x: Sharded, dim: int = 0, start: IntLike | None = None, end: IntLike | None = None, step: int = 1
+) -> Sharded:
+    """``aten.slice`` along a cut dim."""
+    dim = dim % x.ndim
+    if x._spec.layout.cuts[dim] is None:
+        return NotImplemented
+    args = (x, dim, start, end, step)
+    meta = global_meta(aten.slice.Tensor, args, {})
+    shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
+    begin = begin_of(start, x.shape[dim])
+    return _view(x, aten.slice.Tensor, args, dim, begin, step, shape[dim], stride)
+
+
+def _view(
+    x: Sharded,
+    op: OpOverload,
+    args: tuple[object, ...],
+    dim: int,
+    begin: IntLike,
+    step: int,
+    count: IntLike,
+    stride: Sequence[IntLike],
+) -> Sharded:
+    layout = x._spec.layout
+    cut, row = sliced_cut(layout.cut_of(dim), begin, step, count, layout.mesh)
+    size = block_size(cut, layout.mesh)
+    block = take_rows(x._local_tensor, dim, row, step, size)
+    wrapped = type(x)._wrap(block, Spec.of(with_cut(layout, dim, cut), tuple(stride)))
+    note_view(x, wrapped)
+    if x._copied is not None or not _numbers(row, size):
+        follow(wrapped, op, args, None, lambda: take_rows(x._local_tensor, dim, row, step, size))
+    elif type(x._local_tensor) is Tensor:
+        compat.share_storage(wrapped, x)
+    return wrapped
+
+
+def split(x: Sharded, size: int, dim: int = 0) -> list[Sharded]:
+    """``aten.split`` along a cut dim."""
+    dim = dim % x.ndim
+    if x._spec.layout.cuts[dim] is None:
+        return NotImplemented
+    global_meta(aten.split.Tensor, (x, size, dim), {})
+    extent = x.shape[dim]
+    count = max(int(-(-extent // size)) if size else 1, 1)
+    return [slice_rows(x, dim, i * size, (i + 1) * size) for i in range(count)]
+
+
+def split_with_sizes(x: Sharded, sizes: Sequence[IntLike], dim: int = 0) -> list[Sharded]:
+    """``aten.split_with_sizes`` along a cut dim."""
+    dim = dim % x.ndim
+    if x._spec.layout.cuts[dim] is None:
+        return NotImplemented
+    global_meta(aten.split_with_sizes.default, (x, sizes, dim), {})
+    pieces: list[Sharded] = []
+    start: Any = 0
+    for size in sizes:
+        pieces.append(slice_rows(x, dim, start, start + size))
+        start = start + size
+    return pieces
+
+
+def select(x: Sharded, dim: int, index: IntLike) -> Tensor:
+    """``aten.select`` along a cut dim: the row goes from its rank to the others."""
+    dim = dim % x.ndim
+    layout = x._spec.layout
+    cut = layout.cuts[dim]
+    if cut is None:
+        return NotImplemented
+    meta = global_meta(aten.select.int, (x, dim, index), {})
+    at = row_of(index, x.shape[dim])
+    one, row = sliced_cut(cut, at, 1, 1, layout.mesh)
+    sliced = with_cut(layout, dim, one)
+    whole = sliced.gathered(dim)
+    plan = find_plan(sliced, whole)
+    size = block_size(one, layout.mesh)
+
+    def block() -> Tensor:
+        row_of_x = run_plan(plan, take_rows(x._local_tensor, dim, row, 1, size))
+        return in_order(aten.squeeze.dim(row_of_x, dim), meta.stride())
+
+    kept = [d for d in range(x.ndim) if d != dim]
+    out = Layout.of(
+        layout.mesh,
+        [_lowered(p, dim) for p in whole.placements],
+        [layout.shape[d] for d in kept],
+        layout.dtype,
+        [layout.cuts[d] for d in kept],
+    )
+    wrapped = wrap(x, block(), out, compat.retraced(meta.stride()))
+    follow(wrapped, aten.select.int, (x, dim, index), None, block)
+    return wrapped
+
+
+def _lowered(placement: Placement, dim: int) -> Placement:
+    """The placement when a dim in front of it goes."""
+    return Shard(placement.dim - 1) if isinstance(placement, Shard) and placement.dim > dim else placement
+
+
+def slice_scatter(
+    x: Tensor, src: Tensor, dim: int = 0, start: IntLike | None = None, end: IntLike | None = None, step: int = 1
+) -> Tensor:
+    """``aten.slice_scatter`` along a cut dim: each rank writes the rows that are its own."""
+    x, src = reduced(x), reduced(src)
+    dim = dim % x.ndim
+    if not isinstance(x, Sharded) or x._spec.layout.cuts[dim] is None:
+        return NotImplemented
+    meta = global_meta(aten.slice_scatter.default, (x, src, dim, start, end, step), {})
+    layout = x._spec.layout
+    cut, row = sliced_cut(layout.cut_of(dim), begin_of(start, x.shape[dim]), step, src.shape[dim], layout.mesh)
+    rows = moved(src, with_cut(layout, dim, cut)).to(x.dtype)
+    local = write_rows(x._local_tensor, rows, dim, row, step, block_size(cut, layout.mesh))
+    return wrap(x, local, layout, compat.retraced(meta.stride()))
+
+
+def select_scatter(x: Tensor, src: Tensor, dim: int, index: IntLike) -> Tensor:
+    """``aten.select_scatter`` along a cut dim."""
+    x = reduced(x)
+    dim = dim % x.ndim
+    if not isinstance(x, Sharded) or x._spec.layout.cuts[dim] is None:
+        return NotImplemented
+    global_meta(aten.select_scatter.default, (x, src, dim, index), {})
+    at = row_of(index, x.shape[dim])
+    return slice_scatter(x, src.unsqueeze(dim), dim, at, at + 1)
+
+
+def reduced(x: _T) -> _T:
+    """A tensor with every pending reduction carried out."""
+    if isinstance(x, Sharded) and x._spec.layout.is_partial:
+        out = wrap(x, moved(x, x._spec.layout.reduced()), x._spec.layout.reduced(), x._spec.stride)
+        return out  # type: ignore[return-value]
+    return x
+
+
+# New rows around those that are there
+
+
+def slice_backward(
+    grad: Sharded, sizes: Sequence[IntLike], dim: int, start: IntLike | None, end: IntLike | None, step: int
+) -> Tensor:
+    """The gradient of a slice along a cut dim: in the cut of what was sliced, if the gradient still tells."""
+    dim = dim % len(sizes)
+    cut = grad._spec.layout.cuts[dim]
+    if cut is None:
+        return NotImplemented
+    meta = global_meta(aten.slice_backward.default, (grad, sizes, dim, start, end, step), {})
+    extent, begin = compat.global_extents(meta.shape)[dim], begin_of(start, sizes[dim])
+    base = cut.origin
+    if base is not None and _surely_same((base[0].extent, base[1], base[2]), (extent, begin, step)):
+        whole = base[0]
+        _, row = derive("sliced", [whole], [begin, step, grad.shape[dim]], grad.shape[dim], grad._spec.layout.mesh)
+        return _placed(grad, dim, whole, row, step, 0)
+    # A slice that begins behind the last row has no rows; no guard is asked for, by which traces of it would differ.
+    return grown(grad, dim, torch.sym_min(begin, extent), step, extent, 0)
+
+
+def _surely_same(a: Sequence[IntLike], b: Sequence[IntLike]) -> bool:
+    return all(m is n or compat.surely(m == n) for m, n in zip(a, b, strict=True))
+
+
+def grown(x: Sharded, dim: int, begin: IntLike, step: int, extent: IntLike, value: Scalar) -> Sharded:
+    """Row i of a cut dim as row ``begin + i * step`` of `extent`, the others filled with a value."""
+    cut, row = derive("spread", [x._spec.layout.cut_of(dim)], [begin, step, extent], extent, x._spec.layout.mesh)
+    return _placed(x, dim, cut, row, step, value)
+
+
+def _placed(x: Sharded, dim: int, cut: Cut, row: IntLike, step: int, value: Scalar) -> Sharded:
+    layout, local = x._spec.layout, x._local_tensor
+    size, count = block_size(cut, layout.mesh), local.shape[dim]
+    target = with_cut(layout, dim, cut)
+    if step == 1:
+        front, behind = _rows_like(local, dim, row, value), _rows_like(local, dim, size - row - count, value)
+        out = aten.cat.default([front, local, behind], dim)
+    else:
+        out = write_rows(_rows_like(local, dim, size, value), local, dim, row, step, count)
+    return wrap(x, out, target, contiguous_stride(target.shape))
+
+
+def _rows_like(x: Tensor, dim: int, count: IntLike, value: Scalar) -> Tensor:
+    torch._check(count >= 0)
+    return x.new_full([count if d == dim else n for d, n in enumerate(x.shape)], value)
+
+
+def pad(x: Sharded, amounts: Sequence[IntLike], value: Scalar = 0) -> Tensor:
+    """``aten.constant_pad_nd`` where a padded dim is cut: the first and the last rank have more rows."""
+    by_dim = {x.ndim - 1 - i // 2: (amounts[i], amounts[i + 1]) for i in range(0, len(amounts) - 1, 2)}
+    global_meta(aten.constant_pad_nd.default, (x, amounts, value), {})
+    cut_dims = [d for d, a in by_dim.items() if x._spec.layout.cuts[d] is not None and not _nothing(a)]
+    if not cut_dims:
+        return NotImplemented
+    x = x if value == 0 and _sums(x) else reduced(x)
+    for d in cut_dims:
+        before, after = by_dim.pop(d)
+        if _negative(before) or _negative(after):
+            stop = x.shape[d] + (after if _negative(after) else 0)
+            x = slice_rows(x, d, -before if _negative(before) else 0, stop)
+        before, after = (0 if _negative(n) else n for n in (before, after))
+        x = grown(x, d, before, 1, before + x.shape[d] + after, value)
+    rest = [n for d in range(x.ndim - 1, -1, -1) for n in by_dim.get(d, (0, 0))]
+    return x if _nothing(rest) else aten.constant_pad_nd.default(x, rest, value)
+
+
+def _nothing(amounts: Sequence[IntLike]) -> bool:
+    return all(isinstance(n, int) and n == 0 for n in amounts)
+
+
+def _negative(amount: IntLike) -> bool:
+    return bool(amount < 0)
+
+
+def _sums(x: Sharded) -> bool:
+    return all(getattr(p, "reduce_op", "sum") in ("sum", "avg") for p in x._spec.layout.placements)
+
+
+# Joins
+
+
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """``aten.cat`` along a cut dim: every rank gets as many rows as it has in all tensors together."""
+    ndim = max(t.ndim for t in tensors)
+    kept = [t for t in tensors if t.ndim == ndim]  # torch.cat skips tensors of shape [0]
+    dim = dim % max(ndim, 1)
+    cuts = [t._spec.layout.cuts[dim] if ndim and isinstance(t, Sharded) else None for t in kept]
+    widest = max((c for c in cuts if c is not None), key=lambda c: len(c.mesh_dims), default=None)
+    if widest is None:
+        return NotImplemented
+    like = next(t for t in tensors if isinstance(t, Sharded))
+    mesh = like._spec.layout.mesh
+    meta = global_meta(aten.cat.default, (list(tensors), dim), {})
+    parts: list[Any] = [
+        c if c is None or c.mesh_dims == widest.mesh_dims else Cut.chunk(widest.mesh_dims, widest.parts, c.extent)
+        for c in cuts
+    ]
+    extents = [t.shape[dim] for t in kept]
+    joined, pieces = _joined([n if c is None else c for c, n in zip(parts, extents, strict=True)], extents, mesh)
+    placements, others = _common_frame(kept, dim, widest, mesh)
+    blocks = []
+    for t, cut in zip(kept, pieces, strict=True):
+        target = Layout.of(mesh, placements, t.shape, t.dtype, _replaced(others, dim, cut))
+        blocks.append(moved(t, target).to(meta.dtype))
+    layout = Layout.of(mesh, placements, compat.global_extents(meta.shape), meta.dtype, _replaced(others, dim, joined))
+    return wrap(
+        like, _as_block(aten.cat.default(blocks, dim), dim, joined, mesh), layout, compat.retraced(meta.stride())
+    )
+
+
+def _as_block(x: Tensor, dim: int, cut: Cut, mesh: DeviceMesh) -> Tensor:
+    """Inside a trace: the symbol that stands for this rank's block as the extent, in place of a sum of others.
+
+    They are equal when the graph runs, but the compiler would not know. And the backward graph could not read the
+    terms of a sum off the gradients that it is given.
+    """
+    if not cut.is_traced:
+        return x
+    shape = [block_size(cut, mesh) if d == dim else n for d, n in enumerate(x.shape)]
+    dense = x.contiguous()
+    return aten.as_strided.default(dense, shape, contiguous_stride(shape))
+
+
+def _replaced(cuts: Sequence[Cut | None], dim: int, cut: Cut | None) -> list[Cut | None]:
+    return [cut if d == dim else c for d, c in enumerate(cuts)]
+
+
+def _joined(cuts: Sequence[Cut | IntLike], extents: Sequence[IntLike], mesh: DeviceMesh) -> tuple[Cut, list[Cut]]:
+    """The cut of tensors one after the other, and what each of them has to be cut like."""
+    total: IntLike = sum(extents)
+    joined, _ = derive("joined", cuts, [], total, mesh)
+    divided = [c for c in cuts if isinstance(c, Cut)]
+    pieces: list[Cut] = []
+    start: IntLike = 0
+    for cut, extent in zip(cuts, extents, strict=True):
+        if isinstance(cut, Cut) and len(divided) == 1:
+            pieces.append(cut)  # stays where it is
+        else:
+            pieces.append(sliced_cut(joined, start, 1, extent, mesh)[0])
+        start = start + extent
+    return joined, pieces
+
+
+def _common_frame(
+    tensors: Sequence[Tensor], dim: int, cut: Cut, mesh: DeviceMesh
+) -> tuple[list[Placement], list[Cut | None]]:
+    """Placements, and cuts of the other dims, to which all tensors are brought."""
+    placements: list[Placement] = [Replicate()] * len(mesh.shape)
+    cuts: list[Cut | None] = [None] * tensors[0].ndim
+    for m in cut.mesh_dims:
+        placements[m] = torch.distributed.tensor.Shard(dim)
+    layouts = [t._spec.layout for t in tensors if isinstance(t, Sharded)]
+    free = {m for m in range(len(mesh.shape)) if m not in cut.mesh_dims}
+    for m in sorted(free):
+        now = [x.placements[m] for x in layouts]
+        if len(layouts) == len(tensors) and all(p == now[0] and p.is_partial() for p in now):
+            placements[m] = now[0]
+    for layout in layouts:
+        for d, c in enumerate(layout.cuts):
+            if d != dim and c is not None and cuts[d] is None and set(c.mesh_dims) <= free:
+                cuts[d] = c
+                free -= set(c.mesh_dims)
+                for m in c.mesh_dims:
+                    placements[m] = torch.distributed.tensor.Shard(d)
+    return placements, cuts
+
+
+state(aten.slice.Tensor, sharded=slice_rows)
+state(aten.slice_backward.default, sharded=slice_backward)
+state(aten.slice_scatter.default, sharded=slice_scatter)
+state(aten.select.int, sharded=select)
+state(aten.select_scatter.default, sharded=select_scatter)
+state(aten.split.Tensor, sharded=split)
+state(aten.split_with_sizes.default, sharded=split_with_sizes)
+state(aten.constant_pad_nd.default, sharded=pad)
+state(aten.cat.default, sharded=cat)
+state(aten.size.default, sharded=lambda x: list(x._spec.shape))  # asked for where extents depend on values

@@ -1,0 +1,425 @@
+"""Ops that rearrange dims: views, slices, joins and splits."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from shardcompile import compat
+from shardcompile.layout import Cut, IntLike, Layout, dense_stride
+from shardcompile.ops.pointwise.rule import _REDUCE_OPS as REDUCE_OPS
+from shardcompile.ops.pointwise.rule import is_one
+from shardcompile.ops.registry import register
+from shardcompile.ops.strategy import OpCall, Strategy, along, partial
+
+aten = torch.ops.aten
+LocalShape = Callable[[Layout], tuple[Any, ...]]
+
+
+def passing(strategies: Iterable[Strategy]) -> Iterable[Strategy]:
+    """The strategies of a one-input op, and every pending reduction passed on."""
+    yield from strategies
+    yield from (partial([op], [op]) for op in REDUCE_OPS)
+
+
+# Reshaping
+
+
+def _known(extent: IntLike) -> bool:
+    return isinstance(extent, int)
+
+
+def match_dims(src: Sequence[IntLike], dst: Sequence[IntLike]) -> list[tuple[list[int], list[int]]]:
+    """Groups of input and output dims of a view that hold the same elements, as small as possible.
+
+    Dims of extent 1 form groups of their own. A symbolic extent pairs with an equal one only.
+    """
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(src) or j < len(dst):
+        if i < len(src) and is_one(src[i]):
+            groups.append(([i], []))
+            i += 1
+            continue
+        if j < len(dst) and is_one(dst[j]):
+            groups.append(([], [j]))
+            j += 1
+            continue
+        if i >= len(src) or j >= len(dst):
+            break
+        ins, outs = [i], [j]
+        a, b = src[i], dst[j]
+        i, j = i + 1, j + 1
+        while not _same(a, b):
+            if j >= len(dst) or (i < len(src) and _smaller(a, b)):
+                if i >= len(src):
+                    break
+                a = a * src[i]
+                ins.append(i)
+                i += 1
+            else:
+                b = b * dst[j]
+                outs.append(j)
+                j += 1
+        groups.append((ins, outs))
+    return groups
+
+
+def _same(a: IntLike, b: IntLike) -> bool:
+    return compat.same_symbol(a, b)
+
+
+def _smaller(a: IntLike, b: IntLike) -> bool:
+    """Which side of a group to extend. Where a number is one that a run gives, a guess: groups end with equal sides."""
+    if compat.is_unbacked(a) or compat.is_unbacked(b):
+        return compat.size_hint(a) < compat.size_hint(b)
+    return bool(a < b)
+
+
+def resolved_shape(shape: Sequence[IntLike], numel: IntLike) -> list[IntLike]:
+    """A shape with its -1 replaced."""
+    known: IntLike = 1
+    for extent in shape:
+        if not (isinstance(extent, int) and extent == -1):
+            known = known * extent
+    return [numel // known if isinstance(e, int) and e == -1 else e for e in shape]
+
+
+def _numel(shape: Sequence[IntLike]) -> IntLike:
+    total: IntLike = 1
+    for extent in shape:
+        total = total * extent
+    return total
+
+
+def _view(call: OpCall) -> Iterable[Strategy]:
+    src = call.tensors[0].shape
+    dst = call.args[1]
+    if any(isinstance(e, int) and e == 0 for e in src):
+        yield from (along([d], [d]) for d, (a, b) in enumerate(zip(src, dst, strict=False)) if a is b or a == b)
+        return
+    if any(isinstance(e, int) and e == -1 for e in dst):
+        dst = resolved_shape(dst, _numel(src))
+    for ins, outs in _joined_ones(match_dims(src, dst)):
+        if is_one(src[ins[0]]):
+            for n, i in enumerate(ins):  # any would do; a view to the same shape keeps its layout
+                yield from (along([i], [j]) for j in sorted(outs, key=lambda j: outs.index(j) != n))
+        else:
+            yield from _view_group(src, dst, ins, outs, call.op is not aten.reshape.default)
+    yield from (partial([op], [op]) for op in REDUCE_OPS)
+
+
+def _joined_ones(groups: Iterable[tuple[list[int], list[int]]]) -> Iterable[tuple[list[int], list[int]]]:
+    """Groups with dims on both sides, neighbouring dims of extent 1 in one group: any of them can stand for another."""
+    ones: tuple[list[int], list[int]] = ([], [])
+    for ins, outs in [*groups, ([], [])]:
+        if bool(ins) != bool(outs):
+            ones = (ones[0] + ins, ones[1] + outs)
+            continue
+        if all(ones):
+            yield ones
+        ones = ([], [])
+        if ins:
+            yield ins, outs
+
+
+def _view_group(
+    src: Sequence[IntLike], dst: Sequence[IntLike], ins: list[int], outs: list[int], joins: bool
+) -> Iterable[Strategy]:
+    """A cut dim stays cut; trailing dims scale its blocks, leading ones give them rows of several stretches.
+
+    Args:
+        src: shape before.
+        dst: shape after.
+        ins: the dims that become `outs`.
+        outs: those.
+        joins: whether a block may have rows that are no neighbours.
+    """
+    if len(ins) == len(outs) == 1:
+        yield along([ins[0]], [outs[0]])
+        return
+    for i, o in itertools.product(range(len(ins)), range(len(outs))):
+        around = _numel([src[d] for d in ins[:i]]), _numel([src[d] for d in ins[i + 1 :]])
+        within = _numel([dst[d] for d in outs[:o]]), _numel([dst[d] for d in outs[o + 1 :]])
+        if (joins or i == o == 0) and all(isinstance(n, int) for n in (*around, *within)):
+            yield along([ins[i]], [outs[o]], functools.partial(_through_view, around, within, joins))
+
+
+def _through_view(around: tuple[Any, Any], within: tuple[Any, Any], joins: bool, cut: Cut) -> Cut | None:
+    """The cut of an output dim, from that of an input dim and the extents in front of and behind each."""
+    if cut.kind == "chunk" and cut.is_traced:
+        return None
+    flat = cut.scaled(around[1]).joined(around[0])
+    if flat.runs % within[0]:
+        return None
+    out = flat.parted(within[0]).unscaled(within[1])
+    return None if out is None or (out.runs > 1 and not joins) else out
+
+
+def local_shape_at(position: int) -> Callable[..., tuple[Any, ...]]:
+    """Replace the argument at `position`, a global output shape, by this rank's one."""
+
+    def local_args(
+        call: OpCall, args: tuple[object, ...], outputs: Sequence[Layout], shape: LocalShape
+    ) -> tuple[object, ...]:
+        return (*args[:position], list(shape(outputs[0])), *args[position + 1 :])
+
+    return local_args
+
+
+register([aten.view.default, aten._unsafe_view.default, aten.reshape.default], _view, local_shape_at(1))
+register(aten._reshape_alias.default, lambda call: ())
+
+
+def _expand(call: OpCall) -> Iterable[Strategy]:
+    src, shape = call.tensors[0].shape, call.args[1]
+    new = len(shape) - len(src)
+    kept = [along([d], [d + new]) for d, extent in enumerate(src) if not is_one(extent) or is_one(shape[d + new])]
+    grows = any(not is_one(e) for e in shape[:new]) or any(
+        is_one(extent) and not is_one(shape[d + new]) for d, extent in enumerate(src)
+    )
+    # A term that is spread out is reduced first: afterwards the reduction would move every copy.
+    return kept if grows else passing(kept)
+
+
+register(aten.expand.default, _expand, local_shape_at(1))
+
+
+# Permutations
+
+
+def _permutation(order: Callable[[OpCall], Sequence[int]]) -> Any:
+    return lambda call: passing(along([d], [at]) for at, d in enumerate(order(call)))
+
+
+def _swapped(call: OpCall) -> list[int]:
+    ndim = call.tensors[0].ndim
+    order = list(range(ndim))
+    if ndim:
+        a, b = call.args[1] % ndim, call.args[2] % ndim
+        order[a], order[b] = order[b], order[a]
+    return order
+
+
+register(aten.permute.default, _permutation(lambda call: [d % call.tensors[0].ndim for d in call.args[1]]))
+register([aten.transpose.int], _permutation(_swapped))
+register(aten.t.default, _permutation(lambda call: list(reversed(range(call.tensors[0].ndim)))))
+
+
+# Dims of extent 1
+
+
+def _unsqueeze(call: OpCall) -> Iterable[Strategy]:
+    ndim = call.tensors[0].ndim
+    at = call.args[1] % (ndim + 1)
+    return passing(along([d], [d + (d >= at)]) for d in range(ndim))
+
+
+def _squeezed_dims(call: OpCall) -> list[int]:
+    """The dims that go: those named, or all, as far as they have extent 1."""
+    shape, dims = call.tensors[0].shape, call.arg(1, "dim")
+    ndim = len(shape)
+    which = range(ndim) if dims is None else [d % max(ndim, 1) for d in ([dims] if isinstance(dims, int) else dims)]
+    return sorted({d for d in which if d < ndim and is_one(shape[d])})
+
+
+def _squeeze(call: OpCall) -> Iterable[Strategy]:
+    ndim = call.tensors[0].ndim
+    gone = _squeezed_dims(call)
+    return passing(along([d], [d - sum(g < d for g in gone)]) for d in range(ndim) if d not in gone)
+
+
+def _squeeze_locally(
+    call: OpCall, args: tuple[object, ...], outputs: Sequence[Layout], shape: LocalShape
+) -> tuple[object, ...]:
+    """A block of one row is not a dim of extent 1: name the dims that go."""
+    return (args[0], _squeezed_dims(call))
+
+
+register(aten.unsqueeze.default, _unsqueeze)
+register([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims], _squeeze, _squeeze_locally)
+
+
+# Complex numbers as pairs
+
+
+def _pairs(call: OpCall) -> Iterable[Strategy]:
+    """Any dim of the complex tensor may be cut; the pairs are a further one."""
+    ndim = call.tensors[0].ndim - ("view_as_complex" in call.op._schema.name)
+    return [*(along([d], [d]) for d in range(ndim)), *(partial([op], [op]) for op in ("sum", "avg"))]
+
+
+register([aten.view_as_real.default, aten.view_as_complex.default], _pairs)
+
+
+# Slices and pieces along one dim
+
+
+def _other_dims(dim_at: int, default: int, removed: bool = False) -> Any:
+    """Any dim but ``dim`` may be cut; `removed` if ``dim`` is not in the output."""
+
+    def rule(call: OpCall) -> Iterable[Strategy]:
+        ndim = call.tensors[0].ndim
+        dim = call.arg(dim_at, "dim", default) % max(ndim, 1)
+        outputs = len(call.op._schema.returns)
+        kept = (d for d in range(ndim) if d != dim)
+        return passing(along([d], [d - (removed and d > dim)] * outputs) for d in kept)
+
+    return rule
+
+
+def _slice(call: OpCall) -> Iterable[Strategy]:
+    tensor = call.tensors[0]
+    if not tensor.ndim:
+        return ()  # an error, which torch raises
+    dim = call.arg(1, "dim", 0) % tensor.ndim
+    whole = _keeps_all(tensor.shape[dim], call.arg(2, "start"), call.arg(3, "end"), call.arg(4, "step", 1))
+    return passing(along([d], [d]) for d in range(tensor.ndim) if d != dim or whole)
+
+
+def _keeps_all(extent: IntLike, start: Any, end: Any, step: Any) -> bool:
+    """Whether a slice has every row, whatever the symbols in it are: there is no guard on what it keeps."""
+    if not (start is None or (isinstance(start, int) and start == 0)) or step != 1:
+        return False
+    return end is None or (isinstance(end, int) and end >= 2**62) or compat.surely(end >= extent)
+
+
+def _slice_locally(
+    call: OpCall, args: tuple[Any, ...], outputs: Sequence[Layout], shape: LocalShape
+) -> tuple[Any, ...]:
+    """The whole of a cut dim is the whole of each block, whatever the global end was."""
+    dim = call.arg(1, "dim", 0) % call.tensors[0].ndim
+    return args if outputs[0].cuts[dim] is None else (args[0], dim, 0, 2**63 - 1, 1)
+
+
+register(aten.slice.Tensor, _slice, _slice_locally)
+register(aten.select.int, _other_dims(1, 0, removed=True))
+register(aten.unbind.int, _other_dims(1, 0, removed=True))
+register([aten.split.Tensor, aten.split_with_sizes.default], _other_dims(2, 0))
+
+
+def _spread_back(dim_at: int, added: bool) -> Any:
+    """The gradient of a slice or select: any dim but ``dim`` may be cut."""
+
+    def rule(call: OpCall) -> Iterable[Strategy]:
+        ndim = len(call.args[1])
+        dim = call.args[dim_at] % max(ndim, 1)
+        kept = (d for d in range(ndim) if d != dim)
+        return passing(along([d - (added and d > dim)], [d]) for d in kept)
+
+    return rule
+
+
+def _slice_back(call: OpCall) -> Iterable[Strategy]:
+    """The gradient of a slice; of one that keeps every row it is cut like the gradient."""
+    yield from _spread_back(2, added=False)(call)
+    sizes, dim, *rows = call.args[1:6]
+    if sizes and _keeps_all(sizes[dim % len(sizes)], *rows):
+        yield along([dim % len(sizes)], [dim % len(sizes)])
+
+
+def _slice_back_locally(
+    call: OpCall, args: tuple[Any, ...], outputs: Sequence[Layout], shape: LocalShape
+) -> tuple[Any, ...]:
+    dim = call.args[2] % max(len(call.args[1]), 1)
+    rows = args[3:] if not call.args[1] or outputs[0].cuts[dim] is None else (0, 2**63 - 1, 1)
+    return (args[0], list(shape(outputs[0])), args[2], *rows)
+
+
+register(aten.slice_backward.default, _slice_back, _slice_back_locally)
+register(aten.select_backward.default, _spread_back(2, added=True), local_shape_at(1))
+
+
+def _scatter_into(removed: bool) -> Any:
+    """A tensor with a slice, or a selected row, replaced: any dim but ``dim`` may be cut, alike in both."""
+
+    def rule(call: OpCall) -> Iterable[Strategy]:
+        target, source = call.tensors
+        dim = call.arg(2, "dim", 0) % max(target.ndim, 1)
+        others = [(d, d - (removed and d > dim)) for d in range(target.ndim) if d != dim]
+        if source.ndim == target.ndim - removed and all(_same(target.shape[d], source.shape[e]) for d, e in others):
+            yield from (along([d, e], [d]) for d, e in others)
+            yield from (partial([op] * 2, [op]) for op in REDUCE_OPS)
+
+    return rule
+
+
+register(aten.slice_scatter.default, _scatter_into(removed=False))
+register(aten.select_scatter.default, _scatter_into(removed=True))
+
+
+# Joins
+
+
+def _cat(call: OpCall) -> Iterable[Strategy]:
+    count = len(call.tensors)
+    ndim = max(t.ndim for t in call.tensors)
+    if any(t.ndim != ndim for t in call.tensors) or not ndim:
+        return  # torch.cat skips empty tensors of shape [0]; they have no dim to cut
+    dim = call.arg(1, "dim", 0) % ndim
+    yield from (along([d] * count, [d]) for d in range(ndim) if d != dim)
+    yield from (partial([op] * count, [op]) for op in REDUCE_OPS)
+
+
+def _stack(call: OpCall) -> Iterable[Strategy]:
+    count = len(call.tensors)
+    ndim = call.tensors[0].ndim
+    at = call.arg(1, "dim", 0) % (ndim + 1)
+    yield from (along([d] * count, [d + (d >= at)]) for d in range(ndim))
+    yield from (partial([op] * count, [op]) for op in REDUCE_OPS)
+
+
+def _pad(call: OpCall) -> Iterable[Strategy]:
+    """Dims that are not padded may be cut."""
+    ndim = call.tensors[0].ndim
+    amounts = call.args[1]
+    padded = {ndim - 1 - i // 2 for i, amount in enumerate(amounts) if not (isinstance(amount, int) and amount == 0)}
+    yield from (along([d], [d]) for d in range(ndim) if d not in padded)
+    if call.arg(2, "value", 0) == 0:
+        yield from (partial([op], [op]) for op in ("sum", "avg"))
+
+
+register(aten.constant_pad_nd.default, _pad)
+register(aten.cat.default, _cat)
+register(aten.stack.default, _stack)
+
+
+def _triangle(call: OpCall) -> Iterable[Strategy]:
+    """Dims of the batch may be cut."""
+    yield from (along([d], [d]) for d in range(call.tensors[0].ndim - 2))
+    yield from (partial([op], [op]) for op in ("sum", "avg"))
+
+
+register([aten.tril.default, aten.triu.default], _triangle)
+
+
+# New tensors of a stated shape
+
+
+def _new(call: OpCall) -> Iterable[Strategy]:
+    """Cut like the tensor where the shape is that of the tensor, whole elsewhere; its values do not matter."""
+    src, shape = call.tensors[0].shape, call.args[1]
+    alike = len(src) == len(shape)
+    for dim in range(len(src)):
+        yield along([dim], [dim if alike and compat.surely(src[dim] == shape[dim]) else None])
+    yield from (partial([op], [None]) for op in REDUCE_OPS)
+
+
+def _new_strided_locally(
+    call: OpCall, args: tuple[Any, ...], outputs: Sequence[Layout], shape: LocalShape
+) -> tuple[object, ...]:
+    """A block is dense, its dims in the order that the global strides state."""
+    local = shape(outputs[0])
+    return (args[0], list(local), list(dense_stride(local, args[2])), *args[3:])
+
+
+register(
+    [aten.new_zeros.default, aten.new_empty.default, aten.new_ones.default, aten.new_full.default],
+    _new,
+    local_shape_at(1),
+)
+register(aten.new_empty_strided.default, _new, _new_strided_locally)

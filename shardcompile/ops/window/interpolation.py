@@ -1,0 +1,193 @@
+"""Interpolation along cut spatial dims.
+
+The nearest element of a grid that is coarser by whole factors is on the same rank. Of the two between which a linear
+interpolation takes place one may be on another: it is fetched, as the windows of a convolution are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcompile import compat
+from shardcompile.collectives import Window
+from shardcompile.compat import OpOverload
+from shardcompile.layout import IntLike
+from shardcompile.ops import state
+from shardcompile.ops.record import Run
+from shardcompile.ops.support.global_meta import global_meta
+from shardcompile.ops.support.precision import widened
+from shardcompile.ops.view.rows import has_known_blocks, positions
+from shardcompile.ops.window.sharded import Windows
+from shardcompile.sharded import Sharded
+
+aten = torch.ops.aten
+
+
+def _factors(coarse: Sequence[IntLike], fine: Sequence[IntLike], scales: Sequence[float | None]) -> list[int] | None:
+    """By how much a grid is finer along each dim; None if by parts of a whole."""
+    found = []
+    for a, b, scale in itertools.zip_longest(coarse, fine, scales):
+        factor = compat.size_hint(b) // max(compat.size_hint(a), 1) if scale is None else scale
+        if factor < 1 or factor != int(factor) or not compat.surely(a * int(factor) == b):
+            return None
+        found.append(int(factor))
+    return found
+
+
+def _nearest(x: Tensor, output_size: Sequence[IntLike], *scales: float | None) -> Tensor:
+    first = x.ndim - len(output_size)
+    factors = _factors(x.shape[first:], output_size, scales)
+    if factors is None or has_known_blocks(x):
+        return NotImplemented
+    shape = list(x.shape[:first])
+    for n, factor in zip(x.shape[first:], factors, strict=True):
+        x = x.unsqueeze(len(shape) + 1)
+        spread = [*x.shape]
+        spread[len(shape) + 1] = factor
+        shape.append(n * factor)
+        x = x.expand(spread).flatten(len(shape) - 1, len(shape))
+    return x
+
+
+def _nearest_backward(
+    grad: Sharded, output_size: Sequence[IntLike], input_size: Sequence[IntLike], *scales: float | None
+) -> Tensor:
+    first = grad.ndim - len(output_size)
+    factors = _factors(input_size[first:], output_size, scales)
+    if factors is None or has_known_blocks(grad):
+        return NotImplemented
+    cuts = grad._spec.layout.cuts[first:]
+    if any(c is not None and c.unscaled(f) is None for c, f in zip(cuts, factors, strict=True)):
+        return NotImplemented
+    for d, factor in enumerate(factors, first):
+        grad = grad.unflatten(d, (input_size[d], factor)).sum(d + 1)
+    return grad
+
+
+# Linear
+
+
+def _places(rows: Tensor, coarse: Any, fine: Any, align: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows of a grid the two rows of another between which they are, and how far from the first one, of 1.
+
+    As torch has it: with `align` the first rows of both grids are in one place, and the last ones. Otherwise the edges
+    of the first and the last cell are, and rows in front of the first row or behind the last one get its value.
+    """
+    if align:
+        place, unit = rows * (coarse - 1), fine - 1
+    else:
+        place, unit = ((2 * rows + 1) * coarse - fine).clamp(min=0), 2 * fine
+    low = place // unit
+    return low, (low + 1).clamp(max=coarse - 1), (place - low * unit).to(dtype) / unit
+
+
+def _window(coarse: IntLike, fine: IntLike, align: bool) -> Window:
+    """What a row of the other grid reads."""
+    if align:
+        return Window(coarse - 1, fine - 1, fine - 2, fine - 1, (fine - 1) // 2)
+    return Window(2 * coarse, 2 * fine, 3 * fine - coarse - 1, coarse + fine, coarse)
+
+
+def _window_back(coarse: IntLike, fine: IntLike, align: bool) -> Window:
+    """Which rows of the other grid read a row."""
+    if align:
+        return Window(fine - 1, coarse - 1, fine - 1, fine - 1, (coarse - 1) // 2)
+    return Window(2 * fine, 2 * coarse, coarse + fine, 3 * fine - coarse, fine)
+
+
+def _is_linear(coarse: Sequence[IntLike], fine: Sequence[IntLike], align: bool, scales: Sequence[float | None]) -> bool:
+    """Whether the places follow from the extents of both grids, which a stated scale may contradict."""
+    if align:
+        return all(bool(n > 1) for n in (*coarse, *fine))
+    given = itertools.zip_longest(coarse, fine, scales)
+    return all(s is None or (s == int(s) and compat.surely(a * int(s) == b)) for a, b, s in given)
+
+
+def _linear(op: OpOverload) -> Run:
+    def run(x: Tensor, output_size: Sequence[IntLike], align: bool, *scales: float | None) -> Tensor:
+        meta = global_meta(op, (x, output_size, align, *scales), {})
+        coarse = x.shape[-len(output_size) :]
+        if not x.dtype.is_floating_point or not _is_linear(coarse, output_size, align, scales):
+            return NotImplemented
+        pairs = list(zip(coarse, output_size, strict=True))
+        windows = Windows.of(x, [_window(n, m, align) for n, m in pairs], compat.global_extents(meta.shape), True)
+        if windows is None:
+            return NotImplemented
+        block = widened(windows.fetch(x))
+        for d, (n, m) in enumerate(pairs, x.ndim - len(pairs)):
+            first, start, count = _own(windows, d, m)
+            low, high, part = _places(positions(block, first, 1, count), n, m, align, block.dtype)
+            part = part.reshape(-1, *[1] * (x.ndim - d - 1))
+            block = block.index_select(d, low - start) * (1 - part) + block.index_select(d, high - start) * part
+        return windows.result(block.to(x.dtype), meta.stride(), x)
+
+    return run
+
+
+def _linear_backward(op: OpOverload) -> Run:
+    def run(
+        grad: Tensor, output_size: Sequence[IntLike], input_size: Sequence[IntLike], align: bool, *scales: float | None
+    ) -> Tensor:
+        meta = global_meta(op, (grad, output_size, input_size, align, *scales), {})
+        coarse = input_size[-len(output_size) :]
+        if not _is_linear(coarse, output_size, align, scales):
+            return NotImplemented
+        pairs = list(zip(coarse, output_size, strict=True))
+        windows = Windows.of(
+            grad, [_window_back(n, m, align) for n, m in pairs], compat.global_extents(meta.shape), True
+        )
+        if windows is None:
+            return NotImplemented
+        block = widened(windows.fetch(grad))
+        for d, (n, m) in enumerate(pairs, grad.ndim - len(pairs)):
+            first, start, count = _own(windows, d, n)
+            rows = positions(block, start, 1, block.shape[d])
+            low, high, part = _places(rows, n, m, align, block.dtype)
+            out = block.new_zeros([count if e == d else s for e, s in enumerate(block.shape)])
+            for row, weight in ((low - first, 1 - part), (high - first, part)):
+                # Rows of the other grid that read rows of another rank, too, and rows that there are not.
+                ours = (row >= 0) & (row < count) & (rows >= 0) & (rows < m)
+                weight = torch.where(ours, weight, 0).reshape(-1, *[1] * (grad.ndim - d - 1))
+                out = out.index_add(d, torch.where(ours, row, 0), block * weight)
+            block = out
+        return windows.result(block.to(grad.dtype), meta.stride(), grad)
+
+    return run
+
+
+def _own(windows: Windows, dim: int, extent: IntLike) -> tuple[Any, Any, Any]:
+    """The first row of the result on this rank, the first row that is read for it, and how many rows the result has."""
+    reads = next((r for r in windows.reads if r.dim == dim), None)
+    if reads is None:
+        return 0, 0, extent
+    first = reads.first
+    return first, reads.window.first_read(first), reads.count
+
+
+_LINEAR = (aten.upsample_linear1d, aten.upsample_bilinear2d, aten.upsample_trilinear3d)
+_LINEAR_BACKWARD = (
+    aten.upsample_linear1d_backward,
+    aten.upsample_bilinear2d_backward,
+    aten.upsample_trilinear3d_backward,
+)
+state(aten.upsample_nearest1d.default, sharded=_nearest)
+state(aten.upsample_nearest2d.default, sharded=_nearest)
+state(aten.upsample_nearest3d.default, sharded=_nearest)
+state(aten._upsample_nearest_exact1d.default, sharded=_nearest)
+state(aten._upsample_nearest_exact2d.default, sharded=_nearest)
+state(aten._upsample_nearest_exact3d.default, sharded=_nearest)
+state(aten.upsample_nearest1d_backward.default, sharded=_nearest_backward)
+state(aten.upsample_nearest2d_backward.default, sharded=_nearest_backward)
+state(aten.upsample_nearest3d_backward.default, sharded=_nearest_backward)
+state(aten._upsample_nearest_exact1d_backward.default, sharded=_nearest_backward)
+state(aten._upsample_nearest_exact2d_backward.default, sharded=_nearest_backward)
+state(aten._upsample_nearest_exact3d_backward.default, sharded=_nearest_backward)
+for _packet in _LINEAR:
+    state(_packet.default, sharded=_linear(_packet.default))
+for _packet in _LINEAR_BACKWARD:
+    state(_packet.default, sharded=_linear_backward(_packet.default))

@@ -1,0 +1,408 @@
+"""Convolution and pooling along cut spatial dims: every rank fetches the rows that its windows reach over its edges.
+
+The result is cut where the input is: a row of it is computed by the rank that has the middle of its window. In the
+backward pass the gradients of rows that were fetched go back and are added where they came from. Several spatial dims
+may be cut, over one mesh dim each; corners then come along with the rows of the other dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+from shardcompile import compat
+from shardcompile.collectives import Reads, Window, block_shape
+from shardcompile.compat import OpOverload
+from shardcompile.layout import IntLike, Layout, contiguous_stride
+from shardcompile.ops import state
+from shardcompile.ops.record import Run
+from shardcompile.ops.support.global_meta import global_meta
+from shardcompile.ops.support.precision import widened
+from shardcompile.ops.view.rows import has_known_blocks, moved, with_cut, wrap
+from shardcompile.ops.window import kernels as window_blocks
+from shardcompile.sharded import Sharded
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What is read for a result, along all dims.
+
+    Attributes:
+        layout: in which the input's blocks are needed.
+        reads: along every cut spatial dim.
+        spatial: number of spatial dims, which are the last ones.
+        shape: global shape of the result.
+    """
+
+    layout: Layout
+    reads: tuple[Reads, ...]
+    spatial: int
+    shape: tuple[IntLike, ...]
+
+    @staticmethod
+    def of(x: Tensor, windows: Sequence[Window], shape: Sequence[IntLike], keep_channels: bool) -> Windows | None:
+        """What is read of a sharded tensor; None if nothing is cut, or in a way that has to be gathered.
+
+        Args:
+            x: the input.
+            windows: for every spatial dim.
+            shape: global shape of the result.
+            keep_channels: whether channels may be cut, too.
+        """
+        if not isinstance(x, Sharded):
+            return None
+        spatial, layout = len(windows), x._spec.layout
+        first = x.ndim - spatial
+        cut = [d for d in range(first, x.ndim) if layout.cuts[d] is not None]
+        if not cut or any(len(layout.cut_of(d).mesh_dims) > 1 for d in cut) or has_known_blocks(x):
+            return None
+        layout = layout.reduced()
+        if not keep_channels and layout.cuts[1] is not None:
+            layout = layout.gathered(1)
+        reads = [Reads.of(d, layout.cut_of(d), shape[d], windows[d - first], layout.mesh) for d in cut]
+        return Windows(layout, tuple(reads), spatial, tuple(shape))
+
+    @functools.cached_property
+    def out(self) -> Layout:
+        """Of the result."""
+        layout = self.layout
+        for r in self.reads:
+            layout = with_cut(layout, r.dim, r.cut)
+        first = len(self.shape) - self.spatial
+        shape = [n if d < first or layout.cuts[d] is None else layout.shape[d] for d, n in enumerate(self.shape)]
+        return Layout.of(layout.mesh, layout.placements, shape, layout.dtype, layout.cuts)
+
+    @property
+    def cut(self) -> list[int]:
+        """The spatial dims that are cut, counted from the first spatial one."""
+        return [r.dim - len(self.shape) + self.spatial for r in self.reads]
+
+    @property
+    def size(self) -> list[IntLike]:
+        """Shape of a block of the result."""
+        return list(block_shape(self.out))
+
+    def without_padding(self, padding: Sequence[int]) -> list[int]:
+        """Padding that is left to a kernel: none where what is read has it already."""
+        return [0 if d in self.cut else p for d, p in enumerate(padding)]
+
+    def fetch(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """A block of the input with all rows that are read."""
+        block = moved(x, self.layout)
+        for r in self.reads:
+            block = r.fetch(block, fill)
+        return block
+
+    def give_back(self, grad: Tensor, stride: Sequence[IntLike], like: Tensor) -> Tensor:
+        """The gradient of the input, from that of a block with all rows that are read."""
+        for r in reversed(self.reads):
+            grad = r.give_back(grad)
+        return wrap(_sharded(like), grad, self.layout.with_dtype(grad.dtype), stride)
+
+    def result(self, local: Tensor, stride: Sequence[IntLike], like: Tensor) -> Tensor:
+        """A block of the result as a sharded tensor."""
+        stride = compat.retraced(stride)
+        return wrap(_sharded(like), local, self.out.with_dtype(local.dtype), stride)
+
+    def sums(self, local: Tensor, like: Tensor) -> Tensor:
+        """A term of what all samples and rows add up to, such as the gradient of a weight."""
+        layout = self.layout
+        placements = [Partial("sum") if isinstance(p, Shard) else Replicate() for p in layout.placements]
+        shape = tuple(local.shape)
+        summed = Layout.of(layout.mesh, placements, shape, local.dtype, (None,) * local.ndim)
+        return wrap(_sharded(like), local, summed, contiguous_stride(shape))
+
+
+def _sharded(x: Tensor) -> Sharded:
+    assert isinstance(x, Sharded), "what has windows is cut"
+    return x
+
+
+def _each(values: Sequence[int] | int, spatial: int) -> list[int]:
+    """A number for every spatial dim."""
+    given = [values] if isinstance(values, int) else list(values)
+    return given * spatial if len(given) == 1 else given
+
+
+def _is_channels_last(stride: Sequence[IntLike]) -> bool:
+    """Whether strides are those of images that are stored channel by channel."""
+    return len(stride) in (4, 5) and compat.size_hint(stride[1]) == 1 and compat.size_hint(stride[-1]) != 1
+
+
+# Convolution
+
+
+def _convolution_windows(weight: Tensor, options: Sequence[Any], spatial: int) -> list[Window]:
+    stride, padding, dilation = (_each(o, spatial) for o in options[:3])
+    found = []
+    for extent, s, p, d in zip(weight.shape[2:], stride, padding, dilation, strict=True):
+        reach = d * (extent - 1)  # from the first row of a window to its last
+        if options[3]:
+            reach = max(reach, s - 1)  # rows between windows, to which nothing is written, belong to the one before
+            found.append(Window(1, s, reach - p, p, p - (reach + 2 - s) // 2))
+        else:
+            found.append(_forward_window(s, p, reach))
+    return found
+
+
+def _forward_window(stride: int, padding: int, reach: int) -> Window:
+    return Window(stride, 1, padding, reach - padding, -((2 * padding - reach) // 2))
+
+
+def _skipped(windows: Windows, options: Sequence[Any]) -> list[IntLike]:
+    """Of a transposed convolution of what is read the rows in front of a block's own."""
+    _, padding, _, transposed, *_ = options
+    if not transposed:
+        return []
+    pads = _each(padding, windows.spatial)
+    rows = []
+    for r, d in zip(windows.reads, windows.cut, strict=True):
+        first = r.first
+        rows.append(first + pads[d] - r.window.first_read(first) * r.window.den)
+    return rows
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Tensor, *options: Any) -> Tensor:
+    """``aten.convolution`` of images of which a spatial dim is cut."""
+    spatial = x.ndim - 2
+    meta = global_meta(aten.convolution.default, (x, weight, bias, *options), {})
+    windows = Windows.of(x, _convolution_windows(weight, options, spatial), compat.global_extents(meta.shape), False)
+    if windows is None:
+        return NotImplemented
+    stride = compat.retraced(meta.stride())
+    local = window_blocks.convolution(
+        windows.fetch(x),
+        _whole(weight, windows),
+        None if bias is None else _whole(bias, windows),
+        *_lists(options, spatial),
+        size=windows.size,
+        cut=windows.cut,
+        skipped=_skipped(windows, options),
+        channels_last=_is_channels_last(stride),
+    )
+    return windows.result(local, stride, x)
+
+
+def convolution_backward(
+    grad: Tensor, x: Sharded, weight: Tensor, bias_sizes: Sequence[int] | None, *options: Any
+) -> tuple[Tensor | None, ...]:
+    """``aten.convolution_backward`` of the same."""
+    *options_, wanted = options
+    options, spatial = tuple(options_), x.ndim - 2
+    windows = Windows.of(x, _convolution_windows(weight, options, spatial), tuple(grad.shape), False)
+    if windows is None:
+        return NotImplemented
+    metas = global_meta(aten.convolution_backward.default, (grad, x, weight, bias_sizes, *options, wanted), {})
+    stride = x._spec.stride if metas[0] is None else compat.retraced(metas[0].stride())
+    grad_x, grad_weight, grad_bias = window_blocks.convolution_backward(
+        moved(grad, windows.out),
+        windows.fetch(x),
+        _whole(weight, windows),
+        bias_sizes,
+        *_lists(options, spatial),
+        wanted,
+        cut=windows.cut,
+        skipped=_skipped(windows, options),
+        channels_last=_is_channels_last(stride),
+    )
+    return (
+        windows.give_back(grad_x, stride, x) if wanted[0] else None,
+        windows.sums(grad_weight, x) if wanted[1] else None,
+        windows.sums(grad_bias, x) if wanted[2] else None,
+    )
+
+
+def _class(*values: object) -> type[Sharded]:
+    return type(next(x for x in values if isinstance(x, Sharded)))
+
+
+def _whole(x: Tensor, windows: Windows) -> Tensor:
+    """The full value of a sharded or plain tensor."""
+    return moved(x, Layout.whole(windows.layout.mesh, tuple(x.shape), x.dtype))
+
+
+def _lists(options: Sequence[Any], spatial: int) -> list[Any]:
+    """The options of a convolution with a number for every spatial dim."""
+    stride, padding, dilation, transposed, output_padding, groups = options
+    lists = (_each(o, spatial) for o in (stride, padding, dilation))
+    return [*lists, transposed, _each(output_padding, spatial), groups]
+
+
+# Pools
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """The options that pools share, with a number for every spatial dim."""
+
+    kernel: list[int]
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    ceil_mode: bool
+
+    @staticmethod
+    def of(
+        spatial: int, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil: bool = False
+    ) -> _Pool:
+        kernel = _each(kernel, spatial)
+        steps = _each(stride, spatial) if stride else kernel
+        return _Pool(kernel, steps, _each(padding, spatial), _each(dilation, spatial), ceil)
+
+    @property
+    def windows(self) -> list[Window]:
+        """Along every spatial dim."""
+        each = zip(self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        return [_forward_window(s, p, d * (k - 1)) for k, s, p, d in each]
+
+
+def _max_pool(spatial: int, op: OpOverload) -> Run:
+    def run(x: Tensor, *options: Any) -> tuple[Tensor, ...]:
+        values, indices = global_meta(op, (x, *options), {})
+        pool = _Pool.of(spatial, *options)
+        if not x.dtype.is_floating_point:
+            return NotImplemented
+        windows = Windows.of(x, pool.windows, compat.global_extents(values.shape), True)
+        if windows is None:
+            return NotImplemented
+        padding = windows.without_padding(pool.padding)
+        local, numbers = window_blocks.max_pool(
+            windows.fetch(x, -math.inf),
+            *(pool.kernel, pool.stride, padding, pool.dilation, pool.ceil_mode),
+            size=windows.size,
+            whole=list(x.shape[-spatial:]),
+            first=_first_read(windows),
+        )
+        return tuple(windows.result(a, m.stride(), x) for a, m in ((local, values), (numbers, indices)))
+
+    return run
+
+
+def _first_read(windows: Windows) -> list[IntLike]:
+    """The place in the plane of the first element that is read."""
+    first: list[IntLike] = [0] * windows.spatial
+    for r, d in zip(windows.reads, windows.cut, strict=True):
+        first[d] = r.window.first_read(r.first)
+    return first
+
+
+def _max_pool_backward(spatial: int, op: OpOverload) -> Run:
+    def run(
+        grad: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool, indices: Tensor
+    ) -> Tensor:
+        pool = _Pool.of(spatial, kernel, stride, padding, dilation, ceil)
+        windows = Windows.of(x, pool.windows, tuple(grad.shape), True)
+        if windows is None:
+            return NotImplemented
+        meta = global_meta(op, (grad, x, kernel, stride, padding, dilation, ceil, indices), {})
+        local = window_blocks.max_pool_backward(
+            moved(grad, windows.out),
+            moved(indices, windows.out),
+            *(pool.kernel, pool.stride, windows.without_padding(pool.padding), pool.dilation, pool.ceil_mode),
+            size=_read_shape(windows),
+            whole=list(x.shape[-spatial:]),
+            first=_first_read(windows),
+        )
+        return windows.give_back(local, compat.retraced(meta.stride()), x)
+
+    return run
+
+
+def _read_shape(windows: Windows) -> list[IntLike]:
+    """Shape of a block of the input with all rows that are read."""
+    layout = windows.layout
+    shape = list(block_shape(layout))
+    for r in windows.reads:
+        shape[r.dim] = r.rows
+    return shape
+
+
+def _average(spatial: int, options: Sequence[Any]) -> tuple[_Pool, bool, int | None]:
+    """A pool, whether rows outside count, and what sums are divided by if that is given."""
+    defaults: list[Any] = [[], 0, False, True, None]
+    kernel, stride, padding, ceil, count_outside, divisor = [*options, *defaults[len(options) - 1 :]]
+    return _Pool.of(spatial, kernel, stride, padding, 1, ceil), count_outside, divisor
+
+
+def _divisor(pool: _Pool, count_outside: bool, divisor: int | None) -> int | None:
+    """What all sums are divided by; None if that differs from window to window."""
+    if divisor is not None:
+        return divisor
+    regular = not pool.ceil_mode and (count_outside or not any(pool.padding))
+    return math.prod(pool.kernel) if regular else None
+
+
+def _counts(x: Tensor, pool: _Pool, shape: Sequence[IntLike], count_outside: bool) -> Tensor:
+    """How many elements of every window count, [..., rows, columns], the same for all samples and channels."""
+    spatial = len(pool.kernel)
+    counts: Any = 1
+    for d, (k, s, p) in enumerate(zip(pool.kernel, pool.stride, pool.padding, strict=True)):
+        extent: Any = x.shape[d - spatial]
+        many: Any = shape[d - spatial]
+        begin = torch.arange(many, device=x.device) * s - p
+        outside = p if count_outside else 0
+        along = (begin + k).clamp(max=extent + outside) - begin.clamp(min=-outside)
+        counts = counts * along.reshape(-1, *[1] * (spatial - d - 1))
+    return counts  # type: ignore[no-any-return]
+
+
+def _avg_pool(spatial: int, op: OpOverload) -> Run:
+    def run(x: Tensor, *options: Any) -> Tensor:
+        meta = global_meta(op, (x, *options), {})
+        pool, count_outside, divisor = _average(spatial, options)
+        windows = Windows.of(x, pool.windows, compat.global_extents(meta.shape), True)
+        if windows is None or not x.dtype.is_floating_point:
+            return NotImplemented
+        one = _divisor(pool, count_outside, divisor)
+        padding = windows.without_padding(pool.padding)
+        local = windows.fetch(x)
+        local = window_blocks.sum_pool(
+            local if one else widened(local),
+            pool.kernel,
+            pool.stride,
+            padding,
+            pool.ceil_mode,
+            one or 1,
+            size=windows.size,
+        )
+        out = windows.result(local, meta.stride(), x)
+        return out if one else (out / _counts(x, pool, windows.out.shape, count_outside)).to(x.dtype)
+
+    return run
+
+
+def _avg_pool_backward(spatial: int, op: OpOverload) -> Run:
+    def run(grad: Tensor, x: Tensor, *options: Any) -> Tensor:
+        pool, count_outside, divisor = _average(spatial, options)
+        windows = Windows.of(x, pool.windows, tuple(grad.shape), True)
+        if windows is None:
+            return NotImplemented
+        meta = global_meta(op, (grad, x, *options), {})
+        one = _divisor(pool, count_outside, divisor)
+        grad = grad if one else widened(grad) / _counts(x, pool, windows.out.shape, count_outside)
+        options_ = (pool.kernel, pool.stride, windows.without_padding(pool.padding), pool.ceil_mode, one or 1)
+        local = window_blocks.sum_pool_backward(moved(grad, windows.out), *options_, size=_read_shape(windows))
+        return windows.give_back(local.to(x.dtype), compat.retraced(meta.stride()), x)
+
+    return run
+
+
+state(aten.convolution.default, sharded=convolution)
+state(aten.convolution_backward.default, sharded=convolution_backward)
+for _make, _packets in (
+    (_max_pool, (aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)),
+    (_max_pool_backward, (aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices_backward)),
+    (_avg_pool, (aten.avg_pool2d, aten.avg_pool3d)),
+    (_avg_pool_backward, (aten.avg_pool2d_backward, aten.avg_pool3d_backward)),
+):
+    for _spatial, _packet in zip((2, 3), _packets, strict=True):
+        state(_packet.default, sharded=_make(_spatial, _packet.default))

@@ -1,0 +1,218 @@
+"""Functions of torch that do something of their own above autograd, before they come to an op."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from shardcompile import compat
+from shardcompile.errors import UnsupportedOpError
+from shardcompile.ops import state_function
+from shardcompile.sharded import Sharded
+from shardcompile.tensor import masks
+from shardcompile.tensor.arguments import align_gradient
+from shardcompile.tensor.autograd import in_one_piece
+from shardcompile.tensor.bags import embedding_bag
+from shardcompile.tensor.borders import pad
+from shardcompile.tensor.core import ShardTensor
+from shardcompile.tensor.cumulative import cumprod
+from shardcompile.tensor.einsum import einsum
+from shardcompile.tensor.fourier import FOURIER_FUNCTIONS
+from shardcompile.tensor.higher_order import teach_higher_order_ops
+
+aten = torch.ops.aten
+
+
+def _set_data(_: object, x: object, value: object) -> None:
+    """``x.data = value``: torch exchanges the outer tensor only."""
+    if type(x) is not ShardTensor or type(value) is not ShardTensor:
+        raise UnsupportedOpError("x.data = y needs two sharded tensors or none; see ShardTensor.from_local")
+    torch.Tensor.data.__set__(x, value)  # type: ignore[attr-defined]
+    x._local_tensor, x._spec = value._local_tensor, value._spec
+    x._keys = x._flat = x._hints = x._copied = None
+
+
+def _require_grad(func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``x.requires_grad_()`` and ``x.requires_grad = True``."""
+    wanted_before = x.requires_grad
+    out = func(x, *args, **kwargs)
+    if type(x) is ShardTensor and x.is_leaf and x.requires_grad and not wanted_before and x._holds_values:
+        align_gradient(x)
+    return out
+
+
+def _gradient(func: Callable[..., object], x: Any) -> object:
+    """``x.grad``; Dynamo, which reads it of parameters while it compiles an optimizer's step, is told what it is of."""
+    grad = func(x)
+    if type(grad) is ShardTensor and compat.is_compiling() and getattr(x, "_is_param", False):
+        grad._beside_parameter = grad._spec == x._spec
+    return grad
+
+
+def _deep_copied(func: Callable[..., Any], x: Tensor, memo: Any) -> Tensor:
+    known = id(x) in memo
+    out = func(x, memo)
+    if not known and out.is_leaf:
+        align_gradient(out)
+    return out
+
+
+def _product(func: Callable[..., Any], x: object, weight: object, *args: Any, **kwargs: Any) -> object:
+    """`linear` and `matmul`, which flatten all leading dims of `x` into one.
+
+    A cut dim can only be flattened as the leading one, so it is moved there first. The result is stored as that of
+    plain tensors: a view of it would be a copy otherwise, and what is written to that would be lost.
+    """
+    if isinstance(x, ShardTensor) and x.ndim > 2 and isinstance(weight, Tensor) and weight.ndim <= 2:
+        layout = x._spec.layout
+        cut = [d for d in range(x.ndim - 1) if layout.cuts[d] is not None]
+        if cut and any(not isinstance(e, int) or e != 1 for e in layout.shape[: cut[0]]):
+            out = func(x.movedim(cut[0], 0), weight, *args, **kwargs).movedim(0, cut[0])
+            # Not `contiguous`, which leaves strides of extents of 1 as they are: by them kernels order their results.
+            return out.clone(memory_format=torch.contiguous_format)
+    return func(x, weight, *args, **kwargs)
+
+
+def _attend(
+    func: Callable[..., object],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *args: object,
+    **kwargs: object,
+) -> object:
+    """`scaled_dot_product_attention`: its fused kernels draw random numbers of their own."""
+    if compat.is_compiling():
+        _tell_equal_extents(query, key, value, attn_mask)
+    dropout = kwargs.get("dropout_p", args[0] if args else 0.0)
+    with contextlib.nullcontext() if dropout == 0.0 else sdpa_kernel(SDPBackend.MATH):
+        return func(query, key, value, attn_mask, *args, **kwargs)
+
+
+def _tell_equal_extents(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+    """Compare extents that have symbols of their own: torch 2.15 takes no fused kernel unless they are known as equal.
+
+    They are global extents, so that the guards hold on all ranks or on none.
+    """
+    if not query.ndim == key.ndim == value.ndim:
+        return
+    dims = [d for d in range(query.ndim) if d != query.ndim - 2]
+    pairs = [(query.shape[d], key.shape[d]) for d in dims] + list(zip(key.shape, value.shape, strict=True))
+    if mask is not None:
+        wanted = (*query.shape[:-1], key.shape[-2])
+        pairs += list(zip(reversed(mask.shape), reversed(wanted), strict=False))
+    for a, b in pairs:
+        numbers = [n for n in (a, b) if isinstance(n, int)]
+        if len(numbers) < 2 and 1 not in numbers:  # a 1 is broadcast
+            compat.same_symbol(a, b)
+    if query.ndim > 2 and compat.size_hint(key.shape[-3]):
+        bool(query.shape[-3] % key.shape[-3] == 0)
+
+
+def _tolist(func: Callable[..., object], x: Any) -> object:
+    return x.full_tensor().tolist()
+
+
+def _formatted(func: Callable[..., Any], x: Any, spec: str) -> str:
+    """A number as torch formats the plain one."""
+    return func(x.detach().full_tensor() if x.ndim == 0 and x._holds_values else x, spec)
+
+
+def _no_memory(func: Callable[..., object], x: Sharded, *args: object, **kwargs: object) -> object:
+    raise UnsupportedOpError(
+        f"{func.__name__} of {x._spec.layout.describe()}: a sharded tensor has no memory of its own that others could "
+        f"read; take x.to_local() for this rank's block, or x.full_tensor()"
+    )
+
+
+def _numpy(func: Callable[..., Any], x: Any, **kwargs: Any) -> object:
+    """A number as a numpy array; larger tensors are not gathered behind the caller's back."""
+    if x.ndim > 0:
+        raise UnsupportedOpError(
+            f"numpy() of {x._spec.layout.describe()}: numpy knows no blocks. Take x.to_local().numpy() for this rank's "
+            "block, or x.full_tensor().numpy() for all of it"
+        )
+    if x.requires_grad and not kwargs.get("force"):
+        return func(torch.zeros((), requires_grad=True))  # torch's own refusal
+    return func(x.detach().full_tensor(), **kwargs)
+
+
+def _sgn(func: Callable[..., Any], x: object, **kwargs: Any) -> object:
+    """`sgn`, which of real numbers is `sign`; its gradient is a kind of tensor that has no symbolic size."""
+    return func(x, **kwargs) if not isinstance(x, Tensor) or x.is_complex() else torch.sign(x, **kwargs)
+
+
+def _unsafe_view(func: Callable[..., Any], x: Tensor, *args: Any) -> Tensor:
+    """A view that AOTAutograd returns in place of a compiled function's output, before that has a gradient."""
+    out = func(x, *args)
+    if type(x) is ShardTensor and not x.requires_grad:
+        out._align_grad = x._align_grad
+    return out
+
+
+def _tensor_split(func: Callable[..., object], x: object, *args: object, **kwargs: object) -> object:
+    """`tensor_split`, whose kernel reads the memory of a tensor that says where to split."""
+
+    def known(where: Any) -> object:
+        if isinstance(where, Tensor) and compat.is_compiling():
+            raise UnsupportedOpError(
+                f"{func.__name__} of {x!r} by a tensor would need its values while it is compiled; pass a list of ints"
+            )
+        whole = where.full_tensor() if isinstance(where, ShardTensor) else where
+        return whole.tolist() if isinstance(whole, Tensor) else whole
+
+    if "tensor_indices_or_sections" in kwargs:
+        args = (kwargs.pop("tensor_indices_or_sections"), *args)
+    return func(x, *map(known, args), **{k: known(v) for k, v in kwargs.items()})
+
+
+_Tensor: Any = torch.Tensor
+
+
+def _of_neighbours(run: Any) -> Any:
+    """A function that looks at where the rows of a block are, on tensors whose blocks have neighbouring rows."""
+
+    def settled(func: Any, *args: Any, **kwargs: Any) -> Any:
+        given = torch.utils._pytree.tree_map_only(ShardTensor, in_one_piece, (args, kwargs))
+        return run(func, *given[0], **given[1])
+
+    return settled
+
+
+state_function([_Tensor.data.__set__], _set_data)
+state_function([_Tensor.tolist], _tolist)
+state_function([_Tensor.__format__], _formatted)
+state_function([_Tensor.numpy], _numpy)
+state_function([_Tensor.share_memory_, _Tensor.__dlpack__], _no_memory)
+state_function([_Tensor.tensor_split, torch.tensor_split], _of_neighbours(_tensor_split), aten.tensor_split)
+state_function([_Tensor.__deepcopy__], _deep_copied)
+state_function([_Tensor.grad.__get__], _gradient)
+state_function([_Tensor.requires_grad_, _Tensor.requires_grad.__set__], _require_grad)
+state_function([aten._unsafe_view], _unsafe_view, aten._unsafe_view.default)
+state_function([torch.sgn, _Tensor.sgn], _sgn, aten.sgn.default)
+state_function(
+    [torch.nn.functional.scaled_dot_product_attention],
+    _of_neighbours(_attend),
+    aten.scaled_dot_product_attention.default,
+)
+state_function([torch.nn.functional.embedding_bag], _of_neighbours(embedding_bag), aten._embedding_bag.default)
+state_function([torch.nn.functional.pad], _of_neighbours(pad), aten.pad.default)
+state_function([_Tensor.__getitem__], _of_neighbours(masks.getitem), when=lambda args: masks.is_mask(args[1]))
+state_function(
+    [_Tensor.masked_select, torch.masked_select], _of_neighbours(masks.masked_select), aten.masked_select.default
+)
+state_function([_Tensor.nonzero, torch.nonzero], _of_neighbours(masks.nonzero), aten.nonzero.default)
+state_function([torch.cumprod, _Tensor.cumprod], _of_neighbours(cumprod), aten.cumprod.default)
+state_function([torch.nn.functional.linear], _product, aten.linear.default)
+state_function([torch.matmul, _Tensor.matmul, _Tensor.__matmul__], _product, aten.matmul.default)
+state_function([torch.einsum, torch._C._VariableFunctions.einsum], einsum, aten.einsum.default)  # type: ignore[attr-defined]
+for _function, _run in FOURIER_FUNCTIONS.items():
+    state_function([_function], _run)
+for _op, _refuse in teach_higher_order_ops(ShardTensor).items():
+    state_function([_op], _refuse)

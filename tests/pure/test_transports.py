@@ -1,0 +1,200 @@
+"""Transports: what is chosen by sizes, and what NCCL's does, with torch's calls played on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardcompile
+from shardcompile.collectives import transport
+from shardcompile.collectives.transport import nccl
+from shardcompile.collectives.transport.nccl import FUSES_BROADCASTS, PAD_LIMIT, Way, costs_of, way_of
+from shardcompile.watch.backends import backend_of
+from shardcompile.watch.calls import Call, Entry
+
+OLD = (2, 27, 5)
+NEW = FUSES_BROADCASTS
+MIB = 2**20
+
+
+def test_equal_blocks_are_left_to_torch() -> None:
+    for version, size, ranks in itertools.product([OLD, NEW], [1, 7, MIB], [2, 3, 64]):
+        assert way_of([size] * ranks, version) is Way.EVEN
+
+
+def test_one_large_block_travels_in_a_ring() -> None:
+    """The owner of nine blocks in sixteen would send 63 units; a ring moves 15 over its busiest link."""
+    sizes = [9 * MIB, *[MIB] * 7]
+    costs = costs_of(sizes, NEW)
+    assert way_of(sizes, NEW) is Way.BROADCASTS
+    assert costs[Way.SENDS] > 63 * MIB and 15 * MIB <= costs[Way.BROADCASTS] < 16 * MIB
+    assert Way.PADDED not in costs
+
+
+def test_old_versions_pay_for_each_broadcast() -> None:
+    small = [3000, *[1000] * 63]
+    assert way_of(small, NEW) is Way.BROADCASTS
+    assert way_of(small, OLD) is Way.SENDS
+    assert way_of([5 * 2**16, *[4 * 2**16] * 63], OLD) is Way.PADDED
+    assert way_of([64 * MIB, *[MIB] * 7], OLD) is Way.BROADCASTS
+
+
+def test_nothing_moves_more_than_the_limit_says() -> None:
+    for sizes in itertools.product([0, 1, 2, 5], repeat=4):
+        if sum(sizes):
+            padded = Way.PADDED in costs_of([s * MIB for s in sizes], OLD)
+            assert padded == (len(set(sizes)) > 1 and max(sizes) * 4 <= PAD_LIMIT * sum(sizes))
+
+
+def test_the_choice_knows_sizes_and_version_alone() -> None:
+    """It has to be the same on every rank: no argument tells the rank."""
+    assert list(way_of.__annotations__) == ["nbytes", "version", "return"]
+    assert way_of([1, 2, 3], NEW) is way_of((1, 2, 3), NEW)
+
+
+NAMED = re.compile(r"""["'](nccl|gloo)["']""")
+STARTS_RANKS = {"plugin.py", "worker.py", "local_ranks.py", "__main__.py", "ranks.py"}
+"""Files that start ranks, with backends that users name."""
+
+
+def test_backends_are_named_in_their_own_files() -> None:
+    root = Path(shardcompile.__file__).parent
+    found = {p.relative_to(root).as_posix() for p in root.rglob("*.py") if NAMED.search(p.read_text())}
+    assert {p for p in found if Path(p).name not in STARTS_RANKS} == {
+        "collectives/transport/gloo.py",
+        "collectives/transport/nccl.py",
+    }
+
+
+def test_backends_are_looked_after_as_their_transports_say() -> None:
+    gloo, of_nccl = backend_of("gloo"), backend_of("nccl")
+    assert gloo is not None and gloo.agrees and not gloo.aborts
+    assert of_nccl is not None and of_nccl.aborts and not of_nccl.agrees
+    assert backend_of("fake") is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [("gloo", "cpu"), ("nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda"), ("fake", "cpu")],
+)
+def test_devices_follow_from_backends(backend: str, device: str) -> None:
+    assert transport.device_type(backend) == device
+
+
+class _Group:
+    """A process group of one rank that is told what the others send."""
+
+    def __init__(self, rank: int, blocks: Sequence[Tensor]) -> None:
+        self._rank, self.blocks = rank, blocks
+
+    def name(self) -> str:
+        return "nccl"
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return len(self.blocks)
+
+
+class _Done:
+    def wait(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Has what NCCL is asked for happen at once, and lists it."""
+    asked: list[str] = []
+
+    def even(out: Tensor, rows: Tensor, *, group: _Group, async_op: bool) -> Any:
+        asked.append("all_gather_into_tensor")
+        assert async_op and out.dtype is rows.dtype is torch.uint8 and out.shape[0] == rows.shape[0] * group.size()
+        for r, block in enumerate(group.blocks):
+            place, data = out[r * rows.shape[0] :], block.reshape(-1).view(torch.uint8)
+            place[: data.shape[0]].copy_(data)
+        return _Done()
+
+    def broadcasts(outs: list[Tensor], rows: Tensor, *, group: _Group, async_op: bool) -> Any:
+        asked.append("all_gather")
+        assert async_op and len(outs) == group.size() and len({o.shape for o in outs}) > 1
+        for out, block in zip(outs, group.blocks, strict=True):
+            out.copy_(block.reshape(-1).view(torch.uint8))
+        return _Done()
+
+    def batch(messages: list[Any]) -> list[Any]:
+        asked.append(f"batch of {len(messages)}")
+        for m in messages:
+            if m.op is dist.irecv:
+                m.tensor.copy_(m.group.blocks[m.group_peer].reshape(-1).view(torch.uint8))
+        return [_Done()]
+
+    class Message:
+        def __init__(self, op: Any, tensor: Tensor, *, group: _Group, group_peer: int) -> None:
+            self.op, self.tensor, self.group, self.group_peer = op, tensor, group, group_peer
+
+    monkeypatch.setattr(dist, "all_gather_into_tensor", even)
+    monkeypatch.setattr(dist, "all_gather", broadcasts)
+    monkeypatch.setattr(dist, "batch_isend_irecv", batch)
+    monkeypatch.setattr(dist, "P2POp", Message)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: asked.append("all_reduce"))
+    monkeypatch.setattr(nccl.Nccl, "device", "cpu")
+    monkeypatch.setattr(dist, "irecv", lambda x, group, group_src: asked.append(f"irecv from {group_src}") or _Done())
+    monkeypatch.setattr(dist, "isend", lambda x, group, group_dst: asked.append(f"isend to {group_dst}") or _Done())
+    return asked
+
+
+def _call(group: Any, dtype: torch.dtype | None = torch.float32) -> Call:
+    return Call(group, None, Entry(0, 0, "all_gather_v", dtype, (), ()))
+
+
+@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bool, torch.complex64, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [[3, 3, 3], [5, 0, 2], [1, 4, 4], [0, 0, 6]])
+def test_every_way_gathers_all_rows(
+    way: Way, dtype: torch.dtype, sizes: list[int], played: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (way is Way.EVEN) != (len(set(sizes)) == 1) and way in (Way.EVEN, Way.BROADCASTS):
+        pytest.skip("a way that is not offered for such sizes")
+    monkeypatch.setattr(nccl, "way_of", lambda lengths, version: way)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: OLD)
+    blocks = [torch.randint(0, 2, (n, 2)).to(dtype) for n in sizes]
+    for rank, own in enumerate(blocks):
+        group: Any = _Group(rank, blocks)
+        out = torch.zeros([sum(sizes), 2], dtype=dtype)
+        works = transport.gather_rows(_call(group), own, sizes, out)
+        for work in works:
+            work.wait()
+        assert torch.equal(out, torch.cat(blocks))
+
+
+def test_rows_without_bytes_are_not_sent(played: list[str]) -> None:
+    blocks = [torch.empty(n, 0) for n in (2, 1)]
+    group: Any = _Group(0, blocks)
+    assert transport.gather_rows(_call(group), blocks[0], [2, 1], torch.empty(3, 0)) == []
+    assert played == []
+
+
+def test_all_ranks_make_the_communicator_before_some_have_nothing_to_send(played: list[str]) -> None:
+    """A rank without messages takes no part in a batch, and must not be missing where the communicator is made."""
+    blocks = [torch.ones(2), torch.ones(2)]
+    group: Any = _Group(1, blocks)
+    assert transport.exchange(_call(group), [], []) == []
+    transport.exchange(_call(group), [(0, torch.ones(2))], [(0, torch.empty(2))])
+    transport.exchange(_call(group), [(0, torch.ones(2))], [])
+    assert played == ["all_reduce", "batch of 2", "batch of 1"]
+
+
+def test_messages_of_two_ranks_wait_for_no_third(played: list[str]) -> None:
+    group: Any = _Group(0, [torch.ones(2), torch.ones(2), torch.ones(2)])
+    transport.exchange(_call(group, None), [(1, torch.ones(2)), (2, torch.ones(0))], [])
+    transport.exchange(_call(group, None), [], [(2, torch.ones(2))])
+    assert played == ["isend to 1", "irecv from 2"]

@@ -1,0 +1,195 @@
+"""Each patch of torch is needed: a program that is right with it, and goes wrong without it.
+
+Where the second fails, torch no longer needs the patch (`shardcompile/compat/patches.py`): take it out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+from tiers import often
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+import shardcompile as sc
+from shardcompile.compat import patches
+from shardcompile.compat.patches import PATCHES
+from shardcompile.testing import LocalRanks, rank
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fuzz import RIGHT, Input, Program, judge
+
+TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2])
+
+
+def random(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def sharded(full: Tensor, dim: int, sizes: list[int], mesh: DeviceMesh) -> Any:
+    block = full.split(sizes, dim)[rank()].clone()
+    return sc.ShardTensor.from_local(block, mesh, [Shard(dim)], {0: sizes}).detach().requires_grad_()
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A function under Inductor, forward and backward: one graph for all cuts."""
+
+    function: Callable[[Tensor], Tensor]
+    make: Callable[[int], Tensor]
+    dim: int
+    cuts: Sequence[list[int]]
+
+    def __call__(self) -> str:
+        counter = CompileCounterWithBackend("inductor")
+        run = torch.compile(self.function, fullgraph=True, backend=counter)
+        with LocalRanks(2, processes=False) as ranks:
+            ranks(self._compare, run)
+        return RIGHT if counter.frame_count == 1 else f"{counter.frame_count} graphs"
+
+    def _compare(self, mesh: DeviceMesh, run: Callable[..., Any]) -> None:
+        for sizes in self.cuts:
+            full = self.make(sum(sizes)).requires_grad_()
+            x = sharded(full.detach(), self.dim, sizes, mesh)
+            out, expected = run(x), self.function(full)
+            torch.testing.assert_close(out.full_tensor(), expected)
+            out.square().sum().backward(), expected.square().sum().backward()
+            torch.testing.assert_close(x.grad.full_tensor(), full.grad)
+
+
+@dataclass(frozen=True)
+class Fuzzed:
+    """A program of the fuzzer's, by aot_eager."""
+
+    lines: Sequence[str]
+    inputs: Sequence[Input]
+    ranks: int
+
+    def __call__(self) -> str:
+        with LocalRanks(self.ranks, processes=False) as ranks:
+            return str(judge(ranks, Program((self.ranks,), list(self.inputs), list(self.lines)), "aot_eager").kind)
+
+
+def _inputs_with_gradients(mesh: DeviceMesh) -> None:
+    full = [random(7, 3) + n for n in range(6)]
+
+    def gathered(*xs: Any) -> Any:
+        return sum(x.redistribute(placements=[Replicate()]).sin().sum() for x in xs)
+
+    inputs = [sharded(x, 0, [6, 1], mesh) for x in full]
+    for x in inputs:
+        x.grad = torch.zeros_like(x)
+    torch.compile(gathered, fullgraph=True, backend="inductor")(*inputs).backward()
+    for x, whole in zip(inputs, full, strict=True):
+        torch.testing.assert_close(x.grad.full_tensor(), whole.cos())
+
+
+def inputs_with_gradients() -> str:
+    with LocalRanks(2, processes=False) as ranks:
+        ranks(_inputs_with_gradients)
+    return RIGHT
+
+
+KERNEL, FACTOR, NOTHING = random(3, 2, 3, 3), random(2, 4, 5), random(5, 0)
+ROWS = [[3, 2], [1, 4]]
+SELECTED = Compiled(lambda x: x[:, 0].exp() + x.select(1, 2), lambda n: random(n, 3, 4), 0, ROWS)
+
+SCENES: dict[str, Callable[[], str]] = {
+    "views_by_stride": SELECTED,
+    "overlap_by_hint": SELECTED,
+    "memory_format_by_hint": Compiled(
+        lambda x: nnf.conv2d(x, KERNEL, padding=1), lambda n: random(n, 2, 5, 4), 0, [[3, 1], [1, 3]]
+    ),
+    "batched_products_by_hint": Compiled(lambda x: torch.bmm(x, FACTOR).sin(), lambda n: random(2, n, 4), 1, ROWS),
+    "fill_order_by_hint": Compiled(lambda x: NOTHING @ x.mT, lambda n: random(n, 0), 0, [[9, 1], [0, 4]]),
+    "collectives_stay": Fuzzed(
+        [
+            "v0 = torch.cat([a1, a1], 0)",
+            'v1 = torch.einsum("a,c->ac", v0, whole(a1))',
+            "v2 = F.pad(v1, [-1, 2, -1, -1], value=0.5)",
+            "v3 = F.softplus(a1)",
+        ],
+        [Input("a1", (1,), "S(0)", {0: [0, 1, 0]}, grad=True)],
+        3,
+    ),
+    "traces_agree": Fuzzed(
+        [
+            *("v0 = a0.movedim(0, -1)", "v1 = F.pad(v0, [2, 0], value=0.5)", "v2 = F.glu(v0, 2)"),
+            "v3 = torch.addcmul(v1, v1, v2, value=0.5)",
+        ],
+        [Input("a0", (2, 1, 0), "S(0)", {0: [1, 1]}, grad=True)],
+        2,
+    ),
+    "symbols_by_both_names": inputs_with_gradients,
+}
+"""By patch, a program that needs it."""
+
+WITHOUT_A_PROGRAM = {
+    "no_donated_buffers": "torch before 2.15 does not repeat waits",
+    "clamped_ends": "it was written for `test_modes_of_images_that_are_cut_along_their_height`; nothing smaller is known",
+    "decisions_where_guards_are_suppressed": "not found: products, batched products, convolutions of both precisions, permuted blocks",
+    "symbols_of_blocks": "not found: blocks that are as large as other dims, with cuts that a run gives",
+}
+"""Patches of which no program is known that goes wrong with the torch that is installed, and why."""
+
+
+@contextlib.contextmanager
+def compiled_anew() -> Iterator[None]:
+    """Without what was compiled before, in this process or another."""
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
+    torch._dynamo.reset()
+
+
+def _needed(name: str) -> bool:
+    """Whether a patch is about the installed version of torch."""
+    versions = next(p.versions for p in PATCHES if p.name == name)
+    first, _, last = versions.partition(" - ")
+    low, high = (tuple(map(int, v.split("."))) for v in (first, last or first))
+    return low <= TORCH <= high
+
+
+def test_every_patch_has_a_program() -> None:
+    assert {p.name for p in PATCHES} == SCENES.keys() | WITHOUT_A_PROGRAM.keys()
+    assert not SCENES.keys() & WITHOUT_A_PROGRAM.keys()
+
+
+def test_every_patch_says_what_it_is_for() -> None:
+    for patch in PATCHES:
+        assert patch.reason.endswith((".", '"')) and len(patch.upstream) > 20 and patch.what and patch.versions
+
+
+def test_there_is_no_other_patch() -> None:
+    with pytest.raises(KeyError), patches.left_out("another"):
+        pass
+
+
+@pytest.mark.parametrize("name", often(list(SCENES), 2))
+def test_right_with_it(name: str) -> None:
+    with compiled_anew():
+        assert SCENES[name]() == RIGHT
+
+
+@pytest.mark.parametrize("name", often(list(SCENES), 2))
+def test_wrong_without_it(name: str) -> None:
+    if not _needed(name):
+        pytest.skip(f"torch {torch.__version__} is said not to need it")
+    with compiled_anew(), patches.left_out(name):
+        try:
+            told = SCENES[name]()
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+    assert told != RIGHT, f"torch {torch.__version__} no longer needs the patch {name}: take it out"
