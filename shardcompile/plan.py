@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from shardcompile.compat import coordinate, forget_with_world, size_hint
 from shardcompile.errors import RedistributeError
-from shardcompile.layout import Cut, IntLike, Layout
+from shardcompile.layout import Apart, Cut, IntLike, Layout, has_runs
 
 _T = TypeVar("_T")
 StepKind = Literal["all_gather_v", "reduce_scatter_v", "all_reduce", "all_to_all_v", "fetch_ranges", "take_block"]
@@ -56,11 +56,15 @@ class Plan:
         src: layout before.
         dst: layout after.
         steps: in order; none if both lay the data out alike.
+        apart: how the block is seen while the steps are taken, if dims are taken apart for them.
+        parts: the plans of which it is made, one after the other, if it is.
     """
 
     src: Layout
     dst: Layout
     steps: tuple[Step, ...]
+    apart: Apart | None = None
+    parts: tuple[Plan, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -99,9 +103,27 @@ def find_plan(src: Layout, dst: Layout) -> Plan:
     """
     if src is dst:
         return Plan(src, dst, ())
+    if has_runs(src) or has_runs(dst):
+        return _plan_of_runs(src, dst)
     if src.is_traced or dst.is_traced:
         return _search(src, dst)
     return _search_cached(src, dst)
+
+
+def _plan_of_runs(src: Layout, dst: Layout) -> Plan:
+    """The steps where leading dims were flattened into cut ones: with those apart."""
+    _check_meaningful(src, dst)
+    cuts = [(a.runs if a else 0, b.runs if b else 0) for a, b in zip(src.cuts, dst.cuts, strict=True)]
+    if all(a == b for a, b in cuts if a and b):
+        apart = Apart(tuple(max(a, b, 1) for a, b in cuts))
+        return Plan(src, dst, find_plan(apart.layout(src), apart.layout(dst)).steps, apart)
+    # What is cut in two ways of which one crosses the other goes through the whole dim.
+    whole = src
+    for dim, (a, b) in enumerate(cuts):
+        if a and b and a != b:
+            whole = whole.gathered(dim)
+    parts = (find_plan(src, whole), find_plan(whole, dst))
+    return Plan(src, dst, (*parts[0].steps, *parts[1].steps), parts=parts)
 
 
 @lru_cache(maxsize=1 << 14)

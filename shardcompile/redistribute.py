@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import Decoded, Pending, block_size, reductions
+from shardcompile.collectives import Decoded, Pending, block_shape, block_size, reductions
 from shardcompile.collectives.gathers import ALL_GATHER_V, REDUCE_SCATTER_V, AllGatherV, ReduceScatterV
 from shardcompile.collectives.own_blocks import TAKE_BLOCK, TakeBlock
 from shardcompile.collectives.ranges import FETCH_RANGES, Ranges
 from shardcompile.collectives.turns import ALL_TO_ALL_V, AllToAllV
-from shardcompile.layout import Cut, GroupCut, Layout
+from shardcompile.layout import Apart, Cut, GroupCut, Layout
 from shardcompile.plan import Plan, Step
 
 
@@ -26,6 +26,12 @@ def run_plan(plan: Plan, local: Tensor, *, async_op: bool = False) -> Tensor:
         local: this rank's block in the layout `plan.src`.
         async_op: leave the last collective for the caller to wait for.
     """
+    if plan.parts:
+        for part in plan.parts:
+            local = run_plan(part, local)
+        return local
+    if plan.apart is not None:
+        return _run_apart(plan, plan.apart, local)
     for step in plan.steps:
         if step.kind == "take_block":
             local = _take_block(step, local)
@@ -34,6 +40,20 @@ def run_plan(plan: Plan, local: Tensor, *, async_op: bool = False) -> Tensor:
         pending = _run_noted(step, local) if compat.is_traced() else _start(step, local, unfinished)
         local = pending.result() if unfinished else pending.wait()
     return local
+
+
+def _run_apart(plan: Plan, apart: Apart, local: Tensor) -> Tensor:
+    """The steps of a plan for a block with dims apart, which are put together again afterwards."""
+    if not plan.steps:
+        return local
+    src, dst = apart.layout(plan.src), apart.layout(plan.dst)
+    moved = run_plan(Plan(src, dst, plan.steps), _reshaped(local, apart.shape(local.shape)))
+    return _reshaped(moved, block_shape(plan.dst))
+
+
+def _reshaped(x: Tensor, shape: Sequence[int | torch.SymInt]) -> Tensor:
+    """In a trace `reshape` asks for the sizes of blocks."""
+    return torch.ops.aten.view.default(x.clone(memory_format=torch.contiguous_format), list(shape))
 
 
 def _run_noted(step: Step, x: Tensor) -> Pending | Decoded:

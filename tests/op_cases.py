@@ -916,6 +916,100 @@ def _factories() -> list[Case]:
     ]
 
 
+def _einsums() -> list[Case]:
+    a, b, w = F(2, 5, 4), F(2, 4, 3), P(4, 3)
+    modes, complex_weight = F(2, 3, 4, dtype=torch.complex128), F(3, 3, 4, dtype=torch.complex128)
+    return [
+        case("einsum of rows", lambda x, y: torch.einsum("nsc,cd->nsd", x, y), a, w),
+        case("einsum turned", lambda x, y: torch.einsum("nsc,cd->dsn", x, y), a, w),
+        case("einsum with a batch", lambda x, y: torch.einsum("nsc,ncd->nsd", x, y), a, b),
+        case("einsum with dots", lambda x, y: torch.einsum("...c,cd->...d", x, y), a, w),
+        case("einsum of both with dots", lambda x, y: torch.einsum("...sc,...cd->...ds", x, y), a, b),
+        case("einsum to a number", lambda x, y: torch.einsum("nsc,nsc->", x, y), a, F(2, 5, 4)),
+        case("einsum of outer products", lambda x, y: torch.einsum("nsc,m->mnsc", x, y), a, F(3)),
+        case("einsum of complex numbers", lambda x, y: torch.einsum("bix,iox->box", x, y), modes, complex_weight),
+        case("einsum of conjugates", lambda x, y: torch.einsum("bix,iox->box", x.conj(), y.conj()), modes, complex_weight),
+        case("einsum of one", lambda x: torch.einsum("nsc->cn", x), a),
+        case("einsum with a diagonal", lambda x, y: torch.einsum("nsc,nn->sc", x, y), a, F(2, 2)),
+        case("einsum that broadcasts", lambda x, y: torch.einsum("nsc,nsd->ncd", x, y), a, F(2, 1, 3)),
+        case("einsum that sums in one", lambda x, y: torch.einsum("nsc,cd->nd", x, y), a, w),
+        case("einsum without an arrow", lambda x, y: torch.einsum("nsc,cd", x, y), a, w),
+        case("einsum error", lambda x, y: torch.einsum("nsc,d->nsd", x, y.sum(0, keepdim=True)), a, w),
+    ]  # fmt: skip
+
+
+def _joined() -> list[Case]:
+    """Views that flatten leading dims, and what ops do with them."""
+    x, w = F(2, 5, 4), P(4, 3)
+    return [
+        case("flat rows times a matrix", lambda x, w: (x.view(-1, 4) @ w).view(2, 5, 3), x, w),
+        case("flat rows", lambda x: x.view(-1, 4), x),
+        case("flat", lambda x: x.reshape(-1).sin(), x),
+        case("flat rows sliced", lambda x: x.view(-1, 4)[3:8] * 2, x),
+        case("flat rows, one of them", lambda x: x.view(-1, 4)[6].sin(), x),
+        case("flat rows summed up", lambda x: x.view(-1, 4).sum(0), x),
+        case("flat rows added up one by one", lambda x: x.view(-1, 4).cumsum(0), x),
+        case("softmax of flat rows", lambda x: x.view(-1, 4).softmax(0), x),
+        case("places of the largest", lambda x: x.view(-1, 4).argmax(0), x),
+        case("flat rows split", lambda x: torch.cat(x.view(-1, 4).split([3, 7])[::-1]), x),
+        case("flat rows by number", lambda x: x.view(-1, 4)[torch.tensor([0, 9, 4])], x),
+        case("flat rows by mask", lambda x: x.view(-1, 4)[torch.arange(10) % 3 == 0], x),
+        case("flat rows plus others", lambda x, y: x.view(-1, 4) + y, x, F(10, 4)),
+        case("flat rows and plain ones", lambda x: x.view(-1, 4) * torch.arange(40.0).view(10, 4), x),
+        case("flat rows turned", lambda x: x.view(-1, 4).t().contiguous().sin(), x),
+        case("flat rows padded", lambda x: nnf.pad(x.view(-1, 4), (0, 0, 1, 2)), x),
+        case("flat rows flipped", lambda x: x.view(-1, 4).flip(0), x),
+        case("flat rows sorted", lambda x: x.view(-1, 4).sort(0)[0], x),
+        case("flat rows, put together otherwise", lambda x: x.view(-1, 4).view(5, 2, 4).sin(), x),
+        case("flat rows with a dim in front", lambda x: x.view(1, -1, 4).transpose(0, 1).sin(), x),
+        case("flat twice", lambda x: x.view(2, -1).view(-1).cos().view(10, 4), x),
+        case("three dims flat", lambda x: x.view(-1, 2).exp().view(3, 10).sin(), F(3, 5, 2)),
+        case("flat rows written to", lambda x: _writes_rows(x), x),
+        case("a part of flat rows written to", lambda x: _writes_part(x), x),
+        case("flat rows with themselves", lambda x: x.view(-1, 4) @ x.view(-1, 4).t(), x),
+        case("flat rows, detached", lambda x: x.view(-1, 4).detach() + x.view(-1, 4), x),
+        case("dropped out", lambda x: nnf.dropout(x.view(-1, 4), 0.0), x),
+        case("windows of flat rows", lambda x: x.view(-1, 4).unfold(0, 3, 2).sin(), x),
+    ]  # fmt: skip
+
+
+def _writes_rows(x: Tensor) -> Tensor:
+    y = x * 1
+    y.view(-1, 4).mul_(2)
+    y.view(-1, 4)[:, 1] = 3
+    return y
+
+
+def _writes_part(x: Tensor) -> Tensor:
+    y = x * 1
+    y.view(-1, 4)[2:7].add_(1)
+    y.view(-1, 4)[4] = 0
+    return y * 2
+
+
+def _fourier() -> list[Case]:
+    modes, image = F(5, 4, dtype=torch.complex128), F(3, 5, 4)
+    return [
+        case("fft", lambda x: torch.fft.fft(x, dim=0), F(5, 4)),
+        case("rfft", lambda x: torch.fft.rfft(x), F(5, 4)),
+        case("irfft", lambda x: torch.fft.irfft(torch.fft.rfft(x)), F(5, 4)),
+        case("fft of complex numbers", lambda x: torch.fft.fft(x, dim=0, norm="ortho"), modes),
+        case("ifft2", lambda x: torch.fft.ifft2(x), modes),
+        case("irfft of few modes", lambda x: torch.fft.irfft(x, n=5, dim=1), modes),
+        case("rfft2", lambda x: torch.fft.rfft2(x), image),
+        case("rfft2 of other dims", lambda x: torch.fft.rfft2(x, dim=(2, 0), norm="ortho"), image),
+        case("rfft2 of other extents", lambda x: torch.fft.rfft2(x, s=(3, 6)), image),
+        case("rfftn", lambda x: torch.fft.rfftn(x, norm="forward"), image),
+        case("rfft error", lambda x: torch.fft.rfft(x, dim=4), image),
+        case("rfft of nothing error", lambda x: torch.fft.rfft(x, n=0), image),
+        case("irfft2", lambda x: torch.fft.irfft2(x, s=(4, 5), dim=(0, 1)), modes),
+        case("hfft", lambda x: torch.fft.hfft(x, dim=0), modes),
+        case("fftn of one number", lambda x: torch.fft.fftn(x), F(1, 1)),
+        case("there and back", lambda x: torch.fft.irfft2(torch.fft.rfft2(x).sin(), s=(5, 4)) * x, image),
+        case("fftshift", lambda x: torch.fft.fftshift(torch.fft.fft2(x)), image),
+    ]
+
+
 def _without_rules() -> list[Case]:
     square = F(4, 4, kind="regular")
     image = F(3, 2, 6, 5)
@@ -926,9 +1020,6 @@ def _without_rules() -> list[Case]:
         case("svdvals", torch.linalg.svdvals, F(5, 4)),
         case("qr", lambda x: torch.linalg.qr(x)[1].abs(), F(5, 4)),
         case("cholesky", lambda x: torch.linalg.cholesky(x @ x.t() + 4 * torch.eye(4, dtype=x.dtype)), F(4, 3)),
-        case("fft", lambda x: torch.fft.fft(x, dim=0), F(5, 4)),
-        case("rfft", lambda x: torch.fft.rfft(x), F(5, 4)),
-        case("irfft", lambda x: torch.fft.irfft(torch.fft.rfft(x)), F(5, 4)),
         case("conv2d", nnf.conv2d, image, P(4, 2, 3, 3), P(4)),
         case("conv2d padded", lambda x, w: nnf.conv2d(x, w, padding=1, stride=2), image, P(4, 2, 3, 3)),
         case("conv1d", nnf.conv1d, F(3, 2, 7), P(4, 2, 3)),
@@ -1003,6 +1094,9 @@ FAMILIES: dict[str, list[Case]] = {
     "deeper": _deeper(),
     "scans": _scans(),
     "factories": _factories(),
+    "Fourier transforms": _fourier(),
+    "einsums": _einsums(),
+    "flattened dims": _joined(),
     "without rules": _without_rules(),
     "out": _outs(),
 }

@@ -59,7 +59,7 @@ class Held:
         block: Tensor = x._local_tensor if isinstance(x, ShardTensor) else x
         block = block.detach()
         data = block.numpy().tobytes()
-        layout = x.sharding.describe() if isinstance(x, ShardTensor) else "plain"
+        layout = x._spec.layout.describe() if isinstance(x, ShardTensor) else "plain"
         return Held(layout, str(block.dtype), tuple(block.shape), block.stride(), data)
 
 

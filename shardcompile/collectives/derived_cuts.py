@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ def derive(
         not known, both hold symbols.
     """
     like = next(c for c in cuts if isinstance(c, Cut))
+    for c in cuts:
+        if isinstance(c, Cut):
+            c.check_in_one_piece()
     if isinstance(extent, int) and extent == 0:  # a trace would learn that its block is 0, and take that for a guess
         return Cut.of_sizes(like.mesh_dims, like.parts, (0,) * math.prod(like.parts), "fixed"), 0
     known = all(isinstance(c, int) if not isinstance(c, Cut) else c.blocks is not None for c in cuts)
@@ -42,7 +46,7 @@ def derive(
         sizes, rows = DERIVATIONS[how]([c.sizes if isinstance(c, Cut) else (int(c),) for c in cuts], *numbers)
         fixed = all(c.kind == "fixed" for c in cuts if isinstance(c, Cut)) or compat.is_compiling()
         cut = Cut.of_sizes(like.mesh_dims, like.parts, sizes, "fixed" if fixed else "dynamic")
-        return cut, rows[cut.block_index(compat.coordinate(mesh) or ())]
+        return replace(cut, home=like.home), rows[cut.block_index(compat.coordinate(mesh) or ())]
     groups = ",".join(compat.group_name_of(mesh, m) for m in like.mesh_dims)
     code = [n for c in cuts for n in _code(c)]
     # What makes this part of a trace. Of a chunk cut that may be the block alone, where the extent is known.
@@ -50,7 +54,7 @@ def derive(
         n for n in (*code, *numbers, *(c.block for c in cuts if isinstance(c, Cut))) if isinstance(n, torch.SymInt)
     ]
     key, block, row = _symbols(how, list(numbers), code, list(like.parts), groups, extent, symbols[0])
-    return Cut.traced(like.mesh_dims, like.parts, extent, key, block), row
+    return replace(Cut.traced(like.mesh_dims, like.parts, extent, key, block), home=like.home), row
 
 
 def block_size(cut: Cut, mesh: DeviceMesh) -> IntLike:
@@ -64,7 +68,7 @@ def block_size(cut: Cut, mesh: DeviceMesh) -> IntLike:
         known = compat.first_input_size(_name_of_block(cut, mesh), cut.extent)
         if known is not None:
             return known
-    block = derive("located", [cut], [], cut.extent, mesh)[0].block
+    block = derive("located", [replace(cut, runs=1)], [], cut.extent, mesh)[0].block
     if block is None:  # of a dim without rows the blocks are known
         return 0
     return block

@@ -25,6 +25,7 @@ from shardcompile.ops.choice import Choice, OutputPlan, choose
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.strides import may_be_mistold
+from shardcompile.ops.view.joined import any_joined, of_neighbours, view_of_neighbours
 from shardcompile.sharded import Sharded
 
 _BY_TORCH = "torch's decomposition"
@@ -35,6 +36,8 @@ def decide(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs:
     check_collective(op, args, kwargs)
     record = record_of(op)
     form = record.sharded
+    if any_joined([*args, *kwargs.values()]) and _needs_neighbours(cls, record, args, kwargs):
+        return Composed((view_of_neighbours if op.is_view else of_neighbours)(op))
     if form is not None and form.always:
         return Composed(form.run, None, _strides_of_form(op, form, args, kwargs))
     if record.is_random:
@@ -49,6 +52,19 @@ def decide(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs:
     # What is gathered, or done by the functional form, is looked at there.
     looked_at = record.indices is not None and not isinstance(entry, (Gathered, Written))
     return Checked(record, entry) if looked_at else entry
+
+
+def _needs_neighbours(
+    cls: type[Sharded], record: OpRecord, args: tuple[object, ...], kwargs: dict[str, object]
+) -> bool:
+    """Whether a form that is no rule's would take the rows of a block for neighbours."""
+    if record.sharded is None or record.op._schema.is_mutable:
+        return False
+    if record.sharded.always or record.rule is None:
+        return True
+    call = describe(cls, record.op, args, kwargs)
+    choice = choose(_layouts(call), record.rule.ways(call), len(record.op._schema.returns))
+    return choice is None or choice.communicates
 
 
 def _decide_functional(

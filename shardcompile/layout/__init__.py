@@ -16,6 +16,8 @@ from shardcompile.layout.layout import Layout as Layout
 from shardcompile.layout.layout import normalize_placements as normalize_placements
 from shardcompile.layout.mesh import Mesh as Mesh
 from shardcompile.layout.mesh import MeshShape as MeshShape
+from shardcompile.layout.runs import Apart as Apart
+from shardcompile.layout.runs import has_runs as has_runs
 from shardcompile.layout.spec import Spec as Spec
 from shardcompile.layout.spec import contiguous_stride as contiguous_stride
 from shardcompile.layout.spec import dense_stride as dense_stride

@@ -129,6 +129,9 @@ class Cut:
         scale: elements of this dim for one of `key`'s; more than 1 where trailing dims were flattened into the dim.
         carrier: while tracing, the tensor whose shape brought the key into the graph; not part of the value.
         origin: of the cut of a slice: the cut of what was sliced, first row and step. A gradient finds its way back.
+        home: of the cut of a dim that was cut in place of another one: the cut that this other one had.
+        runs: of how many stretches of one extent the dim is made, one after the other, each divided in the same way;
+            more than 1 where leading dims were flattened into the dim. A block then has rows of each of them.
     """
 
     kind: Kind
@@ -142,6 +145,8 @@ class Cut:
     scale: int = 1
     carrier: object = field(default=None, compare=False, repr=False)
     origin: tuple[Cut, IntLike, int] | None = field(default=None, repr=False)
+    home: Cut | None = field(default=None, repr=False)
+    runs: int = 1
 
     @staticmethod
     def chunk(mesh_dims: Sequence[int], parts: Sequence[int], extent: IntLike) -> Cut:
@@ -182,6 +187,16 @@ class Cut:
         return self.blocks is None
 
     @property
+    def has_symbols(self) -> bool:
+        """Whether it, or the cut that it remembers, is made of symbols.
+
+        A chunk cut of a known extent knows its sizes, and in a trace also the symbol of this rank's block.
+        """
+        if self.blocks is None or isinstance(self.block, torch.SymInt):
+            return True
+        return self.home is not None and (isinstance(self.home.extent, torch.SymInt) or self.home.has_symbols)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Sizes of all blocks, outermost mesh dim slowest.
 
@@ -219,10 +234,36 @@ class Cut:
 
     def offset(self, coordinate: Sequence[int]) -> int:
         """Where the block at a mesh coordinate starts in the global dim."""
+        self.check_in_one_piece()
         return sum(self.sizes[: self.block_index(coordinate)])
+
+    def check_in_one_piece(self) -> None:
+        """Raise where a block is taken for neighbouring rows and is none.
+
+        Raises:
+            LayoutError: the dim was made of others of which not the first is cut.
+        """
+        if self.runs > 1:
+            raise LayoutError(
+                f"blocks of {self.describe()} are no neighbouring rows: the dim was made of several, of which the "
+                "first one is not cut. Take this of the tensor before it was flattened, or redistribute() it first"
+            )
+
+    def joined(self, runs: int) -> Cut:
+        """The cut of a dim into which a leading one was flattened, of extent `runs`."""
+        return self if runs == 1 else replace(self.scaled(runs), runs=self.runs * runs, origin=None)
+
+    def parted(self, runs: int) -> Cut:
+        """The way back: the cut of one of `runs` stretches."""
+        if runs == 1:
+            return self
+        cut = replace(self, runs=self.runs // runs).unscaled(runs)
+        assert cut is not None, "a joined dim has as many rows of each stretch"
+        return cut
 
     def coarsen(self) -> Cut | None:
         """The cut that is left when the innermost mesh dim is gathered; None if nothing is."""
+        self.check_in_one_piece()
         if len(self.mesh_dims) == 1:
             return None
         outer, parts, count = self.mesh_dims[:-1], self.parts[:-1], self.parts[-1]
@@ -243,9 +284,25 @@ class Cut:
         if self.kind == "chunk":
             if blocks is None:
                 raise LayoutError("a chunk cut of a symbolic extent cannot be flattened with trailing dims")
-            return Cut.of_sizes(self.mesh_dims, self.parts, blocks, "fixed")
-        scale = self.scale * factor
-        return replace(self, extent=self.extent * factor, blocks=blocks, block=block, scale=scale, origin=None)
+            return replace(Cut.of_sizes(self.mesh_dims, self.parts, blocks, "fixed"), home=self.home, runs=self.runs)
+        scale, origin = self.scale * factor, self._scaled_origin(factor)
+        return replace(self, extent=self.extent * factor, blocks=blocks, block=block, scale=scale, origin=origin)
+
+    def _scaled_origin(self, factor: int) -> tuple[Cut, IntLike, int] | None:
+        """Rows one after the other stay so when each becomes several."""
+        if self.origin is None or self.origin[2] != 1 or self._is_unknown_chunk(self.origin[0]):
+            return None
+        return self.origin[0].scaled(factor), self.origin[1] * factor, 1
+
+    def _unscaled_origin(self, factor: int) -> tuple[Cut, IntLike, int] | None:
+        if self.origin is None or self.origin[2] != 1:
+            return None
+        base, start = self.origin[0].unscaled(factor), self.origin[1]
+        return None if base is None else (base, start // factor, 1)
+
+    @staticmethod
+    def _is_unknown_chunk(cut: Cut) -> bool:
+        return cut.kind == "chunk" and cut.blocks is None
 
     def _block_as(self, formula: Callable[[IntLike], IntLike]) -> IntLike | None:
         block = self.block
@@ -257,16 +314,17 @@ class Cut:
         """The cut of the leading dim when `factor` trailing elements are split off; None if a block would split."""
         if factor == 1:
             return self
-        if self.kind != "chunk" and self.scale % factor == 0:
+        if self.kind != "chunk" and self.scale % (factor * self.runs) == 0:
             blocks = None if self.blocks is None else tuple(b // factor for b in self.blocks)
             block = self._block_as(lambda block: block // factor)
             scale = self.scale // factor
-            extent = self.extent // factor
-            return replace(self, extent=extent, blocks=blocks, block=block, scale=scale, origin=None)
-        if self.blocks is None or any(b % factor for b in self.blocks):
+            extent, origin = self.extent // factor, self._unscaled_origin(factor)
+            return replace(self, extent=extent, blocks=blocks, block=block, scale=scale, origin=origin)
+        if self.blocks is None or any(b % (factor * self.runs) for b in self.blocks):
             return None
         kind: Kind = "fixed" if self.kind == "chunk" else self.kind
-        return Cut.of_sizes(self.mesh_dims, self.parts, [b // factor for b in self.blocks], kind)
+        cut = Cut.of_sizes(self.mesh_dims, self.parts, [b // factor for b in self.blocks], kind)
+        return replace(cut, home=self.home, runs=self.runs)
 
     def prefix(self, depth: int) -> Cut | None:
         """The cut over the first `depth` mesh dims only."""
@@ -292,7 +350,9 @@ class Cut:
         if other is None or self.mesh_dims != other.mesh_dims or self.parts != other.parts:
             return False
         if self.blocks is not None and other.blocks is not None:
-            return self.blocks == other.blocks
+            return self.blocks == other.blocks and self.runs == other.runs
+        if self.runs != other.runs:
+            return False
         if self.kind == other.kind == "chunk":
             return compat.same_symbol(self.extent, other.extent)
         if (self.inner, self.scale) != (other.inner, other.scale) or "chunk" in (self.kind, other.kind):
@@ -308,6 +368,7 @@ class Cut:
 
     def group_ref(self, coordinate: Sequence[int]) -> GroupCut:
         """What a collective over the innermost mesh dim needs to know, for the group at a mesh coordinate."""
+        self.check_in_one_piece()
         count = self.parts[-1]
         # With one mesh dim there is one group: a trace that need not know the rank serves all of them.
         first = self.block_index(coordinate) // count * count if len(self.parts) > 1 else 0
@@ -325,7 +386,8 @@ class Cut:
 
     def describe(self) -> str:
         """Sizes as text, e.g. ``[3,5]``; ``[?]`` while tracing."""
-        return "[?]" if self.blocks is None else f"[{','.join(map(str, self.blocks))}]"
+        runs = "" if self.runs == 1 else f"{self.runs}x"
+        return f"{runs}[?]" if self.blocks is None else f"{runs}[{','.join(str(b // self.runs) for b in self.blocks)}]"
 
 
 def _restored(known: tuple[int, ...] | None, *values: Any) -> Cut:

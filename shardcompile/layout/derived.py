@@ -10,6 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
+from shardcompile.layout.cut import chunk_sizes
+
 Sizes = tuple[int, ...]
 
 
@@ -156,6 +158,17 @@ def shifted(cuts: Sequence[Sizes], by: int, around: int) -> tuple[Sizes, Sizes]:
     return tuple(0 if i is None else sizes[i] for i in whose), tuple(0 if i is None else starts[i] for i in whose)
 
 
+def divided(cuts: Sequence[Sizes], extent: int) -> tuple[Sizes, Sizes]:
+    """Another dim of `extent` rows in as many blocks, as `torch.chunk` divides it, and where each block starts.
+
+    >>> divided([(3, 0, 5)], 4)
+    ((2, 2, 0), (0, 2, 4))
+    """
+    (sizes,) = cuts
+    found = chunk_sizes(extent, len(sizes))
+    return found, tuple(_starts(found))
+
+
 DERIVATIONS: dict[str, Callable[..., tuple[Sizes, Sizes]]] = {
     "sliced": sliced,
     "spread": spread,
@@ -167,5 +180,6 @@ DERIVATIONS: dict[str, Callable[..., tuple[Sizes, Sizes]]] = {
     "within": within,
     "ahead": ahead,
     "shifted": shifted,
+    "divided": divided,
 }
 """By name, as ops inside a graph call them."""

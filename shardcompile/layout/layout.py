@@ -59,8 +59,7 @@ class Layout:
         cuts: Sequence[Cut | None],
     ) -> None:
         parts = (mesh, tuple(placements), tuple(shape), dtype, tuple(cuts))
-        # A chunk cut of a known extent knows its sizes, and in a trace also the symbol of this rank's block.
-        traced = any(c is not None and (c.is_traced or isinstance(c.block, torch.SymInt)) for c in cuts)
+        traced = any(c is not None and c.has_symbols for c in cuts)
         traced = traced or not all(type(s) is int for s in shape)
         fix = object.__setattr__
         for name, value in zip(_PARTS, parts, strict=True):

@@ -2,6 +2,7 @@
 
 from shardcompile.ops.attention import sharded as attention
 from shardcompile.ops.foreach import sharded as foreach
+from shardcompile.ops.fourier import sharded as fourier
 from shardcompile.ops.index import additions, counts, in_range
 from shardcompile.ops.index import kernels as index_kernels
 from shardcompile.ops.index import rule as index_rule
@@ -12,6 +13,7 @@ from shardcompile.ops.matmul import sharded as matmul
 from shardcompile.ops.norm import group_norm
 from shardcompile.ops.norm import rule as norm_rule
 from shardcompile.ops.norm import sharded as norm
+from shardcompile.ops.pointwise import kernels as pointwise_kernels
 from shardcompile.ops.pointwise import rule as pointwise_rule
 from shardcompile.ops.random import sharded as random
 from shardcompile.ops.reduce import kernels as reduce_kernels
@@ -34,6 +36,7 @@ __all__ = [
     "counts",
     "diagonals",
     "foreach",
+    "fourier",
     "group_norm",
     "in_range",
     "index",
@@ -47,6 +50,7 @@ __all__ = [
     "norm",
     "norm_rule",
     "per_channel",
+    "pointwise_kernels",
     "pointwise_rule",
     "random",
     "reduce",

@@ -16,8 +16,9 @@ from torch.distributed.tensor.placement_types import Partial, Placement
 
 from shardcompile.dispatch.calls import replicated_spec
 from shardcompile.errors import LayoutError, RedistributeError
-from shardcompile.layout import Layout, Spec, contiguous_stride, dense_stride, normalize_placements
+from shardcompile.layout import Layout, Spec, contiguous_stride, dense_stride, has_runs, normalize_placements
 from shardcompile.ops.support.strides import in_order
+from shardcompile.ops.view.joined import layout_in_one_piece
 from shardcompile.plan import find_plan, target_layout
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded
@@ -61,6 +62,12 @@ def redistributed(x: Any, layout: Layout, async_op: bool = False, backward_dtype
     if x._spec.layout == layout:
         return x
     return Redistribute.apply(x, layout, async_op, backward_dtype)
+
+
+def in_one_piece(x: Any) -> Any:
+    """A tensor in blocks of neighbouring rows, differentiably; itself if it has these."""
+    layout = x._spec.layout
+    return redistributed(x, layout_in_one_piece(layout)) if has_runs(layout) else x
 
 
 def _resolved(x: Tensor) -> Tensor:

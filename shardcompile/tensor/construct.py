@@ -380,6 +380,9 @@ def agreed_metadata(
 def plain_parts(spec: Spec) -> tuple[object, ...]:
     """A spec as a mesh, placements and numbers, which `torch.load` reads without trusting the file."""
     layout = spec.layout
+    for c in layout.cuts:
+        if c is not None:
+            c.check_in_one_piece()
     cuts = [None if c is None else (c.kind, c.mesh_dims, c.sizes) for c in layout.cuts]
     return layout.mesh, list(layout.placements), layout.shape, spec.stride, cuts
 

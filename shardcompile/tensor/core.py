@@ -16,6 +16,7 @@ from shardcompile.dispatch import Handlers, clear_cache, dispatch
 from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpError
 from shardcompile.layout import Layout, Spec, contiguous_stride, normalize_placements
 from shardcompile.ops import CONDITIONS, FUNCTIONS
+from shardcompile.ops.view.joined import layout_in_one_piece
 from shardcompile.plan import target_layout
 from shardcompile.tensor import checkpoint, construct
 from shardcompile.tensor.arguments import (
@@ -27,7 +28,15 @@ from shardcompile.tensor.arguments import (
     wants_gradient,
     write_to_plain,
 )
-from shardcompile.tensor.autograd import FromLocal, Promote, Redistribute, ToLocal, gradient_layout, redistributed
+from shardcompile.tensor.autograd import (
+    FromLocal,
+    Promote,
+    Redistribute,
+    ToLocal,
+    gradient_layout,
+    in_one_piece,
+    redistributed,
+)
 from shardcompile.tensor.foreign import check_convertible, guard_wrappers
 from shardcompile.tensor.traced import Traced
 
@@ -154,7 +163,7 @@ class ShardTensor(Traced):
             RedistributeError: there is no meaningful way, e.g. to Partial.
             LayoutError: the placements or sizes do not fit the tensor or the mesh.
         """
-        now = self._spec.layout if forward_dtype is None else self._spec.layout.with_dtype(forward_dtype)
+        now = self.sharding if forward_dtype is None else self.sharding.with_dtype(forward_dtype)
         if device_mesh is not None and device_mesh != now.mesh:
             raise RedistributeError(
                 f"redistribution from mesh {now.mesh} to another mesh {device_mesh} is not supported; go through "
@@ -165,7 +174,7 @@ class ShardTensor(Traced):
             if isinstance(after, Partial) and before != after:
                 raise RedistributeError(f"Partial cannot be a target: {now.describe()} to {list(wanted)}")
         cuts = construct.stated_cuts(now, wanted, sharding_shapes, fixed=now.is_traced)
-        return redistributed(self, target_layout(now, wanted, cuts), async_op, backward_dtype)
+        return redistributed(in_one_piece(self), target_layout(now, wanted, cuts), async_op, backward_dtype)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's block. Differentiable.
@@ -177,13 +186,14 @@ class ShardTensor(Traced):
             RedistributeError: a reduction is pending, so that the block is a term and not a value.
             LayoutError: the blocks of `grad_placements` have other shapes.
         """
-        layout = self._spec.layout
+        layout = self.sharding
         if layout.is_partial:
             raise RedistributeError(
                 f"the block of {layout.describe()} is a term of a pending reduction, not a value; "
                 "redistribute to Replicate or Shard first, or take full_tensor()"
             )
-        return ToLocal.apply(self, None if grad_placements is None else gradient_layout(layout, grad_placements))
+        placed = None if grad_placements is None else gradient_layout(layout, grad_placements)
+        return ToLocal.apply(in_one_piece(self), placed)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor, as a plain one, on every rank. Differentiable.
@@ -211,7 +221,7 @@ class ShardTensor(Traced):
         """
         from torch.distributed.tensor import DTensor
 
-        layout = self._spec.layout
+        layout = self.sharding
         for dim, cut in enumerate(layout.cuts):
             if cut is None:
                 continue
@@ -221,7 +231,7 @@ class ShardTensor(Traced):
                     f"DTensor knows only torch.chunk's cut; dim {dim} of {layout.describe()} has another. First "
                     f"redistribute(sharding_shapes={{{cut.mesh_dims[-1]}: {list(chunk.sizes if chunk else ())}}})"
                 )
-        local = ToLocal.apply(self, None)
+        local = ToLocal.apply(in_one_piece(self), None)
         return DTensor.from_local(
             local, layout.mesh, layout.placements, run_check=False, shape=self.shape, stride=self.stride()
         )
@@ -231,7 +241,7 @@ class ShardTensor(Traced):
     @property
     def sharding(self) -> Layout:
         """Mesh, placements, global shape, dtype and all block sizes."""
-        return self._spec.layout
+        return layout_in_one_piece(self._spec.layout)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -241,7 +251,7 @@ class ShardTensor(Traced):
     @property
     def placements(self) -> tuple[Placement, ...]:
         """One for each mesh dim."""
-        return self._spec.layout.placements
+        return self.sharding.placements
 
     def offsets(self, mesh_dim: int | None = None) -> tuple[int, ...] | int:
         """Where this rank's block starts, in elements.
@@ -252,7 +262,7 @@ class ShardTensor(Traced):
         Raises:
             UnsupportedOpError: inside a compiled function, where one graph serves every cut.
         """
-        layout = self._spec.layout
+        layout = self.sharding
         if layout.is_traced:
             raise UnsupportedOpError(
                 f"offsets() of {layout.describe()} inside a compiled function: one graph serves every cut, and where "

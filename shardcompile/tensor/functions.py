@@ -16,10 +16,13 @@ from shardcompile.ops import state_function
 from shardcompile.sharded import Sharded
 from shardcompile.tensor import masks
 from shardcompile.tensor.arguments import align_gradient
+from shardcompile.tensor.autograd import in_one_piece
 from shardcompile.tensor.bags import embedding_bag
 from shardcompile.tensor.borders import pad
 from shardcompile.tensor.core import ShardTensor
 from shardcompile.tensor.cumulative import cumprod
+from shardcompile.tensor.einsum import einsum
+from shardcompile.tensor.fourier import FOURIER_FUNCTIONS
 from shardcompile.tensor.higher_order import teach_higher_order_ops
 
 aten = torch.ops.aten
@@ -170,25 +173,46 @@ def _tensor_split(func: Callable[..., object], x: object, *args: object, **kwarg
 
 
 _Tensor: Any = torch.Tensor
+
+
+def _of_neighbours(run: Any) -> Any:
+    """A function that looks at where the rows of a block are, on tensors whose blocks have neighbouring rows."""
+
+    def settled(func: Any, *args: Any, **kwargs: Any) -> Any:
+        given = torch.utils._pytree.tree_map_only(ShardTensor, in_one_piece, (args, kwargs))
+        return run(func, *given[0], **given[1])
+
+    return settled
+
+
 state_function([_Tensor.data.__set__], _set_data)
 state_function([_Tensor.tolist], _tolist)
 state_function([_Tensor.__format__], _formatted)
 state_function([_Tensor.numpy], _numpy)
 state_function([_Tensor.share_memory_, _Tensor.__dlpack__], _no_memory)
-state_function([_Tensor.tensor_split, torch.tensor_split], _tensor_split, aten.tensor_split)
+state_function([_Tensor.tensor_split, torch.tensor_split], _of_neighbours(_tensor_split), aten.tensor_split)
 state_function([_Tensor.__deepcopy__], _deep_copied)
 state_function([_Tensor.grad.__get__], _gradient)
 state_function([_Tensor.requires_grad_, _Tensor.requires_grad.__set__], _require_grad)
 state_function([aten._unsafe_view], _unsafe_view, aten._unsafe_view.default)
 state_function([torch.sgn, _Tensor.sgn], _sgn, aten.sgn.default)
-state_function([torch.nn.functional.scaled_dot_product_attention], _attend, aten.scaled_dot_product_attention.default)
-state_function([torch.nn.functional.embedding_bag], embedding_bag, aten._embedding_bag.default)
-state_function([torch.nn.functional.pad], pad, aten.pad.default)
-state_function([_Tensor.__getitem__], masks.getitem, when=lambda args: masks.is_mask(args[1]))
-state_function([_Tensor.masked_select, torch.masked_select], masks.masked_select, aten.masked_select.default)
-state_function([_Tensor.nonzero, torch.nonzero], masks.nonzero, aten.nonzero.default)
-state_function([torch.cumprod, _Tensor.cumprod], cumprod, aten.cumprod.default)
+state_function(
+    [torch.nn.functional.scaled_dot_product_attention],
+    _of_neighbours(_attend),
+    aten.scaled_dot_product_attention.default,
+)
+state_function([torch.nn.functional.embedding_bag], _of_neighbours(embedding_bag), aten._embedding_bag.default)
+state_function([torch.nn.functional.pad], _of_neighbours(pad), aten.pad.default)
+state_function([_Tensor.__getitem__], _of_neighbours(masks.getitem), when=lambda args: masks.is_mask(args[1]))
+state_function(
+    [_Tensor.masked_select, torch.masked_select], _of_neighbours(masks.masked_select), aten.masked_select.default
+)
+state_function([_Tensor.nonzero, torch.nonzero], _of_neighbours(masks.nonzero), aten.nonzero.default)
+state_function([torch.cumprod, _Tensor.cumprod], _of_neighbours(cumprod), aten.cumprod.default)
 state_function([torch.nn.functional.linear], _product, aten.linear.default)
 state_function([torch.matmul, _Tensor.matmul, _Tensor.__matmul__], _product, aten.matmul.default)
+state_function([torch.einsum, torch._C._VariableFunctions.einsum], einsum, aten.einsum.default)  # type: ignore[attr-defined]
+for _function, _run in FOURIER_FUNCTIONS.items():
+    state_function([_function], _run)
 for _op, _refuse in teach_higher_order_ops(ShardTensor).items():
     state_function([_op], _refuse)

@@ -17,8 +17,8 @@ from shardcompile import compat
 from shardcompile.collectives import note_block
 from shardcompile.layout import Cut, IntLike, Layout, Spec, order_of, sizes_of_key
 
-CutKind = tuple[int, str, tuple[int, ...], int, int, tuple[int, ...]]
-"""Tensor dim, kind, mesh dims, inner, scale, and the sizes of a fixed cut."""
+CutKind = tuple[int, str, tuple[int, ...], int, int, tuple[int, ...], int]
+"""Tensor dim, kind, mesh dims, inner, scale, the sizes of a fixed cut, and runs."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def intern_metadata(
 def metadata_of(layout: Layout, copied: bool = False) -> Metadata:
     """The metadata of a layout, and whether the block is a copy that has to follow another tensor."""
     cuts = tuple(
-        (d, c.kind, c.mesh_dims, c.inner, c.scale, c.sizes if c.kind == "fixed" else ())
+        (d, c.kind, c.mesh_dims, c.inner, c.scale, c.sizes if c.kind == "fixed" else (), c.runs)
         for d, c in enumerate(layout.cuts)
         if c is not None
     )
@@ -147,7 +147,12 @@ def spec_from_parts(
 
 
 def _cut(metadata: Metadata, parts_of: CutKind, key: IntLike, extent: IntLike, local: Tensor) -> Cut:
-    dim, kind, mesh_dims, inner, scale, sizes = parts_of
+    cut = _cut_in_one_piece(metadata, parts_of, key, extent, local)
+    return cut if parts_of[-1] == 1 else replace(cut, runs=parts_of[-1])
+
+
+def _cut_in_one_piece(metadata: Metadata, parts_of: CutKind, key: IntLike, extent: IntLike, local: Tensor) -> Cut:
+    dim, kind, mesh_dims, inner, scale, sizes, _ = parts_of
     parts = [metadata.mesh.shape[m] for m in mesh_dims]
     if kind == "fixed":
         return Cut.of_sizes(mesh_dims, parts, sizes, "fixed")

@@ -104,7 +104,7 @@ def block_problems(x: object) -> list[str]:
     """In what a sharded tensor's block does not fit its layout."""
     if not isinstance(x, ShardTensor):
         return []
-    layout, local = x.sharding, x._local_tensor
+    layout, local = x._spec.layout, x._local_tensor
     expected = layout.local_shape(layout.mesh.get_coordinate())
     problems = []
     if tuple(local.shape) != tuple(expected) or local.dtype != layout.dtype:

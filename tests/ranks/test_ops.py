@@ -38,6 +38,9 @@ COMPILED = {
     "scans": 4,
     "bags": 4,
     "factories": 5,
+    "Fourier transforms": 5,
+    "einsums": 5,
+    "flattened dims": 7,
     "without rules": 6,
     "out": 4,
 }

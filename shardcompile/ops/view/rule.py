@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -107,7 +109,7 @@ def _view(call: OpCall) -> Iterable[Strategy]:
             for n, i in enumerate(ins):  # any would do; a view to the same shape keeps its layout
                 yield from (along([i], [j]) for j in sorted(outs, key=lambda j: outs.index(j) != n))
         else:
-            yield from _view_group(src, dst, ins, outs)
+            yield from _view_group(src, dst, ins, outs, call.op is not aten.reshape.default)
     yield from (partial([op], [op]) for op in REDUCE_OPS)
 
 
@@ -125,19 +127,37 @@ def _joined_ones(groups: Iterable[tuple[list[int], list[int]]]) -> Iterable[tupl
             yield ins, outs
 
 
-def _view_group(src: Sequence[IntLike], dst: Sequence[IntLike], ins: list[int], outs: list[int]) -> Iterable[Strategy]:
-    """The leading dim of a group stays cut; the trailing ones scale its blocks."""
-    below, above = _numel([src[d] for d in ins[1:]]), _numel([dst[d] for d in outs[1:]])
+def _view_group(
+    src: Sequence[IntLike], dst: Sequence[IntLike], ins: list[int], outs: list[int], joins: bool
+) -> Iterable[Strategy]:
+    """A cut dim stays cut; trailing dims scale its blocks, leading ones give them rows of several stretches.
+
+    Args:
+        src: shape before.
+        dst: shape after.
+        ins: the dims that become `outs`.
+        outs: those.
+        joins: whether a block may have rows that are no neighbours.
+    """
     if len(ins) == len(outs) == 1:
         yield along([ins[0]], [outs[0]])
-    elif isinstance(below, int) and isinstance(above, int):
+        return
+    for i, o in itertools.product(range(len(ins)), range(len(outs))):
+        around = _numel([src[d] for d in ins[:i]]), _numel([src[d] for d in ins[i + 1 :]])
+        within = _numel([dst[d] for d in outs[:o]]), _numel([dst[d] for d in outs[o + 1 :]])
+        if (joins or i == o == 0) and all(isinstance(n, int) for n in (*around, *within)):
+            yield along([ins[i]], [outs[o]], functools.partial(_through_view, around, within, joins))
 
-        def on_cut(cut: Cut) -> Cut | None:
-            if cut.kind == "chunk" and cut.is_traced:
-                return None
-            return cut.scaled(below).unscaled(above)
 
-        yield along([ins[0]], [outs[0]], on_cut)
+def _through_view(around: tuple[Any, Any], within: tuple[Any, Any], joins: bool, cut: Cut) -> Cut | None:
+    """The cut of an output dim, from that of an input dim and the extents in front of and behind each."""
+    if cut.kind == "chunk" and cut.is_traced:
+        return None
+    flat = cut.scaled(around[1]).joined(around[0])
+    if flat.runs % within[0]:
+        return None
+    out = flat.parted(within[0]).unscaled(within[1])
+    return None if out is None or (out.runs > 1 and not joins) else out
 
 
 def local_shape_at(position: int) -> Callable[..., tuple[Any, ...]]:
@@ -257,13 +277,15 @@ def _slice(call: OpCall) -> Iterable[Strategy]:
     if not tensor.ndim:
         return ()  # an error, which torch raises
     dim = call.arg(1, "dim", 0) % tensor.ndim
-    start, end, step = call.arg(2, "start"), call.arg(3, "end"), call.arg(4, "step", 1)
-    extent = tensor.shape[dim]
-    begins = start is None or (isinstance(start, int) and start == 0)
-    ends = end is None or (isinstance(end, int) and end >= 2**62) or end is extent
-    ends = ends or (isinstance(end, int) and isinstance(extent, int) and end >= extent)
-    kept = [d for d in range(tensor.ndim) if d != dim or (begins and ends and step == 1)]
-    return passing(along([d], [d]) for d in kept)
+    whole = _keeps_all(tensor.shape[dim], call.arg(2, "start"), call.arg(3, "end"), call.arg(4, "step", 1))
+    return passing(along([d], [d]) for d in range(tensor.ndim) if d != dim or whole)
+
+
+def _keeps_all(extent: IntLike, start: Any, end: Any, step: Any) -> bool:
+    """Whether a slice has every row, whatever the symbols in it are: there is no guard on what it keeps."""
+    if not (start is None or (isinstance(start, int) and start == 0)) or step != 1:
+        return False
+    return end is None or (isinstance(end, int) and end >= 2**62) or compat.surely(end >= extent)
 
 
 def _slice_locally(
@@ -292,7 +314,23 @@ def _spread_back(dim_at: int, added: bool) -> Any:
     return rule
 
 
-register(aten.slice_backward.default, _spread_back(2, added=False), local_shape_at(1))
+def _slice_back(call: OpCall) -> Iterable[Strategy]:
+    """The gradient of a slice; of one that keeps every row it is cut like the gradient."""
+    yield from _spread_back(2, added=False)(call)
+    sizes, dim, *rows = call.args[1:6]
+    if sizes and _keeps_all(sizes[dim % len(sizes)], *rows):
+        yield along([dim % len(sizes)], [dim % len(sizes)])
+
+
+def _slice_back_locally(
+    call: OpCall, args: tuple[Any, ...], outputs: Sequence[Layout], shape: LocalShape
+) -> tuple[Any, ...]:
+    dim = call.args[2] % max(len(call.args[1]), 1)
+    rows = args[3:] if not call.args[1] or outputs[0].cuts[dim] is None else (0, 2**63 - 1, 1)
+    return (args[0], list(shape(outputs[0])), args[2], *rows)
+
+
+register(aten.slice_backward.default, _slice_back, _slice_back_locally)
 register(aten.select_backward.default, _spread_back(2, added=True), local_shape_at(1))
 
 

@@ -1,0 +1,57 @@
+"""Layouts of tensors into whose cut dims leading ones were flattened, taken apart and put together again.
+
+Rows of such a block are not neighbours in the whole dim. Seen with the leading dims apart they are, and everything that
+moves them works there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.tensor.placement_types import Placement, Shard
+
+from shardcompile.layout.cut import Cut, IntLike
+from shardcompile.layout.layout import Layout
+
+
+def has_runs(layout: Layout) -> bool:
+    """Whether some block is no run of neighbouring rows."""
+    return any(c is not None and c.runs > 1 for c in layout.cuts)
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How dims are taken apart.
+
+    Attributes:
+        runs: for each dim the extent of the leading dim that it is given; 1 for none.
+    """
+
+    runs: tuple[int, ...]
+
+    @staticmethod
+    def of(layout: Layout) -> Apart:
+        """As the cuts of a layout ask for."""
+        return Apart(tuple(1 if c is None else c.runs for c in layout.cuts))
+
+    def dim(self, dim: int) -> int:
+        """Where a dim is afterwards."""
+        return dim + sum(n > 1 for n in self.runs[: dim + 1])
+
+    def shape(self, shape: Sequence[IntLike]) -> list[IntLike]:
+        """A shape, that of a block too."""
+        parts = ([n] if runs == 1 else [runs, n // runs] for n, runs in zip(shape, self.runs, strict=True))
+        return [n for several in parts for n in several]
+
+    def layout(self, layout: Layout) -> Layout:
+        """The layout of the tensor with these dims apart; dims that are cut otherwise are whole or cut as here."""
+        cuts: list[Cut | None] = []
+        for cut, runs in zip(layout.cuts, self.runs, strict=True):
+            cuts += ([] if runs == 1 else [None]) + [cut if cut is None else cut.parted(runs)]
+        return Layout.of(
+            layout.mesh, [self._placement(p) for p in layout.placements], self.shape(layout.shape), layout.dtype, cuts
+        )
+
+    def _placement(self, placement: Placement) -> Placement:
+        return Shard(self.dim(placement.dim)) if isinstance(placement, Shard) else placement

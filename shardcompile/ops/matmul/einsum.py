@@ -1,0 +1,79 @@
+"""Sums of products of two tensors that name their dims: whichever of them is cut, it stays where it is.
+
+Torch's own flattens dims of a kind into one, of which only the first could be cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcompile import compat
+from shardcompile.layout import Layout
+from shardcompile.ops.choice import choose
+from shardcompile.ops.strategy import Strategy, along, partial
+from shardcompile.ops.support.global_meta import global_meta
+from shardcompile.ops.view.rows import layout_of, wrap
+from shardcompile.redistribute import run_plan
+
+aten = torch.ops.aten
+
+
+def _strategies(a: str, b: str, out: str) -> Iterable[Strategy]:
+    for letter in dict.fromkeys(a + b):
+        places: list[int | None] = [x.index(letter) if letter in x else None for x in (a, b)]
+        yield along(places, [out.index(letter) if letter in out else "sum"])
+    for op in ("sum", "avg"):
+        yield partial([op, None], [op])
+        yield partial([None, op], [op])
+
+
+def contract(a: str, b: str, out: str, x: Any, y: Any) -> Any:
+    """``torch.einsum("a,b->out", x, y)`` without a gradient.
+
+    Args:
+        a: the letters of `x`, each once.
+        b: the letters of `y`, each once.
+        out: the letters of the result; those that are in no other tensor are summed over.
+        x: a sharded or plain tensor.
+        y: the same; one of them is sharded.
+    """
+    like = x if hasattr(x, "_spec") else y
+    equation = f"{a},{b}->{out}"
+    meta = global_meta(aten.einsum.default, (equation, [x, y]), {})
+    shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
+    layouts = [layout_of(t, like._spec.layout.mesh) for t in (x, y)]
+
+    def produced() -> list[int]:
+        return [math.prod(map(compat.size_hint, shape)) * meta.dtype.itemsize]
+
+    choice = choose(layouts, _strategies(a, b, out), 1, produced=produced)
+    assert choice is not None, "replicating everything is always possible"
+    # Below `__torch_dispatch__` nothing heeds that a plain tensor is conjugated, or negated, lazily.
+    blocks = [t._local_tensor if hasattr(t, "_spec") else t.resolve_conj().resolve_neg() for t in (x, y)]
+    blocks = [run_plan(plan, block) for plan, block in zip(choice.plans, blocks, strict=True)]
+    layout: Layout = choice.outputs[0].layout(layouts[0], shape, meta.dtype)
+    return wrap(like, _of_blocks(a, b, out, *blocks), layout, stride)
+
+
+def _of_blocks(a: str, b: str, out: str, x: Tensor, y: Tensor) -> Tensor:
+    if type(x) is Tensor and type(y) is Tensor:
+        return aten.einsum.default(f"{a},{b}->{out}", [x, y])
+    # In a trace torch asks whether extents of blocks are 0 or 1: here one product of matrices, whatever they are.
+    batch = [c for c in a if c in b and c in out]
+    total = [c for c in a if c in b and c not in out]
+    left, right = [c for c in a if c not in b], [c for c in b if c not in a]
+    size = dict(zip(b + a, (*y.shape, *x.shape), strict=True))
+
+    def matrices(t: Tensor, letters: str, rows: list[str], columns: list[str]) -> Tensor:
+        turned = t.permute([letters.index(c) for c in (*batch, *rows, *columns)])
+        shape = [math.prod([size[c] for c in several]) for several in (batch, rows, columns)]
+        return aten.view.default(turned.clone(memory_format=torch.contiguous_format), shape)
+
+    product = aten.bmm.default(matrices(x, a, left, total), matrices(y, b, total, right))
+    order = [*batch, *left, *right]
+    return aten.view.default(product, [size[c] for c in order]).permute([order.index(c) for c in out])

@@ -1,0 +1,43 @@
+"""Tensors filled like a block, without asking for its size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcompile.compat import OpOverload
+from shardcompile.layout import order_of
+from shardcompile.ops import state
+from shardcompile.ops.record import Run
+from shardcompile.ops.support.blocks import copy_block
+
+aten = torch.ops.aten
+
+
+def _filled_like(op: OpOverload, value: int) -> Run:
+    """`zeros_like` or `ones_like`. In a trace Inductor's own asks how a block is stored, and with it for its sizes."""
+
+    def local(x: Tensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
+        stored = options.get("memory_format")
+        if type(x) is Tensor or stored not in (None, torch.preserve_format, torch.contiguous_format):
+            return op(x, dtype=dtype, device=device, **options)
+        order = list(range(x.ndim)) if stored is torch.contiguous_format else order_of(x.stride())
+        filled = x.new_full([x.shape[d] for d in order], value, dtype=dtype or x.dtype, device=device or x.device)
+        return filled.permute(sorted(range(x.ndim), key=order.__getitem__))
+
+    return local
+
+
+_zeros_like = _filled_like(aten.zeros_like.default, 0)
+
+
+def _zero_(x: Tensor) -> Tensor:
+    """`zero_`, which functionalization makes a `zeros_like` of."""
+    return aten.zero_.default(x) if type(x) is Tensor else copy_block(x, _zeros_like(x))  # type: ignore[arg-type]
+
+
+state(aten.zeros_like.default, kernel=_zeros_like)
+state(aten.ones_like.default, kernel=_filled_like(aten.ones_like.default, 1))
+state(aten.zero_.default, kernel=_zero_)

@@ -1,0 +1,98 @@
+"""Tensors into whose cut dims leading ones were flattened: ``x.view(-1, channels)`` of a cut sequence and a batch.
+
+Their blocks have rows that are no neighbours. Where an op takes each row by itself, as products and pointwise ops do,
+they stay where they are. For any other op they are brought to blocks of neighbouring rows, as that view would have been
+had it not been allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcompile.collectives import block_shape
+from shardcompile.layout import Apart, Layout, has_runs
+from shardcompile.ops.choice import Choice, choose
+from shardcompile.ops.registry import find_rule
+from shardcompile.ops.strategy import OpCall, TensorArg
+from shardcompile.ops.support.copied_views import follow, note_view
+from shardcompile.ops.view.rows import wrap
+from shardcompile.redistribute import run_plan
+from shardcompile.sharded import Sharded
+
+aten = torch.ops.aten
+
+
+def is_joined(x: Any) -> bool:
+    """Whether a tensor has such blocks."""
+    return isinstance(x, Sharded) and has_runs(x._spec.layout)
+
+
+def layout_in_one_piece(layout: Layout) -> Layout:
+    """The layout with blocks of neighbouring rows to which such a tensor is brought; nothing is sent to know it."""
+    return _way(layout)[2] if has_runs(layout) else layout
+
+
+def _way(layout: Layout) -> tuple[Apart, Choice, Layout]:
+    """The view to this shape, leading dims being apart, as it is where blocks have to have neighbouring rows."""
+    apart = Apart.of(layout)
+    source = TensorArg(apart.layout(layout))
+    rule = find_rule(aten.reshape.default)
+    assert rule is not None, "views have a rule"
+    call = OpCall(aten.reshape.default, (source, list(layout.shape)), {}, (source,))
+    choice = choose([source.layout], rule.ways(call), 1)
+    assert choice is not None, "replicating is always possible"
+    return apart, choice, choice.outputs[0].layout(source.layout, layout.shape, layout.dtype)
+
+
+def in_one_piece(x: Any) -> Any:
+    """The tensor in blocks of neighbouring rows, a value of its own; others as they are."""
+    if isinstance(x, (list, tuple)):
+        return [in_one_piece(y) for y in x]
+    if not is_joined(x):
+        return x
+    apart, choice, layout = _way(x._spec.layout)
+    local = x._local_tensor.clone(memory_format=torch.contiguous_format)
+    block = run_plan(choice.plans[0], aten.view.default(local, apart.shape(local.shape)))
+    block = block.clone(memory_format=torch.contiguous_format)
+    return wrap(x, aten.view.default(block, list(block_shape(layout))), layout, x._spec.stride)
+
+
+def of_neighbours(op: Callable[..., Any]) -> Callable[..., Any]:
+    """An op, on blocks of neighbouring rows."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return op(*[in_one_piece(a) for a in args], **{k: in_one_piece(a) for k, a in kwargs.items()})
+
+    return run
+
+
+def any_joined(values: Any) -> bool:
+    """Whether there is one among arguments, those in lists included."""
+    return any(any_joined(a) if isinstance(a, (list, tuple)) else is_joined(a) for a in values)
+
+
+def view_of_neighbours(op: Any) -> Callable[..., Any]:
+    """A view op, whose results follow what was viewed: the blocks are copies."""
+
+    def run(*args: Any) -> Any:
+        def take() -> Any:
+            return op(in_one_piece(args[0]), *args[1:])
+
+        out = take()
+        for i, one in enumerate(out if isinstance(out, (list, tuple)) else [out]):
+            index = i if isinstance(out, (list, tuple)) else None
+            note_view(args[0], one)
+            if one._copied is not None:  # of the value that was brought here, which nobody else has
+                one.__dict__["_local_tensor"], one._copied = one._copied.block, None
+            follow(one, op, args, index, lambda i=index: _held(take(), i))  # type: ignore[misc]
+        return out
+
+    return run
+
+
+def _held(out: Any, index: int | None) -> Tensor:
+    return (out if index is None else out[index])._local_tensor  # type: ignore[no-any-return]

@@ -1,0 +1,95 @@
+"""Fourier transforms of real numbers with a gradient that stays cut.
+
+Torch's own writes the gradient of the modes into zeros that are whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as nnf
+
+from shardcompile import compat
+
+aten = torch.ops.aten
+_NORMALIZATIONS = {None: 0, "backward": 0, "ortho": 1, "forward": 2}
+"""Torch's numbers for what a transform is divided by: nothing, the root of the extents, the extents."""
+
+
+class _RealTransform(torch.autograd.Function):
+    """The modes of real numbers, those up to half of the last dim."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, dims: list[int], normalization: int) -> Any:
+        """The modes."""
+        ctx.dims, ctx.normalization, ctx.extent = dims, normalization, x.shape[dims[-1]]
+        return aten._fft_r2c.default(x, dims, normalization, True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        """The other half of the modes is no result: its gradient is zero."""
+        last = ctx.dims[-1]
+        missing = [0] * (2 * (grad.ndim - last) - 1) + [ctx.extent - grad.shape[last]]
+        whole = torch.constant_pad_nd(grad, missing)
+        return torch.real(aten._fft_c2c.default(whole, ctx.dims, ctx.normalization, False)), None, None
+
+
+def _of_one(func: Any, x: Any, n: Any = None, dim: int = -1, norm: Any = None, **options: Any) -> Any:
+    if not isinstance(dim, int) or options or not _is_ours(x, [dim], None if n is None else [n], norm):
+        return func(x, n, dim, norm, **options)
+    return _transformed(x, None if n is None else [n], [dim], norm)
+
+
+def _of_two(func: Any, x: Any, s: Any = None, dim: Any = (-2, -1), norm: Any = None, **options: Any) -> Any:
+    if options or not _is_ours(x, dim, s, norm):
+        return func(x, s, dim, norm, **options)
+    return _transformed(x, s, dim, norm)
+
+
+def _of_several(func: Any, x: Any, s: Any = None, dim: Any = None, norm: Any = None, **options: Any) -> Any:
+    dims = dim if dim is not None else range(-(x.ndim if s is None else len(s)), 0)
+    if options or not _is_ours(x, dims, s, norm):
+        return func(x, s, dim, norm, **options)
+    return _transformed(x, s, dims, norm)
+
+
+def _is_ours(x: Any, dims: Any, sizes: Any, norm: Any) -> bool:
+    """Whether there is a gradient to take of a tensor that is cut, and nothing that torch refuses."""
+    if not hasattr(x, "_spec") or not (torch.is_grad_enabled() and x.requires_grad) or compat.is_transforming():
+        return False
+    if norm not in _NORMALIZATIONS or x.dtype not in (torch.float32, torch.float64):
+        return False
+    if not isinstance(dims, (list, tuple, range)) or not dims or not all(-x.ndim <= d < x.ndim for d in dims):
+        return False
+    if len({d % x.ndim for d in dims}) < len(dims) or (sizes is not None and len(sizes) != len(dims)):
+        return False
+    if any(isinstance(n, int) and (n == 0 or n < -1) for n in (*(sizes or ()), *(x.shape[d] for d in dims))):
+        return False
+    return any(c is not None for c in x._spec.layout.cuts)
+
+
+def _transformed(x: Any, sizes: Any, dims: Sequence[int], norm: Any) -> Any:
+    dims = [d % x.ndim for d in dims]
+    for d, n in zip(dims, sizes or [-1] * len(dims), strict=True):
+        if not isinstance(n, int) or n != -1:
+            x = _resized(x, d, n)
+    return _RealTransform.apply(x, dims, _NORMALIZATIONS[norm])
+
+
+def _resized(x: Any, dim: int, extent: Any) -> Any:
+    now = x.shape[dim]
+    if compat.same_symbol(now, extent):
+        return x
+    if extent < now:
+        return x.narrow(dim, 0, extent)
+    return nnf.pad(x, [0] * (2 * (x.ndim - dim) - 1) + [extent - now])
+
+
+FOURIER_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.fft.rfft: _of_one,
+    torch.fft.rfft2: _of_two,
+    torch.fft.rfftn: _of_several,
+}
+"""By function of torch, what runs in its place."""

@@ -1,0 +1,62 @@
+"""The zoo: models of the world are right on cut inputs, compile to one graph, and send what their golden files say.
+
+``pytest -m zoo --update-snapshots`` writes the golden files anew. Each gather in one of them needs a person's word in
+`tests/zoo/registry.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from zoo import check
+from zoo.entry import Entry
+from zoo.registry import ENTRIES
+
+from shardcompile.testing.snapshot import UPDATE
+
+GOLDEN = Path(__file__).parent.parent / "zoo" / "golden"
+_ALWAYS = 5
+
+
+def _cases() -> list[object]:
+    def marks(entry: Entry) -> list[pytest.MarkDecorator]:
+        missing = bool(entry.package) and find_spec(entry.package) is None
+        return [pytest.mark.zoo, pytest.mark.skipif(missing, reason=f"{entry.package} is not installed")]
+
+    return [e if i < _ALWAYS else pytest.param(e, marks=marks(e)) for i, e in enumerate(ENTRIES)]
+
+
+EACH = pytest.mark.parametrize("entry", _cases(), ids=lambda e: e.name)
+
+
+@EACH
+@pytest.mark.ranks(3, timeout=300, processes=False)
+def test_eager_equals_one_process(entry: Entry) -> None:
+    check.compare(entry, compiled=False)
+
+
+@EACH
+@pytest.mark.ranks(3, timeout=600, processes=False)
+def test_compiled_equals_one_process(entry: Entry) -> None:
+    check.compare(entry, compiled=True)
+
+
+@EACH
+def test_sends_what_its_golden_file_says(entry: Entry) -> None:
+    path = GOLDEN / f"{entry.name}.txt"
+    if not path.exists() and UPDATE not in os.environ:
+        pytest.skip(f"there is no {path.name} yet; pytest --update-snapshots writes it")
+    found = check.communication(entry)
+    if UPDATE in os.environ:
+        path.write_text(found)
+    assert found == path.read_text()
+    unsaid = check.gathers_without_judgement(entry, found)
+    assert not unsaid, f"gathers of which the registry does not say whether they are needed: {unsaid}"
+
+
+def test_every_golden_file_has_its_model() -> None:
+    assert {p.stem for p in GOLDEN.glob("*.txt")} <= {e.name for e in ENTRIES}
+    assert len({e.name for e in ENTRIES}) == len(ENTRIES)

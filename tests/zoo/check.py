@@ -1,0 +1,136 @@
+"""A model of the zoo against one process, and its communication."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.placement_types import Shard
+
+import shardcompile as sc
+from shardcompile.compat.testing import graphs_compiled
+from shardcompile.reports import GraphReport, Report, explain
+from shardcompile.testing import once, rank
+from zoo.entry import Entry, Reading
+
+
+def _cuts(entry: Entry) -> list[list[int]]:
+    """Sizes of three blocks: an empty one in the middle and in front, one of a single row, even ones; another extent."""
+    n, other = entry.extents
+    return [[n - 3, 0, 3], [0, 1, n - 1], [1, n - 4, 3], [n // 3, n // 3, n - 2 * (n // 3)], [2, other - 2, 0]]
+
+
+def _model(entry: Entry) -> nn.Module:
+    torch.manual_seed(0)
+    return Reading(entry).to(entry.dtype).train()
+
+
+def _full(entry: Entry, n: int) -> list[Tensor]:
+    torch.manual_seed(n)
+    return [x.to(entry.dtype) if x.is_floating_point() else x for x in entry.inputs(n)]
+
+
+def _sharded(entry: Entry, full: Sequence[Tensor], sizes: list[int], mesh: DeviceMesh) -> list[Tensor]:
+    placed: list[Tensor] = []
+    for i, (x, dim) in enumerate(zip(full, entry.cut, strict=True)):
+        if dim is None:
+            placed.append(x)
+            continue
+        blocks = [s * entry.rows_of(i) for s in sizes]
+        block = x.split(blocks, dim)[mesh.get_rank()].clone()
+        placed.append(sc.ShardTensor.from_local(block, mesh, [Shard(dim)], {0: blocks}))
+    return placed
+
+
+def _weight(x: Tensor) -> Tensor:
+    return torch.linspace(-1, 2, x.numel(), dtype=x.dtype).view(x.shape)
+
+
+def _expected(entry: Entry, n: int) -> tuple[Tensor, dict[str, Any]]:
+    model = _model(entry)
+    out = model(*_full(entry, n))
+    (out * _weight(out)).sum().backward()
+    return out.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def compare(entry: Entry, compiled: bool) -> None:
+    """Values and gradients of parameters over five cuts; compiled by aot_eager to the graphs that the entry allows.
+
+    Args:
+        entry: the model.
+        compiled: whether to compile it.
+    """
+    mesh = init_device_mesh("cpu", (3,))
+    if compiled:
+        once(torch.compiler.reset)
+    before = once(graphs_compiled)
+    model = _model(entry)
+    run: Callable[..., Tensor] = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    for sizes in _cuts(entry):
+        n = sum(sizes)
+        out, gradients = once(lambda n=n: _expected(entry, n))
+        model.zero_grad()
+        got = run(*_sharded(entry, _full(entry, n), sizes, mesh))
+        whole = got.full_tensor() if isinstance(got, sc.ShardTensor) else got
+        told = f"rank {rank()}, blocks {sizes}"
+        _close(whole, out, entry, f"{told}: output")
+        (whole * _weight(whole)).sum().backward()
+        for name, p in model.named_parameters():
+            want = gradients[name]
+            if want is not None:
+                assert p.grad is not None, f"{told}: {name} has no gradient"
+                _close(p.grad, want, entry, f"{told}: gradient of {name}")
+    if compiled:
+        count = graphs_compiled() - before
+        assert count <= entry.graphs, f"{count} graphs"
+
+
+def _close(got: Tensor, want: Tensor, entry: Entry, told: str) -> None:
+    limit = entry.tolerance
+    torch.testing.assert_close(got, want, rtol=limit, atol=limit, msg=lambda text: f"{told}: {text}")
+
+
+def communication(entry: Entry) -> str:
+    """What a rank of three sends in a forward and a backward pass, before any pass of ours: the golden file."""
+
+    def build(mesh: DeviceMesh) -> tuple[Any, tuple[Any, ...]]:
+        full = [x.float() if x.is_floating_point() else x for x in _full(entry, 12)]
+        return copy.deepcopy(_model(entry)).float(), tuple(_sharded(entry, full, [5, 4, 3], mesh))
+
+    report: Report = explain(build, world_size=3, device="cpu", stages=[])
+    parameters = sum(p.numel() * 4 for p in _model(entry).parameters())
+    head = f"{len(report.traced)} collectives, {sum(c.global_bytes for c in report.traced)} B"
+    issued = f"{len(report.issued)} after the passes; parameters: {parameters} B"
+    graphs = [line for name, g in report.named_graphs() for line in [f"{name}:", *_lines(g)]]
+    return "\n".join([f"{head}; {issued}", *graphs]) + "\n"
+
+
+def _lines(graph: GraphReport) -> list[str]:
+    kinds: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    for c in graph.traced:
+        kinds[c.kind] += 1
+        nbytes[c.kind] += c.global_bytes
+    counts = [f"  {count} {kind}, {nbytes[kind]} B" for kind, count in sorted(kinds.items())]
+    gathers = Counter(
+        f"    {c.redistribution}, {c.global_bytes} B, {c.gathered_for or _line(c.source)}"
+        for c in graph.traced
+        if c.kind.startswith("all_gather")
+    )
+    return counts + [f"{text}{'' if n == 1 else f' ({n} times)'}" for text, n in sorted(gathers.items())]
+
+
+def _line(source: str) -> str:
+    """The code of a line of the model, without the place that it has on this machine."""
+    return source.rpartition(", in ")[2][:90]
+
+
+def gathers_without_judgement(entry: Entry, text: str) -> list[str]:
+    """Lines of gathers of which the entry does not say whether they are needed."""
+    gathers = [line for line in text.splitlines() if line.startswith("    ")]
+    return [line for line in gathers if not any(part in line for part, _ in entry.gathers)]

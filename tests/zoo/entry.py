@@ -1,0 +1,61 @@
+"""What the zoo knows of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model, its inputs, and how it is cut.
+
+    Attributes:
+        name: unique; that of its golden file.
+        make: the model with random weights, tiny; called after the seed is set.
+        inputs: for n rows of what is cut, the full inputs.
+        cut: of each input the dim that is cut, or None for one that stays plain.
+        rows: of each input, how many of its rows belong to one of the n.
+        read: from what the model returns to one tensor.
+        package: that it needs; empty for none.
+        dtype: that it is compared in.
+        tolerance: relative and absolute.
+        gathers: for each whole gather of the golden file what a person says of it: part of the line, then a word
+            (`needed`, or `not needed`) and why.
+        graphs: of one compilation over all cuts and extents.
+        extents: what n is, for four cuts and for a fifth one.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    inputs: Callable[[int], list[Tensor]]
+    cut: tuple[int | None, ...]
+    rows: tuple[int, ...] = ()
+    read: Callable[[Any], Tensor] = lambda out: out
+    package: str = ""
+    dtype: torch.dtype = torch.float64
+    tolerance: float = 1e-9
+    gathers: tuple[tuple[str, str], ...] = ()
+    graphs: int = 1
+    extents: tuple[int, int] = (8, 11)
+
+    def rows_of(self, i: int) -> int:
+        """Rows of an input for each of the n."""
+        return self.rows[i] if self.rows else 1
+
+
+class Reading(nn.Module):
+    """A model that gives one tensor."""
+
+    def __init__(self, entry: Entry) -> None:
+        super().__init__()
+        self.model = entry.make()
+        self.read = entry.read
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """That tensor."""
+        return self.read(self.model(*inputs))

@@ -1,0 +1,51 @@
+"""The models."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zoo import handwritten
+from zoo.entry import Entry
+from zoo.of_packages import KEYS, OF_PACKAGES, PLACES
+
+
+def _words(n: int) -> list[Tensor]:
+    """Two sequences of n words."""
+    return [torch.randint(0, 50, (2, n))]
+
+
+HANDWRITTEN = [
+    Entry("llama", handwritten.Llama, _words, (1,), gathers=(KEYS,)),
+    Entry("gpt2", handwritten.GPT2, _words, (1,), gathers=(KEYS, PLACES)),
+    Entry("afno", handwritten.AFNO, lambda n: [torch.randn(1, n, 10, 8)], (1,)),
+    Entry(
+        "fno",
+        handwritten.FNO,
+        lambda n: [torch.randn(2, 4, n, 10)],
+        (2,),
+        gathers=(("mixed =", "needed: the gradient of a plain weight, of which each rank has that of some modes"),),
+    ),
+    Entry("experts", handwritten.Experts, lambda n: [torch.randn(2, n, 8)], (1,)),
+    Entry(
+        "points",
+        handwritten.Points,
+        lambda n: [torch.randn(n, 3)],
+        (0,),
+        gathers=(("cdist", "needed: each point has its distance to all others"),),
+    ),
+    Entry(
+        "images",
+        handwritten.Images,
+        lambda n: [torch.randn(2, 2, 2 * n, 6)],
+        (2,),
+        rows=(2,),
+        gathers=(
+            ("nearest", "not needed: each row goes to two beside it, but the cut of what was halved is a new one"),
+        ),
+    ),
+]
+"""Those that need no package; the first five of them run always."""
+
+ENTRIES = [*HANDWRITTEN, *OF_PACKAGES]
+"""All of them."""
