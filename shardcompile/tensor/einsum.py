@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.ops.matmul.einsum import contract
 from shardcompile.ops.view.rows import has_known_blocks
+from shardcompile.sharded import Sharded
 
 
 class _Einsum(torch.autograd.Function):
@@ -37,7 +38,7 @@ class _Einsum(torch.autograd.Function):
         return None, None, None, of_x, of_y
 
 
-def einsum(func: Callable[..., Any], equation: Any, *operands: Any) -> Any:
+def einsum(func: Callable[..., object], equation: object, *operands: Any) -> object:
     """``torch.einsum``; what has another form than that of two tensors with a name for each dim is left to torch."""
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     letters = _letters(equation, tensors)
@@ -46,7 +47,7 @@ def einsum(func: Callable[..., Any], equation: Any, *operands: Any) -> Any:
     return _Einsum.apply(*letters, *tensors)
 
 
-def _letters(equation: Any, tensors: Any) -> tuple[str, str, str] | None:
+def _letters(equation: object, tensors: Sequence[Tensor]) -> tuple[str, str, str] | None:
     """The letters of both tensors and of the result, one for each dim, if torch's own would have to move something."""
     if not isinstance(equation, str) or len(tensors) != 2 or not all(isinstance(t, Tensor) for t in tensors):
         return None
@@ -56,7 +57,7 @@ def _letters(equation: Any, tensors: Any) -> tuple[str, str, str] | None:
         return None
     if torch.is_autocast_enabled(tensors[0].device.type):
         return None  # which casts what torch's own multiplies
-    if not any(hasattr(t, "_spec") and _is_cut(t) and not has_known_blocks(t) for t in tensors):
+    if not any(isinstance(t, Sharded) and _is_cut(t) and not has_known_blocks(t) for t in tensors):
         return None
     others = iter(c for c in string.ascii_letters if c not in equation)
     between = max(t.ndim - len(s.replace("...", "")) for t, s in zip(tensors, terms, strict=True))
@@ -69,11 +70,11 @@ def _letters(equation: Any, tensors: Any) -> tuple[str, str, str] | None:
     return (a, b, out) if _is_plain(a, b, out, tensors) else None
 
 
-def _is_cut(x: Any) -> bool:
+def _is_cut(x: Sharded) -> bool:
     return any(c is not None for c in x._spec.layout.cuts)
 
 
-def _is_plain(a: str, b: str, out: str, tensors: Any) -> bool:
+def _is_plain(a: str, b: str, out: str, tensors: Sequence[Tensor]) -> bool:
     """Whether each dim has a name of its own, no extent is broadcast, and nothing is summed in one tensor alone."""
     if any(len(set(s)) < len(s) or "." in s for s in (a, b, out)) or not set(out) <= set(a + b):
         return False

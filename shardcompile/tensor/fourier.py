@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as nnf
 
 from shardcompile import compat
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 _NORMALIZATIONS = {None: 0, "backward": 0, "ortho": 1, "forward": 2}
@@ -55,9 +57,9 @@ def _of_several(func: Any, x: Any, s: Any = None, dim: Any = None, norm: Any = N
     return _transformed(x, s, dims, norm)
 
 
-def _is_ours(x: Any, dims: Any, sizes: Any, norm: Any) -> bool:
+def _is_ours(x: object, dims: object, sizes: Sequence[int] | None, norm: object) -> bool:
     """Whether there is a gradient to take of a tensor that is cut, and nothing that torch refuses."""
-    if not hasattr(x, "_spec") or not (torch.is_grad_enabled() and x.requires_grad) or compat.is_transforming():
+    if not isinstance(x, Sharded) or not (torch.is_grad_enabled() and x.requires_grad) or compat.is_transforming():
         return False
     if norm not in _NORMALIZATIONS or x.dtype not in (torch.float32, torch.float64):
         return False
@@ -70,7 +72,7 @@ def _is_ours(x: Any, dims: Any, sizes: Any, norm: Any) -> bool:
     return any(c is not None for c in x._spec.layout.cuts)
 
 
-def _transformed(x: Any, sizes: Any, dims: Sequence[int], norm: Any) -> Any:
+def _transformed(x: Tensor, sizes: Sequence[int] | None, dims: Sequence[int], norm: str | None) -> Tensor:
     dims = [d % x.ndim for d in dims]
     for d, n in zip(dims, sizes or [-1] * len(dims), strict=True):
         if not isinstance(n, int) or n != -1:
@@ -78,7 +80,7 @@ def _transformed(x: Any, sizes: Any, dims: Sequence[int], norm: Any) -> Any:
     return _RealTransform.apply(x, dims, _NORMALIZATIONS[norm])
 
 
-def _resized(x: Any, dim: int, extent: Any) -> Any:
+def _resized(x: Tensor, dim: int, extent: int) -> Tensor:
     now = x.shape[dim]
     if compat.same_symbol(now, extent):
         return x

@@ -175,10 +175,10 @@ def _tensor_split(func: Callable[..., object], x: object, *args: object, **kwarg
 _Tensor: Any = torch.Tensor
 
 
-def _of_neighbours(run: Any) -> Any:
+def _of_neighbours(run: Callable[..., object]) -> Callable[..., object]:
     """A function that looks at where the rows of a block are, on tensors whose blocks have neighbouring rows."""
 
-    def settled(func: Any, *args: Any, **kwargs: Any) -> Any:
+    def settled(func: object, *args: object, **kwargs: object) -> object:
         given = torch.utils._pytree.tree_map_only(ShardTensor, in_one_piece, (args, kwargs))
         return run(func, *given[0], **given[1])
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +16,14 @@ from torch.distributed.tensor.placement_types import Shard
 
 from shardcompile import compat
 from shardcompile.collectives import derive
+from shardcompile.compat import OpOverload
 from shardcompile.layout import Cut, IntLike, Layout, order_of
 from shardcompile.ops import state
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import wrap
 from shardcompile.plan import find_plan
 from shardcompile.redistribute import run_plan
+from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 
@@ -33,7 +34,7 @@ _LIBRARY.define(
 )
 
 
-def _shape_and_dtype(x: Tensor, kind: str, dims: list[int], size: Any) -> tuple[list[Any], torch.dtype]:
+def _shape_and_dtype(x: Tensor, kind: str, dims: list[int], size: IntLike) -> tuple[list[IntLike], torch.dtype]:
     shape = [size if d == dims[-1] else n for d, n in enumerate(x.shape)]
     return shape, x.dtype.to_real() if kind == "c2r" else x.dtype.to_complex()
 
@@ -58,7 +59,7 @@ def _fourier(
 
 
 def _fake_fourier(
-    x: Tensor, kind: str, dims: list[int], normalization: int, forward: bool, size: Any, order: list[int]
+    x: Tensor, kind: str, dims: list[int], normalization: int, forward: bool, size: IntLike, order: list[int]
 ) -> Tensor:
     shape, dtype = _shape_and_dtype(x, kind, dims, size)
     back = sorted(range(x.ndim), key=order.__getitem__)
@@ -136,7 +137,7 @@ class _Block:
         return replace(divided, home=replace(cut, home=None))
 
 
-def _start(x: Any, op: Any, args: tuple[Any, ...]) -> tuple[_Block, Any]:
+def _start(x: Sharded, op: OpOverload, args: tuple[object, ...]) -> tuple[_Block, Sequence[IntLike]]:
     meta = global_meta(op, args, {})
     stride = compat.retraced(meta.stride())
     layout = x._spec.layout
@@ -146,11 +147,11 @@ def _start(x: Any, op: Any, args: tuple[Any, ...]) -> tuple[_Block, Any]:
     return _Block(local, layout, order_of(stride)), stride
 
 
-def _dims(x: Any, dims: Sequence[int]) -> list[int]:
+def _dims(x: Tensor, dims: Sequence[int]) -> list[int]:
     return [d % x.ndim for d in dims]
 
 
-def c2c(x: Any, dim: Sequence[int], normalization: int, forward: bool) -> Any:
+def c2c(x: Sharded, dim: Sequence[int], normalization: int, forward: bool) -> Sharded:
     """``aten._fft_c2c``."""
     dims = _dims(x, dim)
     block, stride = _start(x, aten._fft_c2c.default, (x, dim, normalization, forward))
@@ -178,7 +179,7 @@ def _rest(block: _Block, dims: Sequence[int], done_before: Sequence[int], normal
         left = [d for d in left if d not in whole]
 
 
-def r2c(x: Any, dim: Sequence[int], normalization: int, onesided: bool) -> Any:
+def r2c(x: Sharded, dim: Sequence[int], normalization: int, onesided: bool) -> Sharded:
     """``aten._fft_r2c``: the last dim first, while numbers are real."""
     dims = _dims(x, dim)
     block, stride = _start(x, aten._fft_r2c.default, (x, dim, normalization, onesided))
@@ -193,7 +194,7 @@ def r2c(x: Any, dim: Sequence[int], normalization: int, onesided: bool) -> Any:
     return wrap(x, block.local, block.layout, stride)
 
 
-def c2r(x: Any, dim: Sequence[int], normalization: int, last_dim_size: Any) -> Any:
+def c2r(x: Sharded, dim: Sequence[int], normalization: int, last_dim_size: IntLike) -> Sharded:
     """``aten._fft_c2r``: the last dim at the end, when the others are done."""
     dims = _dims(x, dim)
     block, stride = _start(x, aten._fft_c2r.default, (x, dim, normalization, last_dim_size))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from shardcompile.ops.strategy import Strategy, along, partial
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import layout_of, wrap
 from shardcompile.redistribute import run_plan
+from shardcompile.sharded import Sharded, first_sharded
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ def _strategies(a: str, b: str, out: str) -> Iterable[Strategy]:
         yield partial([None, op], [op])
 
 
-def contract(a: str, b: str, out: str, x: Any, y: Any) -> Any:
+def contract(a: str, b: str, out: str, x: Tensor, y: Tensor) -> Sharded:
     """``torch.einsum("a,b->out", x, y)`` without a gradient.
 
     Args:
@@ -42,7 +42,7 @@ def contract(a: str, b: str, out: str, x: Any, y: Any) -> Any:
         x: a sharded or plain tensor.
         y: the same; one of them is sharded.
     """
-    like = x if hasattr(x, "_spec") else y
+    like = first_sharded([x, y])
     equation = f"{a},{b}->{out}"
     meta = global_meta(aten.einsum.default, (equation, [x, y]), {})
     shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
@@ -54,7 +54,7 @@ def contract(a: str, b: str, out: str, x: Any, y: Any) -> Any:
     choice = choose(layouts, _strategies(a, b, out), 1, produced=produced)
     assert choice is not None, "replicating everything is always possible"
     # Below `__torch_dispatch__` nothing heeds that a plain tensor is conjugated, or negated, lazily.
-    blocks = [t._local_tensor if hasattr(t, "_spec") else t.resolve_conj().resolve_neg() for t in (x, y)]
+    blocks = [t._local_tensor if isinstance(t, Sharded) else t.resolve_conj().resolve_neg() for t in (x, y)]
     blocks = [run_plan(plan, block) for plan, block in zip(choice.plans, blocks, strict=True)]
     layout: Layout = choice.outputs[0].layout(layouts[0], shape, meta.dtype)
     return wrap(like, _of_blocks(a, b, out, *blocks), layout, stride)

@@ -7,13 +7,14 @@ had it not been allowed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from shardcompile.collectives import block_shape
+from shardcompile.compat import OpOverload
 from shardcompile.layout import Apart, Layout, has_runs
 from shardcompile.ops.choice import Choice, choose
 from shardcompile.ops.registry import find_rule
@@ -26,7 +27,7 @@ from shardcompile.sharded import Sharded
 aten = torch.ops.aten
 
 
-def is_joined(x: Any) -> bool:
+def is_joined(x: object) -> TypeGuard[Sharded]:
     """Whether a tensor has such blocks."""
     return isinstance(x, Sharded) and has_runs(x._spec.layout)
 
@@ -48,7 +49,7 @@ def _way(layout: Layout) -> tuple[Apart, Choice, Layout]:
     return apart, choice, choice.outputs[0].layout(source.layout, layout.shape, layout.dtype)
 
 
-def in_one_piece(x: Any) -> Any:
+def in_one_piece(x: object) -> object:
     """The tensor in blocks of neighbouring rows, a value of its own; others as they are."""
     if isinstance(x, (list, tuple)):
         return [in_one_piece(y) for y in x]
@@ -61,38 +62,39 @@ def in_one_piece(x: Any) -> Any:
     return wrap(x, aten.view.default(block, list(block_shape(layout))), layout, x._spec.stride)
 
 
-def of_neighbours(op: Callable[..., Any]) -> Callable[..., Any]:
+def of_neighbours(op: Callable[..., object]) -> Callable[..., object]:
     """An op, on blocks of neighbouring rows."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         return op(*[in_one_piece(a) for a in args], **{k: in_one_piece(a) for k, a in kwargs.items()})
 
     return run
 
 
-def any_joined(values: Any) -> bool:
+def any_joined(values: Iterable[object]) -> bool:
     """Whether there is one among arguments, those in lists included."""
     return any(any_joined(a) if isinstance(a, (list, tuple)) else is_joined(a) for a in values)
 
 
-def view_of_neighbours(op: Any) -> Callable[..., Any]:
+def view_of_neighbours(op: OpOverload) -> Callable[..., object]:
     """A view op, whose results follow what was viewed: the blocks are copies."""
 
-    def run(*args: Any) -> Any:
-        def take() -> Any:
-            return op(in_one_piece(args[0]), *args[1:])
+    def run(x: Sharded, *args: object) -> object:
+        def take() -> Sharded | list[Sharded]:
+            return op(in_one_piece(x), *args)  # type: ignore[no-any-return]
 
         out = take()
         for i, one in enumerate(out if isinstance(out, (list, tuple)) else [out]):
             index = i if isinstance(out, (list, tuple)) else None
-            note_view(args[0], one)
+            note_view(x, one)
             if one._copied is not None:  # of the value that was brought here, which nobody else has
                 one.__dict__["_local_tensor"], one._copied = one._copied.block, None
-            follow(one, op, args, index, lambda i=index: _held(take(), i))  # type: ignore[misc]
+            follow(one, op, (x, *args), index, lambda i=index: _held(take(), i))  # type: ignore[misc]
         return out
 
     return run
 
 
-def _held(out: Any, index: int | None) -> Tensor:
-    return (out if index is None else out[index])._local_tensor  # type: ignore[no-any-return]
+def _held(out: Sharded | list[Sharded], index: int | None) -> Tensor:
+    one = out if isinstance(out, Sharded) else out[index or 0]
+    return one._local_tensor
