@@ -58,8 +58,10 @@ def to(x: Tensor, placements: str, sizes: Any = None) -> Tensor:
 
 
 def whole(x: Tensor) -> Tensor:
-    """The full value as a plain tensor."""
-    return (x.full_tensor() if isinstance(x, ShardTensor) else x).clone()
+    """The full value as a plain tensor; an expanded one row by row, since blocks that are gathered are not expanded."""
+    if isinstance(x, ShardTensor):
+        return x.full_tensor().clone()
+    return x.contiguous().clone() if 0 in x.stride() else x.clone()
 
 
 def weight(*shape: int) -> Tensor:

@@ -176,7 +176,10 @@ _Tensor: Any = torch.Tensor
 
 
 def _of_neighbours(run: Callable[..., object]) -> Callable[..., object]:
-    """A function that looks at where the rows of a block are, on tensors whose blocks have neighbouring rows."""
+    """A function that looks at where the rows of a block are, on tensors whose blocks have neighbouring rows.
+
+    Not for functions that return views: what is brought together is a value of its own.
+    """
 
     def settled(func: object, *args: object, **kwargs: object) -> object:
         given = torch.utils._pytree.tree_map_only(ShardTensor, in_one_piece, (args, kwargs))
@@ -190,7 +193,7 @@ state_function([_Tensor.tolist], _tolist)
 state_function([_Tensor.__format__], _formatted)
 state_function([_Tensor.numpy], _numpy)
 state_function([_Tensor.share_memory_, _Tensor.__dlpack__], _no_memory)
-state_function([_Tensor.tensor_split, torch.tensor_split], _of_neighbours(_tensor_split), aten.tensor_split)
+state_function([_Tensor.tensor_split, torch.tensor_split], _tensor_split, aten.tensor_split)
 state_function([_Tensor.__deepcopy__], _deep_copied)
 state_function([_Tensor.grad.__get__], _gradient)
 state_function([_Tensor.requires_grad_, _Tensor.requires_grad.__set__], _require_grad)

@@ -472,3 +472,13 @@ def test_a_size_that_the_backward_pass_finds_to_be_a_number_beside_gradients_tha
 def test_a_dim_without_rows_that_is_cut_twice_tells_its_blocks() -> None:
     inputs = [Input("a0", (1, 0, 1), "S(1) S(1)", {1: [0, 0, 0, 0]}), Input("a1", (1, 1))]
     assert found(["v0 = a0 @ a1"], inputs, (2, 2), "aot_eager").kind == RIGHT
+
+
+@pytest.mark.parametrize(
+    "part", ["tensor_split(3, 0)[0]", "split(56)[1]", "chunk(3)[2]", "unflatten(0, [3, -1])[1]", "narrow(0, 9, 30)"]
+)
+def test_parts_of_a_flattened_tensor_are_written_to(part: str) -> None:
+    """Its rows stay on their ranks, and are no neighbours there."""
+    inputs = [Input("a0", (7, 6, 4), "R S(2)", {1: [4, 0]}), Input("a1", (7, 6, 4), "R S(1)", {1: [2, 4]})]
+    lines = ["v0 = a0.reshape([-1])", f"v0.{part}.mul_(2)", "v1 = a1.flatten()", f"v1.{part}.zero_()"]
+    assert found(lines, inputs, (2, 2)).kind == RIGHT
