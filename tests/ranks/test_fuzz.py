@@ -482,3 +482,10 @@ def test_parts_of_a_flattened_tensor_are_written_to(part: str) -> None:
     inputs = [Input("a0", (7, 6, 4), "R S(2)", {1: [4, 0]}), Input("a1", (7, 6, 4), "R S(1)", {1: [2, 4]})]
     lines = ["v0 = a0.reshape([-1])", f"v0.{part}.mul_(2)", "v1 = a1.flatten()", f"v1.{part}.zero_()"]
     assert found(lines, inputs, (2, 2)).kind == RIGHT
+
+
+def test_rows_of_a_block_whose_size_a_run_gives_are_filled() -> None:
+    inputs = [Input("a0", (7, 1), "S(1)", {0: [0, 1, 0]}, grad=True), Input("a1", (7, 4), "S(1)", {0: [0, 3, 1]})]
+    lines = [f"v{n} = a{n}.index_fill({n}, torch.tensor([0, 2, 0]) % {7 if not n else 4}, 0.5)" for n in (0, 1)]
+    lines.append("v2 = a0.index_fill(1, torch.tensor([0, 0]), 0.5)")
+    assert found(lines, inputs, backend="aot_eager").kind == RIGHT

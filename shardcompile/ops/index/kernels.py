@@ -11,7 +11,7 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.compat import OpOverload
 from shardcompile.ops import record_of, state
-from shardcompile.ops.support.blocks import copy_block, index_copy, index_write
+from shardcompile.ops.support.blocks import copy_block, index_copy
 from shardcompile.ops.support.strides import in_one_order
 
 aten = torch.ops.aten
@@ -29,8 +29,17 @@ def _masked_fill_(op: OpOverload) -> Callable[..., Tensor]:
     return local
 
 
+def _index_fill(x: Tensor, dim: int, index: Tensor, value: complex) -> Tensor:
+    """`index_fill`. In a trace torch's own compares strides, which it cannot where a run gives the size of a block."""
+    if type(x) is Tensor or x.ndim == 0:
+        return aten.index_fill.int_Scalar(x, dim, index, value)
+    shape = list(x.shape)
+    shape[dim] = index.numel()
+    return index_copy(x, dim, index, x.new_full(shape, value))
+
+
 state(aten.copy_.default, kernel=copy_block)
 state(aten.index_copy.default, kernel=index_copy)
-state(aten.index_fill.int_Scalar, kernel=index_write(aten.index_fill.int_Scalar))
+state(aten.index_fill.int_Scalar, kernel=_index_fill)
 state(aten.masked_fill_.Scalar, kernel=_masked_fill_(aten.masked_fill_.Scalar))
 state(aten.masked_fill_.Tensor, kernel=_masked_fill_(aten.masked_fill_.Tensor))
