@@ -69,7 +69,7 @@ def copy_block(target: Tensor, source: Tensor, non_blocking: bool = False) -> Te
         return target.copy_(source, non_blocking)
 
 
-def index_write(op: OpOverload) -> Callable[..., Tensor]:
+def unguarded(op: OpOverload) -> Callable[..., Tensor]:
     def local(x: Tensor, *args: object) -> Tensor:
         """Inside a trace torch's own makes a contiguous tensor, and asks for the size of the block."""
         with contextlib.nullcontext() if type(x) is Tensor else compat.without_guards(x):
@@ -78,4 +78,4 @@ def index_write(op: OpOverload) -> Callable[..., Tensor]:
     return local
 
 
-index_copy = index_write(aten.index_copy.default)
+index_copy = unguarded(aten.index_copy.default)
