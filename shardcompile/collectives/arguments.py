@@ -48,7 +48,8 @@ class Signature(Generic[A]):
         self.record = record
         self._hints = get_type_hints(record)
         self._parts = [_PARTS.get(hint, _ONE) for hint in self._hints.values()]
-        self._has_cuts = any(part is not _ONE for part in self._parts)
+        self._cuts = [(at, part) for at, part in enumerate(self._parts) if part is not _ONE]
+        self._has_cuts = bool(self._cuts)
 
     @property
     def schema(self) -> str:
@@ -59,10 +60,9 @@ class Signature(Generic[A]):
         """The record that an op's arguments say."""
         if not self._has_cuts:
             return self.record(*arguments)
-        fields, at = [], 0
-        for width, read, _ in self._parts:
-            fields.append(read(arguments[at : at + width]))
-            at += width
+        fields = list(arguments)
+        for at, (width, read, _) in self._cuts:  # each is one field by then
+            fields[at : at + width] = [read(fields[at : at + width])]
         return self.record(*fields)
 
     def write(self, record: A) -> tuple[Any, ...]:
