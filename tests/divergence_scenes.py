@@ -27,7 +27,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from shardcompile import ShardTensor
+from shardcompile import ShardTensor, config
 
 WORLD = 3
 LIMIT_SECONDS = 45
@@ -311,6 +311,12 @@ def raises_while_tracing(mesh: DeviceMesh, rank: int) -> None:
 
 
 @scene
+def raises_while_tracing_verified(mesh: DeviceMesh, rank: int) -> None:
+    config.verify = True
+    raises_while_tracing(mesh, rank)
+
+
+@scene
 def killed_while_compiling(mesh: DeviceMesh, rank: int) -> None:
     def backend(graph: Any, inputs: Any) -> Any:
         if rank == 1:
@@ -336,6 +342,13 @@ def another_call_beside_a_compiled_sum(mesh: DeviceMesh, rank: int) -> None:
     event()
     if rank == 1:
         x.full_tensor()
+    run(x)
+
+
+@scene
+def other_shape_of_a_compiled_sum(mesh: DeviceMesh, rank: int) -> None:
+    x, run = points(mesh, rank, columns=5 if rank == 2 else 4), torch.compile(summed_twice, backend="aot_eager")
+    event()
     run(x)
 
 

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ecosystem import CASES
-from ecosystem.case import RIGHT
+from ecosystem.case import NOT_IN_TORCH, NOTHING, RIGHT
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "ecosystem.md"
+ABOUT_COMPILING = "about compiling alone"
+NO_REFUSAL = (RIGHT, NOT_IN_TORCH, NOTHING)
 START, END = "<!-- table -->\n", "<!-- end of table -->\n"
 
 
@@ -18,7 +20,7 @@ def table() -> str:
     for section in dict.fromkeys(case.section for case in CASES.values()):
         lines += ["", f"### {section}", "", "| | eager | compiled |", "|---|---|---|"]
         lines += [
-            f"| {case.feature} | {_told(case.eager)} | {_told(case.compiled)} |"
+            f"| {case.feature} | {ABOUT_COMPILING if case.eager == NOTHING else _told(case.eager)} | {_told(case.compiled)} |"
             for case in CASES.values()
             if case.section == section
         ]
@@ -26,13 +28,13 @@ def table() -> str:
 
 
 def _told(expected: str) -> str:
-    if expected in ("", RIGHT):
+    if expected in NO_REFUSAL:
         return expected
     return f"refused ({_refusals().index(expected) + 1})"
 
 
 def _refusals() -> list[str]:
-    told = [t for case in CASES.values() for t in (case.eager, case.compiled) if t not in ("", RIGHT)]
+    told = [t for case in CASES.values() for t in (case.eager, case.compiled) if t not in NO_REFUSAL]
     return list(dict.fromkeys(told))
 
 

@@ -8,6 +8,7 @@ result here: on another rank, of which the block is not empty or the constant no
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -76,7 +77,8 @@ class ShareEqualCollectives:
 
         wait(all_gather_v(x, ...)); wait(all_gather_v(x, ...))   ->   one gather, awaited twice
 
-    Payloads are equal if they are one node, or made of one by the same views, casts, slices, pads and copies.
+    Payloads are equal if they are one node, or made of one by the same views, casts, slices, pads and copies. Slices
+    whose ends are numbers are not: here they may both be empty, on another rank different rows.
 
     Legal because functional collectives of equal payloads and arguments yield equal results. Nothing between the two
     writes to memory, and nothing writes to the first one's result; a second result that leaves the graph, or is
@@ -101,7 +103,7 @@ class ShareEqualCollectives:
         for node in list(graph.nodes):
             epoch += writes(node)
             c = Collective.of(node)
-            if c is None and (node.op != "call_function" or node.target not in _LOCAL):
+            if c is None and (node.op != "call_function" or node.target not in _LOCAL or _is_own_part(node)):
                 continue
             key = (epoch, node.target, _frozen((node.args, node.kwargs), same))
             first = same[node] = first_of.setdefault(key, node)
@@ -257,6 +259,14 @@ def _constants(graph: Graph) -> set[Node]:
         if node.op == "call_function" and found.issuperset(node.all_input_nodes):
             found.add(node)
     return found
+
+
+def _is_own_part(node: Node) -> bool:
+    """Whether a node takes a part by numbers, which may be those of this rank's block."""
+    args: Any = node.args
+    if node.target is aten.slice.Tensor:
+        return any(isinstance(n, int) and n not in (0, sys.maxsize) for n in args[2:4]) or 0 in args[3:4]
+    return node.target is aten.constant_pad_nd.default and any(isinstance(n, int) and n < 0 for n in args[1])
 
 
 def _frozen(value: Any, same: dict[Node, Node]) -> Any:

@@ -18,7 +18,7 @@ import torch.fx.traceback as fx_traceback
 from torch._C._distributed_c10d import _register_work  # 2.11 - 2.15
 from torch._dynamo.eval_frame import set_code_exec_strategy  # 2.11 - 2.15
 from torch._dynamo.types import FrameAction, FrameExecStrategy  # 2.11 - 2.15
-from torch._guards import CompileContext, detect_fake_mode  # 2.11 - 2.15
+from torch._guards import CompileContext, TracingContext, detect_fake_mode  # 2.11 - 2.15
 from torch._inductor.custom_graph_pass import CustomGraphPass  # 2.11 - 2.15
 from torch._ops import OpOverload, OpOverloadPacket  # 2.11 - 2.15
 from torch._subclasses.fake_tensor import (  # 2.11 - 2.15
@@ -50,9 +50,11 @@ from torch.utils._python_dispatch import return_and_correct_aliasing  # 2.11 - 2
 from torch.utils._sympy.interp import sympy_interp  # 2.11 - 2.15
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # 2.11 - 2.15
 
+from shardcompile.compat.block_symbols import GAPS, Gaps
+from shardcompile.compat.patches import keep_ranks_alike as keep_ranks_alike
 from shardcompile.compat.patches import trace_size_obliviously as trace_size_obliviously
 from shardcompile.compat.patches import without_guards as without_guards
-from shardcompile.compat.worlds import forget_with_world, note_trace, start_epoch, world_epoch
+from shardcompile.compat.worlds import add_guard, forget_with_world, note_trace, start_epoch, world_epoch
 
 __all__ = [
     "UNKNOWN_OUTPUT_SHAPE",
@@ -88,6 +90,7 @@ __all__ = [
     "keep_first_proxies",
     "keep_from_dynamo",
     "keep_protocol_from_dynamo",
+    "keep_ranks_alike",
     "keep_symbol",
     "kernel_of",
     "let_comm_debug_mode_see_through",
@@ -152,15 +155,28 @@ def register_work(tensor: torch.Tensor, work: torch.distributed.Work) -> None:
 
 
 def current_mesh() -> DeviceMesh:
-    """The mesh of the innermost ``with mesh:``.
+    """The mesh of the innermost ``with mesh:``. What is being compiled holds while that is the current one.
 
     Raises:
         RuntimeError: there is none.
     """
+    mesh = _innermost_mesh()
+    if TracingContext.try_get() is not None:
+        kept = weakref.ref(mesh)  # what keeps a mesh keeps its process groups
+        add_guard(lambda _: _is_innermost(kept()), "the current mesh is that of the trace")
+    return mesh
+
+
+def _innermost_mesh() -> DeviceMesh:
     current = getattr(DeviceMesh, "_get_current_mesh", None)  # where it lives moved between 2.11 and 2.15
-    if current is not None:
-        return current()
-    return _mesh_resources.get_current_mesh()
+    return _mesh_resources.get_current_mesh() if current is None else current()
+
+
+def _is_innermost(mesh: DeviceMesh | None) -> bool:
+    try:
+        return mesh is not None and _innermost_mesh() is mesh
+    except RuntimeError:
+        return False
 
 
 def same_symbol(a: object, b: object) -> bool:
@@ -389,7 +405,7 @@ def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | Non
     return None
 
 
-def mark_weakly_dynamic(x: torch.Tensor, hints: Mapping[int, int | None]) -> None:
+def mark_weakly_dynamic(x: torch.Tensor, hints: Mapping[int, int | None], gaps: Gaps | None = None) -> None:
     """Have Dynamo give these dims symbols of their own, as `torch._dynamo.maybe_mark_dynamic` would.
 
     Set directly: the public function refuses fake tensors, takes no hint, and is a frame of Python for each dim.
@@ -397,9 +413,12 @@ def mark_weakly_dynamic(x: torch.Tensor, hints: Mapping[int, int | None]) -> Non
     Args:
         x: an input of the function that is compiled.
         hints: by dim, the number to take decisions with in place of the present extent; None for that one.
+        gaps: of a block with gaps along a cut dim.
     """
     x._dynamo_weak_dynamic_indices = set(hints)  # type: ignore[attr-defined]
     x._dynamo_hint_overrides = {d: h for d, h in hints.items() if h is not None}  # type: ignore[attr-defined]
+    if gaps:
+        x._dynamo_hint_overrides[GAPS] = gaps  # type: ignore[attr-defined]
     x._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
 
 

@@ -14,11 +14,19 @@ import sympy
 from torch._dynamo.source import TensorProperty, TensorPropertySource  # 2.11 - 2.15
 from torch.fx.experimental.symbolic_shapes import DimDynamic  # 2.11 - 2.15
 
+GAPS = -1
+"""Where Dynamo's hints for the dims of a block have `Gaps`: a number that is no dim, which torch leaves alone."""
+
+Gaps = list[tuple[int, int | None]]
+"""Dims from the fastest on; where the whole tensor has a gap in front of the next row, how many elements."""
+
 
 def name_symbols_of_blocks(shape_env: Any) -> None:
     """Have a trace make the symbols of blocks from what all ranks share."""
-    shape_env._compute_symbolic_stride = _strides_of_few_rows(shape_env._compute_symbolic_stride)  # 2.11 - 2.15
     symbols = _Symbols(shape_env)
+    shape_env._compute_symbolic_stride = symbols.strides(  # 2.11 - 2.15
+        _strides_of_few_rows(shape_env._compute_symbolic_stride)
+    )
     shape_env.create_symbol = symbols.create  # 2.11 - 2.15
     shape_env._produce_dyn_sizes_from_int_tuple = symbols.sizes  # 2.11 - 2.15
 
@@ -32,12 +40,15 @@ class _Symbols:
         self._make_sizes: Callable[..., Any] = shape_env._produce_dyn_sizes_from_int_tuple
         self._extents: dict[Any, Any] = {}
         self._hints: dict[int, int] = {}
+        self._gaps: dict[Any, Gaps] = {}
 
     def sizes(
         self, size: object, source: object, symbolic_context: object, hint_overrides: dict[int, int] | None = None
     ) -> Any:
         """What torch calls to make the symbols of a shape; the dims of a block that have hints of ours are cut."""
         outer, self._hints = self._hints, hint_overrides or {}
+        if GAPS in self._hints:
+            self._gaps[source] = self._hints[GAPS]  # type: ignore[assignment]
         try:
             return self._make_sizes(size, source, symbolic_context, hint_overrides)
         finally:
@@ -59,6 +70,50 @@ class _Symbols:
         if what is TensorProperty.STORAGE_OFFSET and of_block:
             return self._offset(value, source, args, kwargs)
         return self._make(value, source, *args, **kwargs)
+
+    def strides(self, strides_of: Callable[..., Any]) -> Callable[..., Any]:
+        """What torch calls to make the symbols of strides; those above a gap along a cut dim are symbols of their own.
+
+        A slice along a cut dim that is not the slowest leaves rows of the block unused, on some ranks. There torch has
+        a symbol for the stride, elsewhere a product of extents, and another graph.
+        """
+
+        def strides(
+            source: Any, size: Any, known_size: Any, known_stride: Any, dynamic: Any, constraints: Any, *rest: Any
+        ) -> Any:
+            gaps = self._gaps.pop(source, None)
+            made = self._above_gaps(source, size, known_size, known_stride, constraints, gaps, rest) if gaps else None
+            return made or strides_of(source, size, known_size, known_stride, dynamic, constraints, *rest)
+
+        return strides
+
+    def _above_gaps(
+        self, source: Any, size: Any, known_size: Any, known_stride: Any, constraints: Any, gaps: Gaps, rest: Any
+    ) -> list[Any] | None:
+        """The strides, from the fastest dim on; None if those of this block are not what the whole tensor's say."""
+        made: dict[int, Any] = {}
+        step, product = 0, sympy.Integer(0)
+        for number, (dim, gap) in enumerate(gaps):
+            if gap is not None:
+                made[dim] = self._make(
+                    max(self._hint(product) + gap, 2),
+                    TensorPropertySource(source, TensorProperty.STRIDE, dim),
+                    dynamic_dim=DimDynamic.DYNAMIC,
+                    constraint_dim=constraints[dim],
+                    do_not_specialize_zero_one=True,
+                    symbolic_context=rest[-1],
+                )
+            elif number == 0:
+                made[dim] = sympy.Integer(known_stride[dim])
+            elif known_stride[dim] == step:
+                made[dim] = product
+            else:
+                return None
+            step, product = known_stride[dim] * known_size[dim], made[dim] * size[dim]
+        return [made[dim] for dim in range(len(size))]
+
+    def _hint(self, size: Any) -> int:
+        return int(size.xreplace(self._env.backed_var_to_val))
 
     def _of_block(self, value: Any, source: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Along a cut dim a symbol of its own: blocks that are alike on this rank need not be so on others.

@@ -86,18 +86,36 @@ def trace_size_obliviously() -> None:
         # Without `fullgraph` Dynamo would break the graph where we read the sizes of a derived cut. It asks its own
         # switch for a user's `item`.
         context.fake_mode.allow_scalar_outputs = True  # 2.11 - 2.15
+    keep_ranks_alike()
     if _symbolic_shapes_config.backed_size_oblivious:
         return
     _symbolic_shapes_config.backed_size_oblivious = True
-    stack = contextlib.ExitStack()
+    stack = _COMPILATION[0]
+    stack.callback(setattr, _symbolic_shapes_config, "backed_size_oblivious", False)
     _put_in(OF_A_COMPILATION, stack)
 
+
+def keep_ranks_alike() -> None:
+    """Have the compilation that is running decide on collectives by the program, not by this rank's numbers.
+
+    For all graphs with sharded tensors: blocks of parameters, and those of a tensor that the program cuts, have known
+    sizes, which differ from rank to rank.
+    """
+    if _COMPILATION:
+        return
+    _COMPILATION.append(contextlib.ExitStack())
+    _put_in(OF_RANKS_ALIKE, _COMPILATION[0])
+
     def restore(_: Any) -> None:
-        _symbolic_shapes_config.backed_size_oblivious = False
-        stack.close()
+        _COMPILATION.pop().close()
         _compile_callbacks.remove_end_callback(restore)
 
+    # One for all patches: torch goes on in its list of callbacks behind one that takes itself out.
     _compile_callbacks.register_end_callback(restore)
+
+
+_COMPILATION: list[contextlib.ExitStack] = []
+"""What is put back when the compilation ends that is running; empty if nothing is in place."""
 
 
 def _put_in(patches: Sequence[Patch], where: Any) -> None:
@@ -147,6 +165,18 @@ def _collectives_stay(stack: contextlib.ExitStack) -> None:
     from torch._functorch import partitioners
 
     _replace(stack, partitioners, "force_save_collectives", _where_they_were_traced)  # 2.11 - 2.15
+
+
+def _parts_stay_apart(stack: contextlib.ExitStack) -> None:
+    from torch._functorch import compile_utils
+
+    aten = torch.ops.aten
+    parts = [
+        *(aten.slice, aten.slice_backward, aten.slice_scatter, aten.select, aten.select_backward, aten.select_scatter),
+        *(aten.as_strided, aten.as_strided_scatter, aten.split, aten.split_with_sizes, aten.diagonal, aten.roll),
+        *(aten.constant_pad_nd, aten.arange, torch.ops.prims.iota),
+    ]
+    _replace(stack, compile_utils, "rand_ops", lambda kept: [*kept, *parts])  # 2.11 - 2.15
 
 
 def _traces_agree(stack: contextlib.ExitStack) -> None:
@@ -329,6 +359,50 @@ def _decide_by_hint_where_guards_are_suppressed(shape_env: Any) -> None:
     shape_env.suppress_guards = suppress_and_decide
 
 
+OF_RANKS_ALIKE = (
+    Patch(
+        "no_donated_buffers",
+        "torch._functorch.config.donated_buffer",
+        "Torch 2.15 repeats the wait for a result that the backward pass needs, and saves both: one tensor under two "
+        "names. If Inductor may write to what was saved, it overwrites the one that it still has to read.",
+        "Wrong gradients: wait_tensor is replayed in the forward graph, both results are saved, and one of them is "
+        "donated while the other, which shares its memory, is still read.",
+        "2.15",
+        _no_donated_buffers,
+    ),
+    Patch(
+        "collectives_stay",
+        "torch._functorch.partitioners.force_save_collectives",
+        "The partitioner moves a collective of the backward pass that depends on no gradient to the forward graph or "
+        "not, by the sizes of what is to be saved. Ranks that know their own blocks as numbers decide differently.",
+        "https://github.com/pytorch/pytorch/issues/146693 (what is moved from backward to forward); collectives are "
+        "not recomputed since https://github.com/pytorch/pytorch/pull/147561, but still moved.",
+        "2.11 - 2.15",
+        _collectives_stay,
+    ),
+    Patch(
+        "parts_stay_apart",
+        "torch._functorch.compile_utils.rand_ops",
+        "What is computed twice is computed once. Rows 0 to n and n to 2n of a tensor are the same where this rank's n "
+        "is 0: it would send one of them, where others send both. Of what is in this list each call stays.",
+        "fx_graph_cse merges nodes by their numbers. Where these are local sizes, ranks of one program merge "
+        "different collectives, and wait for one another.",
+        "2.11 - 2.15",
+        _parts_stay_apart,
+    ),
+    Patch(
+        "traces_agree",
+        "torch._dynamo.backends.common.aot_module_simplified",
+        "AOTAutograd counts the results of the forward pass in one trace and makes the graph by another. Where the "
+        'backward pass finds that a symbol is a number, the second has fewer results: "Node ... was invalid".',
+        "Symbols that the backward pass specialises change how many results the forward graph of a tensor subclass "
+        "has, after they were counted: DTensor fails in the same way.",
+        "2.11 - 2.15",
+        _traces_agree,
+    ),
+)
+"""Put in when a compilation meets the first sharded tensor, and put back when it ends."""
+
 OF_A_COMPILATION = (
     Patch(
         "views_by_stride",
@@ -350,16 +424,6 @@ OF_A_COMPILATION = (
         _overlap_by_hint,
     ),
     Patch(
-        "no_donated_buffers",
-        "torch._functorch.config.donated_buffer",
-        "Torch 2.15 repeats the wait for a result that the backward pass needs, and saves both: one tensor under two "
-        "names. If Inductor may write to what was saved, it overwrites the one that it still has to read.",
-        "Wrong gradients: wait_tensor is replayed in the forward graph, both results are saved, and one of them is "
-        "donated while the other, which shares its memory, is still read.",
-        "2.15",
-        _no_donated_buffers,
-    ),
-    Patch(
         "memory_format_by_hint",
         "torch._C._conv_determine_backend_memory_format",
         "For a convolution's memory format it is asked whether there is more than one image. Where there is one, "
@@ -368,26 +432,6 @@ OF_A_COMPILATION = (
         "backed_size_oblivious as well.",
         "2.11 - 2.15",
         _memory_format_by_hint,
-    ),
-    Patch(
-        "collectives_stay",
-        "torch._functorch.partitioners.force_save_collectives",
-        "The partitioner moves a collective of the backward pass that depends on no gradient to the forward graph or "
-        "not, by the sizes of what is to be saved. Ranks that know their own blocks as numbers decide differently.",
-        "https://github.com/pytorch/pytorch/issues/146693 (what is moved from backward to forward); collectives are "
-        "not recomputed since https://github.com/pytorch/pytorch/pull/147561, but still moved.",
-        "2.11 - 2.15",
-        _collectives_stay,
-    ),
-    Patch(
-        "traces_agree",
-        "torch._dynamo.backends.common.aot_module_simplified",
-        "AOTAutograd counts the results of the forward pass in one trace and makes the graph by another. Where the "
-        'backward pass finds that a symbol is a number, the second has fewer results: "Node ... was invalid".',
-        "Symbols that the backward pass specialises change how many results the forward graph of a tensor subclass "
-        "has, after they were counted: DTensor fails in the same way.",
-        "2.11 - 2.15",
-        _traces_agree,
     ),
     Patch(
         "symbols_by_both_names",
@@ -425,7 +469,7 @@ OF_A_COMPILATION = (
         _clamped_ends,
     ),
 )
-"""Put in when a compilation meets the first block, and put back when it ends."""
+"""Put in when a compilation meets the first block of unknown size, and put back when it ends."""
 
 OF_A_TRACE = (
     Patch(
@@ -451,4 +495,4 @@ OF_A_TRACE = (
 )
 """Put into the symbols of a trace, which live as long as they do."""
 
-PATCHES = OF_A_COMPILATION + OF_A_TRACE
+PATCHES = OF_RANKS_ALIKE + OF_A_COMPILATION + OF_A_TRACE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -53,6 +54,25 @@ def start_epoch() -> None:
     _world_epoch += 1
     for clear in _BY_MESH:
         clear()
+
+
+def _notice_ends() -> None:
+    """Have a world that is taken down forgotten at once.
+
+    A program whose sharded tensors are inside of graphs alone asks for the world while it is compiled, which is too
+    late to forget what was compiled for the one before.
+    """
+    destroy = torch.distributed.destroy_process_group
+
+    @functools.wraps(destroy)
+    def destroy_and_forget(*args: Any, **kwargs: Any) -> None:
+        before = _present_world()
+        destroy(*args, **kwargs)
+        if before is not None and _present_world() is not before:
+            start_epoch()
+
+    for module in (torch.distributed, torch.distributed.distributed_c10d):
+        module.destroy_process_group = destroy_and_forget  # type: ignore[attr-defined]
 
 
 def _present_world() -> object:
@@ -165,3 +185,5 @@ def _running() -> set[int]:
 
 
 forget_with_world(_forget_compiled)
+if torch.distributed.is_available():
+    _notice_ends()

@@ -32,7 +32,7 @@ def fallback(call: OpCall) -> Entry:
     text = f"{call.op} has no rule: run on full values on every rank, {nbytes} B moved ({inputs})"
     if config.fallback == "error":
         raise UnsupportedOpError(f"{text}; shardcompile.config.fallback is 'error'. Register a rule: register_sharding")
-    if call.op not in _FELL_BACK:
+    if call.op not in _FELL_BACK and any(p.steps for p in plans):  # whole values that are there cost nothing
         _FELL_BACK.add(call.op)
         log.info(text)
         if config.fallback == "warn":

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType
@@ -63,7 +67,7 @@ def describe(op: OpOverload, ranks: Ranks) -> str:
         ranks: run the example.
     """
     record = record_of(op)
-    lines = [str(op._schema), "", *(f"{name:<{_WIDTH}}{text}".rstrip() for name, text in _facts(record))]
+    lines = [str(op._schema), "", *itertools.chain.from_iterable(_set(*fact) for fact in _facts(record))]
     example = example_of(op)
     if example is None:
         lines += ["", 'There is no example of a call; config.fallback = "error" tells whether one of yours gathers.']
@@ -77,6 +81,14 @@ def describe(op: OpOverload, ranks: Ranks) -> str:
     if allowed:
         lines += ["", "What its rule allows along one mesh dim, besides whole tensors:", *allowed]
     return "\n".join(lines)
+
+
+def _set(name: str, text: str) -> Iterator[str]:
+    """A fact with its name in front; what a function says of itself in lines of their own."""
+    first, *more = text.split("\n")
+    yield f"{name:<{_WIDTH}}{first}"
+    for line in more:
+        yield from textwrap.wrap(line, 118, initial_indent=" " * (_WIDTH + 2), subsequent_indent=" " * (_WIDTH + 2))
 
 
 def _facts(record: OpRecord) -> Iterator[tuple[str, str]]:
@@ -170,16 +182,18 @@ def _function_of(record: OpRecord) -> Callable[..., object]:
 
 
 def _place(function: object) -> str:
-    """Name, file and first sentence of a function."""
-    if isinstance(function, OpOverload):
-        return str(function)
+    """Name, file and first sentence of a function; of one that is made by another those of the maker."""
+    function = getattr(function, "func", function)
     if not isinstance(function, FunctionType):
         return str(function)
-    code = function.__code__
+    code = inspect.unwrap(function).__code__
     path = Path(code.co_filename)
     file = path.relative_to(_ROOT) if path.is_relative_to(_ROOT) else path.name
-    name = function.__qualname__.split(".<locals>")[0].lstrip("_")
-    return f"{name} ({file}:{code.co_firstlineno})"
+    outer, _, inner = function.__qualname__.partition(".<locals>")
+    maker = getattr(sys.modules[function.__module__], outer, None) if inner else None
+    said = (inspect.getdoc(function) or inspect.getdoc(maker) or "").split("\n\n")[0].replace("\n", " ")
+    only_a_name = said.startswith("``") and " " not in said
+    return f"{outer.lstrip('_')} ({file}:{code.co_firstlineno})" + ("" if only_a_name or not said else f"\n{said}")
 
 
 def _served(served: list[Served]) -> Iterator[str]:

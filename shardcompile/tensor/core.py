@@ -11,16 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement
 
 from shardcompile import compat
-from shardcompile.collectives import wait
 from shardcompile.compat import OpOverload
 from shardcompile.dispatch import Handlers, clear_cache, dispatch
 from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpError
-from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, normalize_placements
+from shardcompile.layout import Layout, Spec, contiguous_stride, normalize_placements
 from shardcompile.ops import CONDITIONS, FUNCTIONS
-from shardcompile.ops.support.strides import in_order
 from shardcompile.ops.view.joined import layout_in_one_piece
 from shardcompile.plan import target_layout
-from shardcompile.sharded import Sharded
 from shardcompile.tensor import checkpoint, construct
 from shardcompile.tensor.arguments import (
     IN_PLACE,
@@ -41,52 +38,21 @@ from shardcompile.tensor.autograd import (
     redistributed,
 )
 from shardcompile.tensor.foreign import check_convertible, guard_wrappers
-from shardcompile.tensor.metadata import (
-    Metadata,
-    block_hints,
-    extent_hints,
-    keys_tensor,
-    metadata_of,
-    spec_from_parts,
-    stable_hash,
-    with_block_symbols,
-    with_stated_strides,
-)
+from shardcompile.tensor.traced import Traced
 
 ShardingShapes = construct.ShardingShapes
 
 
-_make_wrapper = torch.Tensor._make_wrapper_subclass
 _without_torch_function = torch._C.DisableTorchFunctionSubclass
-_UNMARKED = AttributeError("no dim of this tensor may vary")
 _FUNCTION_HANDLERS, _NAMED_HANDLERS = Handlers.functions, Handlers.names
 
 
-class _Block:
-    """This rank's block: an attribute that is set on construction, but for the cases that are found here on use."""
-
-    def __get__(self, x: Any, owner: type | None = None) -> object:
-        if x is None:
-            return self
-        if x._copied is not None:
-            return x._copied.current()
-        x.__dict__["_local_tensor"] = block = in_order(wait(x._in_flight), x._spec.stride)
-        return block
-
-
-class ShardTensor(Sharded):
+class ShardTensor(Traced):
     """A tensor whose blocks, of any size, lie on the ranks of a mesh.
 
     It has the global shape and behaves as the plain tensor would; `to_local` gives this rank's block. Made by
     `from_local`, `scatter_tensor`, `distribute_tensor` and the factories.
     """
-
-    # Defaults on the class: an eager op sets only what it has to.
-    _keys: Tensor | None = None
-    _flat: tuple[list[str], Metadata] | None = None
-    _may_vary: bool = True
-    _hints: dict[int, int] | None = None
-    _beside_parameter: bool = False
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: Spec, requires_grad: bool = False) -> ShardTensor:
@@ -95,206 +61,6 @@ class ShardTensor(Sharded):
         if requires_grad:
             self.requires_grad_()
         return self
-
-    @classmethod
-    def _wrap(cls, local: Tensor, spec: Spec) -> ShardTensor:
-        self = _make_wrapper(cls, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device)
-        self._local_tensor = local
-        self._spec = spec
-        if type(local) is not Tensor:
-            self._carry_keys()
-        return self
-
-    def _carry_keys(self) -> None:
-        """Inside a trace the tensor that carries the keys is made along with the result, while tracing is on."""
-        compat.note_trace()
-        compat.keep_first_proxies()
-        self._spec = with_block_symbols(self._spec, self._local_tensor)
-        layout = self._spec.layout
-        metadata = metadata_of(layout)
-        if metadata.dynamic_dims:
-            self._keys = keys_tensor(layout, metadata, self._local_tensor)
-
-    def _stand_in(self) -> ShardTensor:
-        """Another wrapper of the same block."""
-        other = self._wrap(self._local_tensor, self._spec)
-        if self._copied is not None:
-            del other.__dict__["_local_tensor"]
-            other._copied = self._copied
-        return other
-
-    def _turn_into(self, other: ShardTensor) -> None:
-        """Take over block and layout; the sizes of the wrapper itself are set elsewhere."""
-        self._local_tensor, self._spec, self._keys, self._flat = other._local_tensor, other._spec, other._keys, None
-        if other._copied is not None:
-            del self.__dict__["_local_tensor"]
-        self._copied = other._copied
-
-    @staticmethod
-    def _wrap_like(x: ShardTensor, local: Tensor) -> ShardTensor:
-        layout = x._spec.layout.with_dtype(local.dtype)
-        return type(x)._wrap(local, Spec.of(layout, x._spec.stride))
-
-    _local_tensor: Any = _Block()
-
-    @property
-    def _holds_values(self) -> bool:
-        """Whether this is no stand-in inside of a trace."""
-        return type(self._local_tensor) in (Tensor, torch.nn.Parameter)
-
-    # What the compiler asks for
-
-    def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
-        flat = self._flat
-        if flat is None:
-            # Dynamo may come to an input as late as inside of a transform of torch.func.
-            with compat.outside_transforms():
-                flat = self._flat = self._first_flattened()
-        if self._may_vary and compat.is_compiling():
-            self._prepare_trace(flat[1])
-        return flat
-
-    @property
-    def _is_static(self) -> bool:
-        """Whether later calls see this very tensor, or one that is laid out like it.
-
-        So it is for parameters, as everywhere in torch, and therefore for what optimizers keep beside them and for
-        their gradients: where they meet in a compiled step all of them have to be known alike.
-        """
-        return getattr(self, "_is_param", False) or self._beside_parameter or compat.has_guarded_address(self)
-
-    def _first_flattened(self) -> tuple[list[str], Metadata]:
-        """The parts, and what is settled once for each tensor."""
-        metadata = metadata_of(self._spec.layout)
-        # A tensor inside a trace does not vary.
-        plain = self._holds_values
-        self._may_vary = plain and bool(metadata.cuts)
-        if self._may_vary:
-            self._local_tensor = compat.without_base(with_stated_strides(self._local_tensor, self._spec))
-        if plain and 0 in self._spec.shape:
-            compat.give_storage(self)
-        if plain and metadata.dynamic_dims and self._keys is None:
-            with compat.outside_transforms():
-                self._keys = keys_tensor(self._spec.layout, metadata, self._local_tensor)
-        return ["_local_tensor", "_cut_keys"] if metadata.dynamic_dims else ["_local_tensor"], metadata
-
-    def _prepare_trace(self, metadata: Metadata) -> None:
-        """Have a trace that is starting treat sharded extents, blocks and keys as dynamic, or as static."""
-        compat.note_trace(guarded=True)  # by the metadata
-        if self._is_static:
-            compat.mark_static(self._local_tensor)
-            if metadata.dynamic_dims:
-                compat.mark_static(self._cut_keys)
-            return
-        compat.trace_size_obliviously()
-        compat.mark_weakly_dynamic(self._local_tensor, block_hints(self._spec.layout))
-        if metadata.dynamic_dims:
-            keys = self._cut_keys
-            # Without hints: those are part of what the compiler's caches ask for.
-            compat.mark_weakly_dynamic(keys, dict.fromkeys(range(1, keys.ndim)))
-
-    @property
-    def _cut_keys(self) -> Tensor:
-        if self._keys is None:
-            layout = self._spec.layout
-            keys = keys_tensor(layout, metadata_of(layout), self._local_tensor, with_extents=self._holds_values)
-            if self._holds_values:
-                return keys  # a graph of Dynamo's that runs as it is reads the extents here that a run gives
-            self._keys = keys
-        return self._keys
-
-    @_cut_keys.setter
-    def _cut_keys(self, keys: Tensor) -> None:
-        """AOTAutograd gives a tangent's inner tensors the strides that it has traced them with."""
-        self._keys = keys
-
-    def _is_view(self) -> bool:
-        """Whether autograd has this as a view of another tensor; not what a compiled function gets.
-
-        Torch would make an input that is a view by viewing a stand-in of its base. Which views a block can hold, and
-        what its base is, is a matter of each rank, and a slice along a cut dim is none that memory could have. A copied
-        view stays one: what a graph writes to it would not reach its base.
-        """
-        given = self._copied is None and self._holds_values and compat.is_compiling()
-        return not given and super()._is_view()
-
-    # Read by Dynamo on the outer tensor. Properties, so that eager ops do not pay for setting them.
-
-    @property
-    def _dynamo_hint_overrides(self) -> dict[int, int]:
-        hints = self._hints
-        if hints is None:
-            hints = self._hints = extent_hints(self._spec.layout)
-        if not hints or self._is_static:
-            raise _UNMARKED
-        return hints
-
-    @_dynamo_hint_overrides.setter
-    def _dynamo_hint_overrides(self, hints: dict[int, int]) -> None:
-        """Dynamo copies these attributes between tensors; ours follow from the layout."""
-
-    @property
-    def _dynamo_weak_dynamic_indices(self) -> set[int]:
-        return set(self._dynamo_hint_overrides)
-
-    @_dynamo_weak_dynamic_indices.setter
-    def _dynamo_weak_dynamic_indices(self, dims: set[int]) -> None: ...
-
-    @property
-    def _has_dynamo_dim_marking(self) -> bool:
-        if not self._may_vary:
-            raise _UNMARKED
-        return bool(self._dynamo_hint_overrides)
-
-    @_has_dynamo_dim_marking.setter
-    def _has_dynamo_dim_marking(self, value: bool) -> None: ...
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: Mapping[str, Tensor], metadata: Metadata, shape: Sequence[IntLike], stride: Sequence[IntLike]
-    ) -> ShardTensor:
-        local = inner["_local_tensor"]
-        if type(local) is not Tensor:
-            compat.keep_first_proxies()
-            # What AOTAutograd hands over for a gradient was computed in another pass.
-            shape, stride = compat.retraced(shape), compat.retraced(stride)
-        keys = inner.get("_cut_keys")
-        spec = spec_from_parts(metadata, local, keys, shape, stride)
-        self = _make_wrapper(ShardTensor, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device)
-        self._local_tensor, self._spec = local, spec
-        if compat.is_compiling():
-            self._keys = keys
-        elif metadata.has_stated_sizes:
-            self._align_grad = True
-            if keys is not None and keys.ndim == 1 + len(metadata.dynamic_dims):
-                self._keys = keys
-        return self
-
-    @classmethod
-    def __metadata_guard__(cls, saved: Metadata, now: Metadata) -> bool:
-        return saved is now
-
-    def _stable_hash_for_caching(self) -> str:
-        names, metadata = self.__tensor_flatten__()
-        return stable_hash(metadata, [self, *(getattr(self, n) for n in names)], self.requires_grad)
-
-    def __coerce_tangent_metadata__(self) -> ShardTensor:
-        layout = self._spec.layout
-        return redistributed(self, layout.reduced()) if layout.is_partial else self
-
-    def __coerce_same_metadata_as_tangent__(
-        self, metadata: Metadata, expected_type: type | None = None
-    ) -> ShardTensor | None:
-        if expected_type is not None and expected_type is not type(self):
-            return None
-        layout = target_layout(self._spec.layout, metadata.placements)
-        if metadata_of(layout.with_dtype(metadata.dtype)) is not metadata:
-            raise RedistributeError(
-                f"a gradient in the layout {self._spec.layout.describe()} reached a compiled function whose output "
-                f"has placements {metadata.placements} and other blocks; redistribute the gradient to the output's "
-                "layout"
-            )
-        return redistributed(self, layout)
 
     # Ops
 
@@ -370,8 +136,7 @@ class ShardTensor(Sharded):
         Raises:
             LayoutError: the blocks, placements, sizes or ranks do not fit together.
         """
-        mesh = device_mesh or compat.current_mesh()
-        return _from_local(local_tensor, mesh, placements, sharding_shapes, global_shape, run_check)
+        return _from_local(local_tensor, device_mesh, placements, sharding_shapes, global_shape, run_check)
 
     def redistribute(
         self,
@@ -446,10 +211,7 @@ class ShardTensor(Sharded):
         Raises:
             UnsupportedOpError: its blocks lie in an order that ShardTensor does not have, or are sharded themselves.
         """
-        check_convertible(x, cls)
-        placements = normalize_placements(x.placements, x.device_mesh, x.ndim)
-        layout = Layout.chunked(x.device_mesh, placements, tuple(x.shape), x.dtype)
-        return FromLocal.apply(x.to_local(), cls, Spec.of(layout, tuple(x.stride())))
+        return _from_dtensor(x)
 
     def to_dtensor(self) -> Tensor:
         """This tensor as a DTensor; no data moves. Differentiable.
@@ -548,6 +310,11 @@ class ShardTensor(Sharded):
     # Extension points
 
     @staticmethod
+    def patches_enabled() -> bool:
+        """Whether functions of torch know sharded tensors: always. PhysicsNeMo's ShardTensor has a switch for it."""
+        return True
+
+    @staticmethod
     def register_dispatch_handler(op: OpOverload, handler: Callable[..., object]) -> None:
         """Have ``handler(*args, **kwargs)`` run in place of our dispatch of `op`, below autograd."""
         Handlers.ops[op] = handler
@@ -570,10 +337,18 @@ class ShardTensor(Sharded):
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
-def _from_local(local: Tensor, *asked: Any) -> ShardTensor:
+def _from_local(local: Tensor, mesh: DeviceMesh | None, *asked: Any) -> ShardTensor:
     """`asked`: the other arguments of `construct.layout_of_block`."""
-    layout = construct.layout_of_block(local, *asked)
+    layout = construct.layout_of_block(local, compat.current_mesh() if mesh is None else mesh, *asked)
     return FromLocal.apply(local, ShardTensor, Spec.of(layout, contiguous_stride(layout.shape)))
+
+
+@torch.compiler.allow_in_graph
+def _from_dtensor(x: Any) -> ShardTensor:
+    check_convertible(x, ShardTensor)
+    placements = normalize_placements(x.placements, x.device_mesh, x.ndim)
+    layout = Layout.chunked(x.device_mesh, placements, tuple(x.shape), x.dtype)
+    return FromLocal.apply(x.to_local(), ShardTensor, Spec.of(layout, tuple(x.stride())))
 
 
 def rebuild(local: Tensor, parts: tuple[Any, ...], requires_grad: bool, is_param: bool, saver: int) -> Tensor:
@@ -595,7 +370,7 @@ torch.serialization.add_safe_globals([rebuild])
 checkpoint.teach(ShardTensor)
 guard_wrappers(ShardTensor)
 compat.let_comm_debug_mode_see_through(ShardTensor)
-for _called_by_torch in (ShardTensor, FromLocal, Promote, Redistribute, ToLocal):
+for _called_by_torch in (Traced, ShardTensor, FromLocal, Promote, Redistribute, ToLocal):
     compat.keep_protocol_from_dynamo(_called_by_torch)
 compat.keep_from_dynamo(laid_out)
 compat.keep_from_dynamo(dispatch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Replicate
@@ -34,12 +35,7 @@ def guard_wrappers(sharded: type) -> None:
 
     def as_whole(tensor: Tensor) -> None:
         if isinstance(tensor, sharded):
-            raise refusal(
-                "DTensor's distribute_tensor",
-                tensor._spec.layout.describe(),  # type: ignore[attr-defined]
-                "it takes the whole tensor",
-                "Pass x.full_tensor(), or convert by x.to_dtensor()",
-            )
+            _refuse_as_whole(tensor)
 
     def as_parameter(parameter: object, wrapper: str) -> None:
         if isinstance(parameter, sharded):
@@ -74,6 +70,16 @@ def guard_wrappers(sharded: type) -> None:
             )
 
     ask_before_wrapping(as_block, as_whole, as_parameter, as_input)
+
+
+@torch.compiler.allow_in_graph  # Dynamo, which traces DTensor's functions, would fail on our layouts in its own words
+def _refuse_as_whole(tensor: Any) -> None:
+    raise refusal(
+        "DTensor's distribute_tensor",
+        tensor._spec.layout.describe(),
+        "it takes the whole tensor",
+        "Pass x.full_tensor(), or convert by x.to_dtensor()",
+    )
 
 
 def check_convertible(x: Any, sharded: type) -> None:

@@ -33,12 +33,14 @@ class Metadata:
     dtype: torch.dtype
     cuts: tuple[CutKind, ...]
     epoch: int
+    copied: bool = False
+    """Whether the block is a copy of what the tensor is a view of."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Metadata:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return intern_metadata, (self.mesh, self.placements, self.dtype, self.cuts)
+        return intern_metadata, (self.mesh, self.placements, self.dtype, self.cuts, self.copied)
 
     @property
     def dynamic_dims(self) -> list[int]:
@@ -63,6 +65,7 @@ class Metadata:
                 [str(p) for p in self.placements],
                 str(self.dtype),
                 self.cuts,
+                self.copied,
             )
         )
 
@@ -72,21 +75,25 @@ compat.forget_with_world(_INTERNED.clear)
 
 
 def intern_metadata(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], dtype: torch.dtype, cuts: tuple[CutKind, ...]
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    dtype: torch.dtype,
+    cuts: tuple[CutKind, ...],
+    copied: bool = False,
 ) -> Metadata:
     """The metadata with these parts."""
-    metadata = Metadata(mesh, placements, dtype, cuts, compat.world_epoch())
+    metadata = Metadata(mesh, placements, dtype, cuts, compat.world_epoch(), copied)
     return _INTERNED.setdefault(metadata, metadata)
 
 
-def metadata_of(layout: Layout) -> Metadata:
-    """The metadata of a layout."""
+def metadata_of(layout: Layout, copied: bool = False) -> Metadata:
+    """The metadata of a layout, and whether the block is a copy that has to follow another tensor."""
     cuts = tuple(
         (d, c.kind, c.mesh_dims, c.inner, c.scale, c.sizes if c.kind == "fixed" else (), c.runs)
         for d, c in enumerate(layout.cuts)
         if c is not None
     )
-    return intern_metadata(layout.mesh, layout.placements, layout.dtype, cuts)
+    return intern_metadata(layout.mesh, layout.placements, layout.dtype, cuts, copied)
 
 
 def keys_tensor(layout: Layout, metadata: Metadata, like: Tensor, with_extents: bool = False) -> Tensor:
@@ -227,6 +234,27 @@ def with_stated_strides(local: Tensor, spec: Spec) -> Tensor:
         )
         whole = whole and not cut
     return local if tuple(strides) == local.stride() else local.as_strided(local.shape, strides)
+
+
+def gaps_along_cuts(spec: Spec) -> list[tuple[int, int | None]] | None:
+    """Where a tensor that is a slice along a cut dim leaves memory unused, which on each rank is another amount.
+
+    Args:
+        spec: of the global tensor, outside of a trace.
+
+    Returns:
+        Dims from the fastest on, with the gap in front of the next one in elements where there is one; None if there is
+        none behind a cut dim.
+    """
+    found: list[tuple[int, int | None]] = []
+    step, cut, gaps = 1, False, False
+    for d in reversed(order_of(spec.stride)):
+        stride: Any = spec.stride[d]
+        gap = stride - step if found and stride not in (0, step) else None
+        found.append((d, gap))
+        gaps = gaps or (cut and gap is not None)
+        step, cut = stride * spec.shape[d], cut or spec.layout.cuts[d] is not None
+    return found if gaps else None
 
 
 def with_block_symbols(spec: Spec, local: Tensor) -> Spec:

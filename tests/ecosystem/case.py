@@ -18,6 +18,12 @@ from shardcompile.testing import world_size
 RIGHT = "right"
 """What single-device PyTorch gives on the full tensors."""
 
+NOT_IN_TORCH = "no, with plain tensors either"
+"""torch cannot compile these lines on plain tensors."""
+
+NOTHING = "nothing to compile"
+"""The lines are a way to get a graph of their own, or nothing of them runs in a graph."""
+
 
 class Setting:
     """Where the lines of a case run.
@@ -26,10 +32,11 @@ class Setting:
         mesh: of all ranks; None where the lines run on plain tensors, as on a single device.
         over: the mesh whose ranks hold the blocks, one dim of `mesh`.
         compiled: whether `compile` compiles.
+        compilations: how often it has.
     """
 
     def __init__(self, mesh: DeviceMesh | None, compiled: bool) -> None:
-        self.mesh, self.compiled = mesh, compiled
+        self.mesh, self.compiled, self.compilations = mesh, compiled, 0
         self.over = mesh["data"] if mesh is not None and mesh.ndim > 1 else mesh
 
     @property
@@ -57,9 +64,10 @@ class Setting:
         return module
 
     def compile(self, function: Any, **options: Any) -> Any:
-        """The function or module, compiled in the compiled run on sharded tensors."""
-        if not (self.compiled and self.sharded):
+        """The function or module, compiled in the compiled run."""
+        if not self.compiled:
             return function
+        self.compilations += 1
         return torch.compile(function, **({"fullgraph": True, "backend": "aot_eager"} | options))
 
 
@@ -71,8 +79,8 @@ class Case:
         section: the heading that it stands under.
         feature: what is tried, as the table says it.
         run: the lines; what they return is compared.
-        eager: `RIGHT`, or the words with which it is refused; empty if it is about compiling.
-        compiled: likewise; empty if nothing in it is compiled.
+        eager: `RIGHT`, or the words with which it is refused; `NOTHING` if it is about compiling.
+        compiled: likewise, or `NOT_IN_TORCH`, or `NOTHING`.
         ranks: how many; of four there is a mesh of 2 x 2.
         processes: whether ranks have to be processes: where torch keeps one state for all threads.
         needs: a package that must be there.
@@ -83,7 +91,7 @@ class Case:
     feature: str
     run: Callable[[Setting], Any]
     eager: str = RIGHT
-    compiled: str = ""
+    compiled: str = RIGHT
     ranks: int = 3
     processes: bool = False
     needs: str = ""
@@ -128,7 +136,7 @@ def attempt(case: Case, compiled: bool) -> None:
     """Run a case on every rank.
 
     Raises:
-        AssertionError: the results differ from those on plain tensors.
+        AssertionError: the results differ from those on plain tensors, or nothing was compiled.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -137,5 +145,16 @@ def attempt(case: Case, compiled: bool) -> None:
         "cpu", (2, 2) if grid else (world_size(),), mesh_dim_names=("data", "model") if grid else ("data",)
     )
     expected = whole(case.run(Setting(None, False)))
-    found = whole(case.run(Setting(mesh, compiled)))
+    here = Setting(mesh, compiled)
+    found = whole(case.run(here))
     torch.testing.assert_close(found, expected, rtol=case.rtol, atol=1e-10 + case.rtol / 100)
+    assert here.compilations > 0 or not compiled, "nothing was compiled"
+
+
+def plain_fails(case: Case) -> bool:
+    """Whether torch fails to compile the lines on plain tensors."""
+    try:
+        case.run(Setting(None, True))
+    except Exception:
+        return True
+    return False

@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardcompile as sc
-from ecosystem.case import RIGHT, Case, Setting, gradients, values
+from ecosystem.case import NOT_IN_TORCH, NOTHING, Case, Setting, gradients, values
 
 
 class Layer(nn.Module):
@@ -103,23 +103,33 @@ STYLES: dict[str, Callable[[], dict[str, Any]]] = {
 def _wrapped_as_dtensor(placement: Any) -> Callable[[Setting], Any]:
     def run(here: Setting) -> Any:
         x = here.cut(values(7, 4))
-        if here.mesh is not None:
-            x = DTensor.from_local(x, here.over, [placement])
-        return (x * 2).sum()
+
+        def total(x: Any) -> Any:
+            if here.mesh is not None:
+                x = DTensor.from_local(x, here.over, [placement])
+            return (x * 2).sum()
+
+        return here.compile(total)(x)
 
     return run
 
 
 def _wrapped_over_another(here: Setting) -> Any:
-    x = here.cut(values(7, 4))
-    if here.mesh is not None:
-        x = DTensor.from_local(x, here.mesh["model"], [Replicate()])
-    return (x * 2).sum()
+    model = here.mesh["model"] if here.mesh is not None else None
+
+    def total(x: Any) -> Any:
+        return ((DTensor.from_local(x, model, [Replicate()]) if model is not None else x) * 2).sum()
+
+    return here.compile(total)(here.cut(values(7, 4)))
 
 
 def _distributed_as_dtensor(here: Setting) -> Any:
-    x = here.cut(values(7, 4))
-    return distribute_tensor(x, here.over, [Shard(0)]) if here.mesh is not None else x
+    over = here.over
+
+    def run(x: Any) -> Any:
+        return distribute_tensor(x, over, [Shard(0)]) if over is not None else x
+
+    return here.compile(run)(here.cut(values(7, 4)))
 
 
 def _parameter_is_dtensor(placement: Any) -> Callable[[Setting], Any]:
@@ -139,7 +149,7 @@ def _parameter_over_another(here: Setting) -> Any:
     x, w = here.cut(values(7, 4)), values(4, 5, seed=2)
     if here.mesh is not None:
         w = distribute_tensor(w, here.mesh["model"], [Shard(0)])
-    return (x @ w).tanh().sum()
+    return here.compile(lambda x, w: (x @ w).tanh().sum())(x, w)
 
 
 def _converted(here: Setting) -> Any:
@@ -149,7 +159,7 @@ def _converted(here: Setting) -> Any:
     if here.mesh is not None:
         model = parallelize_module(model, here.over, STYLES["`ColwiseParallel`, `RowwiseParallel`"]())
         x = x.redistribute(sharding_shapes={0: [3, 3, 1]}).to_dtensor()
-    loss = (model(x) - y).square().mean()
+    loss = here.compile(lambda x, y: (model(x) - y).square().mean())(x, y)
     loss.backward()
     return loss, gradients(model)
 
@@ -160,7 +170,7 @@ def _gathered_first(here: Setting) -> Any:
     if here.mesh is not None:
         model = parallelize_module(model, here.over, STYLES["`ColwiseParallel`, `RowwiseParallel`"]())
         x = x.full_tensor()
-    loss = (model(x) - y).square().mean()
+    loss = here.compile(lambda x, y: (model(x) - y).square().mean())(x, y)
     loss.backward()
     return loss, gradients(model)
 
@@ -178,7 +188,7 @@ def _from_strided(first: bool) -> Callable[[Setting], Any]:
         weight: Any = model.weight
         if first:
             weight = weight.redistribute(placements=[Replicate(), Shard(0)])
-        return sc.ShardTensor.from_dtensor(weight) * 2
+        return here.compile(lambda w: sc.ShardTensor.from_dtensor(w) * 2)(weight)
 
     return run
 
@@ -200,8 +210,9 @@ def _trained(here: Setting, model: nn.Module, wrap: Callable[[nn.Module], Any], 
     if here.compiled and how == "inside":
         for layer in model:
             layer.compile(fullgraph=True, backend="aot_eager")
+            here.compilations += 1
     wrapped = wrap(model)
-    call = torch.compile(wrapped, backend="aot_eager") if here.compiled and how == "around" else wrapped
+    call = here.compile(wrapped, fullgraph=False) if how == "around" else wrapped
     loss = (call(x) - y).square().mean()
     loss.backward()
     if isinstance(wrapped, FullyShardedDataParallel):
@@ -287,33 +298,43 @@ def _mesh(here: Setting, over: str) -> Any:
 
 
 def _raw_collective(here: Setting) -> Any:
-    x = here.cut(values(7, 4))
-    if here.mesh is not None:
-        dist.all_reduce(x)
-    return x
+    def run(x: Any) -> Any:
+        if here.mesh is not None:
+            dist.all_reduce(x)
+        return x
+
+    return here.compile(run)(here.cut(values(7, 4)))
 
 
 def _functional_collective(here: Setting) -> Any:
     import torch.distributed._functional_collectives as funcol
 
-    x = here.cut(values(7, 4))
-    return funcol.all_reduce(x, "sum", here.over) if here.mesh is not None else x
+    over = here.over
+
+    def run(x: Any) -> Any:
+        return funcol.all_reduce(x, "sum", over) if over is not None else x
+
+    return here.compile(run)(here.cut(values(7, 4)))
 
 
 def _broadcast(here: Setting) -> Any:
-    x = here.cut(values(7, 4))
-    if here.mesh is not None:
-        dist.broadcast(x, 0)
-    return x
+    def run(x: Any) -> Any:
+        if here.sharded or here.compiled:  # also of plain tensors, to see that torch cannot compile it
+            dist.broadcast(x, 0)
+        return x
+
+    return here.compile(run)(here.cut(values(7, 4)))
 
 
 def _gathered(here: Setting) -> Any:
-    x = here.cut(values(7, 4))
-    if here.mesh is not None:
-        out = [torch.empty(7, 4, dtype=x.dtype) for _ in range(3)]
+    def run(x: Any) -> Any:
+        if here.mesh is None:
+            return x
+        out = [torch.empty(7, 4, dtype=torch.float64) for _ in range(3)]
         dist.all_gather(out, x)
         return out[0]
-    return x
+
+    return here.compile(run)(here.cut(values(7, 4)))
 
 
 OTHER_BLOCKS = (
@@ -340,40 +361,50 @@ SENT = (
 DT, TP, DP, CC = "DTensor", "Tensor parallelism, `parallelize_module`", "Data parallelism", "Collectives called by hand"
 CASES = [
     *[
-        Case(DT, f"`DTensor.from_local(sharded, mesh, [{p}])`", _wrapped_as_dtensor(q), OTHER_BLOCKS)
+        Case(DT, f"`DTensor.from_local(sharded, mesh, [{p}])`", _wrapped_as_dtensor(q), OTHER_BLOCKS, OTHER_BLOCKS)
         for p, q in [("Replicate()", Replicate()), ("Shard(0)", Shard(0)), ("Partial()", Partial())]
     ],
     Case(DT, "`DTensor.from_local` over another mesh dim", _wrapped_over_another, ranks=4),
-    Case(DT, "`torch.distributed.tensor.distribute_tensor(sharded, mesh, ...)`", _distributed_as_dtensor, WHOLE),
+    Case(DT, "`torch.distributed.tensor.distribute_tensor(sharded, mesh, ...)`", _distributed_as_dtensor, WHOLE, WHOLE),
     *[
         Case(
             DT,
             f"sharded activation, DTensor parameter, `{p}`",
             _parameter_is_dtensor(p),
-            compiled=RIGHT,
             processes=True,
         )
         for p in (Replicate(), Shard(0), Shard(1))
     ],
     Case(
-        DT, "sharded activation, DTensor parameter over another mesh dim", _parameter_over_another, TWO_MESHES, ranks=4
+        DT,
+        "sharded activation, DTensor parameter over another mesh dim",
+        _parameter_over_another,
+        TWO_MESHES,
+        TWO_MESHES,
+        ranks=4,
     ),
     Case(
         DT,
         "`from_dtensor` of a parameter of FSDP2 over tensor parallelism (`_StridedShard`)",
         _from_strided(False),
         OTHER_ORDER,
+        OTHER_ORDER,
         ranks=4,
     ),
-    Case(DT, "the same, redistributed first", _from_strided(True), ranks=4),
-    Case(TP, "`ColwiseParallel`, `RowwiseParallel`, mesh dim that cuts the input, given `x.to_dtensor()`", _converted),
+    Case(DT, "the same, redistributed first", _from_strided(True), ranks=4, processes=True),
+    Case(
+        TP,
+        "`ColwiseParallel`, `RowwiseParallel`, mesh dim that cuts the input, given `x.to_dtensor()`",
+        _converted,
+        processes=True,
+    ),
     Case(
         TP,
         "`ColwiseParallel`, `RowwiseParallel`, mesh dim that cuts the input, given `x.full_tensor()`",
         _gathered_first,
     ),
     *[
-        Case(TP, f"{name}, mesh dim that cuts the input", _styled(plan, True), OTHER_BLOCKS)
+        Case(TP, f"{name}, mesh dim that cuts the input", _styled(plan, True), OTHER_BLOCKS, OTHER_BLOCKS)
         for name, plan in STYLES.items()
     ],
     *[
@@ -381,14 +412,14 @@ CASES = [
             TP,
             f"{name}, another mesh dim",
             _styled(plan, False),
-            # Compiled, DTensor's redistribute in this style keeps process groups that ended with an earlier test.
-            compiled="" if "SequenceParallel" in name else RIGHT,
             ranks=4,
+            # Ranks that are threads have no process groups that DTensor could keep from one test to the next.
+            processes="SequenceParallel" in name,
         )
         for name, plan in STYLES.items()
     ],
     *[
-        Case(DP, f"{name} over {place}", make(**{key: value}), compiled=RIGHT, ranks=ranks, processes=name == "DDP")
+        Case(DP, f"{name} over {place}", make(**{key: value}), ranks=ranks, processes=name == "DDP")
         for name, make, key, values_ in [
             ("DDP", _ddp, "same", (True, False)),
             ("FSDP1", _fsdp1, "over", ("same", "other")),
@@ -403,36 +434,35 @@ CASES = [
         DP,
         "FSDP1, hybrid, over both mesh dims",
         _fsdp1(over="both", strategy=ShardingStrategy.HYBRID_SHARD),
-        compiled=RIGHT,
         ranks=4,
     ),
-    Case(DP, "FSDP2, HSDP over both mesh dims", _fsdp2(over="both"), compiled=RIGHT, ranks=4),
+    Case(DP, "FSDP2, HSDP over both mesh dims", _fsdp2(over="both"), ranks=4),
     *[
         Case(
             DP,
             f"{name}, `torch.compile` around it, graph breaks allowed",
             make("around"),
-            eager="",
-            compiled=RIGHT,
+            eager=NOTHING,
             processes=True,
         )
         for name, make in [("DDP", _ddp), ("FSDP1", _fsdp1), ("FSDP2", _fsdp2)]
     ],
-    Case(DP, "DDP, parameters in blocks", _ddp(in_blocks=True), IN_BLOCKS),
-    Case(DP, "FSDP1, parameters in blocks", _fsdp1(in_blocks=True), IN_BLOCKS),
-    Case(DP, "FSDP2, parameters in blocks", _fsdp2(in_blocks=True), IN_BLOCKS),
+    Case(DP, "DDP, parameters in blocks", _ddp(in_blocks=True), IN_BLOCKS, IN_BLOCKS),
+    Case(DP, "FSDP1, parameters in blocks", _fsdp1(in_blocks=True), IN_BLOCKS, IN_BLOCKS),
+    Case(DP, "FSDP2, parameters in blocks", _fsdp2(in_blocks=True), IN_BLOCKS, IN_BLOCKS),
     Case(
         DP,
         "FSDP2 over another mesh dim, parameters in blocks",
         _fsdp2(over="other", in_blocks=True),
+        IN_BLOCKS,
         IN_BLOCKS,
         ranks=4,
     ),
     Case(DP, "DDP of a part, the rest of the parameters in blocks", _beside_blocks("ddp"), processes=True),
     Case(DP, "FSDP1, `ignored_states` in blocks", _beside_blocks("fsdp1")),
     Case(DP, "FSDP2, `ignored_params` in blocks", _beside_blocks("fsdp2")),
-    Case(CC, "`dist.all_reduce(sharded)`", _raw_collective, SENT, processes=True),
-    Case(CC, "`dist.broadcast(sharded, 0)`", _broadcast, SENT),
-    Case(CC, "`dist.all_gather(list, sharded)`", _gathered, SENT),
-    Case(CC, "functional `all_reduce(sharded, ...)`", _functional_collective, SENT),
+    Case(CC, "`dist.all_reduce(sharded)`", _raw_collective, SENT, SENT, processes=True),
+    Case(CC, "`dist.broadcast(sharded, 0)`", _broadcast, SENT, NOT_IN_TORCH),
+    Case(CC, "`dist.all_gather(list, sharded)`", _gathered, SENT, SENT),
+    Case(CC, "functional `all_reduce(sharded, ...)`", _functional_collective, SENT, SENT),
 ]

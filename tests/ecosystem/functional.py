@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import func
 
-from ecosystem.case import RIGHT, Case, Setting, gradients, net, values
+from ecosystem.case import NOT_IN_TORCH, NOTHING, RIGHT, Case, Setting, gradients, net, values
 
 
 def _state(model: torch.nn.Module) -> dict[str, Any]:
@@ -164,15 +164,23 @@ def _forward_ad(here: Setting) -> Any:
     import torch.autograd.forward_ad as fwd
 
     x, v = here.cut(values(7, 4)), here.cut(values(7, 4, seed=3))
-    with fwd.dual_level():
-        out = net()(fwd.make_dual(x, v)).square().sum()
-        return tuple(fwd.unpack_dual(out))
+    model = net()
+
+    def run(x: Any, v: Any) -> Any:
+        with fwd.dual_level():
+            return tuple(fwd.unpack_dual(model(fwd.make_dual(x, v)).square().sum()))
+
+    return here.compile(run)(x, v)
 
 
 def _autograd_functional(here: Setting) -> Any:
     x = here.cut(values(7, 4))
     w = values(4, seed=2)
-    return torch.autograd.functional.hessian(lambda w: torch.tanh(x @ w).square().mean(), w)
+
+    def run(x: Any, w: Any) -> Any:
+        return torch.autograd.functional.hessian(lambda w: torch.tanh(x @ w).square().mean(), w)
+
+    return here.compile(run)(x, w)
 
 
 def _functional_call(here: Setting) -> Any:
@@ -185,13 +193,17 @@ def _functional_call(here: Setting) -> Any:
 
 def _linearize(here: Setting) -> Any:
     model, x, v = net(), here.cut(values(7, 4)), here.cut(values(7, 4, seed=3))
-    out, push = func.linearize(model, x)
-    return out, push(v)
+
+    def run(x: Any, v: Any) -> Any:
+        out, push = func.linearize(model, x)
+        return out, push(v)
+
+    return here.compile(run)(x, v)
 
 
 def _functionalize(here: Setting) -> Any:
     x = here.cut(values(7, 4))
-    return func.functionalize(lambda x: (x * 2).add_(1))(x)
+    return here.compile(func.functionalize(lambda x: (x * 2).add_(1)))(x)
 
 
 def _ensemble(here: Setting) -> Any:
@@ -303,7 +315,7 @@ def _export_saved(here: Setting) -> Any:
     model, x = net(), here.cut(values(7, 4))
     rows = torch.export.Dim("rows", min=2)
     exported = torch.export.export(model, (values(7, 4),), dynamic_shapes=({0: rows},)).module()
-    return exported(x + 1)
+    return here.compile(exported)(x + 1)
 
 
 def _jit(here: Setting) -> Any:
@@ -313,7 +325,7 @@ def _jit(here: Setting) -> Any:
 
 def _fx(here: Setting) -> Any:
     x = here.cut(values(7, 4))
-    return torch.fx.symbolic_trace(net())(x)
+    return here.compile(torch.fx.symbolic_trace(net()))(x)
 
 
 def _make_fx(here: Setting) -> Any:
@@ -325,7 +337,7 @@ def _make_fx(here: Setting) -> Any:
 
 def _scripted(here: Setting) -> Any:
     x = here.cut(values(7, 4))
-    return torch.jit.script(net())(x)
+    return here.compile(torch.jit.script(net()))(x)
 
 
 TRACED = (
@@ -369,7 +381,7 @@ CASES = [
         (SECTION, "`vjp`, sharded input", _vjp, RIGHT, RIGHT),
         (SECTION, "`jvp`, sharded input", _jvp_of_input, RIGHT, RIGHT),
         (SECTION, "`jvp`, plain parameters", _jvp_of_parameters, RIGHT, RIGHT),
-        (SECTION, "`linearize`, sharded input", _linearize, TRACED, ""),
+        (SECTION, "`linearize`, sharded input", _linearize, TRACED, NOT_IN_TORCH),
         (SECTION, "`hessian`, plain parameters", _hessian_of_parameters, RIGHT, RIGHT),
         (SECTION, "`jacrev`, plain parameters", _jacrev, RIGHT, RIGHT),
         (SECTION, "`jacfwd`, plain parameters", _jacfwd, RIGHT, RIGHT),
@@ -379,12 +391,12 @@ CASES = [
         (SECTION, "`vmap` over plain weights", _vmap_of_plain, RIGHT, RIGHT),
         (SECTION, "`vmap` of `grad`: a gradient for each sample", _per_sample, RIGHT, RIGHT),
         (SECTION, "`vmap` over an ensemble of models", _ensemble, RIGHT, RIGHT),
-        (SECTION, "`functionalize`", _functionalize, RIGHT, ""),
+        (SECTION, "`functionalize`", _functionalize, RIGHT, NOT_IN_TORCH),
         (SECTION, "Laplacian by `autograd.grad(create_graph=True)`", _laplacian_by_autograd, RIGHT, RIGHT),
         (SECTION, "Laplacian by `vmap` of `hessian`", _laplacian_by_func, RIGHT, RIGHT),
         (SECTION, "second derivative by `jvp` of `jvp`", _laplacian_by_jvp, RIGHT, RIGHT),
-        (SECTION, "forward-mode AD, `make_dual`", _forward_ad, RIGHT, ""),
-        (SECTION, "`autograd.functional.hessian`, plain parameters", _autograd_functional, RIGHT, ""),
+        (SECTION, "forward-mode AD, `make_dual`", _forward_ad, RIGHT, RIGHT),
+        (SECTION, "`autograd.functional.hessian`, plain parameters", _autograd_functional, RIGHT, NOT_IN_TORCH),
         (HIGHER, "`cond`, plain predicate", _cond, COND, COND),
         (HIGHER, "`cond`, sharded predicate", _cond_sharded_flag, COND, COND),
         (HIGHER, "`cond`, branches that use a sharded tensor from outside", _cond_captured, COND, COND),
@@ -395,11 +407,11 @@ CASES = [
         (HIGHER, "`map` along a whole dim", _map, MAP, MAP),
         (HIGHER, "`nested_compile_region`", _nested_region, RIGHT, RIGHT),
         (HIGHER, "`flex_attention`", _flex, FLEX, FLEX),
-        (EXPORT, "`torch.export` of a model with sharded inputs", _export, TRACED, ""),
-        (EXPORT, "`torch.export` with plain inputs, run on sharded ones", _export_saved, RIGHT, ""),
-        (EXPORT, "`fx.symbolic_trace`", _fx, RIGHT, ""),
-        (EXPORT, "`make_fx`", _make_fx, TRACED, ""),
-        (EXPORT, "`jit.trace`", _jit, TRACED, ""),
-        (EXPORT, "`jit.script`", _scripted, RIGHT, ""),
+        (EXPORT, "`torch.export` of a model with sharded inputs", _export, TRACED, NOTHING),
+        (EXPORT, "`torch.export` with plain inputs, run on sharded ones", _export_saved, RIGHT, RIGHT),
+        (EXPORT, "`fx.symbolic_trace`", _fx, RIGHT, RIGHT),
+        (EXPORT, "`make_fx`", _make_fx, TRACED, NOTHING),
+        (EXPORT, "`jit.trace`", _jit, TRACED, NOTHING),
+        (EXPORT, "`jit.script`", _scripted, RIGHT, NOT_IN_TORCH),
     ]
 ]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ecosystem.case import RIGHT, Case, Setting, net, values
+from ecosystem.case import NOT_IN_TORCH, Case, Setting, net, values
 from ecosystem.distributed import SENT
 
 
@@ -33,11 +33,11 @@ def _contracted_all(here: Setting) -> Any:
 
     x, y = here.cut(values(7, 4)), here.cut(values(7, 4, seed=1))
     expression = opt_einsum.contract_expression("nc,nc,cd,ne->de", (7, 4), (7, 4), (4, 5), (7, 4))
-    return (
-        expression(x, y, values(4, 5, seed=2), x),
-        opt_einsum.contract("nc,nc->", x, y),
-        opt_einsum.contract("nc->cn", x),
-    )
+
+    def run(x: Any, y: Any, w: Any) -> Any:
+        return expression(x, y, w, x), opt_einsum.contract("nc,nc->", x, y), opt_einsum.contract("nc->cn", x)
+
+    return here.compile(run, fullgraph=False)(x, y, values(4, 5, seed=2))
 
 
 def _rearranged(here: Setting) -> Any:
@@ -69,7 +69,7 @@ def _einops_layers(here: Setting) -> Any:
 def _board(here: Setting) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    loss = (net()(here.cut(values(7, 4)))).square().mean()
+    loss = here.compile(net())(here.cut(values(7, 4))).square().mean()
     x = here.cut(values(7, 4))
     with tempfile.TemporaryDirectory() as folder, SummaryWriter(folder) as writer:
         writer.add_scalar("loss", loss, 1)
@@ -97,8 +97,10 @@ def _accelerated(here: Setting) -> Any:
         model, optimizer = accelerator.prepare(model, optimizer)
     x, y = here.cut(values(7, 4)), here.cut(values(7, 4, seed=1))
     losses = []
+    # DDP's hooks are in no graph: with breaks around them.
+    loss_of = here.compile(lambda x, y: (model(x) - y).square().mean(), fullgraph=False)
     for _ in range(3):
-        loss = (model(x) - y).square().mean()
+        loss = loss_of(x, y)
         accelerator.backward(loss) if accelerator is not None else loss.backward()
         if accelerator is not None:
             accelerator.clip_grad_norm_(model.parameters(), 0.1)
@@ -111,7 +113,7 @@ def _accelerated(here: Setting) -> Any:
 
 
 def _accelerate_gathers(here: Setting) -> Any:
-    loss = net()(here.cut(values(7, 4))).square().mean().detach()
+    loss = here.compile(net())(here.cut(values(7, 4))).square().mean().detach()
     if not here.sharded:
         return loss
     return _accelerator().gather(loss)
@@ -124,7 +126,7 @@ def _lit(here: Setting) -> Any:
     class Lit(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.losses = net(), []
+            self.net, self.losses = here.compile(net()), []
 
         def training_step(self, batch: Any, index: int) -> Any:
             x, y = batch
@@ -158,25 +160,28 @@ CASES = [
         SECTION,
         "`opt_einsum.contract`; compiled: with graph breaks, which its search for a path needs",
         _contracted,
-        compiled=RIGHT,
         needs="opt_einsum",
     ),
     Case(
         SECTION,
         "`opt_einsum.contract`, a plain tensor first; compiled: with graph breaks",
         _contracted_plain_first,
-        compiled=RIGHT,
         needs="opt_einsum",
     ),
-    Case(SECTION, "`opt_einsum.contract_expression`, sums over the cut dim", _contracted_all, needs="opt_einsum"),
+    Case(
+        SECTION,
+        "`opt_einsum.contract_expression`, sums over the cut dim",
+        _contracted_all,
+        compiled=NOT_IN_TORCH,
+        needs="opt_einsum",
+    ),
     Case(
         SECTION,
         "`einops`: `rearrange`, `reduce`, `repeat`, `einsum`, `pack`, `unpack`",
         _rearranged,
-        compiled=RIGHT,
         needs="einops",
     ),
-    Case(SECTION, "`einops.layers.torch`", _einops_layers, compiled=RIGHT, needs="einops"),
+    Case(SECTION, "`einops.layers.torch`", _einops_layers, needs="einops"),
     Case(SECTION, "TensorBoard: `add_scalar(loss)`, `add_histogram(x.full_tensor())`", _board, needs="tensorboard"),
     Case(
         SECTION,
@@ -185,6 +190,6 @@ CASES = [
         needs="accelerate",
         processes=True,
     ),
-    Case(SECTION, "Accelerate: `gather(loss)`", _accelerate_gathers, SENT, needs="accelerate", processes=True),
+    Case(SECTION, "Accelerate: `gather(loss)`", _accelerate_gathers, SENT, SENT, needs="accelerate", processes=True),
     Case(SECTION, "Lightning: `Trainer.fit`, `self.log(loss, prog_bar=True)`", _lit, needs="lightning", processes=True),
 ]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from ecosystem.case import RIGHT, Case, Setting, net, values
+from ecosystem.case import NOTHING, Case, Setting, net, values
 
 FORMS = ("default", "foreach", "fused")
 OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any], tuple[str, ...]]] = {
@@ -56,6 +56,35 @@ def _trained(name: str, form: str, in_blocks: bool) -> Callable[[Setting], Any]:
     return run
 
 
+def _compiled_step(name: str) -> Callable[[Setting], Any]:
+    """The optimizer's step in a graph, which computes some factors in other dtypes than an eager one: so in both runs."""
+
+    def run(here: Setting) -> Any:
+        make, settings, _ = OPTIMIZERS[name]
+        model = here.cut_parameters(net())
+        x, y = here.cut(values(7, 4)), here.cut(values(7, 4, seed=1))
+        parameters = _matrices(model, name == "Muon")
+        optimizer = make(parameters, **settings)
+        here.compilations += 1
+        step = torch.compile(optimizer.step, backend="aot_eager")
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            if name == "LBFGS":
+                step(closure)
+            else:
+                closure()
+                step()
+        return parameters
+
+    return run
+
+
 def _sparse(in_blocks: bool) -> Callable[[Setting], Any]:
     def run(here: Setting) -> Any:
         table = nn.Embedding(9, 3, sparse=True).double()
@@ -65,9 +94,10 @@ def _sparse(in_blocks: bool) -> Callable[[Setting], Any]:
             here.cut_parameters(table)
         optimizer = optim.SparseAdam(table.parameters(), lr=0.1)
         ids = here.cut(torch.tensor([1, 1, 4, 8, 0, 3, 4]))
+        loss_of = here.compile(lambda ids: table(ids).square().sum())
         for _ in range(3):
             optimizer.zero_grad()
-            table(ids).square().sum().backward()
+            loss_of(ids).backward()
             optimizer.step()
         return list(table.parameters())
 
@@ -79,12 +109,21 @@ CASES = [
         f"Optimizers, {kind}, three steps",
         f"`{name}`" + ("" if form == "default" else f", `{form}=True`"),
         _trained(name, form, in_blocks),
-        compiled=RIGHT if form == "default" and name in ("SGD", "LBFGS") else "",
         rtol=5e-2 if name == "Muon" else 1e-8,  # Muon's orthogonalisation computes in bfloat16
     )
     for kind, in_blocks in (("plain parameters", False), ("parameters in uneven blocks", True))
     for name, (_, _, forms) in OPTIMIZERS.items()
     for form in forms
+]
+CASES += [
+    Case(
+        "`torch.compile(optimizer.step)`, parameters in uneven blocks, three steps",
+        f"`{name}`",
+        _compiled_step(name),
+        eager=NOTHING,
+        rtol=5e-2 if name == "Muon" else 1e-8,
+    )
+    for name in OPTIMIZERS
 ]
 NO_SPARSE = (
     "a sparse tensor has no blocks. Of the gradient of an embedding: leave out sparse=True and take an optimizer for "
@@ -96,6 +135,7 @@ CASES += [
         "`SparseAdam`, `Embedding(sparse=True)`",
         _sparse(in_blocks),
         eager=NO_SPARSE,
+        compiled=NO_SPARSE,
     )
     for kind, in_blocks in (("plain parameters", False), ("parameters in uneven blocks", True))
 ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ecosystem.case import RIGHT, Case, Setting, gradients, net, values
+from ecosystem.case import NOTHING, RIGHT, Case, Setting, gradients, net, values
 from shardcompile.compat.testing import graphs_compiled
 
 Call = tuple[int, int]
@@ -49,7 +49,7 @@ RECOMPILED = "Detected recompile when torch.compile stance is 'fail_on_recompile
 
 # Ranks are processes: a stance holds for all threads.
 CASES = [
-    Case("`torch.compiler.set_stance`", feature, run, eager="", compiled=expected, processes=True)
+    Case("`torch.compiler.set_stance`", feature, run, eager=NOTHING, compiled=expected, processes=True)
     for feature, run, expected in [
         ("`default`", _under("default", [(7, 0)], [(9, 0), (7, 1)], 2), RIGHT),
         ("`force_eager`", _under("force_eager", [], [(7, 0), (7, 1)], 0), RIGHT),

@@ -80,18 +80,25 @@ def test_around_graph_breaks_as_well() -> None:
     assert counter.frame_count == 2 * 4
 
 
-def test_what_makes_sharded_tensors_inside_is_compiled_for_its_world() -> None:
-    def total(block: Tensor, mesh: DeviceMesh) -> Tensor:
+@pytest.mark.parametrize("mesh_is", ["an argument", "from outside", "the current one"])
+def test_what_makes_sharded_tensors_inside_is_compiled_for_its_world(mesh_is: str) -> None:
+    outside: list[DeviceMesh] = []
+
+    def total(block: Tensor, mesh: DeviceMesh | None) -> Tensor:
+        mesh = outside[-1] if mesh_is == "from outside" else mesh
         return sc.ShardTensor.from_local(block, mesh, [Shard(0)]).softmax(0).square().sum().full_tensor()
 
     counter = CompileCounterWithBackend("aot_eager")
     run = torch.compile(total, fullgraph=True, backend=counter)
-    for i in range(3):
-        with world(i) as mesh:  # equal meshes, whose groups have other names
-            for _ in range(2):
-                block = torch.randn(4, 3, dtype=torch.float64)
-                torch.testing.assert_close(run(block, mesh), block.softmax(0).square().sum())
-    assert counter.frame_count == 3
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        for i in range(4):
+            with world(i) as mesh, mesh:  # equal meshes, whose groups have other names
+                outside.append(mesh)
+                for _ in range(2):
+                    block = torch.randn(4, 3, dtype=torch.float64)
+                    out = run(block, mesh if mesh_is == "an argument" else None)
+                    torch.testing.assert_close(out, block.softmax(0).square().sum())
+    assert counter.frame_count == 4
 
 
 def test_dtensor_forgets_meshes_of_earlier_worlds() -> None:

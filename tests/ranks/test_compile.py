@@ -351,6 +351,19 @@ def test_from_local_inside_a_compiled_function(backend: str, stated: bool) -> No
     same_everywhere(counter.frame_count)
 
 
+@pytest.mark.ranks(2, timeout=120)  # the current mesh is one for all threads
+def test_the_current_mesh_is_the_default_inside_a_compiled_function() -> None:
+    meshes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["a"], mesh_1d()
+    run, counter = counted(lambda block: sc.ShardTensor.from_local(block, placements=[Shard(0)]).sum(), "aot_eager")
+    for current in (*meshes, *meshes):
+        with current:
+            torch.testing.assert_close(run(torch.ones(2 + rank(), 3)).full_tensor(), torch.tensor(15.0))
+            assert run(torch.ones(2 + rank(), 3)).device_mesh is current
+    assert counter.frame_count == 2
+    with pytest.raises(Exception, match="No device mesh is currently active"):
+        run(torch.ones(2, 3))
+
+
 @pytest.mark.ranks(3, processes=False)
 def test_blocks_that_do_not_belong_together_are_found_inside_a_compiled_function() -> None:
     mesh = mesh_1d()
@@ -530,7 +543,10 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.ranks(3, timeout=200, processes=False)
-@pytest.mark.parametrize(("name", "dim"), often([("rows", 1), ("turned", 1), ("rows", 0), ("every other", 0)], 2))
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    often([("columns", 1), ("turned", 1), ("rows", 1), ("rows", 0), ("every other", 0)], 2),
+)
 def test_views_of_sharded_tensors_are_inputs_like_others(name: str, dim: int) -> None:
     mesh, view = mesh_1d(), VIEWS[name]
     run, counter = counted(lambda x: x.sin() * 2, "aot_eager")
@@ -539,6 +555,87 @@ def test_views_of_sharded_tensors_are_inputs_like_others(name: str, dim: int) ->
         full = torch.randn(shape, dtype=torch.float64, requires_grad=True)
         x = sharded(full.detach(), sizes, mesh, dim).requires_grad_()
         out, expected = run(view(x)), view(full).sin() * 2
+        torch.testing.assert_close(out.full_tensor(), expected, **TIGHT)
+        out.square().sum().backward(), expected.square().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), full.grad, **TIGHT)
+    same_everywhere(counter.frame_count)
+    assert counter.frame_count == 1
+
+
+COPIED: dict[str, Callable[[Tensor], Tensor]] = {
+    "a row": lambda x: x[1],
+    "of unbind": lambda x: x.unbind(0)[0],
+    "part of a row": lambda x: x[0][1:],
+    "diagonal": lambda x: x.diagonal(),
+}
+
+
+@pytest.mark.ranks(3, timeout=200, processes=False)
+@pytest.mark.parametrize("name", often(list(COPIED), 1))
+def test_views_that_had_to_be_copied_are_inputs_that_a_graph_reads(name: str) -> None:
+    mesh, view = mesh_1d(), COPIED[name]
+    run, counter = counted(lambda x: x.sin() * 2, "aot_eager")
+    for sizes in ([0, 2, 3], [2, 0, 4], [1, 1, 4], [0, 6, 1]):
+        full = torch.randn(sum(sizes), 4, dtype=torch.float64, requires_grad=True)
+        x = sharded(full.detach(), sizes, mesh).requires_grad_()
+        out, expected = run(view(x)), view(full).sin() * 2
+        torch.testing.assert_close(out.full_tensor(), expected, **TIGHT)
+        out.square().sum().backward(), expected.square().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), full.grad, **TIGHT)
+        with torch.no_grad():
+            kept = view(x.detach())
+            x.detach().mul_(3)
+            with pytest.raises(Exception, match="has been written to since"):
+                run(kept)
+            torch.testing.assert_close(
+                run(view(x.detach())).full_tensor(), (view(full.detach()) * 3).sin() * 2, **TIGHT
+            )
+    same_everywhere(counter.frame_count)
+
+
+@pytest.mark.ranks(3, timeout=200, processes=False)
+@pytest.mark.parametrize("name", often(["a row", "of unbind"], 1))
+def test_a_graph_does_not_write_to_a_view_that_had_to_be_copied(name: str) -> None:
+    mesh, view = mesh_1d(), COPIED[name]
+    full = torch.randn(5, 4, dtype=torch.float64)
+    x = sharded(full, [0, 2, 3], mesh)
+    writes: list[Callable[[Tensor], Any]] = [lambda v: v.add_(1), lambda v: v[1:].zero_(), lambda v: v.copy_(v + 1)]
+    for write in writes:
+        with pytest.raises(Exception, match="in a compiled function writes to an input that is a view"):
+            torch.compile(write, fullgraph=True, backend="aot_eager")(view(x))
+        torch.testing.assert_close(x.full_tensor(), full, rtol=0, atol=0)
+    run = torch.compile(lambda x: view(x).add_(1), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(run(x).full_tensor(), view(full).add_(1))
+    torch.testing.assert_close(x.full_tensor(), full, rtol=0, atol=0)
+
+
+IN_THE_MIDDLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "from the second on": lambda x: x[:, 1:],
+    "up to the last": lambda x: x[:, :-1],
+    "with a dim in front": lambda x: x[:, 2:][:, None],
+    "turned": lambda x: x[:, 1:].transpose(0, 2),
+    "and others": lambda x: x[:, 1:, 1:],
+}
+
+
+@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    often([("from the second on", "aot_eager"), *((n, "aot_eager") for n in IN_THE_MIDDLE), ("turned", "inductor")], 1),
+)
+def test_rows_of_the_middle_dim_are_one_graph_on_every_rank(name: str, backend: str) -> None:
+    """Such a slice leaves memory of a block unused, on the ranks alone that have rows which are left out."""
+    once(torch._dynamo.reset)
+    mesh, view = mesh_1d(), IN_THE_MIDDLE[name]
+
+    def function(x: Tensor) -> Tensor:
+        return x.sin().softmax(1) * 2 + x.flatten(0, 1).mean()
+
+    run, counter = counted(function, backend)
+    for sizes in ([0, 2, 4], [2, 0, 5], [1, 2, 4], [0, 9, 1], [3, 3, 3], [6, 0, 0]):
+        full = torch.randn(2, sum(sizes), 3, dtype=torch.float64, requires_grad=True)
+        x = sharded(full.detach(), sizes, mesh, 1).requires_grad_()
+        out, expected = run(view(x)), function(view(full))
         torch.testing.assert_close(out.full_tensor(), expected, **TIGHT)
         out.square().sum().backward(), expected.square().sum().backward()
         torch.testing.assert_close(x.grad.full_tensor(), full.grad, **TIGHT)

@@ -47,6 +47,7 @@ TOLD = {
     "error_that_is_swallowed": rf"rank 0 has {GATHER}.*rank 1 has {SUM}|rank 1 has {SUM}.*rank 2 has {GATHER}",
     "index_out_of_range": "rank 2 has raised IndexRangeError: aten.index.Tensor: index 9 .*rank [01] waits for it in",
     "raises_while_tracing": f"rank 1 has raised ValueError: while tracing; rank [02] waits for it in {GATHER}",
+    "raises_while_tracing_verified": "rank 1 has raised ValueError: while tracing; rank [02] waits for it",
     "killed_while_compiling": f"rank 1 {DIED}; rank [02] waits for it in {GATHER}",
     "killed_before_a_compiled_sum": f"rank 1 {DIED}; rank [02] waits for it in a collective that is not shardcompile's",
     "another_call_beside_a_compiled_sum": f"rank 1 for rank [02], which waits elsewhere: rank 1 in {GATHER}",

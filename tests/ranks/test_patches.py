@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
 from shardcompile.compat import patches
+from shardcompile.compat.caches import put_into_keys
 from shardcompile.compat.patches import PATCHES
 from shardcompile.testing import LocalRanks, rank
 
@@ -124,6 +126,11 @@ SCENES: dict[str, Callable[[], str]] = {
         [Input("a1", (1,), "S(0)", {0: [0, 1, 0]}, grad=True)],
         3,
     ),
+    "parts_stay_apart": Fuzzed(
+        ['v0 = to(a0, "S(1)")', "v1 = torch.cat([v0, v0], 1)", "v2 = v0.expand([-1, 4])"],
+        [Input("a0", (5, 1), "R", grad=True)],
+        2,
+    ),
     "traces_agree": Fuzzed(
         [
             *("v0 = a0.movedim(0, -1)", "v1 = F.pad(v0, [2, 0], value=0.5)", "v2 = F.glu(v0, 2)"),
@@ -148,10 +155,14 @@ WITHOUT_A_PROGRAM = {
 @contextlib.contextmanager
 def compiled_anew() -> Iterator[None]:
     """Without what was compiled before, in this process or another."""
+    never_before = uuid.uuid4().hex  # a setting that switches caches off would hold in this thread only
     torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):
+    put_into_keys(never_before, True)
+    try:
         yield
-    torch._dynamo.reset()
+    finally:
+        put_into_keys(never_before, False)
+        torch._dynamo.reset()
 
 
 def _needed(name: str) -> bool:

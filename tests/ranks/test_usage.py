@@ -431,3 +431,17 @@ def test_what_does_not_fit_into_a_plain_tensor_is_refused() -> None:
         sc.UnsupportedOpError, match=r"of shape \(3, 4\), which cannot be written into .* of shape \(4,\)"
     ):
         torch.zeros(4).add_(rows)
+
+
+@pytest.mark.ranks(3)  # torch keeps one level of forward-mode differentiation for all threads
+def test_forward_over_reverse_mode_gathers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    full, w = torch.randn(7, 4, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    sizes = [5, 0, 2]
+    mesh = init_device_mesh("cpu", (world_size(),))
+    x = sc.ShardTensor.from_local(full.split(sizes)[rank()].clone(), mesh, [Shard(0)], {0: sizes})
+
+    def curvature(x: Any) -> Any:
+        return torch.func.jvp(torch.func.grad(lambda x: torch.tanh(x @ w).sum()), (x,), (torch.ones_like(x),))[1]
+
+    monkeypatch.setattr(sc.config, "fallback", "error")
+    torch.testing.assert_close(curvature(x).full_tensor(), curvature(full))

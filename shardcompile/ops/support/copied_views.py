@@ -126,10 +126,14 @@ class CopiedView:
         parent = self.args[0]
         return parent is x or (parent._copied is not None and parent._copied.follows(x))
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether the block is out of date."""
+        return bool(self.state() != self.seen)
+
     def current(self) -> Tensor:
         """The block, made again if it is out of date."""
-        state = self.state()
-        if state != self.seen:
+        if self.is_stale:
             with compat.in_mode_of(self.block):
                 self.block, self.seen = self.remake(), self.state()
         return self.block
@@ -169,6 +173,35 @@ class CopiedView:
         way_back = record_of(self.op).way_back
         assert way_back is not None, "check_writable has been called"
         return way_back(self.args[0], value, self.index, *self.args[1:])
+
+
+class GivenCopy:
+    """In a trace: the block of an input that is a copied view, which the graph reads and does not write to.
+
+    What a graph writes to a block does not reach what the block was copied from.
+    """
+
+    def __init__(self, block: Tensor) -> None:
+        self.block = block
+
+    def state(self) -> object:
+        return None
+
+    def follows(self, x: Sharded) -> bool:
+        return False
+
+    def current(self) -> Tensor:
+        return self.block
+
+    def write_back(self, view: Sharded) -> None:
+        raise AssertionError("check_writable has been called")
+
+    def check_writable(self, op: object) -> None:
+        raise UnsupportedOpError(
+            f"{op} in a compiled function writes to an input that is a view which a block cannot hold, and that had to "
+            "be copied: what the graph writes would not reach the tensor that was viewed. Pass that tensor and take "
+            "the view inside of the function, or write to a clone"
+        )
 
 
 def _unbind_back(parent: Tensor, value: Tensor, index: int, dim: int = 0) -> Tensor:

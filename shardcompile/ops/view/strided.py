@@ -173,3 +173,11 @@ state(aten.as_strided.default, sharded=as_strided)
 state(aten.diagonal.default, sharded=_diagonal)
 state(aten.unfold.default, sharded=_strided_view(aten.unfold.default))
 state(aten.diagonal_backward.default, not_decomposed="torch's is of ops that gather")
+
+
+def _has_same_storage_numel(x: Tensor, other: Tensor) -> bool:
+    """Which forward-mode differentiation asks of a tensor and its tangent, to lay the tangent out as the tensor is."""
+    return bool(x.numel() == other.numel())
+
+
+state(aten._has_same_storage_numel.default, sharded=_has_same_storage_numel)

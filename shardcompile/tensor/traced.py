@@ -1,0 +1,281 @@
+"""What the compiler asks of a sharded tensor: how it is taken apart and made again, and which of its sizes vary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardcompile import compat
+from shardcompile.collectives import wait
+from shardcompile.errors import RedistributeError, UnsupportedOpError
+from shardcompile.layout import IntLike, Spec
+from shardcompile.ops.support.copied_views import CopiedView, GivenCopy
+from shardcompile.ops.support.strides import in_order
+from shardcompile.plan import target_layout
+from shardcompile.sharded import Sharded
+from shardcompile.tensor.autograd import redistributed
+from shardcompile.tensor.metadata import (
+    Metadata,
+    block_hints,
+    extent_hints,
+    gaps_along_cuts,
+    keys_tensor,
+    metadata_of,
+    spec_from_parts,
+    stable_hash,
+    with_block_symbols,
+    with_stated_strides,
+)
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+_T = TypeVar("_T", bound="Traced")
+_UNMARKED = AttributeError("no dim of this tensor may vary")
+
+
+class _Block:
+    """This rank's block: an attribute that is set on construction, but for the cases that are found here on use."""
+
+    def __get__(self, x: Any, owner: type | None = None) -> object:
+        if x is None:
+            return self
+        if x._copied is not None:
+            return x._copied.current()
+        x.__dict__["_local_tensor"] = block = in_order(wait(x._in_flight), x._spec.stride)
+        return block
+
+
+class Traced(Sharded):
+    """A sharded tensor as autograd, Dynamo and AOTAutograd know it."""
+
+    # Defaults on the class: an eager op sets only what it has to.
+    _keys: Tensor | None = None
+    _flat: tuple[list[str], Metadata] | None = None
+    _may_vary: bool = True
+    _hints: dict[int, int] | None = None
+    _beside_parameter: bool = False
+
+    @classmethod
+    def _wrap(cls, local: Tensor, spec: Spec) -> Self:
+        self = _make_wrapper(cls, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device)
+        self._local_tensor = local
+        self._spec = spec
+        if type(local) is not Tensor:
+            self._carry_keys()
+        return self
+
+    def _carry_keys(self) -> None:
+        """Inside a trace the tensor that carries the keys is made along with the result, while tracing is on."""
+        compat.note_trace()
+        compat.keep_first_proxies()
+        self._spec = with_block_symbols(self._spec, self._local_tensor)
+        layout = self._spec.layout
+        metadata = metadata_of(layout)
+        if metadata.dynamic_dims:
+            self._keys = keys_tensor(layout, metadata, self._local_tensor)
+
+    def _stand_in(self) -> Self:
+        """Another wrapper of the same block."""
+        other = self._wrap(self._local_tensor, self._spec)
+        if self._copied is not None:
+            del other.__dict__["_local_tensor"]
+            other._copied = self._copied
+        return other
+
+    def _turn_into(self, other: Self) -> None:
+        """Take over block and layout; the sizes of the wrapper itself are set elsewhere."""
+        self._local_tensor, self._spec, self._keys, self._flat = other._local_tensor, other._spec, other._keys, None
+        if other._copied is not None:
+            del self.__dict__["_local_tensor"]
+        self._copied = other._copied
+
+    @staticmethod
+    def _wrap_like(x: _T, local: Tensor) -> _T:
+        layout = x._spec.layout.with_dtype(local.dtype)
+        return type(x)._wrap(local, Spec.of(layout, x._spec.stride))
+
+    _local_tensor: Any = _Block()
+
+    @property
+    def _holds_values(self) -> bool:
+        """Whether this is no stand-in inside of a trace."""
+        block = self._local_tensor if self._copied is None else self._copied.block
+        return type(block) in (Tensor, torch.nn.Parameter)
+
+    # What the compiler asks for
+
+    def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
+        flat = self._flat
+        if flat is None:
+            # Dynamo may come to an input as late as inside of a transform of torch.func.
+            with compat.outside_transforms():
+                flat = self._flat = self._first_flattened()
+        if type(self._copied) is CopiedView and self._holds_values and self._copied.is_stale:
+            return flat[0], self._stale(flat[1])
+        if compat.is_compiling():
+            compat.keep_ranks_alike()
+            if self._may_vary:
+                self._prepare_trace(flat[1])
+        return flat
+
+    def _stale(self, metadata: Metadata) -> Metadata:
+        """For a copied view that is out of date: what no graph is for.
+
+        Dynamo asks in the midst of its guards, or of a compilation, where nothing may be sent.
+
+        Raises:
+            UnsupportedOpError: a compilation asks.
+        """
+        if compat.is_compiling():
+            raise UnsupportedOpError(
+                f"{self._spec.layout.describe()} is given to a compiled function as a view that had to be copied, and "
+                "what it is a view of has been written to since. Take the view anew, or inside of the function"
+            )
+        return replace(metadata, epoch=-1)
+
+    @property
+    def _is_static(self) -> bool:
+        """Whether later calls see this very tensor, or one that is laid out like it.
+
+        So it is for parameters, as everywhere in torch, and therefore for what optimizers keep beside them and for
+        their gradients: where they meet in a compiled step all of them have to be known alike.
+        """
+        return getattr(self, "_is_param", False) or self._beside_parameter or compat.has_guarded_address(self)
+
+    def _first_flattened(self) -> tuple[list[str], Metadata]:
+        """The parts, and what is settled once for each tensor."""
+        # A tensor inside a trace does not vary.
+        plain = self._holds_values
+        is_copy = self._copied is not None and (plain or isinstance(self._copied, GivenCopy))
+        metadata = metadata_of(self._spec.layout, is_copy)
+        self._may_vary = plain and bool(metadata.cuts)
+        if self._may_vary and not is_copy:
+            self._local_tensor = compat.without_base(with_stated_strides(self._local_tensor, self._spec))
+        if plain and 0 in self._spec.shape:
+            compat.give_storage(self)
+        if plain and metadata.dynamic_dims and self._keys is None:
+            with compat.outside_transforms():
+                self._keys = keys_tensor(self._spec.layout, metadata, self._local_tensor)
+        return ["_local_tensor", "_cut_keys"] if metadata.dynamic_dims else ["_local_tensor"], metadata
+
+    def _prepare_trace(self, metadata: Metadata) -> None:
+        """Have a trace that is starting treat sharded extents, blocks and keys as dynamic, or as static."""
+        compat.note_trace(guarded=True)  # by the metadata
+        if self._is_static:
+            compat.mark_static(self._local_tensor)
+            if metadata.dynamic_dims:
+                compat.mark_static(self._cut_keys)
+            return
+        compat.trace_size_obliviously()
+        compat.mark_weakly_dynamic(self._local_tensor, block_hints(self._spec.layout), gaps_along_cuts(self._spec))
+        if metadata.dynamic_dims:
+            keys = self._cut_keys
+            # Without hints: those are part of what the compiler's caches ask for.
+            compat.mark_weakly_dynamic(keys, dict.fromkeys(range(1, keys.ndim)))
+
+    @property
+    def _cut_keys(self) -> Tensor:
+        if self._keys is None:
+            layout = self._spec.layout
+            keys = keys_tensor(layout, metadata_of(layout), self._local_tensor, with_extents=self._holds_values)
+            if self._holds_values:
+                return keys  # a graph of Dynamo's that runs as it is reads the extents here that a run gives
+            self._keys = keys
+        return self._keys
+
+    @_cut_keys.setter
+    def _cut_keys(self, keys: Tensor) -> None:
+        """AOTAutograd gives a tangent's inner tensors the strides that it has traced them with."""
+        self._keys = keys
+
+    def _is_view(self) -> bool:
+        """Whether autograd has this as a view of another tensor; not what a compiled function gets.
+
+        Torch would make an input that is a view by viewing a stand-in of its base. Which views a block can hold, and
+        what its base is, is a matter of each rank, and a slice along a cut dim is none that memory could have. A graph
+        does not write to a copied view.
+        """
+        given = self._holds_values and compat.is_compiling()
+        return not given and super()._is_view()
+
+    # Read by Dynamo on the outer tensor. Properties, so that eager ops do not pay for setting them.
+
+    @property
+    def _dynamo_hint_overrides(self) -> dict[int, int]:
+        hints = self._hints
+        if hints is None:
+            hints = self._hints = extent_hints(self._spec.layout)
+        if not hints or self._is_static:
+            raise _UNMARKED
+        return hints
+
+    @_dynamo_hint_overrides.setter
+    def _dynamo_hint_overrides(self, hints: dict[int, int]) -> None:
+        """Dynamo copies these attributes between tensors; ours follow from the layout."""
+
+    @property
+    def _dynamo_weak_dynamic_indices(self) -> set[int]:
+        return set(self._dynamo_hint_overrides)
+
+    @_dynamo_weak_dynamic_indices.setter
+    def _dynamo_weak_dynamic_indices(self, dims: set[int]) -> None: ...
+
+    @property
+    def _has_dynamo_dim_marking(self) -> bool:
+        if not self._may_vary:
+            raise _UNMARKED
+        return bool(self._dynamo_hint_overrides)
+
+    @_has_dynamo_dim_marking.setter
+    def _has_dynamo_dim_marking(self, value: bool) -> None: ...
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: Mapping[str, Tensor], metadata: Metadata, shape: Sequence[IntLike], stride: Sequence[IntLike]
+    ) -> Self:
+        local = inner["_local_tensor"]
+        if type(local) is not Tensor:
+            compat.keep_first_proxies()
+            # What AOTAutograd hands over for a gradient was computed in another pass.
+            shape, stride = compat.retraced(shape), compat.retraced(stride)
+        keys = inner.get("_cut_keys")
+        spec = spec_from_parts(metadata, local, keys, shape, stride)
+        self = _make_wrapper(cls, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device)
+        self._local_tensor, self._spec = local, spec
+        if compat.is_compiling():
+            self._keys = keys
+            if metadata.copied:
+                del self.__dict__["_local_tensor"]
+                self._copied = GivenCopy(local)
+        elif metadata.has_stated_sizes:
+            self._align_grad = True
+            if keys is not None and keys.ndim == 1 + len(metadata.dynamic_dims):
+                self._keys = keys
+        return self
+
+    @classmethod
+    def __metadata_guard__(cls, saved: Metadata, now: Metadata) -> bool:
+        return saved is now
+
+    def _stable_hash_for_caching(self) -> str:
+        names, metadata = self.__tensor_flatten__()
+        return stable_hash(metadata, [self, *(getattr(self, n) for n in names)], self.requires_grad)
+
+    def __coerce_tangent_metadata__(self) -> Self:
+        layout = self._spec.layout
+        return redistributed(self, layout.reduced()) if layout.is_partial else self
+
+    def __coerce_same_metadata_as_tangent__(self, metadata: Metadata, expected_type: type | None = None) -> Self | None:
+        if expected_type is not None and expected_type is not type(self):
+            return None
+        layout = target_layout(self._spec.layout, metadata.placements)
+        if metadata_of(layout.with_dtype(metadata.dtype)) is not metadata:
+            raise RedistributeError(
+                f"a gradient in the layout {self._spec.layout.describe()} reached a compiled function whose output "
+                f"has placements {metadata.placements} and other blocks; redistribute the gradient to the output's "
+                "layout"
+            )
+        return redistributed(self, layout)
