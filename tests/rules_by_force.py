@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcompile.collectives.transport import check_reduction
 from shardcompile.errors import CollectiveError
-from shardcompile.layout import Cut, Layout, MeshShape
+from shardcompile.layout import Apart, Cut, Layout, MeshShape
 from shardcompile.ops import OpCall, Strategy, TensorArg, find_rule, record_of
 from shardcompile.testing.arrange import uneven_sizes
 
@@ -103,7 +103,10 @@ def _joined(blocks: list[Any], placement: Placement, layout: Layout) -> Tensor:
     if isinstance(placement, Shard):
         for r, b in enumerate(blocks):
             assert tuple(b.shape) == tuple(layout.local_shape((r,))), f"block {r}: {b.shape}, its layout {layout}"
-        return torch.cat(blocks, placement.dim)
+        # Where leading dims were flattened into the cut one, each stretch of it is divided.
+        apart = Apart.of(layout)
+        parts = [b.reshape([int(n) for n in apart.shape(b.shape)]) for b in blocks]
+        return torch.cat(parts, apart.dim(placement.dim)).reshape(layout.shape)
     assert all(torch.allclose(b, blocks[0], equal_nan=True) for b in blocks), "copies differ"
     return blocks[0]
 
