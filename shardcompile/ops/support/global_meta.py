@@ -75,6 +75,20 @@ def _key(a: object) -> object:
 
 
 def _worked_out(mode: Any, op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    """Run an op on stand-ins of the global shapes, and correct what torch's fake kernels say otherwise than kernels do.
+
+    Args:
+        mode: of fake tensors: that of the trace, or a standing one for eager mode.
+        op: the op.
+        args: positional arguments; of their tensors shape, strides, dtype and device count.
+        kwargs: keyword arguments.
+
+    Returns:
+        Stand-ins for the results.
+
+    Raises:
+        UnsupportedOpError: strides forbid a view, and the op's record says what to use instead.
+    """
     # Fake kernels of views (2.11 - 2.15) refuse some that PyTorch has, and give others strides that theirs have not.
     as_kernels_do = op.is_view and mode is _EAGER.mode
 
