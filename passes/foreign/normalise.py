@@ -101,7 +101,7 @@ def _collective(node: Node) -> Collective | None:
 def _rewrite(graph: Graph, chain: Chain) -> None:
     """Put one collective on blocks in the place of a chain: pads, an even collective, slices and joins.
 
-    The collective takes the payload as it was before it was padded, or, of a reduction, the whole before it was divided.
+    It takes the payload as it was before it was padded, or, of a reduction, the whole before it was divided.
     What read the pieces of the even result reads the uneven one; what is left of the chain goes.
     """
     c = chain.start
