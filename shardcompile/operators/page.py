@@ -8,6 +8,7 @@ from shardcompile.operators.examples import example_of
 from shardcompile.operators.served import Ranks, Served
 from shardcompile.ops import OpRecord, records
 
+_OF_TORCH = ("aten", "prims")
 _COLUMNS = ("local", "reduced", "exchanged", "gathered")
 
 
@@ -27,7 +28,8 @@ def without_example() -> list[str]:
 
 
 def _stated() -> list[OpRecord]:
-    found = [r for r in records() if r.rule is not None or r.sharded is not None]
+    """Records of torch's own ops; those that a program registers are its own affair."""
+    found = [r for r in records() if r.op.namespace in _OF_TORCH and (r.rule is not None or r.sharded is not None)]
     return sorted(found, key=lambda r: str(r.op))
 
 

@@ -114,6 +114,8 @@ def _equal(out: object, expected: object) -> bool:
 
 def test_every_record_says_something(ranks: Ranks) -> None:
     for record in records():
+        if record.op.namespace.startswith("shardcompile_tests"):
+            continue  # of another test, whose rules may be meant to fail
         lines = describe(record.op, ranks).splitlines()
         assert lines[0] == str(record.op._schema) and any(line and line[0] != " " for line in lines[2:]), lines
 
