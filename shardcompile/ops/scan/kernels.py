@@ -29,7 +29,8 @@ def _running_extremum(
         found = op(padded(x, dims, worst(x.dtype)) if dims else x, dim)
         for d in dims:
             found = [aten.slice.Tensor(t, d, 0, x.shape[d]) for t in found]
-        return found
+        # Stored as kernels store it, not as a part of what has a row more: a graph returns these strides.
+        return [aten.clone.default(t, memory_format=torch.contiguous_format) for t in found] if dims else found
 
     return run
 
