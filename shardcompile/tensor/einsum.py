@@ -13,6 +13,7 @@ from shardcompile import compat
 from shardcompile.ops.matmul.einsum import contract
 from shardcompile.ops.view.rows import has_known_blocks
 from shardcompile.sharded import Sharded
+from shardcompile.tensor.autograd import sharded_gradient
 
 
 class _Einsum(torch.autograd.Function):
@@ -22,14 +23,19 @@ class _Einsum(torch.autograd.Function):
     def forward(ctx: Any, a: str, b: str, out: str, x: Any, y: Any) -> Any:
         """The sum."""
         ctx.letters = a, b, out
-        ctx.save_for_backward(x, y)
-        return contract(a, b, out, x, y)
+        of_x, of_y = ctx.needs_input_grad[3:]
+        # What no gradient is made of may be written to before the backward pass.
+        ctx.save_for_backward(x if of_y else None, y if of_x else None)
+        found = contract(a, b, out, x, y)
+        ctx.cls, ctx.layout = type(found), found._spec.layout
+        return found
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         """Each tensor's gradient is the sum of products of the result's and the other tensor."""
         a, b, out = ctx.letters
         x, y = ctx.saved_tensors
+        grad = sharded_gradient(grad, ctx.cls, ctx.layout)
         of_x = of_y = None
         if ctx.needs_input_grad[3]:
             of_x = _Einsum.apply(out, b, a, grad, y.conj() if y.is_complex() else y)

@@ -490,3 +490,17 @@ def test_rows_of_a_block_whose_size_a_run_gives_are_filled() -> None:
     lines = [f"v{n} = a{n}.index_fill({n}, torch.tensor([0, 2, 0]) % {7 if not n else 4}, 0.5)" for n in (0, 1)]
     lines.append("v2 = a0.index_fill(1, torch.tensor([0, 0]), 0.5)")
     assert found(lines, inputs, backend="aot_eager").kind == RIGHT
+
+
+def test_what_a_sum_of_products_does_not_save_is_written_to() -> None:
+    inputs = [Input("a0", (4, 5), "S(1)", {0: [2, 2, 1]}, grad=True), Input("a1", (5, 6), "S(0)", {0: [0, 4, 1]})]
+    lines = ["v0 = a0 / 3", 'v1 = torch.einsum("ab,cd->abcd", a1.sin(), v0)', "v0.mul_(1.5)"]
+    assert found(lines, inputs).kind == RIGHT
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_sum_of_products_that_no_gradient_reaches(backend: str | None) -> None:
+    """Autograd makes that of zeros, which are plain."""
+    inputs = [Input("a0", (1, 0), "S(1)", {0: [0, 0, 0]}, grad=True), Input("a1", (1, 3), grad=True)]
+    lines = ['v0 = torch.einsum("ab,ac->bc", a0, a1)', "v1 = torch.linalg.vector_norm(v0, 1, [-2], True)"]
+    assert found(lines, inputs, backend=backend).kind == RIGHT
