@@ -410,7 +410,7 @@ OF_A_COMPILATION = (
         "Where Inductor lowers a view it asks whether strides are equal, and for the size of a block to tell that.",
         "Inductor's view lowering computes strides with guards although backed_size_oblivious is on: pass "
         "size_oblivious=True to _compute_stride from GraphLowering, as the fake kernels do.",
-        "2.11 - 2.15",
+        "2.11 - 2.14",
         _views_by_stride,
     ),
     Patch(
@@ -420,7 +420,7 @@ OF_A_COMPILATION = (
         "compares its sizes with 1. The answer can only raise.",
         "_debug_has_internal_overlap guards on backed symbols when called on fake tensors; it should answer by hints, "
         "since it is a check that can only raise.",
-        "2.11 - 2.15",
+        "2.11 - 2.14",
         _overlap_by_hint,
     ),
     Patch(

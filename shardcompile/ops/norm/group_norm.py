@@ -73,7 +73,8 @@ def group_norm(
     """``aten.native_group_norm``, with variances by two passes, as stable as the plain kernel."""
     if not _is_usual(x, samples, channels, inner):
         return _PLAIN(x, weight, bias, samples, channels, inner, groups, eps)
-    wide, count = widened(x), inner * (channels // groups)
+    wide = widened(x)
+    count: Any = inner * (channels // groups)  # torch 2.15 takes what is divided by a symbol for a number
     mean = _group_sums(_channel_sums(wide), groups) / count
     deviation = wide - _of_channels(mean, channels, x.ndim)
     variance = _group_sums(_channel_sums(deviation * deviation), groups) / count
@@ -115,7 +116,8 @@ def group_norm_backward(
     grad_x = None
     if wanted[0]:
         scaled = [s if weight is None else s * weight for s in (grad_bias, grad_weight)]
-        means = [_group_sums(s, groups) / (inner * (channels // groups)) for s in scaled]
+        count: Any = inner * (channels // groups)
+        means = [_group_sums(s, groups) / count for s in scaled]
         shift, slope = (_of_channels(m, channels, x.ndim) for m in means)
         inside = wide_grad if weight is None else wide_grad * _spread(weight, x.ndim)
         grad_x = ((inside - shift - normal * slope) * spread_scale).to(x.dtype)
