@@ -54,6 +54,7 @@ from shardcompile.testing.trial import block_problems, describe_value
 from shardcompile.testing.turns import RanksWaitError
 
 RIGHT, REFUSED = "right", "refused"
+_RAISED_BY_PLAIN = (RuntimeError, IndexError, ValueError, TypeError, NameError)
 
 # Programs
 
@@ -190,7 +191,7 @@ class Program:
                 raise Unfit(line)
             try:
                 run_line(line, values)
-            except (RuntimeError, IndexError, ValueError, TypeError, NameError) as error:
+            except _RAISED_BY_PLAIN as error:
                 shared = "single memory location" in str(error)  # nobody needs that refused: it has one meaning
                 if n < len(self.lines) - 1 or not self.refused or shared:
                     raise Unfit(line) from error
@@ -245,7 +246,7 @@ def _holds(line: str, values: dict[str, Any]) -> bool:
     """Whether the condition of a line holds; not where plain PyTorch refuses the condition, which ranks do not ask."""
     try:
         return holds(line, values)
-    except (RuntimeError, IndexError, ValueError, TypeError, NameError):
+    except _RAISED_BY_PLAIN:
         return False
 
 

@@ -39,7 +39,7 @@ def _baddbmm(call: OpCall) -> list[Strategy]:
 
 
 def _matmul(call: OpCall) -> Iterable[Strategy]:
-    """A batched product with any number of batch dims. Torch splits the op up; `dispatch.attention` calls it as one."""
+    """A batched product with any number of batch dims. Torch splits the op up; `ops.attention` calls it as one."""
     a, b = call.tensors
     rows, inner = a.ndim - 2, a.ndim - 1
     if a.ndim != b.ndim or a.ndim < 2 or any(is_one(a.shape[d]) != is_one(b.shape[d]) for d in range(rows)):

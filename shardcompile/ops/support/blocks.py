@@ -70,8 +70,9 @@ def copy_block(target: Tensor, source: Tensor, non_blocking: bool = False) -> Te
 
 
 def unguarded(op: OpOverload) -> Callable[..., Tensor]:
+    """An op whose fake kernel asks for the size of a block: in a trace it is answered by hints, without guards."""
+
     def local(x: Tensor, *args: object) -> Tensor:
-        """Inside a trace torch's own makes a contiguous tensor, and asks for the size of the block."""
         with contextlib.nullcontext() if type(x) is Tensor else compat.without_guards(x):
             return op(x, *args)
 
