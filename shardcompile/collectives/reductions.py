@@ -96,7 +96,7 @@ ALL_REDUCE = Descriptor(
 
 
 def all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Pending | Decoded:
-    """Start an all-reduce, in a graph flat for the same reason as the other collectives; NaN wins a maximum and a minimum.
+    """Start an all-reduce, in a graph flat as the other collectives are; NaN wins a maximum and a minimum.
 
     Args:
         x: a term.
