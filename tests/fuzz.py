@@ -591,7 +591,9 @@ def others(program: Program) -> list[Program]:
                 same = _is_chunked(new, program.mesh) is _is_chunked(old, program.mesh)
                 return same and new != old and new not in made.values()
 
-            new = next((new for new in (draw() for _ in range(30)) if fits(new)), draw())
+            any_other = draw()
+            instead = old if sum(old) == sum(any_other) else any_other  # a dim of one row has few other cuts
+            new = next((new for new in (draw() for _ in range(30)) if fits(new)), instead)
             return made.setdefault((tuple(old), sum(new)), new)
 
         def one(i: Input) -> Input:
