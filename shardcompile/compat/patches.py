@@ -24,6 +24,7 @@ from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.1
 from torch._functorch import config as _functorch_config  # 2.11 - 2.15
 from torch._guards import TracingContext, detect_fake_mode  # 2.11 - 2.15
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 from torch.utils._sympy.functions import Max, Min  # 2.11 - 2.15
 from torch.utils._sympy.symbol import SymT, symbol_is_type  # 2.11 - 2.15
 
@@ -161,6 +162,12 @@ def _memory_format_by_hint(stack: contextlib.ExitStack) -> None:
     _replace(stack, torch._C, "_conv_determine_backend_memory_format", _unguarded)  # 2.11 - 2.15
 
 
+def _channels_last_by_hint(stack: contextlib.ExitStack) -> None:
+    from torch import _prims_common
+
+    _replace(stack, _prims_common, "are_strides_like_channels_last_or_false", _comparing_by_hint)  # 2.11 - 2.15
+
+
 def _collectives_stay(stack: contextlib.ExitStack) -> None:
     from torch._functorch import partitioners
 
@@ -247,6 +254,17 @@ def _unguarded(check: Callable[..., Any]) -> Callable[..., Any]:
             return check(x, *args)
 
     return checked
+
+
+def _comparing_by_hint(decide: Callable[..., bool]) -> Callable[..., bool]:
+    """A question about sizes and strides that leaves no guards; it stays as oblivious of sizes of 1 as it is."""
+
+    def decided(shape: Sequence[Any], strides: Sequence[Any]) -> bool:
+        env = next((size.node.shape_env for size in (*shape, *strides) if isinstance(size, torch.SymInt)), None)
+        with contextlib.nullcontext() if env is None else ShapeEnv.suppress_guards(env):  # not as `OF_A_TRACE` has it
+            return decide(shape, strides)
+
+    return decided
 
 
 def _lowered_by_hint(lowering: Callable[..., Any]) -> Callable[..., Any]:
@@ -432,6 +450,16 @@ OF_A_COMPILATION = (
         "backed_size_oblivious as well.",
         "2.11 - 2.15",
         _memory_format_by_hint,
+    ),
+    Patch(
+        "channels_last_by_hint",
+        "torch._prims_common.are_strides_like_channels_last_or_false",
+        "Of a result with four dims it is asked whether images lie in it with the channel last. The last comparison of "
+        "strides leaves a guard, which a block of one row breaks.",
+        "are_strides_like_channels_last_or_false compares `min == strides[1]` with a guard, between comparisons that "
+        "leave none: guard_or_true would do.",
+        "2.11 - 2.15",
+        _channels_last_by_hint,
     ),
     Patch(
         "symbols_by_both_names",
