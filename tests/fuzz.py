@@ -347,15 +347,18 @@ def _end(stage: str, error: BaseException) -> End:
     if "add up to" in text or "its layout says" in text:
         return End("internal", stage, text, trace)  # a collective that was given other blocks than it was told of
     by_name = any(f"{name}(" in text for name in _REFUSALS)  # Dynamo puts it into its own
-    if isinstance(error, errors.ShardError) or by_name or _NOT_AFTER_A_TURN in text or _OUTPUTS_ALIAS in text:
+    if isinstance(error, errors.ShardError) or by_name or any(told in text for told in _REFUSED_BY_TORCH):
         return End(REFUSED, stage, text, trace)
     return End("internal", stage, text, trace)
 
 
-_NOT_AFTER_A_TURN = "You should replace the inplace operation by an out-of-place one"
-"""Of autograd, see `compat.forbid_writes_with_gradients`."""
-_OUTPUTS_ALIAS = "attempting to a compile a graph with two graph outputs\nthat alias one another"
-"""Of AOTAutograd, which names the outputs: results may share no memory where any input is a tensor subclass."""
+_REFUSED_BY_TORCH = (
+    "You should replace the inplace operation by an out-of-place one",
+    "attempting to a compile a graph with two graph outputs\nthat alias one another",
+    "As a workaround, you can either remove the mutation from the model code",
+)
+"""In autograd's words (see `compat.forbid_writes_with_gradients`), and in AOTAutograd's: results may share no memory where
+any input is a tensor subclass; nothing is written through a view of what `as_strided` gave."""
 _REFUSALS = [e.__name__ for e in vars(errors).values() if isinstance(e, type) and issubclass(e, errors.ShardError)]
 _RAISED_BY_USERS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
 
