@@ -97,6 +97,7 @@ __all__ = [
     "lowered_when_traced",
     "mark_static",
     "mark_weakly_dynamic",
+    "mesh_itself",
     "note_input_size",
     "note_trace",
     "noted",
@@ -142,6 +143,16 @@ def store() -> torch.distributed.Store:
 def group_name_of(mesh: DeviceMesh, mesh_dim: int) -> str:
     """Name of the process group of this rank along a mesh dim."""
     return mesh.get_group(mesh_dim).group_name
+
+
+def mesh_itself(mesh: DeviceMesh | None) -> DeviceMesh:
+    """A mesh, in place of what a graph that gets it as an input is traced with; by default the current one.
+
+    Raises:
+        RuntimeError: none was given, and there is no current one.
+    """
+    found: DeviceMesh = current_mesh() if mesh is None else getattr(mesh, "real_obj", mesh)  # 2.12 - 2.15
+    return found
 
 
 def coordinate(mesh: DeviceMesh) -> Any:
