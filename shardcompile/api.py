@@ -230,7 +230,8 @@ def _taken(layout: Layout) -> ShardTensor:
     """In a graph for all extents, where a block has the size that a step of a redistribution gives it."""
     one = torch.empty((), dtype=layout.dtype, device=layout.mesh.device_type)
     whole = ShardTensor(one.expand(layout.shape), Spec.of(layout.replicated(), contiguous_stride(layout.shape)))
-    return redistributed(whole, layout)
+    taken: ShardTensor = redistributed(whole, layout)
+    return taken
 
 
 def _factory(name: str) -> Callable[..., ShardTensor]:
