@@ -252,7 +252,9 @@ def _factory(name: str) -> Callable[..., ShardTensor]:
         shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(size)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         tensor = _made(name, shape, dtype, device_mesh, placements, sharding_shapes)
-        return tensor.requires_grad_() if requires_grad else tensor
+        if requires_grad:
+            tensor.requires_grad_()
+        return tensor
 
     make.__doc__ = f"As `torch.{name}`, with device_mesh, placements and sharding_shapes."
     return make
@@ -272,7 +274,9 @@ def full(size: Sequence[int], fill_value: Any, *, dtype: torch.dtype | None = No
     with torch.no_grad():
         tensor = empty(size, dtype=dtype, **kwargs)
         tensor.fill_(fill_value)
-    return tensor.requires_grad_() if requires_grad else tensor
+    if requires_grad:
+        tensor.requires_grad_()
+    return tensor
 
 
 # Extension points
