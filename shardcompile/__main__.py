@@ -7,6 +7,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -173,6 +174,7 @@ def _demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 def _calibrate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.ranks < 2:
         parser.error("a link joins at least 2 ranks")
+    # Torch takes seconds, and --help needs none of it.
     from shardcompile.demo.launch import RankFailedError, launch
     from shardcompile.passes.cost.calibrate import measure_link, save
 
@@ -189,6 +191,7 @@ def _calibrate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
 
 
 def _selftest(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    # Torch takes seconds, and --help needs none of it.
     import torch
 
     from shardcompile.demo.launch import RankFailedError, launch
@@ -211,6 +214,7 @@ def _selftest(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
 def _op(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if not options.names and not options.table:
         parser.error("name an op, such as aten.cumprod, or ask for --table")
+    # Torch takes seconds, and --help needs none of it.
     from shardcompile.operators import Ranks, describe, ops_named, table
 
     try:
@@ -228,6 +232,7 @@ def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
     if not path or not Path(path).is_file():
         parser.error(f"there is no file {path or options.target}; the target is path/to/file.py:function")
     print(f"tracing {name} for {options.world_size} ranks, {options.device} ...", file=sys.stderr)
+    # Torch takes seconds, and --help needs none of it.
     from shardcompile.errors import ShardError
     from shardcompile.reports import explain
 
@@ -258,6 +263,7 @@ def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
 
 
 def _diff(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    # Torch takes seconds, and --help needs none of it.
     from shardcompile.reports import Report
 
     try:
@@ -281,12 +287,11 @@ def _module_of(path: Path) -> ModuleType:
 
 
 def _missing_packages(*names: str) -> list[str]:
-    from importlib.util import find_spec
-
     return [name for name in names if find_spec(name) is None]
 
 
 def _backend(parser: argparse.ArgumentParser, wanted: str, ranks: int) -> str:
+    # Torch takes seconds, and --help needs none of it.
     import torch
 
     gpus = torch.cuda.device_count()

@@ -10,8 +10,12 @@ import sympy
 import torch
 import torch._subclasses.fake_impls as fake_impls
 import torch.fx.experimental._config as _symbolic_shapes_config
+from torch import _prims_common
+from torch._dynamo.backends import common  # 2.11 - 2.15
+from torch._functorch import compile_utils, partitioners  # 2.11 - 2.15
 from torch._functorch import config as _functorch_config  # 2.11 - 2.15
 from torch._guards import detect_fake_mode  # 2.11 - 2.15
+from torch._inductor.virtualized import V  # 2.11 - 2.15
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 from torch.utils._sympy.functions import (
@@ -55,20 +59,14 @@ def memory_format_by_hint(stack: contextlib.ExitStack) -> None:
 
 
 def channels_last_by_hint(stack: contextlib.ExitStack) -> None:
-    from torch import _prims_common
-
     replace(stack, _prims_common, "are_strides_like_channels_last_or_false", _comparing_by_hint)  # 2.11 - 2.15
 
 
 def collectives_stay(stack: contextlib.ExitStack) -> None:
-    from torch._functorch import partitioners
-
     replace(stack, partitioners, "force_save_collectives", _where_they_were_traced)  # 2.11 - 2.15
 
 
 def parts_stay_apart(stack: contextlib.ExitStack) -> None:
-    from torch._functorch import compile_utils
-
     aten = torch.ops.aten
     parts = [
         *(aten.slice, aten.slice_backward, aten.slice_scatter, aten.select, aten.select_backward, aten.select_scatter),
@@ -79,24 +77,25 @@ def parts_stay_apart(stack: contextlib.ExitStack) -> None:
 
 
 def traces_agree(stack: contextlib.ExitStack) -> None:
-    from torch._dynamo.backends import common
-
     replace(stack, common, "aot_module_simplified", tracing_again)  # 2.11 - 2.15
 
 
 def symbols_by_both_names(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
     replace(stack, PythonWrapperCodegen, "codegen_input_symbol_assignment", _by_both_names)  # 2.11 - 2.15
 
 
 def fill_order_by_hint(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
     from torch._inductor import ir
 
     replace(stack, ir, "get_fill_order", _sorted_by_hint)  # 2.11 - 2.15
 
 
 def batched_products_by_hint(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
     from torch._inductor.lowering import lowerings
 
     bmm = torch.ops.aten.bmm.default
@@ -106,6 +105,7 @@ def batched_products_by_hint(stack: contextlib.ExitStack) -> None:
 
 
 def clamped_ends(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
     from torch._inductor.sizevars import SizeVarAllocator
 
     replace(stack, SizeVarAllocator, "evaluate_min", lambda _: _one_of_two_if_known(Min, 0))  # 2.11 - 2.15
@@ -165,7 +165,6 @@ def _lowered_by_hint(lowering: Callable[..., Any]) -> Callable[..., Any]:
     On CPUs it asks of the factors of a batched product whether they have one row, to copy those that the kernel would
     copy. Either answer is right for all sizes.
     """
-    from torch._inductor.virtualized import V  # 2.11 - 2.15
 
     def lower(*args: Any, **kwargs: Any) -> Any:
         with V.graph.sizevars.shape_env.suppress_guards():
@@ -202,7 +201,6 @@ def _by_both_names(assign: Callable[..., None]) -> Callable[..., None]:
     The gradient that an input has already brings a symbol of its own for the same size. Which of the two replaces the
     other is a matter of their names, and code of torch before 2.15 knows only the input's.
     """
-    from torch._inductor.virtualized import V  # 2.11 - 2.15
 
     def assigned(self: Any, name: str, value: Any, bound_vars: Any, *rest: Any, **options: Any) -> None:
         assign(self, name, value, bound_vars, *rest, **options)
@@ -222,8 +220,8 @@ def _without_comparing(stride_of_view: Callable[..., Any]) -> Callable[..., Any]
 
     It asks for the size of a block otherwise, and what it finds is a guard that holds on some ranks only.
     """
+    # Heavy, and only a compilation needs it.
     from torch._inductor.graph import GraphLowering  # 2.11 - 2.15
-    from torch._inductor.virtualized import V  # 2.11 - 2.15
 
     def strides(*args: Any, size_oblivious: bool = False, **kwargs: Any) -> Any:
         oblivious = size_oblivious or isinstance(V.graph, GraphLowering)

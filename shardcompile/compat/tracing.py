@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # 2.11 - 2.15
 from torch._guards import (
     CompileContext,  # 2.11 - 2.15
     detect_fake_mode,  # 2.11 - 2.15
@@ -82,8 +83,6 @@ def outside_transforms() -> contextlib.AbstractContextManager[object]:
     """Compute as if no transform of `torch.func` were going on, which would wrap what is made."""
     if not is_transforming():
         return contextlib.nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # 2.11 - 2.15
-
     return temporarily_clear_interpreter_stack()
 
 

@@ -8,6 +8,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement
 
 from shardcompile import compat
@@ -219,8 +220,6 @@ class ShardTensor(Traced):
         Raises:
             LayoutError: a cut is not torch.chunk's, the only one that DTensor knows.
         """
-        from torch.distributed.tensor import DTensor
-
         layout = self.sharding
         for dim, cut in enumerate(layout.cuts):
             if cut is None:
