@@ -83,13 +83,15 @@ def _named(node: ast.Import | ast.ImportFrom, modules: Mapping[str, Path]) -> se
 
 
 def without_a_reason(text: str) -> list[int]:
-    """Lines of imports in functions that no comment explains: on the line, above it, or above those right before it."""
+    """Lines of imports in functions that no comment explains: on the line, above it, or at those right before it."""
     lines = text.splitlines()
     found = []
     for node, inside in _statements(ast.parse(text), inside=False):
-        above = node.lineno - 2
-        while lines[above].strip().startswith(("import ", "from ")) or not lines[above].strip():
-            above -= 1
-        if inside and not lines[above].strip().startswith("#") and not re.search("#.*[a-z]{3}", lines[node.lineno - 1]):
+        at = node.lineno - 1
+        while not (said := re.search("#.*[a-z]{3}", lines[at])) and lines[at].strip().startswith(("import ", "from ")):
+            at -= 1
+            while not lines[at].strip():
+                at -= 1
+        if inside and not said:
             found.append(node.lineno)
     return found
