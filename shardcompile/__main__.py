@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_explain(commands: Any) -> None:
+def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     explain = commands.add_parser(
         "explain",
         help="show what a function communicates in a world that need not exist",
@@ -91,7 +90,7 @@ def _add_explain(commands: Any) -> None:
     explain.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON, for diff")
 
 
-def _add_diff(commands: Any) -> None:
+def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     diff = commands.add_parser(
         "diff",
         help="compare two reports",
@@ -102,7 +101,7 @@ def _add_diff(commands: Any) -> None:
     diff.add_argument("after", type=Path, help="report.json")
 
 
-def _add_selftest(commands: Any) -> None:
+def _add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     selftest = commands.add_parser(
         "selftest",
         help="check that everything is right on this machine, and how fast",
@@ -115,7 +114,7 @@ def _add_selftest(commands: Any) -> None:
     selftest.add_argument("--only", nargs="+", default=[], metavar="NAME", help="checks whose names begin so")
 
 
-def _add_op(commands: Any) -> None:
+def _add_op(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     op = commands.add_parser(
         "op",
         help="say what happens to an op on sharded tensors",

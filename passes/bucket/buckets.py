@@ -311,7 +311,7 @@ def _even_scatter(graph: Graph, members: Sequence[Collective]) -> Node:
     return add_node(graph, target, *last._replace(input=flat))
 
 
-def _rows_of(graph: Graph, payload: Node, ranks: Any) -> Node:
+def _rows_of(graph: Graph, payload: Node, ranks: object) -> Node:
     """A payload as a matrix of one row for each rank."""
     if not payload.meta["val"].is_contiguous():
         copied = graph.call_function(aten.clone.default, (payload,), {"memory_format": torch.contiguous_format})
@@ -360,7 +360,7 @@ def _extent(graph: Graph, node: Node, dim: int) -> Any:
     return add_node(graph, aten.sym_size.int, node, dim) if isinstance(size, torch.SymInt) else size
 
 
-def _product(graph: Graph, factors: Sequence[Any]) -> Any:
+def _product(graph: Graph, factors: Sequence[object]) -> Any:
     product: Any = math.prod(f for f in factors if isinstance(f, int))
     for factor in factors:
         if isinstance(factor, Node):

@@ -115,7 +115,7 @@ def _is_own_part(node: Node) -> bool:
     return node.target is aten.constant_pad_nd.default and any(isinstance(n, int) and n < 0 for n in args[1])
 
 
-def _frozen(value: Any, same: dict[Node, Node]) -> Any:
+def _frozen(value: object, same: dict[Node, Node]) -> Any:
     """Arguments as a key, with one node in place of all that are the same."""
     if isinstance(value, Node):
         return same.get(value, value)

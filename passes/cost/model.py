@@ -417,7 +417,7 @@ def _counted(formula: Any, op: str, args: Any, kwargs: tuple[tuple[str, Any], ..
         return 0.0
 
 
-def _numbers(value: Any) -> Any:
+def _numbers(value: object) -> Any:
     """A tensor's extents as numbers, a symbol's hint; lists of them, and arguments that are nodes, alike."""
     if isinstance(value, Node):
         value = value.meta.get("val")

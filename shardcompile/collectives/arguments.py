@@ -81,13 +81,13 @@ _PARTS: dict[Any, _Part] = {
 """By a field's type: how many arguments it is, how it is read, and how it is written."""
 
 
-def _schema(name: str, hint: Any) -> str:
+def _schema(name: str, hint: object) -> str:
     if hint is GroupCut:
         return cut_schema("" if name == "cut" else f"{name}_")
     return cuts_schema() if hint == list[GroupCut] else f"{_TYPES[hint]} {name}"
 
 
-def map_arguments(function: Callable[[Any], Any], record: A) -> A:
+def map_arguments(function: Callable[[Any], object], record: A) -> A:
     """A record with a function's results in place of what is in it, in lists and cuts as well."""
     return type(record)(*(_mapped(function, field) for field in record))
 

@@ -137,7 +137,7 @@ class Descriptor(Generic[A]):
         rows, first = rows_of(arguments[0].shape, self.extents(arguments))
         return Pending(flat, rows, first)
 
-    def enter(self, group: ProcessGroup, dtype: torch.dtype, *stated: Any, of: str = "") -> Call:
+    def enter(self, group: ProcessGroup, dtype: torch.dtype, *stated: object, of: str = "") -> Call:
         """State a collective before anything is sent: what `states` says, the same on every rank.
 
         Args:
@@ -170,7 +170,7 @@ def descriptors() -> Iterable[Descriptor[Any]]:
     return tuple(_ALL)
 
 
-def descriptor_of(op: Any) -> Descriptor[Any] | None:
+def descriptor_of(op: object) -> Descriptor[Any] | None:
     """The descriptor of what a node calls, or None."""
     return _BY_ID.get(id(op))
 
@@ -181,7 +181,7 @@ def payloads_of(arguments: A) -> list[Any]:
     return list(first) if isinstance(first, (list, tuple)) else [first]
 
 
-def rows_of(shape: Sequence[Any], extents: dict[int, Any]) -> tuple[tuple[Any, ...], int]:
+def rows_of(shape: Sequence[object], extents: dict[int, Any]) -> tuple[tuple[Any, ...], int]:
     """The shape of a result with its rows first, and the dim that they are along.
 
     Args:
@@ -215,7 +215,7 @@ def _define(descriptor: Descriptor[A]) -> Any:
     op = getattr(torch.ops.shardcompile, name).default
     on_fakes = descriptor.fake or _fake(descriptor)
 
-    def fake(*args: Any) -> Any:
+    def fake(*args: object) -> Any:
         return on_fakes(signature.read(args))
 
     traced = compat.lowered_when_traced(op, fake) if descriptor.communicates else fake

@@ -17,7 +17,7 @@ def lowered_when_traced(op: torch._ops.OpOverload, fake: Callable[..., object]) 
     Inductor's lowerings take more than a second to import, which eager programs need not pay.
     """
 
-    def traced(*args: Any) -> object:
+    def traced(*args: object) -> object:
         _lower_as_collective(op)
         return fake(*args)
 

@@ -50,9 +50,9 @@ def tracing_again(aot: Callable[..., Any]) -> Callable[..., Any]:
     return traced
 
 
-def _checked(partition: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(partition: Callable[..., object]) -> Callable[..., Any]:
     @functools.wraps(partition)
-    def checked(joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+    def checked(joint: GraphModule, inputs: Sequence[object], **kwargs: object) -> Any:
         if _forward_results(joint) not in (None, kwargs.get("num_fwd_outputs")):
             raise _LearntLate
         return partition(joint, inputs, **kwargs)
@@ -71,7 +71,7 @@ def _forward_results(joint: GraphModule) -> int | None:
     return sum(1 for d in described if d is not None and not isinstance(_root(d), _OF_BACKWARD_PASS))
 
 
-def _root(described: Any) -> Any:
+def _root(described: object) -> Any:
     """What a part of a sharded result is a part of."""
     while hasattr(described, "base") and not isinstance(described, _OF_BACKWARD_PASS):
         described = described.base

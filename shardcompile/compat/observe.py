@@ -128,7 +128,7 @@ def _observed(observer: Observer, kwargs: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def _compiling(observer: Observer, of: Any, compiler: Callable[..., Any], side: str) -> Callable[..., Any]:
+def _compiling(observer: Observer, of: object, compiler: Callable[..., object], side: str) -> Callable[..., Any]:
     def compile_observed(graph: GraphModule, *args: object, **kwargs: object) -> object:
         with _READERS.with_one_more(observer.generated), observer.compiling(of, graph, side):
             return compiler(graph, *args, **kwargs)

@@ -13,7 +13,6 @@ patch can go then.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import torch.fx.experimental._config as _symbolic_shapes_config
 from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.11 - 2.15
@@ -72,7 +71,7 @@ def keep_ranks_alike() -> None:
     _COMPILATION.append(contextlib.ExitStack())
     put_in(OF_RANKS_ALIKE, _COMPILATION[0])
 
-    def restore(_: Any) -> None:
+    def restore(_: object) -> None:
         _COMPILATION.pop().close()
         _compile_callbacks.remove_end_callback(restore)
 

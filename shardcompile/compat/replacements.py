@@ -134,14 +134,14 @@ def _where_they_were_traced(save_collectives: Callable[..., None]) -> Callable[.
     return save
 
 
-def _unguarded(check: Callable[..., Any]) -> Callable[..., Any]:
+def _unguarded(check: Callable[..., object]) -> Callable[..., Any]:
     """A question about a tensor, answered by hints without guards, which would hold on some ranks only.
 
     For a check that can only raise: Inductor copies blocks where it lowers `select`. And for the memory format of a
     convolution's result: it asks whether there is more than one image, and where there is one, formats are the same.
     """
 
-    def checked(x: torch.Tensor, *args: Any) -> Any:
+    def checked(x: torch.Tensor, *args: object) -> Any:
         with without_guards(x):
             return check(x, *args)
 
@@ -151,7 +151,7 @@ def _unguarded(check: Callable[..., Any]) -> Callable[..., Any]:
 def _comparing_by_hint(decide: Callable[..., bool]) -> Callable[..., bool]:
     """A question about sizes and strides that leaves no guards; it stays as oblivious of sizes of 1 as it is."""
 
-    def decided(shape: Sequence[Any], strides: Sequence[Any]) -> bool:
+    def decided(shape: Sequence[object], strides: Sequence[object]) -> bool:
         env = next((size.node.shape_env for size in (*shape, *strides) if isinstance(size, torch.SymInt)), None)
         with contextlib.nullcontext() if env is None else ShapeEnv.suppress_guards(env):  # not as `OF_A_TRACE` has it
             return decide(shape, strides)
@@ -159,14 +159,14 @@ def _comparing_by_hint(decide: Callable[..., bool]) -> Callable[..., bool]:
     return decided
 
 
-def _lowered_by_hint(lowering: Callable[..., Any]) -> Callable[..., Any]:
+def _lowered_by_hint(lowering: Callable[..., object]) -> Callable[..., Any]:
     """Have Inductor lower an op by hints, without guards.
 
     On CPUs it asks of the factors of a batched product whether they have one row, to copy those that the kernel would
     copy. Either answer is right for all sizes.
     """
 
-    def lower(*args: Any, **kwargs: Any) -> Any:
+    def lower(*args: object, **kwargs: object) -> Any:
         with V.graph.sizevars.shape_env.suppress_guards():
             return lowering(*args, **kwargs)
 
@@ -215,7 +215,7 @@ def _by_both_names(assign: Callable[..., None]) -> Callable[..., None]:
     return assigned
 
 
-def _without_comparing(stride_of_view: Callable[..., Any]) -> Callable[..., Any]:
+def _without_comparing(stride_of_view: Callable[..., object]) -> Callable[..., Any]:
     """Have Inductor take strides for different, where it lowers a view, unless they are equal for all sizes.
 
     It asks for the size of a block otherwise, and what it finds is a guard that holds on some ranks only.
@@ -223,7 +223,7 @@ def _without_comparing(stride_of_view: Callable[..., Any]) -> Callable[..., Any]
     # Heavy, and only a compilation needs it.
     from torch._inductor.graph import GraphLowering  # 2.11 - 2.15
 
-    def strides(*args: Any, size_oblivious: bool = False, **kwargs: Any) -> Any:
+    def strides(*args: object, size_oblivious: bool = False, **kwargs: object) -> Any:
         oblivious = size_oblivious or isinstance(V.graph, GraphLowering)
         return stride_of_view(*args, size_oblivious=oblivious, **kwargs)
 
@@ -237,7 +237,7 @@ def _sorted_by_hint(fill_order: Callable[..., Any]) -> Callable[..., Any]:
     may stand anywhere in the order.
     """
 
-    def order(strides: Sequence[Any], shape_env: Any = None) -> Any:
+    def order(strides: Sequence[Any], shape_env: ShapeEnv | None = None) -> Any:
         of_strides = next((s.node.shape_env for s in strides if isinstance(s, torch.SymInt)), shape_env)
         if of_strides is None:
             return fill_order(strides)

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import (
     _SympyExprTrackerValue,  # 2.11 - 2.15
     get_proxy_mode,  # 2.11 - 2.15
 )
+from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 from torch.utils._sympy.interp import sympy_interp  # 2.11 - 2.15
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # 2.11 - 2.15
 
@@ -155,7 +156,7 @@ def once_in_trace(
     return [k if isinstance(k := _known_value(f), int) else s for s, f in zip(memo[what], first, strict=True)]
 
 
-def _follow_replacements(memo: dict[Any, Any], what: Any, shape_env: Any) -> None:
+def _follow_replacements(memo: dict[Any, Any], what: Any, shape_env: ShapeEnv) -> None:
     """Have a memo find what it has by another name: an extent was a symbol then, and is known as a number by now."""
     if what in memo:
         return
@@ -197,7 +198,7 @@ def _known_value(size: Any) -> object:
     return int(size.node.expr) if is_specialised(size) else size
 
 
-def _rename(shape_env: Any, new: torch.SymInt, known: torch.SymInt) -> None:
+def _rename(shape_env: ShapeEnv, new: torch.SymInt, known: torch.SymInt) -> None:
     a, b = new.node.expr, known.node.expr
     if a != b:
         shape_env._rename_unbacked_to(a, b)  # 2.11 - 2.15

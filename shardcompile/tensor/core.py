@@ -94,7 +94,7 @@ class ShardTensor(Traced):
 
     @classmethod
     def _prepared(
-        cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        cls, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
         """The arguments of a function with plain tensors promoted that want a gradient."""
         mesh, plain = survey(cls, args)
@@ -144,7 +144,7 @@ class ShardTensor(Traced):
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
-        sharding_shapes: Mapping[int, Sequence[Any]] | None = None,
+        sharding_shapes: Mapping[int, Sequence[object]] | None = None,
         async_op: bool = False,
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
@@ -206,7 +206,7 @@ class ShardTensor(Traced):
         return whole.to_local(grad_placements=grad_placements)
 
     @classmethod
-    def from_dtensor(cls, x: Any) -> ShardTensor:
+    def from_dtensor(cls, x: object) -> ShardTensor:
         """A DTensor as a ShardTensor; no data moves. Differentiable.
 
         Raises:
@@ -275,7 +275,7 @@ class ShardTensor(Traced):
         return layout.offset(coordinate, placement.dim) if placement.is_shard() else 0  # type: ignore[attr-defined]
 
     def backward(
-        self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+        self, gradient: object = None, retain_graph: object = None, create_graph: bool = False, inputs: object = None
     ) -> None:
         """As `torch.Tensor.backward`; a pending reduction is carried out first, so that its gradient is the whole's."""
         source = redistributed(self, self._spec.layout.reduced())
