@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -124,5 +123,5 @@ def _bits(turned: object) -> Node | None:
             return None
 
 
-def _parts(node: object, target: object) -> tuple[Any, ...] | None:
+def _parts(node: object, target: object) -> tuple[object, ...] | None:
     return node.args if isinstance(node, Node) and node.target is target else None

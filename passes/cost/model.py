@@ -393,7 +393,7 @@ def _traffic_of(node: Node, reads: Sequence[Node], writes: bool, nominal: int | 
     return sum(map(blocks.nbytes_of, reads)) + written * writes
 
 
-def _formula(node: Node) -> Any:
+def _formula(node: Node) -> object:
     packet: Any = getattr(node.target, "overloadpacket", node.target)
     return flop_registry.get(_LIKE.get(packet, packet))
 

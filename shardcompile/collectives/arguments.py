@@ -65,7 +65,7 @@ class Signature(Generic[A]):
             fields[at : at + width] = [read(fields[at : at + width])]
         return self.record(*fields)
 
-    def write(self, record: A) -> tuple[Any, ...]:
+    def write(self, record: A) -> tuple[object, ...]:
         """A record as an op's arguments."""
         if not self._has_cuts:
             return tuple(record)

@@ -204,7 +204,7 @@ def _fake(descriptor: Descriptor[A]) -> Callable[[A], Any]:
     return fake
 
 
-def _define(descriptor: Descriptor[A]) -> Any:
+def _define(descriptor: Descriptor[A]) -> object:
     """Make a descriptor's op."""
     name, signature, run = descriptor.kind, descriptor.signature, descriptor.run
     assert run is not None

@@ -125,7 +125,7 @@ def size_of(value: Tensor) -> Any:
     return math.prod(value.shape) * value.dtype.itemsize
 
 
-def size_with(value: Tensor, dim: int, extent: Any) -> Any:
+def size_with(value: Tensor, dim: int, extent: Any) -> object:
     """Bytes of a tensor, had it this extent along a dim; may be symbolic."""
     return math.prod((extent, *(s for d, s in enumerate(value.shape) if d != dim))) * value.dtype.itemsize
 

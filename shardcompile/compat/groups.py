@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import _register_work  # 2.11 - 2.15
 from torch._guards import TracingContext  # 2.11 - 2.15
+from torch._ops import OpOverloadPacket  # 2.11 - 2.15
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import (
     DeviceMesh,  # 2.11 - 2.15
@@ -83,7 +84,7 @@ def _is_innermost(mesh: DeviceMesh | None) -> bool:
         return False
 
 
-def count_as_collective(op_packets: Sequence[Any]) -> None:
+def count_as_collective(op_packets: Sequence[OpOverloadPacket]) -> None:
     """Have CommDebugMode count these ops."""
     for packet in op_packets:
         _comm_mode.NATIVE_TO_PY_MAPPING[packet] = packet

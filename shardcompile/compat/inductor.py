@@ -11,7 +11,7 @@ from torch._inductor import config  # 2.11 - 2.15
 from torch.utils._ordered_set import OrderedSet  # 2.11 - 2.15
 
 
-def lowered_when_traced(op: torch._ops.OpOverload, fake: Callable[..., object]) -> Callable[..., Any]:
+def lowered_when_traced(op: torch._ops.OpOverload, fake: Callable[..., object]) -> Callable[..., object]:
     """The fake kernel of a collective, which teaches Inductor the op when a trace meets it for the first time.
 
     Inductor's lowerings take more than a second to import, which eager programs need not pay.

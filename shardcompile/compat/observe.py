@@ -136,8 +136,8 @@ def _compiling(observer: Observer, of: object, compiler: Callable[..., object], 
     return compile_observed
 
 
-def _parting(observer: Observer, of: Any, partition: Callable[..., Any]) -> Callable[..., Any]:
-    def part_observed(joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+def _parting(observer: Observer, of: Any, partition: Callable[..., Any]) -> Callable[..., object]:
+    def part_observed(joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> object:
         observer.traced(of, joint)
         forward, backward = partition(joint, inputs, **kwargs)
         observer.parted(of, forward, backward)

@@ -134,14 +134,14 @@ def _where_they_were_traced(save_collectives: Callable[..., None]) -> Callable[.
     return save
 
 
-def _unguarded(check: Callable[..., object]) -> Callable[..., Any]:
+def _unguarded(check: Callable[..., object]) -> Callable[..., object]:
     """A question about a tensor, answered by hints without guards, which would hold on some ranks only.
 
     For a check that can only raise: Inductor copies blocks where it lowers `select`. And for the memory format of a
     convolution's result: it asks whether there is more than one image, and where there is one, formats are the same.
     """
 
-    def checked(x: torch.Tensor, *args: object) -> Any:
+    def checked(x: torch.Tensor, *args: object) -> object:
         with without_guards(x):
             return check(x, *args)
 
@@ -159,21 +159,21 @@ def _comparing_by_hint(decide: Callable[..., bool]) -> Callable[..., bool]:
     return decided
 
 
-def _lowered_by_hint(lowering: Callable[..., object]) -> Callable[..., Any]:
+def _lowered_by_hint(lowering: Callable[..., object]) -> Callable[..., object]:
     """Have Inductor lower an op by hints, without guards.
 
     On CPUs it asks of the factors of a batched product whether they have one row, to copy those that the kernel would
     copy. Either answer is right for all sizes.
     """
 
-    def lower(*args: object, **kwargs: object) -> Any:
+    def lower(*args: object, **kwargs: object) -> object:
         with V.graph.sizevars.shape_env.suppress_guards():
             return lowering(*args, **kwargs)
 
     return lower
 
 
-def _one_of_two_if_known(formula: Any, which: int) -> Callable[..., Any]:
+def _one_of_two_if_known(formula: Any, which: int) -> Callable[..., object]:
     """Inductor's `evaluate_min` or `evaluate_max`, which leaves a formula where it is not known which size it is.
 
     Where ends of a slice are clamped, Inductor takes one of both, and guards on that. With guards only from what holds
@@ -185,7 +185,7 @@ def _one_of_two_if_known(formula: Any, which: int) -> Callable[..., Any]:
         which: of the sizes in ascending order is wanted.
     """
 
-    def evaluate(self: Any, left: Any, right: Any) -> Any:
+    def evaluate(self: Any, left: Any, right: Any) -> object:
         left, right = (sympy.sympify(x).xreplace(self.inv_precomputed_replacements) for x in (left, right))
         for in_order in ((left, right), (right, left)):
             if self.statically_known_leq(*in_order):
@@ -215,7 +215,7 @@ def _by_both_names(assign: Callable[..., None]) -> Callable[..., None]:
     return assigned
 
 
-def _without_comparing(stride_of_view: Callable[..., object]) -> Callable[..., Any]:
+def _without_comparing(stride_of_view: Callable[..., object]) -> Callable[..., object]:
     """Have Inductor take strides for different, where it lowers a view, unless they are equal for all sizes.
 
     It asks for the size of a block otherwise, and what it finds is a guard that holds on some ranks only.
@@ -230,7 +230,7 @@ def _without_comparing(stride_of_view: Callable[..., object]) -> Callable[..., A
     return strides
 
 
-def _sorted_by_hint(fill_order: Callable[..., Any]) -> Callable[..., Any]:
+def _sorted_by_hint(fill_order: Callable[..., Any]) -> Callable[..., object]:
     """Have Inductor sort strides by their hints, which are the same on every rank and larger than 1.
 
     It would compare them, and leave guards that a block of one row breaks. Where a dim has extent 0 or 1, its stride

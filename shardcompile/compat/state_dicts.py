@@ -30,9 +30,9 @@ def teach_state_dicts(sharded: type[Tensor], cut_like: Callable[[Tensor, Any], A
         _utils._broadcast_tensors,
     )
 
-    def in_blocks(of_plain: Callable[..., Any], of_dtensor: Callable[..., Any]) -> Callable[..., Any]:
+    def in_blocks(of_plain: Callable[..., Any], of_dtensor: Callable[..., Any]) -> Callable[..., object]:
         @functools.wraps(of_plain)
-        def act(value: object, *args: object) -> Any:
+        def act(value: object, *args: object) -> object:
             if not isinstance(value, sharded):
                 return of_plain(value, *args)
             found = of_dtensor(value, *args)

@@ -32,7 +32,7 @@ def global_extents(shape: Sequence[object]) -> tuple[Any, ...]:
     return tuple(_number_if_small(n) for n in retraced(shape))
 
 
-def _number_if_small(extent: Any) -> object:
+def _number_if_small(extent: int | torch.SymInt) -> object:
     small = isinstance(extent, torch.SymInt) and not is_unbacked(extent) and size_hint(extent) in (0, 1)
     return int(extent) if small else extent
 
@@ -177,7 +177,7 @@ def note_input_size(what: object, size: torch.SymInt) -> None:
     _INPUT_SIZES.setdefault(size.node.shape_env, {}).setdefault(what, size)
 
 
-def first_input_size(what: object, like: object) -> Any:
+def first_input_size(what: object, like: object) -> torch.SymInt | None:
     """The size that `note_input_size` was given in the trace of the size `like`, or None."""
     found = _INPUT_SIZES.get(like.node.shape_env, {}).get(what) if isinstance(like, torch.SymInt) else None
     return None if found is None else retraced([found])[0]
@@ -193,7 +193,7 @@ def stands_for_itself(size: Any) -> None:
         _stand_for(mode.tracer, size)
 
 
-def _known_value(size: Any) -> object:
+def _known_value(size: torch.SymInt) -> object:
     """A size as a number, if it is known to be one by now."""
     return int(size.node.expr) if is_specialised(size) else size
 

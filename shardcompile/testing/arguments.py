@@ -80,7 +80,7 @@ class Arguments:
         """What tells these arguments from others, a line for each."""
         return [digest(each.name, each.value) for each in self._inputs.values()]
 
-    def _laid_out(self, each: _Input, step: int) -> Any:
+    def _laid_out(self, each: _Input, step: int) -> object:
         if not isinstance(each.value, Tensor):
             return each.value
         value = each.value.detach().to(self.mesh.device_type)

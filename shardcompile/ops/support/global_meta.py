@@ -76,7 +76,7 @@ def _key(a: object) -> object:
 
 def _worked_out(
     mode: compat.FakeTensorMode, op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
-) -> Any:
+) -> object:
     """Run an op on stand-ins of the global shapes, and correct what torch's fake kernels say otherwise than kernels do.
 
     Args:
