@@ -168,13 +168,6 @@ def _channels_last_by_hint(stack: contextlib.ExitStack) -> None:
     _replace(stack, _prims_common, "are_strides_like_channels_last_or_false", _comparing_by_hint)  # 2.11 - 2.15
 
 
-def _order_of_no_rows(stack: contextlib.ExitStack) -> None:
-    from torch import _prims_common
-
-    name = "compute_elementwise_output_logical_to_physical_perm"
-    _replace(stack, _prims_common, name, _by_hint_if_divided_by_0)  # 2.11 - 2.15
-
-
 def _collectives_stay(stack: contextlib.ExitStack) -> None:
     from torch._functorch import partitioners
 
@@ -272,19 +265,6 @@ def _comparing_by_hint(decide: Callable[..., bool]) -> Callable[..., bool]:
             return decide(shape, strides)
 
     return decided
-
-
-def _by_hint_if_divided_by_0(order: Callable[..., Any]) -> Callable[..., Any]:
-    """The order of dims of a result, decided by sizes where torch divides by the one that is 0 on this rank."""
-
-    def ordered(*tensors: Any, **kwargs: Any) -> Any:
-        try:
-            return order(*tensors, **kwargs)
-        except ZeroDivisionError:
-            with without_guards(next(x for x in tensors if isinstance(x, torch.Tensor))):
-                return order(*tensors, **kwargs)
-
-    return ordered
 
 
 def _lowered_by_hint(lowering: Callable[..., Any]) -> Callable[..., Any]:
@@ -480,15 +460,6 @@ OF_A_COMPILATION = (
         "leave none: guard_or_true would do.",
         "2.11 - 2.14",
         _channels_last_by_hint,
-    ),
-    Patch(
-        "order_of_no_rows",
-        "torch._prims_common.compute_elementwise_output_logical_to_physical_perm",
-        "Strides are divided by one another to find the order of dims. Where a plain tensor has no rows on this rank, "
-        "one of them is a symbol that is 0.",
-        "With backed_size_oblivious, should_swap() computes a % b for a backed b whose hint is 0: ZeroDivisionError.",
-        "2.11 - 2.15",
-        _order_of_no_rows,
     ),
     Patch(
         "symbols_by_both_names",

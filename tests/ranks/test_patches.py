@@ -154,7 +154,6 @@ SCENES: dict[str, Callable[[], str]] = {
 
 WITHOUT_A_PROGRAM = {
     "no_donated_buffers": "torch before 2.15 does not repeat waits",
-    "order_of_no_rows": "it was written for `test_a_decoder_of_plain_tensors_trains_on_processes`; nothing smaller is known",
     "clamped_ends": "it was written for `test_modes_of_images_that_are_cut_along_their_height`; nothing smaller is known",
     "decisions_where_guards_are_suppressed": "not found: products, batched products, convolutions of both precisions, permuted blocks",
     "symbols_of_blocks": "not found: blocks that are as large as other dims, with cuts that a run gives",
