@@ -222,32 +222,41 @@ def _define(descriptor: Descriptor[A]) -> object:
     torch.library.register_fake(f"shardcompile::{name}", traced, lib=_LIBRARY)
     if descriptor.adjoint is not None:
         torch.library.register_autograd(
-            f"shardcompile::{name}", _backward(descriptor), setup_context=_keep, lib=_LIBRARY
+            f"shardcompile::{name}", _backward(descriptor), setup_context=_keeping(descriptor), lib=_LIBRARY
         )
     if descriptor.communicates:
         compat.count_as_collective([op.overloadpacket])
     return op
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    first, *rest = inputs
-    ctx.shape = first.shape if isinstance(first, Tensor) else [x.shape for x in first]
-    ctx.save_for_backward(*[a for a in rest if isinstance(a, Tensor)])
-    ctx.rest = [None if isinstance(a, Tensor) else a for a in rest]
-    ctx.tensors = [i for i, a in enumerate(rest) if isinstance(a, Tensor)]
+def _keeping(descriptor: Descriptor[A]) -> Callable[..., None]:
+    """What a call leaves for its backward pass: the payload's shape, and the other arguments."""
+    tensors = [at for at in descriptor.signature.tensors if at]  # known once for all calls: eager ones are short
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+        first, *ctx.rest = inputs
+        ctx.shape = first.shape if isinstance(first, Tensor) else [x.shape for x in first]
+        if tensors:
+            ctx.save_for_backward(*[inputs[at] for at in tensors])
+            for at in tensors:
+                ctx.rest[at - 1] = None
+
+    return keep
 
 
 def _backward(descriptor: Descriptor[A]) -> Callable[..., tuple[Any, ...]]:
     adjoint, extents, signature = descriptor.adjoint, descriptor.extents, descriptor.signature
     assert adjoint is not None
+    tensors = [at for at in signature.tensors if at]
 
     def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
-        rest = list(ctx.rest)
-        for i, tensor in zip(ctx.tensors, ctx.saved_tensors, strict=True):
-            rest[i] = tensor
-        arguments = signature.read([None, *rest])
+        given = [None, *ctx.rest]
+        if tensors:
+            for at, tensor in zip(tensors, ctx.saved_tensors, strict=True):
+                given[at] = tensor
+        arguments = signature.read(given)
         if extents is not None:
             grad = Pending(grad, *rows_of(ctx.shape, extents(arguments))).result()
-        return (adjoint(arguments, ctx.shape, grad), *[None] * len(rest))
+        return (adjoint(arguments, ctx.shape, grad), *[None] * len(ctx.rest))
 
     return backward
