@@ -72,14 +72,14 @@ class Signature(Generic[A]):
             fields[at : at + width] = [read(fields[at : at + width])]
         return self.record(*fields)
 
-    def write(self, record: A) -> Sequence[object]:
+    def write(self, record: A) -> tuple[object, ...]:
         """A record as an op's arguments."""
         if not self._cuts:
             return record
         arguments: list[object] = list(record)
         for at, (_, _, write) in self._cuts_from_last:  # those before it have their places still
             arguments[at : at + 1] = write(record[at])
-        return arguments
+        return tuple(arguments)
 
 
 _Part = tuple[int, Callable[[Sequence[Any]], Any], Callable[[Any], Sequence[Any]]]
