@@ -21,6 +21,7 @@ from torch._guards import TracingContext  # 2.11 - 2.15
 from shardcompile.compat.block_symbols import name_symbols_of_blocks
 from shardcompile.compat.patch import Patch, in_place, put_in
 from shardcompile.compat.replacements import (
+    asserts_of_known_sizes,
     batched_products_by_hint,
     channels_last_by_hint,
     clamped_ends,
@@ -183,6 +184,16 @@ OF_A_COMPILATION = (
         "still compares backed strides with guards.",
         "2.11 - 2.15",
         fill_order_by_hint,
+    ),
+    Patch(
+        "asserts_of_known_sizes",
+        "torch._inductor.ir.AssertScalar.__init__",
+        "A size that a run gives is compared with an extent in generated code. Where the program has made a number of "
+        "that extent since, as a view with a stated size does, the code names a symbol that nothing defines.",
+        "create_deferred_runtime_asserts writes the expression as it was deferred; backed symbols in it that were "
+        "specialized later should be replaced: NameError: name 's75' is not defined.",
+        "2.11 - 2.15",
+        asserts_of_known_sizes,
     ),
     Patch(
         "batched_products_by_hint",

@@ -94,6 +94,13 @@ def fill_order_by_hint(stack: contextlib.ExitStack) -> None:
     replace(stack, ir, "get_fill_order", _sorted_by_hint)  # 2.11 - 2.15
 
 
+def asserts_of_known_sizes(stack: contextlib.ExitStack) -> None:
+    """See `shardcompile.compat.patches`."""
+    from torch._inductor import ir
+
+    replace(stack, ir.AssertScalar, "__init__", _with_numbers_of_symbols)  # 2.11 - 2.15
+
+
 def batched_products_by_hint(stack: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
     from torch._inductor.lowering import lowerings
@@ -157,6 +164,18 @@ def _comparing_by_hint(decide: Callable[..., bool]) -> Callable[..., bool]:
             return decide(shape, strides)
 
     return decided
+
+
+def _with_numbers_of_symbols(init: Callable[..., None]) -> Callable[..., None]:
+    """Have an assert of generated code name no symbol that a guard has made a number: no input defines it any more."""
+    from torch._inductor.virtualized import V  # 2.11 - 2.15
+
+    def made(self: Any, scalar: Any, msg: str) -> None:
+        found = V.graph.sizevars.shape_env.replacements
+        numbers = {s: found[s] for s in scalar.free_symbols if s in found and found[s].is_number}
+        init(self, scalar.xreplace(numbers), msg)
+
+    return made
 
 
 def _lowered_by_hint(lowering: Callable[..., object]) -> Callable[..., object]:

@@ -77,15 +77,16 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Fuzzed:
-    """A program of the fuzzer's, by aot_eager."""
+    """A program of the fuzzer's."""
 
     lines: Sequence[str]
     inputs: Sequence[Input]
     ranks: int
+    backend: str = "aot_eager"
 
     def __call__(self) -> str:
         with LocalRanks(self.ranks, processes=False) as ranks:
-            return str(judge(ranks, Program((self.ranks,), list(self.inputs), list(self.lines)), "aot_eager").kind)
+            return str(judge(ranks, Program((self.ranks,), list(self.inputs), list(self.lines)), self.backend).kind)
 
 
 def _inputs_with_gradients(mesh: DeviceMesh) -> None:
@@ -167,6 +168,16 @@ SCENES: dict[str, Callable[[], str]] = {
         ],
         [Input("a0", (3, 4), "S(1)", {0: [0, 4]}), Input("a1", (1, 1))],
         2,
+    ),
+    "asserts_of_known_sizes": Fuzzed(
+        [
+            *("v0 = a0.transpose(1, -2)", "v1 = a0.var([-2, -1], keepdim=True, correction=0)"),
+            *("v2 = torch.minimum(v0, v1)  # if away(v0 - v1, 0)", "v3 = v2 @ a0", "v4 = torch.cat([a0, a0, a0], 1)"),
+            "v5 = v3.unflatten(1, [2, 1])",
+        ],
+        [Input("a0", (4, 2), "S(1)", {0: [0, 1, 1, 0]}, grad=True, seed=1003671)],
+        4,
+        "inductor",
     ),
     "collectives_stay": Fuzzed(
         [
