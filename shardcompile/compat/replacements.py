@@ -96,6 +96,7 @@ def fill_order_by_hint(stack: contextlib.ExitStack) -> None:
 
 def asserts_of_known_sizes(stack: contextlib.ExitStack) -> None:
     """See `shardcompile.compat.patches`."""
+    # Heavy, and only a compilation needs it.
     from torch._inductor import ir
 
     replace(stack, ir.AssertScalar, "__init__", _with_numbers_of_symbols)  # 2.11 - 2.15
@@ -168,7 +169,6 @@ def _comparing_by_hint(decide: Callable[..., bool]) -> Callable[..., bool]:
 
 def _with_numbers_of_symbols(init: Callable[..., None]) -> Callable[..., None]:
     """Have an assert of generated code name no symbol that a guard has made a number: no input defines it any more."""
-    from torch._inductor.virtualized import V  # 2.11 - 2.15
 
     def made(self: Any, scalar: Any, msg: str) -> None:
         found = V.graph.sizevars.shape_env.replacements
