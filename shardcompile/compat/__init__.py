@@ -55,6 +55,7 @@ from shardcompile.compat.patches import keep_ranks_alike as keep_ranks_alike
 from shardcompile.compat.patches import trace_size_obliviously as trace_size_obliviously
 from shardcompile.compat.patches import without_guards as without_guards
 from shardcompile.compat.worlds import add_guard, forget_with_world, note_trace, start_epoch, world_epoch
+from shardcompile.compat.wrappers import exchange_tensors as exchange_tensors
 
 __all__ = [
     "UNKNOWN_OUTPUT_SHAPE",

@@ -357,6 +357,21 @@ def _sorted_by_hint(fill_order: Callable[..., Any]) -> Callable[..., Any]:
     return order
 
 
+def _buffers_vary(stack: contextlib.ExitStack) -> None:
+    """Have Dynamo take a sharded buffer of a module as it takes a sharded input: any cut, by one graph."""
+    from torch._dynamo.variables import builder  # 2.11 - 2.15
+
+    def vary(is_static: Callable[..., Any]) -> Callable[..., Any]:
+        def static(tensor: Any, is_tensor: bool, *args: Any, **kwargs: Any) -> Any:
+            if is_tensor and getattr(tensor, "_is_static", True) is False:
+                return False, None
+            return is_static(tensor, is_tensor, *args, **kwargs)
+
+        return static
+
+    _replace(stack, builder, "tensor_always_has_static_shape", vary)
+
+
 # ------------------------------------------------------------------------------------------------ while a trace lives
 
 
@@ -417,6 +432,16 @@ OF_RANKS_ALIKE = (
         "has, after they were counted: DTensor fails in the same way.",
         "2.11 - 2.15",
         _traces_agree,
+    ),
+    Patch(
+        "buffers_vary",
+        "torch._dynamo.variables.builder.tensor_always_has_static_shape",
+        "Buffers of modules are traced with numbers for sizes. A sharded one would have the block of the rank that "
+        "traces, where inputs that are cut alike have symbols, and does not fit them.",
+        "force_parameter_static_shapes holds for tensor subclasses whose inner tensors are marked as dynamic, too: the "
+        "marks on a buffer's inner tensors are not asked for.",
+        "2.11 - 2.15",
+        _buffers_vary,
     ),
 )
 """Put in when a compilation meets the first sharded tensor, and put back when it ends."""

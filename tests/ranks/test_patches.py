@@ -104,6 +104,30 @@ def inputs_with_gradients() -> str:
     return RIGHT
 
 
+class WithBuffer(torch.nn.Module):
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("table", table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.table.cos()  # type: ignore[operator]
+
+
+def _buffer_of_a_module(mesh: DeviceMesh, counter: CompileCounterWithBackend) -> None:
+    full, model = random(7), WithBuffer(torch.zeros(()))
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for sizes in ([6, 1], [0, 7]):
+        model.table = sharded(full, 0, sizes, mesh).detach()
+        torch.testing.assert_close(compiled(sharded(full, 0, sizes, mesh)).full_tensor(), full * full.cos())
+
+
+def buffer_of_a_module() -> str:
+    counter = CompileCounterWithBackend("aot_eager")
+    with LocalRanks(2, processes=False) as ranks:
+        ranks(_buffer_of_a_module, counter)
+    return RIGHT if counter.frame_count == 1 else f"{counter.frame_count} graphs"
+
+
 KERNEL, FACTOR, NOTHING = random(3, 2, 3, 3), random(2, 4, 5), random(5, 0)
 ROWS = [[3, 2], [1, 4]]
 SELECTED = Compiled(lambda x: x[:, 0].exp() + x.select(1, 2), lambda n: random(n, 3, 4), 0, ROWS)
@@ -149,6 +173,7 @@ SCENES: dict[str, Callable[[], str]] = {
         2,
     ),
     "symbols_by_both_names": inputs_with_gradients,
+    "buffers_vary": buffer_of_a_module,
 }
 """By patch, a program that needs it."""
 
