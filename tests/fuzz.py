@@ -513,11 +513,11 @@ def judge(ranks: LocalRanks, program: Program, backend: str | None = None) -> Fo
             wanted = [p.expect(True) for p in programs]
             ends = ranks(run_compiled_on_rank, programs, wanted, backend, timeout=300)
     found = _together(ends)
-    if backend is not None and found.kind == "internal" and not _compiles_plain(program, backend):
-        return Found(REFUSED, "plain PyTorch does not compile it", found.text)
-    if backend is not None and found.kind == "wrong":
-        call = int(found.stage.removeprefix("call "))
-        if not _is_right_compiled_plain(programs[call], wanted[call], backend):
+    if backend is not None and found.kind in ("internal", "wrong"):
+        call = int(found.stage.removeprefix("call ")) if found.stage.startswith("call") else 0
+        if found.kind == "internal" and not _compiles_plain(programs[call], wanted[call], backend):
+            return Found(REFUSED, "plain PyTorch does not compile it", found.text)
+        if found.kind == "wrong" and not _is_right_compiled_plain(programs[call], wanted[call], backend):
             return Found(REFUSED, "plain PyTorch compiles it to something else", found.text)
     return found
 
@@ -530,9 +530,11 @@ def _run_compiled_plain(program: Program, backend: str) -> tuple[dict[str, Tenso
     return leaves, torch.compile(program.function(), fullgraph=True, backend=backend)(*leaves.values())
 
 
-def _compiles_plain(program: Program, backend: str) -> bool:
+def _compiles_plain(program: Program, expected: Expected, backend: str) -> bool:
+    """Whether plain PyTorch compiles it, forward and backward."""
     try:
-        _run_compiled_plain(program, backend)
+        leaves, values = _run_compiled_plain(program, backend)
+        gradients(leaves, {g: values[g] for g in expected.goals}, again=False)
     except Exception:
         return False
     return True

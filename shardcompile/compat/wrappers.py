@@ -99,14 +99,3 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
 def is_strided_shard(placement: object) -> bool:
     """Whether a placement is one of blocks in another order than that of the mesh dims."""
     return isinstance(placement, _StridedShard)
-
-
-def exchange_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Have each of two tensor objects be what the other was, for all who have a reference to it.
-
-    As `torch.utils.swap_tensors`, which refuses where an autograd graph or a weak reference knows one of them. Neither
-    is wrong here: a graph holds the values, which go on living, and a weak reference means the object.
-    """
-    a.__class__, b.__class__ = b.__class__, a.__class__
-    a.__dict__, b.__dict__ = b.__dict__, a.__dict__
-    torch._C._swap_tensor_impl(a, b)  # type: ignore[attr-defined]  # 2.11 - 2.15
