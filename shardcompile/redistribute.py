@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ def run_plan(plan: Plan, local: Tensor, *, async_op: bool = False) -> Tensor:
             local = _take_block(step, local)
             continue
         unfinished = async_op and step is plan.steps[-1]
-        pending = _run_noted(step, local) if compat.is_traced() else _start(step, local, unfinished)
+        pending = _run_noted(step, local) if compat.is_traced() else _start(step, local)
         local = pending.result() if unfinished else pending.wait()
     return local
 
@@ -62,12 +62,10 @@ def _run_noted(step: Step, x: Tensor) -> Pending | Decoded:
     move = f"{step.src.describe_placements()} -> {step.dst.describe_placements()}"
     name = mesh.mesh_dim_names[m] if mesh.mesh_dim_names else str(m)
     with compat.noted(redistribution=move, mesh_dim=name):
-        return _start(step, x, False)
+        return _start(step, x)
 
 
-def _start(step: Step, x: Tensor, unfinished: bool) -> Pending | Decoded:
-    if step.kind == "all_reduce":
-        return _all_reduce(step, x, unfinished)
+def _start(step: Step, x: Tensor) -> Pending | Decoded:
     return _RUNNERS[step.kind](step, x)
 
 
@@ -110,10 +108,10 @@ def _all_gather(step: Step, x: Tensor) -> Pending:
     return ALL_GATHER_V.start(AllGatherV(x, dim, total, _ref(cut, step.src), _group(step)))
 
 
-def _all_reduce(step: Step, x: Tensor, unfinished: bool) -> Pending | Decoded:
+def _all_reduce(step: Step, x: Tensor) -> Pending | Decoded:
     placement = step.src.placements[step.mesh_dim]
     assert isinstance(placement, Partial)
-    return reductions.all_reduce(x, placement.reduce_op, _group(step), async_op=unfinished)
+    return reductions.all_reduce(x, placement.reduce_op, _group(step))
 
 
 def _reduce_scatter(step: Step, x: Tensor) -> Pending:
@@ -153,7 +151,8 @@ def _take_block(step: Step, x: Tensor) -> Tensor:
     return TAKE_BLOCK.call(TakeBlock(x, dim, block, _ref(cut, step.dst), _group(step)))  # type: ignore[no-any-return]
 
 
-_RUNNERS = {
+_RUNNERS: dict[str, Callable[[Step, Tensor], Pending | Decoded]] = {
+    "all_reduce": _all_reduce,
     "all_gather_v": _all_gather,
     "reduce_scatter_v": _reduce_scatter,
     "all_to_all_v": _all_to_all,

@@ -347,9 +347,23 @@ def another_call_beside_a_compiled_sum(mesh: DeviceMesh, rank: int) -> None:
 
 @scene
 def other_shape_of_a_compiled_sum(mesh: DeviceMesh, rank: int) -> None:
-    x, run = points(mesh, rank, columns=5 if rank == 2 else 4), torch.compile(summed_twice, backend="aot_eager")
+    def compiled(graph: Any, inputs: Any) -> Any:
+        event()
+        return graph
+
+    x = points(mesh, rank, columns=5 if rank == 2 else 4)
+    torch.compile(summed_twice, fullgraph=True, backend=aot_autograd(fw_compiler=compiled))(x)
+
+
+@scene
+def other_shape_of_a_sum_that_was_seen(mesh: DeviceMesh, rank: int) -> None:
+    run = torch.compile(summed_twice, backend="aot_eager", dynamic=True)
+    few, many = points(mesh, rank), points(mesh, rank, columns=5)
+    for x in (few, few, many, many, few):
+        run(x)
     event()
-    run(x)
+    for _ in range(3):
+        run(many if rank == 2 else few)
 
 
 @scene

@@ -21,7 +21,8 @@ import torch
 from torch.fx import Graph, Node
 
 from shardcompile.collectives.buckets import ALL_GATHER_BUCKET, ALL_TO_ALL_BUCKET, REDUCE_SCATTER_BUCKET
-from shardcompile.collectives.of_torch import ALL_REDUCE, REDUCE_SCATTER
+from shardcompile.collectives.of_torch import REDUCE_SCATTER
+from shardcompile.collectives.reductions import ALL_REDUCE
 from shardcompile.collectives.traffic import (
     Load,
     Traffic,

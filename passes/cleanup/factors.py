@@ -20,7 +20,8 @@ import torch
 from torch.fx import Graph, Node
 
 from shardcompile import compat
-from shardcompile.collectives.of_torch import ALL_GATHER, ALL_REDUCE
+from shardcompile.collectives.of_torch import ALL_GATHER
+from shardcompile.collectives.reductions import ALL_REDUCE
 from shardcompile.passes.graph.blocks import is_pointwise
 from shardcompile.passes.graph.collective import WAIT, Collective, add_node
 from shardcompile.passes.graph.dependencies import writes

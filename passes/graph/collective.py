@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from shardcompile import compat
 from shardcompile.collectives.arguments import map_arguments
 from shardcompile.collectives.descriptor import Descriptor, descriptor_of, descriptors, payloads_of
-from shardcompile.collectives.of_torch import ALL_REDUCE
+from shardcompile.collectives.reductions import ALL_REDUCE
 from shardcompile.collectives.traffic import is_number, nbytes_of, size_of
 from shardcompile.errors import ShardError
 from shardcompile.layout import CHUNK_KEY, GroupCut

@@ -80,7 +80,7 @@ class Descriptor(Generic[A]):
         told: whether its arguments tell the bytes of the whole, not the payload alone.
         moves_rows: whether rows go from one rank to others.
         returns: type of what it returns.
-        overloads: the ops that are of this kind.
+        overloads: the ops that are of this kind; ours, if there is one, is the first.
     """
 
     kind: str
@@ -106,7 +106,7 @@ class Descriptor(Generic[A]):
     def __post_init__(self) -> None:
         object.__setattr__(self, "_signature", Signature(self.arguments))
         if self.run is not None:
-            object.__setattr__(self, "overloads", (_define(self),))
+            object.__setattr__(self, "overloads", (_define(self), *self.overloads))
         for op in self.overloads:
             _BY_ID[id(op)] = self
         _ALL.append(self)
@@ -118,7 +118,7 @@ class Descriptor(Generic[A]):
 
     @property
     def target(self) -> Any:
-        """The op, of torch's own the usual one."""
+        """The op: ours, or of torch's own the usual one."""
         return self.overloads[0]
 
     @property

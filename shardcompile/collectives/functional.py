@@ -209,7 +209,7 @@ def all_reduce(
     transport.check_reduction(reduce_op, x.dtype)
     if reduce_op == "avg":  # torch knows the gradient of sum only
         x, reduce_op = x / group.size(), "sum"
-    return _finish(reductions.all_reduce(x, reduce_op, group.group_name, async_op=async_op), async_op)
+    return _finish(reductions.all_reduce(x, reduce_op, group.group_name), async_op)
 
 
 def all_gather_even(x: Tensor, group: ProcessGroup) -> Tensor:

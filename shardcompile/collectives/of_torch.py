@@ -1,4 +1,7 @@
-"""Torch's own functional collectives, as the library describes those of its own. All of their blocks are even."""
+"""Torch's own functional collectives, as the library describes those of its own. All of their blocks are even.
+
+Its all-reduce has a twin of ours, and is described in `shardcompile.collectives.reductions`.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,6 @@ from shardcompile.collectives.traffic import (
 from shardcompile.layout import CHUNK_KEY, GroupCut, IntLike
 
 _c10d = torch.ops._c10d_functional
-
-
-class AllReduce(NamedTuple):
-    """Arguments of `all_reduce`, with one payload or, in its coalesced form, several."""
-
-    input: Tensor
-    reduce_op: str
-    group_name: str
 
 
 class AllGather(NamedTuple):
@@ -104,31 +99,11 @@ def _exchange_members(a: AllToAll, n: int | None) -> list[Member]:
     return [Member(put, get, nbytes_of(a.input))]
 
 
-def _reduced(members: Sequence[Member], n: int) -> Traffic:
-    """A reduce-scatter and an all-gather."""
-    half = even_scatter(members, n)
-    return Traffic(2 * half.busiest, 2 * half.total)
-
-
 def _broadcast(members: Sequence[Member], n: int) -> Traffic:
     """Pipelined: each rank receives all and passes it on."""
     whole = sum(m.nbytes for m in members)
     return Traffic(whole, (n - 1) * whole)
 
-
-ALL_REDUCE = Descriptor(
-    "all_reduce",
-    AllReduce,
-    traffic=_reduced,
-    joins=Joins("all_reduce", lambda a: []),
-    moves_rows=False,
-    overloads=(
-        _c10d.all_reduce.default,
-        _c10d.all_reduce_.default,
-        _c10d.all_reduce_coalesced.default,
-        _c10d.all_reduce_coalesced_.default,
-    ),
-)
 
 ALL_GATHER = Descriptor(
     "all_gather",

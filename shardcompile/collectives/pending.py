@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from shardcompile.collectives import extrema
-from shardcompile.watch import Call
 
 
 @dataclass(frozen=True)
@@ -22,13 +20,11 @@ class Pending:
         flat: what it writes.
         rows: shape of the result with `dim` first.
         dim: where the rows go.
-        call: where the messages are torch's own, and nothing is traced: what is waited for.
     """
 
     flat: Tensor
     rows: tuple[Any, ...]
     dim: int
-    call: Call | None = None
 
     @staticmethod
     def of(flat: Tensor, shape: Sequence[Any], dim: int, extent: Any) -> Pending:
@@ -41,8 +37,6 @@ class Pending:
 
     def wait(self) -> Tensor:
         """Complete the collective; keeps it alive in a graph even if its result is empty on this rank."""
-        if self.call is not None:
-            return self._shaped(self.call.run([functools.partial(wait, self.flat)])[0])
         return self._shaped(wait(self.flat))
 
     def _shaped(self, flat: Tensor) -> Tensor:

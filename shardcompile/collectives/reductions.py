@@ -1,54 +1,129 @@
-"""Torch's own all-reduce with what it lacks: narrow dtypes, and NaN in a maximum or minimum."""
+"""All-reduce: torch's own, with what it lacks: it states what it is, takes narrow dtypes, and NaN wins a maximum."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Work
 
 from shardcompile import compat
 from shardcompile.collectives import extrema, transport
-from shardcompile.collectives.pending import Decoded, Pending
+from shardcompile.collectives.descriptor import Descriptor, Joins
+from shardcompile.collectives.pending import Decoded, Pending, wait
+from shardcompile.collectives.traffic import Member, Traffic, even_scatter
 from shardcompile.errors import CollectiveError
-from shardcompile.watch import enter
+
+_c10d = torch.ops._c10d_functional
 
 
-def all_reduce(x: Tensor, reduce_op: str, group_name: str, *, async_op: bool = False) -> Pending | Decoded:
-    """Start torch's own all-reduce, flat for the same reason as the collectives here; NaN wins a maximum or minimum.
+class AllReduce(NamedTuple):
+    """Arguments of `all_reduce`, with one payload or, in torch's coalesced form, several.
+
+    Attributes:
+        input: a term.
+        reduce_op: the reduction.
+        group_name: the ranks.
+    """
+
+    input: Tensor
+    reduce_op: str
+    group_name: str
+
+
+def _reduce(a: AllReduce) -> Tensor:
+    group = compat.process_group(a.group_name)
+    out = a.input.clone(memory_format=torch.contiguous_format)
+    call = ALL_REDUCE.enter(group, out.dtype, tuple(out.shape), of=a.reduce_op)
+
+    def start() -> Sequence[Work]:
+        (work,) = call.run([lambda: dist.all_reduce(out, _OPERATIONS[a.reduce_op], group, async_op=True)])
+        return [] if work is None else [work]
+
+    def meet_and_run() -> None:
+        call.meet()
+        call.run([work.wait for work in start()])
+
+    # torch adds up whatever meets: ranks that differ would get wrong numbers. To start does not wait for the others,
+    # so that where they have to meet, the collective starts when it is waited for.
+    if call.has_to_meet():
+        transport.complete(out, call, [], meet_and_run)
+    else:
+        transport.complete(out, call, start())
+    return out
+
+
+def _adjoint(a: AllReduce, shape: torch.Size, grad: Tensor) -> Tensor:
+    if a.reduce_op != "sum":
+        raise CollectiveError(f"all_reduce with {a.reduce_op} has no gradient; only sum has. Detach the tensor")
+    return wait(ALL_REDUCE.call(AllReduce(grad.contiguous(), "sum", a.group_name)))
+
+
+def _traffic(members: Sequence[Member], n: int) -> Traffic:
+    """A reduce-scatter and an all-gather."""
+    half = even_scatter(members, n)
+    return Traffic(2 * half.busiest, 2 * half.total)
+
+
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+
+ALL_REDUCE = Descriptor(
+    "all_reduce",
+    AllReduce,
+    _reduce,
+    fake=lambda a: torch.empty_like(a.input, memory_format=torch.contiguous_format),
+    adjoint=_adjoint,
+    traffic=_traffic,
+    joins=Joins("all_reduce", lambda a: []),
+    states=("shape",),
+    moves_rows=False,
+    overloads=(
+        _c10d.all_reduce.default,
+        _c10d.all_reduce_.default,
+        _c10d.all_reduce_coalesced.default,
+        _c10d.all_reduce_coalesced_.default,
+    ),
+)
+
+
+def all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Pending | Decoded:
+    """Start an all-reduce, flat for the same reason as the other collectives; NaN wins a maximum and a minimum.
 
     Args:
         x: a term.
         reduce_op: the reduction.
         group_name: the ranks.
-        async_op: do not wait for the others before it starts, as is done for a while to see that they do the same.
 
     Raises:
         CollectiveError: there is no such reduction of this dtype.
+        DivergenceError: the other ranks do not take part.
     """
     transport.check_reduction(reduce_op, x.dtype)
     if reduce_op in ("max", "min") and x.is_floating_point():
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-        pending = _all_reduce(extrema.encode(wide, reduce_op), reduce_op, group_name, async_op)
-        return Decoded(pending, wide.dtype, x.dtype)
+        return Decoded(_start(extrema.encode(wide, reduce_op), reduce_op, group_name), wide.dtype, x.dtype)
     if x.is_complex() and reduce_op == "product":
         raise CollectiveError(
             f"torch has no all-reduce of products of {x.dtype}; redistribute the terms to Shard, then to Replicate"
         )
     carried = transport.reduced_in(x.dtype)
     if carried is not x.dtype:
-        return Decoded(_all_reduce(x.to(carried), reduce_op, group_name, async_op), None, x.dtype)
-    return _all_reduce(x, reduce_op, group_name, async_op)
+        return Decoded(_start(x.to(carried), reduce_op, group_name), None, x.dtype)
+    return _start(x, reduce_op, group_name)
 
 
-def _all_reduce(x: Tensor, reduce_op: str, group_name: str, async_op: bool) -> Pending:
+def _start(x: Tensor, reduce_op: str, group_name: str) -> Pending:
     # Inside a trace `reshape` asks how the block is stored, and would specialise on its size.
     with contextlib.nullcontext() if type(x) is Tensor else compat.without_guards(x):
         flat = x.reshape([-1]) if x.ndim > 1 else x
-    call = None
-    if type(x) is Tensor and not torch.compiler.is_dynamo_compiling():
-        group = compat.process_group(group_name)
-        call = enter(group, f"all_reduce ({reduce_op})", x.dtype, ("shape",), tuple(x.shape))
-        if not async_op:
-            call.agree()
-    return Pending(torch.ops._c10d_functional.all_reduce(flat, reduce_op, group_name), tuple(x.shape), 0, call)
+    return Pending(ALL_REDUCE.call(AllReduce(flat, reduce_op, group_name)), tuple(x.shape), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,9 +28,27 @@ def fake_store() -> torch.distributed.Store:
     return FakeStore()
 
 
-def fake_tensors() -> contextlib.AbstractContextManager[object]:
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
     """Inside of it tensors have no memory, on any device."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    with FakeTensorMode(allow_non_fake_inputs=True), mock.patch.object(FakeTensor, "__deepcopy__", _copied):
+        yield
+
+
+def _copied(fake: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
+    """A deep copy in the same mode, as a module with buffers makes of its layers.
+
+    Torch would copy the mode as well, and with it the references that it holds to storages; both copies would free
+    them, and the process would crash later.
+    """
+    if not fake.is_leaf:
+        return torch.Tensor.__deepcopy__(fake, memo)  # which refuses it in torch's words
+    copied = fake.detach().clone().requires_grad_(fake.requires_grad)
+    memo[id(fake)] = copied
+    copied.grad = copy.deepcopy(fake.grad, memo)
+    own = vars(copied)
+    own.update({name: copy.deepcopy(value, memo) for name, value in vars(fake).items() if name not in own})
+    return copied
 
 
 @contextlib.contextmanager

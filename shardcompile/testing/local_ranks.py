@@ -9,7 +9,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 import cloudpickle
@@ -107,7 +107,14 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
     def reducer_override(self, obj: object) -> object:
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType:  # such as torch.ops
             return importlib.import_module, (obj.__name__,)
+        if isinstance(obj, CodeType):  # cloudpickle leaves out where code is from since 3.1.3; tracebacks say it
+            _, arguments = self.dispatch_table[CodeType](obj)
+            return _code_from, (obj.co_filename, arguments)
         return super().reducer_override(obj)
+
+
+def _code_from(file: str, arguments: tuple[Any, ...]) -> CodeType:
+    return CodeType(*arguments).replace(co_filename=file)
 
 
 def _pickled(value: object) -> bytes:

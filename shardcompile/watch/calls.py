@@ -23,6 +23,8 @@ from shardcompile.watch.watcher import World, is_watched, world_of
 _T = TypeVar("_T")
 _RECENT = 32
 _TAG_BITS = 0x7FFFFFFF
+_PAIRS = 1 << 16
+"""Pairs of collectives of torch's that a group remembers."""
 
 
 class Entry(NamedTuple):
@@ -86,15 +88,26 @@ class Call:
         return self.entry.dtype is not None
 
     def agree(self) -> None:
-        """Wait until all ranks are about to run this collective, which is torch's: its messages have no tags of ours.
+        """Wait until all ranks are about to run this collective of torch's, whose messages have no tags of ours."""
+        if self.has_to_meet():
+            self.meet()
 
-        A dissemination barrier (Hensgen, Finkel, Manber, "Two algorithms for barrier synchronization", 1988): in each
-        round a rank sends to the one that is 1, 2, 4, ... further. It takes about as long as a small collective, and so
-        is left out where the group has run the same two collectives of torch's, one after the other, before.
+    def has_to_meet(self) -> bool:
+        """Whether the ranks should `meet` before this collective of torch's. To be asked once for each.
+
+        Not where the group has run the same two collectives of torch's, one after the other, before.
         """
         backend = None if self.members is None else backend_of(self.group.name())
-        if self.members is None or backend is None or not backend.agrees or not self.members.is_new(self.tag):
-            return
+        if self.members is None or backend is None or not backend.agrees:
+            return False
+        return self.members.is_new(self.tag)
+
+    def meet(self) -> None:
+        """Wait until all ranks of the group have come to this call.
+
+        A dissemination barrier (Hensgen, Finkel, Manber, "Two algorithms for barrier synchronization", 1988): in each
+        round a rank sends to the one that is 1, 2, 4, ... further. It takes about as long as a small collective.
+        """
         me, ranks = self.group.rank(), self.group.size()
         for step in (1 << i for i in range((ranks - 1).bit_length())):
             sent, received = torch.zeros(1), torch.zeros(1)
@@ -153,6 +166,8 @@ class Members:
         self._before = tag
         if pair in self._followed:
             return False
+        if len(self._followed) >= _PAIRS:  # where shapes change all the time; on all ranks at the same call
+            self._followed.clear()
         self._followed.add(pair)
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -190,6 +191,22 @@ def test_explain_for_a_world_that_does_not_exist() -> None:
         assert math.isclose(graph.total, graph.compute + graph.exposed)
         assert sum(c.exposed for c in graph.issued) <= graph.exposed * (1 + 1e-9)
     assert explain(build, world_size=64, device="cuda", off=["bucket_all_reduces"]).diff(report)
+
+
+def test_layers_with_buffers_may_be_copied() -> None:
+    modes = []
+
+    def of_copies(mesh: Any) -> tuple[Any, tuple[Any, ...]]:
+        layer = nn.BatchNorm1d(4)
+        net = nn.Sequential(*(copy.deepcopy(layer) for _ in range(3)))
+        buffers = [b for module in (layer, net) for b in module.buffers()]
+        modes.extend(vars(b)["fake_mode"] for b in buffers)
+        assert all(p.requires_grad and isinstance(p, nn.Parameter) for p in net.parameters())
+        return net, (sc.rand(7, 4, device_mesh=mesh, placements=[Shard(0)]),)
+
+    report = sc.explain(of_copies, world_size=3, device="cpu")
+    assert report.issued
+    assert len(modes) == 12 and all(mode is modes[0] for mode in modes)  # a second one frees what the first one holds
 
 
 def test_reports_of_two_ranks_differ_in_nothing_that_matters() -> None:
