@@ -13,14 +13,9 @@ from shardcompile.passes.backend import compile_with_passes, inductor_options
 from shardcompile.passes.bucket.buckets import BucketAllGathers, BucketAllReduces, BucketAllToAlls, BucketReduceScatters
 from shardcompile.passes.bucket.lower import LowerEvenGathers
 from shardcompile.passes.cleanup.merge import MergeReductions
-from shardcompile.passes.cleanup.unneeded import (
-    CancelRoundTrips,
-    DropOwnSlice,
-    DropRepeatedWaits,
-    ReduceThenSlice,
-    ShareEqualCollectives,
-    SpreadOwnBlock,
-)
+from shardcompile.passes.cleanup.own_blocks import ReduceThenSlice, SpreadOwnBlock
+from shardcompile.passes.cleanup.round_trips import CancelRoundTrips, DropOwnSlice
+from shardcompile.passes.cleanup.unneeded import DropRepeatedWaits, ShareEqualCollectives
 from shardcompile.passes.cost.calibrate import measure_link
 from shardcompile.passes.cost.links import Device, Link
 from shardcompile.passes.cost.model import CostModel, Prices

@@ -19,14 +19,9 @@ from shardcompile.errors import PassError
 from shardcompile.passes.bucket.buckets import BucketAllGathers, BucketAllReduces, BucketAllToAlls, BucketReduceScatters
 from shardcompile.passes.bucket.lower import LowerEvenGathers
 from shardcompile.passes.cleanup.merge import MergeReductions
-from shardcompile.passes.cleanup.unneeded import (
-    CancelRoundTrips,
-    DropOwnSlice,
-    DropRepeatedWaits,
-    ReduceThenSlice,
-    ShareEqualCollectives,
-    SpreadOwnBlock,
-)
+from shardcompile.passes.cleanup.own_blocks import ReduceThenSlice, SpreadOwnBlock
+from shardcompile.passes.cleanup.round_trips import CancelRoundTrips, DropOwnSlice
+from shardcompile.passes.cleanup.unneeded import DropRepeatedWaits, ShareEqualCollectives
 from shardcompile.passes.cost.model import CostModel, keeping_prices
 from shardcompile.passes.foreign.normalise import NormaliseChains
 from shardcompile.passes.graph.collective import Seen, collectives, forget_origins

@@ -1,5 +1,6 @@
 """Run and train PyTorch models on unevenly sharded tensors under `torch.compile`."""
 
+import shardcompile.load_torch  # noqa: F401
 from shardcompile import config as config
 from shardcompile import neighbors as neighbors
 from shardcompile.api import distribute_module as distribute_module

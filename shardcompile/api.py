@@ -19,7 +19,7 @@ from shardcompile.layout import Cut, Layout, Spec, contiguous_stride, normalize_
 from shardcompile.ops import OpCall, Rule, Strategy, TensorArg, replace_rule
 from shardcompile.plan import target_layout
 from shardcompile.tensor import ShardTensor
-from shardcompile.tensor.autograd import FromLocal
+from shardcompile.tensor.autograd import FromLocal, redistributed
 from shardcompile.tensor.construct import agreed_metadata, stated_cuts
 
 SizesByMeshDim = Mapping[int, Sequence[Any]]
@@ -195,7 +195,46 @@ def distribute_module(
 # Factories
 
 
-def _factory(fill: Callable[[ShardTensor], Any]) -> Callable[..., ShardTensor]:
+_FILLS: dict[str, Callable[[ShardTensor], object]] = {
+    "empty": lambda t: None,
+    "zeros": lambda t: t.zero_(),
+    "ones": lambda t: t.fill_(1),
+    "rand": lambda t: t.uniform_(),
+    "randn": lambda t: t.normal_(),
+}
+
+
+@torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
+def _made(
+    name: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    sharding_shapes: SizesByMeshDim | None,
+) -> ShardTensor:
+    mesh = compat.mesh_itself(mesh)
+    laid_out = _layout(mesh, placements, shape, dtype, sharding_shapes)
+    with torch.no_grad():
+        tensor = _taken(laid_out) if laid_out.is_traced else _allocated(laid_out)
+        _FILLS[name](tensor)
+    return tensor
+
+
+def _allocated(layout: Layout) -> ShardTensor:
+    local = torch.empty(layout.local_shape(_here(layout.mesh)), dtype=layout.dtype, device=layout.mesh.device_type)
+    return ShardTensor(local, Spec.of(layout, contiguous_stride(layout.shape)))
+
+
+def _taken(layout: Layout) -> ShardTensor:
+    """In a graph for all extents, where a block has the size that a step of a redistribution gives it."""
+    one = torch.empty((), dtype=layout.dtype, device=layout.mesh.device_type)
+    whole = ShardTensor(one.expand(layout.shape), Spec.of(layout.replicated(), contiguous_stride(layout.shape)))
+    taken: ShardTensor = redistributed(whole, layout)
+    return taken
+
+
+def _factory(name: str) -> Callable[..., ShardTensor]:
     def make(
         *size: Any,
         dtype: torch.dtype | None = None,
@@ -210,29 +249,22 @@ def _factory(fill: Callable[[ShardTensor], Any]) -> Callable[..., ShardTensor]:
                 f"a factory of sharded tensors was asked for layout={layout}; blocks are dense: leave it out, or pass "
                 "torch.strided"
             )
-        mesh = device_mesh or compat.current_mesh()
-        shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
-        laid_out = _layout(mesh, placements, shape, dtype or torch.get_default_dtype(), sharding_shapes)
-        local = torch.empty(laid_out.local_shape(_here(mesh)), dtype=laid_out.dtype, device=mesh.device_type)
-        tensor = ShardTensor(local, Spec.of(laid_out, contiguous_stride(laid_out.shape)))
-        with torch.no_grad():
-            fill(tensor)
-        tensor.requires_grad_(requires_grad)
+        shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(size)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        tensor = _made(name, shape, dtype, device_mesh, placements, sharding_shapes)
+        if requires_grad:
+            tensor.requires_grad_()
         return tensor
 
+    make.__doc__ = f"As `torch.{name}`, with device_mesh, placements and sharding_shapes."
     return make
 
 
-empty = _factory(lambda t: None)
-empty.__doc__ = "As `torch.empty`, with device_mesh, placements and sharding_shapes."
-zeros = _factory(lambda t: t.zero_())
-zeros.__doc__ = "As `torch.zeros`, with device_mesh, placements and sharding_shapes."
-ones = _factory(lambda t: t.fill_(1))
-ones.__doc__ = "As `torch.ones`, with device_mesh, placements and sharding_shapes."
-rand = _factory(lambda t: t.uniform_())
-rand.__doc__ = "As `torch.rand`, with device_mesh, placements and sharding_shapes."
-randn = _factory(lambda t: t.normal_())
-randn.__doc__ = "As `torch.randn`, with device_mesh, placements and sharding_shapes."
+empty = _factory("empty")
+zeros = _factory("zeros")
+ones = _factory("ones")
+rand = _factory("rand")
+randn = _factory("randn")
 
 
 def full(size: Sequence[int], fill_value: Any, *, dtype: torch.dtype | None = None, **kwargs: Any) -> ShardTensor:
@@ -242,7 +274,8 @@ def full(size: Sequence[int], fill_value: Any, *, dtype: torch.dtype | None = No
     with torch.no_grad():
         tensor = empty(size, dtype=dtype, **kwargs)
         tensor.fill_(fill_value)
-    tensor.requires_grad_(requires_grad)
+    if requires_grad:
+        tensor.requires_grad_()
     return tensor
 
 
@@ -375,7 +408,7 @@ def _cut_of_inputs(sources: Sequence[ShardTensor], mesh_dims: tuple[int, ...]) -
 def _from_block(
     local: Tensor, device_mesh: DeviceMesh | None, placements: Sequence[Placement], *sources: ShardTensor
 ) -> ShardTensor:
-    mesh = device_mesh or (sources[0].device_mesh if sources else compat.current_mesh())
+    mesh = compat.mesh_itself(device_mesh or (sources[0].device_mesh if sources else None))
     wanted = normalize_placements(placements, mesh, local.ndim)
     shape: list[Any] = list(local.shape)
     cuts: list[Any] = [None] * local.ndim

@@ -145,8 +145,10 @@ def _fetch_ranges(step: Step, x: Tensor) -> Pending:
 def _take_block(step: Step, x: Tensor) -> Tensor:
     dim, cut = _shard_dim(step.dst, step.mesh_dim)
     block = _size(cut, step.dst)
-    if isinstance(x.stride(dim), int) and x.stride(dim) == 0:
-        # Expanded: all rows are one row. Unlike an op of ours, this is fused with what reads it.
+    rows = x.shape[dim]
+    if isinstance(x.stride(dim), int) and x.stride(dim) == 0 and not (isinstance(rows, int) and rows <= 1):
+        # Expanded: all rows are one row. Unlike an op of ours, this is fused with what reads it. A dim of one row may
+        # have that stride as well; in a trace it is not known that a block has no more.
         return x.narrow(dim, 0, block).clone(memory_format=torch.contiguous_format)
     return TAKE_BLOCK.call(TakeBlock(x, dim, block, _ref(cut, step.dst), _group(step)))  # type: ignore[no-any-return]
 

@@ -347,15 +347,18 @@ def _end(stage: str, error: BaseException) -> End:
     if "add up to" in text or "its layout says" in text:
         return End("internal", stage, text, trace)  # a collective that was given other blocks than it was told of
     by_name = any(f"{name}(" in text for name in _REFUSALS)  # Dynamo puts it into its own
-    if isinstance(error, errors.ShardError) or by_name or _NOT_AFTER_A_TURN in text or _OUTPUTS_ALIAS in text:
+    if isinstance(error, errors.ShardError) or by_name or any(told in text for told in _REFUSED_BY_TORCH):
         return End(REFUSED, stage, text, trace)
     return End("internal", stage, text, trace)
 
 
-_NOT_AFTER_A_TURN = "You should replace the inplace operation by an out-of-place one"
-"""Of autograd, see `compat.forbid_writes_with_gradients`."""
-_OUTPUTS_ALIAS = "attempting to a compile a graph with two graph outputs\nthat alias one another"
-"""Of AOTAutograd, which names the outputs: results may share no memory where any input is a tensor subclass."""
+_REFUSED_BY_TORCH = (
+    "You should replace the inplace operation by an out-of-place one",
+    "attempting to a compile a graph with two graph outputs\nthat alias one another",
+    "As a workaround, you can either remove the mutation from the model code",
+)
+"""In autograd's words (see `compat.forbid_writes_with_gradients`), and in AOTAutograd's: results may share no memory where
+any input is a tensor subclass; nothing is written through a view of what `as_strided` gave."""
 _REFUSALS = [e.__name__ for e in vars(errors).values() if isinstance(e, type) and issubclass(e, errors.ShardError)]
 _RAISED_BY_USERS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
 
@@ -510,11 +513,11 @@ def judge(ranks: LocalRanks, program: Program, backend: str | None = None) -> Fo
             wanted = [p.expect(True) for p in programs]
             ends = ranks(run_compiled_on_rank, programs, wanted, backend, timeout=300)
     found = _together(ends)
-    if backend is not None and found.kind == "internal" and not _compiles_plain(program, backend):
-        return Found(REFUSED, "plain PyTorch does not compile it", found.text)
-    if backend is not None and found.kind == "wrong":
-        call = int(found.stage.removeprefix("call "))
-        if not _is_right_compiled_plain(programs[call], wanted[call], backend):
+    if backend is not None and found.kind in ("internal", "wrong"):
+        call = int(found.stage.removeprefix("call ")) if found.stage.startswith("call") else 0
+        if found.kind == "internal" and not _compiles_plain(programs[call], wanted[call], backend):
+            return Found(REFUSED, "plain PyTorch does not compile it", found.text)
+        if found.kind == "wrong" and not _is_right_compiled_plain(programs[call], wanted[call], backend):
             return Found(REFUSED, "plain PyTorch compiles it to something else", found.text)
     return found
 
@@ -527,9 +530,11 @@ def _run_compiled_plain(program: Program, backend: str) -> tuple[dict[str, Tenso
     return leaves, torch.compile(program.function(), fullgraph=True, backend=backend)(*leaves.values())
 
 
-def _compiles_plain(program: Program, backend: str) -> bool:
+def _compiles_plain(program: Program, expected: Expected, backend: str) -> bool:
+    """Whether plain PyTorch compiles it, forward and backward."""
     try:
-        _run_compiled_plain(program, backend)
+        leaves, values = _run_compiled_plain(program, backend)
+        gradients(leaves, {g: values[g] for g in expected.goals}, again=False)
     except Exception:
         return False
     return True
@@ -591,7 +596,9 @@ def others(program: Program) -> list[Program]:
                 same = _is_chunked(new, program.mesh) is _is_chunked(old, program.mesh)
                 return same and new != old and new not in made.values()
 
-            new = next((new for new in (draw() for _ in range(30)) if fits(new)), draw())
+            any_other = draw()
+            instead = old if sum(old) == sum(any_other) else any_other  # a dim of one row has few other cuts
+            new = next((new for new in (draw() for _ in range(30)) if fits(new)), instead)
             return made.setdefault((tuple(old), sum(new)), new)
 
         def one(i: Input) -> Input:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from shardcompile.testing.arrange import CHUNK, Way, lay_out, seed_of, sizes_in_
 from shardcompile.testing.compare import Tolerances
 from shardcompile.testing.trial import Outcome, Trial, differences
 from shardcompile.testing.watch import ServiceWatch
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,19 @@ def _double(spec: Input) -> list[tuple[Placement, ...]]:
     return ways or [(Partial("sum") if spec.can_be_term else Replicate(), Replicate())]
 
 
+def _drawn(options: Sequence[Sequence[_T]], count: int, generator: random.Random) -> list[tuple[_T, ...]]:
+    """That many combinations of one option each, or all, none twice; ten inputs have too many to list them."""
+    total = math.prod(map(len, options))
+    combinations = []
+    for number in generator.sample(range(total), min(count, total)):
+        chosen = []
+        for option in options:
+            number, at = divmod(number, len(option))
+            chosen.append(option[at])
+        combinations.append(tuple(chosen))
+    return combinations
+
+
 def ways_of(case: Case, mesh_ndim: int, limit: int) -> list[tuple[Way | None, ...]]:
     """Layouts of all inputs: alike in all of them, a sample of the rest, one in chunks; None for a plain input."""
     one = _single if mesh_ndim == 1 else _double
@@ -161,10 +176,9 @@ def ways_of(case: Case, mesh_ndim: int, limit: int) -> list[tuple[Way | None, ..
         if wanted is not None:
             choice = [None if o == [None] else (wanted if wanted in o else o[n % len(o)]) for o in options]
             aligned.append(tuple(None if c is None else Way(c, n) for c in choice))
-    everything = list(itertools.product(*options))
-    random.Random(seed_of(case.name, mesh_ndim)).shuffle(everything)
+    drawn = _drawn(options, limit + len(aligned), random.Random(seed_of(case.name, mesh_ndim)))
     mixed = [
-        tuple(None if c is None else Way(c, n + i) for i, c in enumerate(choice)) for n, choice in enumerate(everything)
+        tuple(None if c is None else Way(c, n + i) for i, c in enumerate(choice)) for n, choice in enumerate(drawn)
     ]
     seen = {tuple(None if w is None else w.placements for w in ways) for ways in aligned}
     several = sum(i.sharded for i in case.inputs) > 1

@@ -28,8 +28,9 @@ from shardcompile.passes.graph import blocks
 from shardcompile.passes.graph.collective import Collective
 from shardcompile.passes.graph.dependencies import Closure
 from shardcompile.passes.schedule.edges import Edges
+from shardcompile.passes.schedule.outline import Outline, Plan
 from shardcompile.passes.schedule.overlap import byte_limit
-from shardcompile.passes.schedule.scheduler import Outline, Plan, Scheduler
+from shardcompile.passes.schedule.scheduler import Scheduler
 from shardcompile.passes.schedule.search import NARROWER, quick_plan
 from shardcompile.passes.schedule.tasks import WAIT, Bucket, Tasks
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from shardcompile.passes.schedule.scheduler import Outline, Plan, Schedule, Scheduler
+from shardcompile.passes.schedule.outline import Outline, Plan, Schedule
+from shardcompile.passes.schedule.scheduler import Scheduler
 from shardcompile.passes.schedule.tasks import START, Tasks
 
 HASTE = (math.inf, 1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -97,7 +96,7 @@ ALL_REDUCE = Descriptor(
 
 
 def all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Pending | Decoded:
-    """Start an all-reduce, flat for the same reason as the other collectives; NaN wins a maximum and a minimum.
+    """Start an all-reduce, in a graph flat as the other collectives are; NaN wins a maximum and a minimum.
 
     Args:
         x: a term.
@@ -123,7 +122,8 @@ def all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Pending | Decoded:
 
 
 def _start(x: Tensor, reduce_op: str, group_name: str) -> Pending:
-    # Inside a trace `reshape` asks how the block is stored, and would specialise on its size.
-    with contextlib.nullcontext() if type(x) is Tensor else compat.without_guards(x):
-        flat = x.reshape([-1]) if x.ndim > 1 else x
+    flat = x
+    if x.ndim > 1 and type(x) is not Tensor:  # an eager one keeps its shape, which an error names
+        with compat.without_guards(x):  # `reshape` asks how the block is stored, and would specialise on its size
+            flat = x.reshape([-1])
     return Pending(ALL_REDUCE.call(AllReduce(flat, reduce_op, group_name)), tuple(x.shape), 0)

@@ -8,16 +8,16 @@ with shardcompile.capture() as report:      # around code that compiles
 """
 
 from shardcompile.reports.capture import STAGES, capture
-from shardcompile.reports.explain import explain
-from shardcompile.reports.report import (
+from shardcompile.reports.data import (
     Compilation,
     GraphReport,
     IssuedCollective,
     PassStep,
-    Report,
     Span,
     TracedCollective,
 )
+from shardcompile.reports.explain import explain
+from shardcompile.reports.report import Report
 
 __all__ = [
     "STAGES",

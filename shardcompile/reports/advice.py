@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from shardcompile.reports.report import Report
+from shardcompile.reports.data import ReportData
 
 EXPOSED_SHARE = 0.1
 """Of a graph's time: less exposed communication than this is not worth a word."""
 
 
-def advice(report: Report) -> list[str]:
+def advice(report: ReportData) -> list[str]:
     """Advice in words, the most important first."""
     return [*_on_graphs(report), *_on_gathering(report), *_on_time(report)]
 
 
-def _on_graphs(report: Report) -> Iterator[str]:
+def _on_graphs(report: ReportData) -> Iterator[str]:
     if report.graph_breaks:
         yield (
             "a graph break ends overlap and fusion at that place, and each part is compiled alone: "
@@ -33,7 +33,7 @@ def _on_graphs(report: Report) -> Iterator[str]:
         yield f"{found} out of compiler caches: capture(caches=False), the default, compiles anew and sees them"
 
 
-def _on_gathering(report: Report) -> Iterator[str]:
+def _on_gathering(report: ReportData) -> Iterator[str]:
     moved: Counter[str] = Counter()
     for c in report.traced:
         if c.gathered_for:
@@ -45,7 +45,7 @@ def _on_gathering(report: Report) -> Iterator[str]:
         )
 
 
-def _on_time(report: Report) -> Iterator[str]:
+def _on_time(report: ReportData) -> Iterator[str]:
     for name, graph in report.named_graphs():
         if graph.total and graph.exposed / graph.total > EXPOSED_SHARE and graph.issued:
             worst = max(range(len(graph.issued)), key=lambda i: graph.issued[i].exposed)

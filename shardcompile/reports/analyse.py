@@ -17,7 +17,7 @@ from shardcompile.passes.graph.collective import Collective, collectives, origin
 from shardcompile.passes.schedule.bounds import lower_bound
 from shardcompile.passes.schedule.hold import ANCHORS
 from shardcompile.passes.schedule.simulator import COMPUTE, Timeline, simulate
-from shardcompile.reports.report import IssuedCollective, Span, TracedCollective
+from shardcompile.reports.data import IssuedCollective, Span, TracedCollective
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from shardcompile.passes.cost.model import CostModel
 from shardcompile.passes.graph.collective import collectives, origins
 from shardcompile.passes.pipeline import watching
 from shardcompile.reports.analyse import Analysis, issued_collectives, spans, traced_collective, with_fates
+from shardcompile.reports.data import Compilation, GraphReport, PassStep
 from shardcompile.reports.debugger import decompiled, written_sources
-from shardcompile.reports.report import Compilation, GraphReport, PassStep, Report
+from shardcompile.reports.report import Report
 
 _LOG = logging.getLogger("shardcompile")
 

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from shardcompile.reports.report import GraphReport, IssuedCollective, Report
+from shardcompile.reports.data import GraphReport, IssuedCollective, ReportData
 from shardcompile.reports.text import columns, in_bytes, in_seconds, named_ranks, plural, reason_of
 
 
@@ -34,7 +34,7 @@ class Difference:
         return "\n".join([*(f"error: {text}" for text in self.errors), *self.words, *rows])
 
 
-def difference(before: Report, after: Report) -> Difference:
+def difference(before: ReportData, after: ReportData) -> Difference:
     """Compare two reports.
 
     Of two ranks of one run, what each collective is must be the same, and how much a rank puts into it need not.
@@ -46,18 +46,18 @@ def difference(before: Report, after: Report) -> Difference:
     return Difference(errors, words, tuple(_figures(before, after)))
 
 
-def _are_ranks_of_one_run(before: Report, after: Report) -> bool:
+def _are_ranks_of_one_run(before: ReportData, after: ReportData) -> bool:
     return before.rank != after.rank and (before.world_size, before.torch) == (after.world_size, after.torch)
 
 
-def _settings(before: Report, after: Report) -> Iterator[str]:
+def _settings(before: ReportData, after: ReportData) -> Iterator[str]:
     for name in ("world_size", "device", "torch", "predicted_for"):
         old, new = getattr(before, name), getattr(after, name)
         if old != new:
             yield f"{name}: {old} -> {new}"
 
 
-def _counts(before: Report, after: Report) -> Iterator[str]:
+def _counts(before: ReportData, after: ReportData) -> Iterator[str]:
     old, new = len(before.graphs), len(after.graphs)
     if old != new:
         yield f"graphs: {old} -> {new}"
@@ -68,7 +68,7 @@ def _counts(before: Report, after: Report) -> Iterator[str]:
             yield f"{name}: {len(getattr(before, name))} -> {len(getattr(after, name))}"
 
 
-def _changed_collectives(before: Report, after: Report) -> Iterator[str]:
+def _changed_collectives(before: ReportData, after: ReportData) -> Iterator[str]:
     old, new = dict(before.named_graphs()), dict(after.named_graphs())
     for name in dict.fromkeys([*old, *new]):
         if name not in new:
@@ -100,7 +100,7 @@ def _described(c: IssuedCollective, graph: GraphReport) -> str:
     return signature(c) + (f", {reasons}" if reasons else "") + (f", {places}" if places else "")
 
 
-def _figures(before: Report, after: Report) -> Iterator[tuple[str, str, str, str]]:
+def _figures(before: ReportData, after: ReportData) -> Iterator[tuple[str, str, str, str]]:
     new = dict(after.named_graphs())
     for name, old in before.named_graphs():
         if name not in new:

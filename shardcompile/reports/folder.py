@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from shardcompile.reports.report import Report
+from shardcompile.reports.data import ReportData
+from shardcompile.reports.page import page
+from shardcompile.reports.text import as_text
+from shardcompile.reports.timeline import chrome_trace
 
 
-def save(report: Report, folder: Path) -> Path:
+def save(report: ReportData, folder: Path) -> Path:
     """Write everything that a report holds; of several ranks each writes into a folder of its own.
 
     ``report.txt``, ``report.json``, ``report.html``, ``timeline.json`` for https://ui.perfetto.dev, and in ``graphs``
@@ -23,16 +26,16 @@ def save(report: Report, folder: Path) -> Path:
     """
     here = folder / f"rank{report.rank}"
     (here / "graphs").mkdir(parents=True, exist_ok=True)
-    (here / "report.txt").write_text(f"{report}\n", encoding="utf-8")
+    (here / "report.txt").write_text(f"{as_text(report)}\n", encoding="utf-8")
     (here / "report.json").write_text(report.to_json(), encoding="utf-8")
-    (here / "report.html").write_text(report.to_html(), encoding="utf-8")
-    (here / "timeline.json").write_text(json.dumps(report.perfetto()), encoding="utf-8")
+    (here / "report.html").write_text(page(report), encoding="utf-8")
+    (here / "timeline.json").write_text(json.dumps(chrome_trace(report)), encoding="utf-8")
     for name, text in _texts(report).items():
         (here / "graphs" / f"{name}.py").write_text(text, encoding="utf-8")
     return here
 
 
-def _texts(report: Report) -> dict[str, str]:
+def _texts(report: ReportData) -> dict[str, str]:
     texts = {}
     for i, compilation in enumerate(report.compilations):
         function = "".join(letter if letter.isalnum() else "_" for letter in compilation.function)

@@ -18,7 +18,7 @@ from string import Template
 
 from shardcompile.passes.schedule.simulator import COMPUTE
 from shardcompile.reports.advice import advice
-from shardcompile.reports.report import Compilation, GraphReport, IssuedCollective, Report, TracedCollective
+from shardcompile.reports.data import Compilation, GraphReport, IssuedCollective, ReportData, TracedCollective
 from shardcompile.reports.text import as_text, in_bytes, in_seconds, named_ranks, percent, place_of, plural, reason_of
 from shardcompile.reports.timeline import lanes, waiting
 
@@ -26,7 +26,7 @@ _MOST_ROWS = 6
 """Of a table in a notebook."""
 
 
-def page(report: Report) -> str:
+def page(report: ReportData) -> str:
     """One page that needs nothing else: timelines, what the passes did, graphs side by side, collectives.
 
     It works from a file, without a network.
@@ -57,7 +57,7 @@ def _as_json(data: object) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _data(report: Report) -> dict[str, object]:
+def _data(report: ReportData) -> dict[str, object]:
     lines: dict[str, int] = {}
     return {
         "rank": report.rank,
@@ -81,7 +81,7 @@ def _compilation(compilation: Compilation) -> dict[str, object]:
     return {"function": compilation.function, "place": compilation.place, "graphs": len(compilation.graphs)}
 
 
-def _graphs(report: Report, lines: dict[str, int]) -> Iterator[dict[str, object]]:
+def _graphs(report: ReportData, lines: dict[str, int]) -> Iterator[dict[str, object]]:
     names = (name for name, _ in report.named_graphs())
     for i, compilation in enumerate(report.compilations):
         captured = [(stage, _numbered(text, lines)) for stage, text in compilation.stages.items()]
@@ -155,7 +155,7 @@ def _shared(c: TracedCollective | IssuedCollective) -> dict[str, object]:
     }
 
 
-def summary(report: Report) -> str:
+def summary(report: ReportData) -> str:
     """The most important of a report as a table for notebooks, some kilobytes at most."""
     head = (
         f"rank {report.rank} of {report.world_size}, {report.device or 'nothing compiled'}, torch {report.torch}: "
@@ -176,7 +176,7 @@ def summary(report: Report) -> str:
     )
 
 
-def _of_graphs(report: Report) -> list[Sequence[str]]:
+def _of_graphs(report: ReportData) -> list[Sequence[str]]:
     return [
         (
             name,
@@ -192,7 +192,7 @@ def _of_graphs(report: Report) -> list[Sequence[str]]:
     ]
 
 
-def _of_waits(report: Report) -> list[Sequence[str]]:
+def _of_waits(report: ReportData) -> list[Sequence[str]]:
     waits = [(c, name, g) for name, g in report.named_graphs() for c in g.issued if c.exposed]
     waits.sort(key=lambda wait: -wait[0].exposed)
     return [

@@ -7,17 +7,17 @@ import re
 from collections.abc import Iterator, Sequence
 
 from shardcompile.reports.advice import advice
-from shardcompile.reports.report import Compilation, GraphReport, IssuedCollective, Report, TracedCollective
+from shardcompile.reports.data import Compilation, GraphReport, IssuedCollective, ReportData, TracedCollective
 
 _MOST_ROWS = 24
 
 
-def as_text(report: Report) -> str:
+def as_text(report: ReportData) -> str:
     """The report as lines of text."""
     return "\n".join(_lines(report))
 
 
-def _lines(report: Report) -> Iterator[str]:
+def _lines(report: ReportData) -> Iterator[str]:
     n, graphs = len(report.compilations), len(report.graphs)
     yield f"rank {report.rank} of {report.world_size}, {report.device or 'nothing compiled'}, torch {report.torch}"
     yield (

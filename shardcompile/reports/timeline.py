@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardcompile.passes.schedule.simulator import COMPUTE, Bar, chrome_events
-from shardcompile.reports.report import GraphReport, IssuedCollective, Report, Span
+from shardcompile.reports.data import GraphReport, IssuedCollective, ReportData, Span
 from shardcompile.reports.text import named_ranks
 
 
-def chrome_trace(report: Report) -> dict[str, object]:
+def chrome_trace(report: ReportData) -> dict[str, object]:
     """All graphs of a report as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing show.
 
     A process is a graph, a thread a stream. Bars have the category "compute", "communication", or "waiting" where the

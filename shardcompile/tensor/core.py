@@ -339,7 +339,7 @@ class ShardTensor(Traced):
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
 def _from_local(local: Tensor, mesh: DeviceMesh | None, *asked: Any) -> ShardTensor:
     """`asked`: the other arguments of `construct.layout_of_block`."""
-    layout = construct.layout_of_block(local, compat.current_mesh() if mesh is None else mesh, *asked)
+    layout = construct.layout_of_block(local, compat.mesh_itself(mesh), *asked)
     return FromLocal.apply(local, ShardTensor, Spec.of(layout, contiguous_stride(layout.shape)))
 
 

@@ -119,5 +119,5 @@ scenes(
 scenes(
     "B6",
     "docs/divergence.md",
-    other_shape_of_a_compiled_sum="all-reduces of other sizes inside of compiled graphs: the sizes are not named",
+    other_shape_of_a_compiled_sum="all-reduces of other sizes inside of compiled graphs",
 )

@@ -12,14 +12,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from shardcompile.passes.cleanup.unneeded import (
-    CancelRoundTrips,
-    DropOwnSlice,
-    DropRepeatedWaits,
-    ReduceThenSlice,
-    ShareEqualCollectives,
-    SpreadOwnBlock,
-)
+from shardcompile.passes.cleanup.own_blocks import ReduceThenSlice, SpreadOwnBlock
+from shardcompile.passes.cleanup.round_trips import CancelRoundTrips, DropOwnSlice
+from shardcompile.passes.cleanup.unneeded import DropRepeatedWaits, ShareEqualCollectives
 from shardcompile.passes.graph.collective import WAIT
 
 aten, ours = torch.ops.aten, torch.ops.shardcompile

@@ -33,8 +33,9 @@ from shardcompile.passes.graph.dependencies import needed_first
 from shardcompile.passes.schedule.bounds import lower_bound
 from shardcompile.passes.schedule.edges import Edges
 from shardcompile.passes.schedule.hold import HoldOrder
+from shardcompile.passes.schedule.outline import Outline
 from shardcompile.passes.schedule.overlap import ScheduleOverlap, best_order
-from shardcompile.passes.schedule.scheduler import Outline, Scheduler
+from shardcompile.passes.schedule.scheduler import Scheduler
 from shardcompile.passes.schedule.search import quick_plans
 from shardcompile.passes.schedule.simulator import known_peak, peak_memory, simulate
 from shardcompile.passes.schedule.tasks import Tasks, nodes_in_order

@@ -24,7 +24,8 @@ from shardcompile.passes.cost.model import CostModel, Prices
 from shardcompile.passes.graph.collective import WAIT, add_node
 from shardcompile.passes.schedule.bounds import bucket_bound, lower_bound
 from shardcompile.passes.schedule.edges import Edges
-from shardcompile.passes.schedule.scheduler import Outline, Scheduler
+from shardcompile.passes.schedule.outline import Outline
+from shardcompile.passes.schedule.scheduler import Scheduler
 from shardcompile.passes.schedule.search import quick_plans
 from shardcompile.passes.schedule.simulator import COMPUTE, Timeline, perfetto, simulate
 from shardcompile.passes.schedule.tasks import Tasks

@@ -28,7 +28,8 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 import shardcompile as sc
 from shardcompile import LayoutError, ShardTensor, compat
 from shardcompile.collectives import transport
-from shardcompile.testing import rank, world_size
+from shardcompile.compat.testing import graphs_compiled
+from shardcompile.testing import once, rank, world_size
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 SIZES = {2: [3, 5], 3: [4, 0, 2], 4: [1, 0, 4, 2]}
@@ -433,6 +434,43 @@ def test_factories():
     assert torch.equal(sc.ones(device_mesh=mesh).full_tensor(), torch.ones(()))
     for n in (0, 1):
         assert sc.zeros(n, 3, device_mesh=mesh, placements=[S0]).full_tensor().shape == (n, 3)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.ranks(3, processes=False)
+def test_factories_inside_a_compiled_function(backend: str):
+    mesh = mesh_1d()
+
+    def of_its_shape(x: Any) -> Any:
+        weights = sc.full(x.shape, 2.5, dtype=x.dtype, placements=[S0]) + sc.zeros(*x.shape, dtype=x.dtype)
+        stated = sc.ones(7, 4, device_mesh=mesh, placements=[S1], sharding_shapes={0: [0, 3, 1]})
+        return x * weights + sc.rand(x.shape, device_mesh=x.device_mesh, placements=[S0]) * 0, stated.sin()
+
+    before = once(graphs_compiled)
+    run = torch.compile(of_its_shape, fullgraph=True, backend=backend)
+    for sizes in ([4, 0, 3], [0, 1, 6], [3, 3, 1], [2, 7, 0], [1, 8, 2]):
+        x = once(lambda sizes=sizes: values(sum(sizes), 2)).split(sizes)[rank()].clone()
+        x = ShardTensor.from_local(x, mesh, [S0], {0: sizes}).requires_grad_()
+        with mesh:
+            out, stated = run(x)
+        assert out.placements == (S0,) and stated.sharding.sizes(1) == (0, 3, 1)
+        torch.testing.assert_close(out.full_tensor(), x.full_tensor() * 2.5)
+        torch.testing.assert_close(stated.full_tensor(), torch.ones(7, 4).sin())
+        out.sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), torch.full((sum(sizes), 2), 2.5, dtype=x.dtype))
+    assert once(graphs_compiled) - before <= 2, "other extents may compile once more, other cuts may not"
+
+
+@pytest.mark.ranks(2, processes=False)
+def test_random_factories_draw_the_same_inside_a_compiled_function():
+    kwargs: dict[str, Any] = {"device_mesh": mesh_1d(), "placements": [S0], "sharding_shapes": {0: [1, 4]}}
+    draw = lambda: (sc.rand(5, 2, **kwargs), sc.randn(5, 2, **kwargs))  # noqa: E731
+    drawn = []
+    for function in (draw, torch.compile(draw, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(3)
+        drawn.append([x.full_tensor() for x in function()])
+    assert all(torch.equal(a, b) for a, b in zip(*drawn, strict=True))
+    assert drawn[0][0].unique().numel() == 10
 
 
 @pytest.mark.ranks(2, processes=False)

@@ -17,13 +17,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.fx import Graph
 
 from shardcompile.passes.backend import inductor_options
-from shardcompile.passes.cleanup.unneeded import (
-    CancelRoundTrips,
-    DropOwnSlice,
-    DropRepeatedWaits,
-    ReduceThenSlice,
-    ShareEqualCollectives,
-)
+from shardcompile.passes.cleanup.own_blocks import ReduceThenSlice
+from shardcompile.passes.cleanup.round_trips import CancelRoundTrips, DropOwnSlice
+from shardcompile.passes.cleanup.unneeded import DropRepeatedWaits, ShareEqualCollectives
 from shardcompile.passes.foreign.normalise import NormaliseChains
 from shardcompile.passes.graph.collective import collectives
 from shardcompile.passes.pipeline import Pipeline

@@ -504,3 +504,13 @@ def test_a_sum_of_products_that_no_gradient_reaches(backend: str | None) -> None
     inputs = [Input("a0", (1, 0), "S(1)", {0: [0, 0, 0]}, grad=True), Input("a1", (1, 3), grad=True)]
     lines = ['v0 = torch.einsum("ab,ac->bc", a0, a1)', "v1 = torch.linalg.vector_norm(v0, 1, [-2], True)"]
     assert found(lines, inputs, backend=backend).kind == RIGHT
+
+
+def test_a_gradient_of_one_row_that_was_expanded_is_cut_again() -> None:
+    """Its only row has the stride of expanded rows, and a trace knows no block to be as small."""
+    inputs = [
+        Input("a0", (1, 2), "R S(1)", {1: [2, 0]}, grad=True),
+        Input("a1", (1, 2), "S(0) S(1)", {0: [1, 0], 1: [0, 2]}, grad=True),
+    ]
+    lines = ["v0 = a0.unflatten(1, [1, 2])", "v1 = torch.stack([a0, a1], 0)", "v2 = v0.sum([2, -2], False)"]
+    assert found(lines, inputs, (2, 2), "aot_eager").kind == RIGHT

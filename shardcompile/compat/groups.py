@@ -1,0 +1,106 @@
+"""Process groups, meshes, and what counts their collectives. Seen in torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import _register_work  # 2.11 - 2.15
+from torch._guards import TracingContext  # 2.11 - 2.15
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import (
+    DeviceMesh,  # 2.11 - 2.15
+    _mesh_resources,  # 2.11 - 2.15
+)
+from torch.distributed.distributed_c10d import (
+    _get_default_store,  # 2.11 - 2.15
+    _resolve_process_group,  # 2.11 - 2.15
+)
+from torch.distributed.tensor.debug import _comm_mode  # 2.11 - 2.15
+
+from shardcompile.compat.worlds import add_guard
+
+
+def process_group(name: str) -> ProcessGroup:
+    """The process group with this name."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def store() -> torch.distributed.Store:
+    """The key-value store of the default process group."""
+    return _get_default_store()
+
+
+def group_name_of(mesh: DeviceMesh, mesh_dim: int) -> str:
+    """Name of the process group of this rank along a mesh dim."""
+    return mesh.get_group(mesh_dim).group_name
+
+
+def mesh_itself(mesh: DeviceMesh | None) -> DeviceMesh:
+    """A mesh, in place of what a graph that gets it as an input is traced with; by default the current one.
+
+    Raises:
+        RuntimeError: none was given, and there is no current one.
+    """
+    found: DeviceMesh = current_mesh() if mesh is None else getattr(mesh, "real_obj", mesh)  # 2.12 - 2.15
+    return found
+
+
+def coordinate(mesh: DeviceMesh) -> Any:
+    """This rank's place in a mesh, a number for each mesh dim; None outside of it."""
+    return mesh.get_coordinate()
+
+
+def register_work(tensor: torch.Tensor, work: torch.distributed.Work) -> None:
+    """Have `wait_tensor(tensor)` wait for `work`; several works of one tensor are all awaited."""
+    _register_work(tensor, work)
+
+
+def current_mesh() -> DeviceMesh:
+    """The mesh of the innermost ``with mesh:``. What is being compiled holds while that is the current one.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    mesh = _innermost_mesh()
+    if TracingContext.try_get() is not None:
+        kept = weakref.ref(mesh)  # what keeps a mesh keeps its process groups
+        add_guard(lambda _: _is_innermost(kept()), "the current mesh is that of the trace")
+    return mesh
+
+
+def _innermost_mesh() -> DeviceMesh:
+    current = getattr(DeviceMesh, "_get_current_mesh", None)  # where it lives moved between 2.11 and 2.15
+    return _mesh_resources.get_current_mesh() if current is None else current()
+
+
+def _is_innermost(mesh: DeviceMesh | None) -> bool:
+    try:
+        return mesh is not None and _innermost_mesh() is mesh
+    except RuntimeError:
+        return False
+
+
+def count_as_collective(op_packets: Sequence[Any]) -> None:
+    """Have CommDebugMode count these ops."""
+    for packet in op_packets:
+        _comm_mode.NATIVE_TO_PY_MAPPING[packet] = packet
+
+
+def let_comm_debug_mode_see_through(cls: type[torch.Tensor]) -> None:
+    """Have CommDebugMode count the collectives inside of an op on this class, as it does for DTensor.
+
+    A mode runs before a subclass does, and would see only the op. CommDebugMode steps back for DTensor by name and
+    offers no way to say so for another class, so the check is put in front of its handler.
+    """
+    mode = _comm_mode.CommDebugMode
+    handler = mode.__torch_dispatch__
+
+    def step_back(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+        if any(issubclass(t, cls) for t in types):
+            return NotImplemented
+        return handler(self, func, types, args, kwargs)
+
+    mode.__torch_dispatch__ = torch.compiler.disable(step_back)  # type: ignore[method-assign]

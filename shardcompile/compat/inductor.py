@@ -1,0 +1,55 @@
+"""What Inductor is told of collectives and of the order of nodes. Seen in torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def lowered_when_traced(op: torch._ops.OpOverload, fake: Callable[..., object]) -> Callable[..., Any]:
+    """The fake kernel of a collective, which teaches Inductor the op when a trace meets it for the first time.
+
+    Inductor's lowerings take more than a second to import, which eager programs need not pay.
+    """
+
+    def traced(*args: Any) -> object:
+        _lower_as_collective(op)
+        return fake(*args)
+
+    return traced
+
+
+@functools.cache
+def _lower_as_collective(op: torch._ops.OpOverload) -> None:
+    """Have Inductor treat an op as a collective: keep its order, and its send buffer alive until the wait.
+
+    As an ordinary fallback the buffer would be reused while it is still being sent.
+    """
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+
+    def lowering(*args: Any) -> object:
+        kernel: Any = ir._CollectiveKernel.create_out_of_place(op, *args)
+        return torch.utils._pytree.tree_map(ir.TensorBox.create, kernel)
+
+    # No constraint on strides: to ask for those of the trace, Inductor would compare symbolic strides, and so
+    # specialise on the size of this rank's block.
+    register_lowering(op, type_promotion_kind=None)(lowering)
+
+
+def preserve_node_ordering(graph: torch.fx.Graph, before: Mapping[torch.fx.Node, Sequence[torch.fx.Node]]) -> None:
+    """Have Inductor run, for each node, others before it that it does not read."""
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering as preserve  # 2.11 - 2.15
+    from torch.utils._ordered_set import OrderedSet
+
+    preserve(graph, {node: OrderedSet(others) for node, others in before.items()})
+
+
+def inductor_has(option: str) -> bool:
+    """Whether the installed Inductor has a setting of this name."""
+    from torch._inductor import config
+
+    return option in config._config  # type: ignore[attr-defined]  # 2.11 - 2.15

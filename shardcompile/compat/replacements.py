@@ -1,0 +1,266 @@
+"""What is put in the place of torch's functions while a graph with blocks is compiled. `patches` says why."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+import torch._subclasses.fake_impls as fake_impls
+import torch.fx.experimental._config as _symbolic_shapes_config
+from torch._functorch import config as _functorch_config  # 2.11 - 2.15
+from torch._guards import detect_fake_mode  # 2.11 - 2.15
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
+from torch.utils._sympy.functions import (
+    Max,  # 2.11 - 2.15
+    Min,  # 2.11 - 2.15
+)
+from torch.utils._sympy.symbol import (
+    SymT,  # 2.11 - 2.15
+    symbol_is_type,  # 2.11 - 2.15
+)
+
+from shardcompile.compat.late_sizes import tracing_again
+from shardcompile.compat.patch import replace
+
+
+def without_guards(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """Where `x` is part of a trace: take decisions on symbolic sizes by their hints, and install no guards for them.
+
+    For what has no influence on the graph, such as checks that can only raise.
+    """
+    mode = detect_fake_mode([x])
+    if mode is None or mode.shape_env is None:
+        return contextlib.nullcontext()
+    return mode.shape_env.suppress_guards()
+
+
+def views_by_stride(stack: contextlib.ExitStack) -> None:
+    replace(stack, fake_impls, "_compute_stride", _without_comparing)  # 2.11 - 2.15
+
+
+def overlap_by_hint(stack: contextlib.ExitStack) -> None:
+    replace(stack, torch, "_debug_has_internal_overlap", _unguarded)
+
+
+def no_donated_buffers(stack: contextlib.ExitStack) -> None:
+    replace(stack, _functorch_config, "donated_buffer", lambda donated: False)  # 2.11 - 2.15
+
+
+def memory_format_by_hint(stack: contextlib.ExitStack) -> None:
+    replace(stack, torch._C, "_conv_determine_backend_memory_format", _unguarded)  # 2.11 - 2.15
+
+
+def channels_last_by_hint(stack: contextlib.ExitStack) -> None:
+    from torch import _prims_common
+
+    replace(stack, _prims_common, "are_strides_like_channels_last_or_false", _comparing_by_hint)  # 2.11 - 2.15
+
+
+def collectives_stay(stack: contextlib.ExitStack) -> None:
+    from torch._functorch import partitioners
+
+    replace(stack, partitioners, "force_save_collectives", _where_they_were_traced)  # 2.11 - 2.15
+
+
+def parts_stay_apart(stack: contextlib.ExitStack) -> None:
+    from torch._functorch import compile_utils
+
+    aten = torch.ops.aten
+    parts = [
+        *(aten.slice, aten.slice_backward, aten.slice_scatter, aten.select, aten.select_backward, aten.select_scatter),
+        *(aten.as_strided, aten.as_strided_scatter, aten.split, aten.split_with_sizes, aten.diagonal, aten.roll),
+        *(aten.constant_pad_nd, aten.arange, torch.ops.prims.iota),
+    ]
+    replace(stack, compile_utils, "rand_ops", lambda kept: [*kept, *parts])  # 2.11 - 2.15
+
+
+def traces_agree(stack: contextlib.ExitStack) -> None:
+    from torch._dynamo.backends import common
+
+    replace(stack, common, "aot_module_simplified", tracing_again)  # 2.11 - 2.15
+
+
+def symbols_by_both_names(stack: contextlib.ExitStack) -> None:
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    replace(stack, PythonWrapperCodegen, "codegen_input_symbol_assignment", _by_both_names)  # 2.11 - 2.15
+
+
+def fill_order_by_hint(stack: contextlib.ExitStack) -> None:
+    from torch._inductor import ir
+
+    replace(stack, ir, "get_fill_order", _sorted_by_hint)  # 2.11 - 2.15
+
+
+def batched_products_by_hint(stack: contextlib.ExitStack) -> None:
+    from torch._inductor.lowering import lowerings
+
+    bmm = torch.ops.aten.bmm.default
+    found = lowerings[bmm]
+    lowerings[bmm] = _lowered_by_hint(found)  # 2.11 - 2.15
+    stack.callback(lowerings.__setitem__, bmm, found)
+
+
+def clamped_ends(stack: contextlib.ExitStack) -> None:
+    from torch._inductor.sizevars import SizeVarAllocator
+
+    replace(stack, SizeVarAllocator, "evaluate_min", lambda _: _one_of_two_if_known(Min, 0))  # 2.11 - 2.15
+    replace(stack, SizeVarAllocator, "evaluate_max", lambda _: _one_of_two_if_known(Max, 1))  # 2.11 - 2.15
+
+
+def _where_they_were_traced(save_collectives: Callable[..., None]) -> Callable[..., None]:
+    """Have the backward graph hold the collectives of the backward pass, those that depend on no gradient included.
+
+    The partitioner would move such a one to the forward graph or not, by the sizes of what is to be saved: ranks that
+    know their own blocks as numbers would decide otherwise, and wait for one another. It moved one and left the other
+    copy in the backward graph, too, where nothing reads it, since nothing that waits is taken for dead code.
+    """
+
+    def save(joint: GraphModule) -> None:
+        save_collectives(joint)
+        for node in joint.graph.nodes:
+            if node.target is not torch.ops._c10d_functional.wait_tensor.default:
+                continue
+            parts = (node, *node.all_input_nodes)
+            # Torch 2.14 waits in the backward pass again for what the forward pass has sent.
+            if all(part.meta.get("partitioner_tag") == "is_backward" for part in parts):  # 2.11 - 2.15
+                for part in parts:
+                    part.meta["partitioner_tag"] = "must_be_in_backward"
+
+    return save
+
+
+def _unguarded(check: Callable[..., Any]) -> Callable[..., Any]:
+    """A question about a tensor, answered by hints without guards, which would hold on some ranks only.
+
+    For a check that can only raise: Inductor copies blocks where it lowers `select`. And for the memory format of a
+    convolution's result: it asks whether there is more than one image, and where there is one, formats are the same.
+    """
+
+    def checked(x: torch.Tensor, *args: Any) -> Any:
+        with without_guards(x):
+            return check(x, *args)
+
+    return checked
+
+
+def _comparing_by_hint(decide: Callable[..., bool]) -> Callable[..., bool]:
+    """A question about sizes and strides that leaves no guards; it stays as oblivious of sizes of 1 as it is."""
+
+    def decided(shape: Sequence[Any], strides: Sequence[Any]) -> bool:
+        env = next((size.node.shape_env for size in (*shape, *strides) if isinstance(size, torch.SymInt)), None)
+        with contextlib.nullcontext() if env is None else ShapeEnv.suppress_guards(env):  # not as `OF_A_TRACE` has it
+            return decide(shape, strides)
+
+    return decided
+
+
+def _lowered_by_hint(lowering: Callable[..., Any]) -> Callable[..., Any]:
+    """Have Inductor lower an op by hints, without guards.
+
+    On CPUs it asks of the factors of a batched product whether they have one row, to copy those that the kernel would
+    copy. Either answer is right for all sizes.
+    """
+    from torch._inductor.virtualized import V  # 2.11 - 2.15
+
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        with V.graph.sizevars.shape_env.suppress_guards():
+            return lowering(*args, **kwargs)
+
+    return lower
+
+
+def _one_of_two_if_known(formula: Any, which: int) -> Callable[..., Any]:
+    """Inductor's `evaluate_min` or `evaluate_max`, which leaves a formula where it is not known which size it is.
+
+    Where ends of a slice are clamped, Inductor takes one of both, and guards on that. With guards only from what holds
+    for all sizes it finds neither and gives up ("evaluate_min ... with unbacked symints"), and before that it takes a
+    size for the smaller one that divides the other: a multiple of it may be 0.
+
+    Args:
+        formula: of both sizes.
+        which: of the sizes in ascending order is wanted.
+    """
+
+    def evaluate(self: Any, left: Any, right: Any) -> Any:
+        left, right = (sympy.sympify(x).xreplace(self.inv_precomputed_replacements) for x in (left, right))
+        for in_order in ((left, right), (right, left)):
+            if self.statically_known_leq(*in_order):
+                return in_order[which]
+        return formula(left, right)
+
+    return evaluate
+
+
+def _by_both_names(assign: Callable[..., None]) -> Callable[..., None]:
+    """Have generated code name a size also by the symbol that took the place of its own.
+
+    The gradient that an input has already brings a symbol of its own for the same size. Which of the two replaces the
+    other is a matter of their names, and code of torch before 2.15 knows only the input's.
+    """
+    from torch._inductor.virtualized import V  # 2.11 - 2.15
+
+    def assigned(self: Any, name: str, value: Any, bound_vars: Any, *rest: Any, **options: Any) -> None:
+        assign(self, name, value, bound_vars, *rest, **options)
+        for symbol in list(bound_vars):
+            other = V.graph.sizevars.simplify(symbol)
+            if not isinstance(other, sympy.Symbol):  # a number by now, or what another symbol is multiplied with
+                continue
+            if other not in bound_vars and symbol_is_type(other, SymT.SIZE):
+                self.prefix.writeline(f"{other} = {symbol}")
+                bound_vars.add(other)
+
+    return assigned
+
+
+def _without_comparing(stride_of_view: Callable[..., Any]) -> Callable[..., Any]:
+    """Have Inductor take strides for different, where it lowers a view, unless they are equal for all sizes.
+
+    It asks for the size of a block otherwise, and what it finds is a guard that holds on some ranks only.
+    """
+    from torch._inductor.graph import GraphLowering  # 2.11 - 2.15
+    from torch._inductor.virtualized import V  # 2.11 - 2.15
+
+    def strides(*args: Any, size_oblivious: bool = False, **kwargs: Any) -> Any:
+        oblivious = size_oblivious or isinstance(V.graph, GraphLowering)
+        return stride_of_view(*args, size_oblivious=oblivious, **kwargs)
+
+    return strides
+
+
+def _sorted_by_hint(fill_order: Callable[..., Any]) -> Callable[..., Any]:
+    """Have Inductor sort strides by their hints, which are the same on every rank and larger than 1.
+
+    It would compare them, and leave guards that a block of one row breaks. Where a dim has extent 0 or 1, its stride
+    may stand anywhere in the order.
+    """
+
+    def order(strides: Sequence[Any], shape_env: Any = None) -> Any:
+        of_strides = next((s.node.shape_env for s in strides if isinstance(s, torch.SymInt)), shape_env)
+        if of_strides is None:
+            return fill_order(strides)
+        with of_strides.suppress_guards():
+            return fill_order(strides, shape_env)
+
+    return order
+
+
+def decide_by_hint_where_guards_are_suppressed(shape_env: Any) -> None:
+    """Turn the switch off inside of ``shape_env.suppress_guards()``, where a decision by hint leaves no guard."""
+    suppress = shape_env.suppress_guards
+
+    @contextlib.contextmanager
+    def suppress_and_decide() -> Iterator[None]:
+        before = _symbolic_shapes_config.backed_size_oblivious
+        _symbolic_shapes_config.backed_size_oblivious = False
+        try:
+            with suppress():
+                yield
+        finally:
+            _symbolic_shapes_config.backed_size_oblivious = before
+
+    shape_env.suppress_guards = suppress_and_decide
