@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zoo import packages
 from zoo.entry import Entry
 from zoo.of_text import hidden, of_transformers, words
-from zoo.words import KEYS
+from zoo.words import KEYS, NEAREST, NORMS
 
 
 def _pictures(n: int) -> list[Tensor]:
@@ -86,6 +86,10 @@ OF_IMAGES = [
         (0, 0),
         call=lambda model, ids, pictures: model(input_ids=ids, pixel_values=pictures).logits_per_image,
         package="transformers",
+        gathers=(
+            ("last_hidden_state[", "not needed: each sample takes one of its own words, which two lists of numbers do not say"),
+            ("class_embeds", "not needed: the gradient of a plain expanded row, of which a sum would do"),
+        ),
     ),
     Entry(
         "hf-patchtst",
@@ -94,6 +98,7 @@ OF_IMAGES = [
         (0,),
         read=hidden,
         package="transformers",
+        gathers=((".unfold(", "not needed: each sample's pieces are its own"),),
     ),
     _height(
         "hf-segformer",
@@ -104,7 +109,7 @@ OF_IMAGES = [
         gathers=(KEYS,),
     ),
     _height("hf-convnext", of_transformers("AutoModel", "convnext", "eager", patch_size=2, hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, drop_path_rate=0.0), "transformers", 4, read=hidden),
-    _height("hf-resnet", of_transformers("AutoModel", "resnet", "eager", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"), "transformers", 8, read=hidden),
+    _height("hf-resnet", of_transformers("AutoModel", "resnet", "eager", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"), "transformers", 8, read=hidden, gathers=(NORMS,)),
     _batch("timm-vit", _of("timm.models", "VisionTransformer", img_size=8, patch_size=2, embed_dim=32, depth=1, num_heads=4, num_classes=5), "timm"),
     _height(
         "timm-vit-height",
@@ -115,7 +120,7 @@ OF_IMAGES = [
     ),
     _batch("timm-swin", _of("timm.models", "SwinTransformer", img_size=8, patch_size=1, embed_dim=8, depths=(2,), num_heads=(2,), window_size=4, num_classes=5, drop_path_rate=0.0), "timm"),
     _batch("timm-mixer", _of("timm.models", "MlpMixer", num_classes=5, img_size=8, patch_size=2, num_blocks=1, embed_dim=16), "timm"),
-    _height("timm-resnet", _resnet, "timm", 8, inputs=_high(8, 32)),
+    _height("timm-resnet", _resnet, "timm", 8, inputs=_high(8, 32), gathers=(NORMS,)),
     _height("timm-convnext", _of("timm.models", "ConvNeXt", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), num_classes=5, patch_size=2), "timm", 32, inputs=_high(32, 32)),
     Entry(
         "diffusers-unet",
@@ -125,6 +130,7 @@ OF_IMAGES = [
         rows=(2, 1),
         read=_sample,
         package="diffusers",
+        gathers=(KEYS, *NEAREST),
     ),
     Entry(
         "diffusers-unet-text",
@@ -134,7 +140,7 @@ OF_IMAGES = [
         rows=(2, 1, 1),
         read=_sample,
         package="diffusers",
-        gathers=(KEYS,),
+        gathers=(KEYS, *NEAREST),
     ),
     Entry(
         "diffusers-dit",

@@ -34,8 +34,24 @@ def _points(n: int) -> list[Tensor]:
     return [torch.randn(1, n, 2), torch.randn(1, n, 3)]
 
 
-_OF_POINTS = {"functional_dim": 2, "out_dim": 1, "n_layers": 1, "n_hidden": 32, "n_head": 4, "slice_num": 4, "use_te": False}
-_UNET = {"img_resolution": 32, "in_channels": 2, "out_channels": 2, "model_channels": 8, "channel_mult": [1, 2], "num_blocks": 1, "dropout": 0.0}
+_OF_POINTS = {
+    "functional_dim": 2,
+    "out_dim": 1,
+    "n_layers": 1,
+    "n_hidden": 32,
+    "n_head": 4,
+    "slice_num": 4,
+    "use_te": False,
+}
+_UNET = {
+    "img_resolution": 32,
+    "in_channels": 2,
+    "out_channels": 2,
+    "model_channels": 8,
+    "channel_mult": [1, 2],
+    "num_blocks": 1,
+    "dropout": 0.0,
+}
 _FIXED = (8, 8)
 _SINGLE: dict[str, Any] = {"dtype": torch.float32, "tolerance": 1e-4}
 """For models that compute in single precision whatever their weights are."""

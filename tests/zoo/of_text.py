@@ -10,9 +10,18 @@ from torch import Tensor, nn
 
 from zoo import packages
 from zoo.entry import Entry
-from zoo.words import EMBEDDINGS, KEYS
+from zoo.words import EMBEDDINGS, KEYS, PRODUCTS
 
 _PLAIN = (KEYS, *EMBEDDINGS)
+
+
+_EXPERTS = (
+    *_PLAIN,
+    (
+        "grouped_mm_experts",
+        "not needed: a rank could sort its own rows by expert; the model names rows of the whole order",
+    ),
+)
 
 
 def words(n: int) -> list[Tensor]:
@@ -127,7 +136,9 @@ def _x_transformer(causal: bool = True, **options: Any) -> Callable[[], nn.Modul
 
 
 def _x(name: str, **options: Any) -> Entry:
-    return Entry(name, _x_transformer(**options), words, (1,), package="x_transformers", gathers=(KEYS,))
+    return Entry(
+        name, _x_transformer(**options), words, (1,), package="x_transformers", gathers=(PRODUCTS, *EMBEDDINGS)
+    )
 
 
 OF_TEXT = [
@@ -144,12 +155,12 @@ OF_TEXT = [
     _decoder("hf-opt", "opt", ffn_dim=64, dropout=0.0, max_position_embeddings=64, word_embed_proj_dim=32),
     _decoder("hf-gpt-neox", "gpt_neox"),
     _decoder("hf-gpt2", "gpt2", n_embd=32, n_layer=1, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
-    _decoder("hf-mixtral", "mixtral", dtype=torch.float32, num_local_experts=4, num_experts_per_tok=2),
-    _decoder("hf-olmoe", "olmoe", dtype=torch.float32, num_experts=4, num_experts_per_tok=2),
-    _decoder("hf-mamba", "mamba", attention="eager", state_size=4),
+    _decoder("hf-mixtral", "mixtral", _EXPERTS, dtype=torch.float32, num_local_experts=4, num_experts_per_tok=2),
+    _decoder("hf-olmoe", "olmoe", _EXPERTS, dtype=torch.float32, num_experts=4, num_experts_per_tok=2),
+    _decoder("hf-mamba", "mamba", (("associative_scan", "not needed: the states at the ends of the blocks would do"),), attention="eager", state_size=4),
     _decoder("hf-mamba2", "mamba2", attention="eager", dtype=torch.float32, num_heads=4, head_dim=16, state_size=4, n_groups=1, chunk_size=4),
     _encoder("hf-bert", "bert"),
-    _encoder("hf-roberta", "roberta"),
+    _encoder("hf-roberta", "roberta", (*_PLAIN, ("torch.gather(buffered", "not needed: the ids are all zeros, and each row takes its own"))),
     _encoder("hf-electra", "electra", embedding_size=32),
     _encoder("hf-distilbert", "distilbert", dim=32, hidden_dim=64, n_layers=1, n_heads=4, dropout=0.0, attention_dropout=0.0),
     _encoder("hf-deberta", "deberta-v2", attention="eager"),

@@ -9,9 +9,17 @@ PLACES = (
     "needed: the gradient of a plain lookup is a plain tensor; a sum over the whole table of places would be more",
 )
 EMBEDDINGS = (
-    ("position_embeddings", PLACES[1]),
+    *((names, PLACES[1]) for names in ("position_embeddings", "+ positions", "+ embed_pos", "+ pos_emb")),
+    ("cumsum", "needed: each rank starts from the sums of those before it, a row of each"),
+    ("first_token", "needed: the row of the first word, for a result of which no rank has a part"),
     ("token_type_embeddings", "not needed: the table has two rows, but plain ids look it up, which no op of ours sees"),
 )
+PRODUCTS = ("einsum(f'b h i", KEYS[1])
+NEAREST = (
+    ("nearest", "not needed: each row goes to two beside it, but the cut of what was halved is a new one"),
+    ("self.conv(hidden_states)", "not needed: the gradient of such rows"),
+)
+NORMS = ("merge_reductions", "needed: a norm's sums, of all ranks in one gather in place of several sums")
 NODES = (
     ("index", "needed here: edges are cut as they come, and name nodes of all ranks; `sc.link_rows` fetches each once"),
     ("scatter", "needed here: likewise"),
