@@ -57,6 +57,14 @@ def test_sends_what_its_golden_file_says(entry: Entry) -> None:
     assert not unsaid, f"gathers of which the registry does not say whether they are needed: {unsaid}"
 
 
+def test_every_gather_of_a_golden_file_has_a_judgement() -> None:
+    """Also where the packages of the models are not installed."""
+    for entry in ENTRIES:
+        path = GOLDEN / f"{entry.name}.txt"
+        if path.exists():
+            assert check.gathers_without_judgement(entry, path.read_text()) == [], entry.name
+
+
 def test_every_golden_file_has_its_model() -> None:
     assert {p.stem for p in GOLDEN.glob("*.txt")} <= {e.name for e in ENTRIES}
     assert len({e.name for e in ENTRIES}) == len(ENTRIES)

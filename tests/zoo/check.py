@@ -27,7 +27,7 @@ def _cuts(entry: Entry) -> list[list[int]]:
 def _model(entry: Entry) -> nn.Module:
     torch.manual_seed(0)
     model = Reading(entry).train()
-    return model.double() if entry.dtype is torch.float64 else model.float()  # complex weights stay complex
+    return model.double() if entry.dtype is torch.float64 else model.float()  # `to` would make complex weights real
 
 
 def _full(entry: Entry, n: int) -> list[Tensor]:

@@ -121,7 +121,7 @@ OF_IMAGES = [
     _batch("timm-swin", _of("timm.models", "SwinTransformer", img_size=8, patch_size=1, embed_dim=8, depths=(2,), num_heads=(2,), window_size=4, num_classes=5, drop_path_rate=0.0), "timm"),
     _batch("timm-mixer", _of("timm.models", "MlpMixer", num_classes=5, img_size=8, patch_size=2, num_blocks=1, embed_dim=16), "timm"),
     _height("timm-resnet", _resnet, "timm", 8, inputs=_high(8, 32), gathers=(NORMS,)),
-    _height("timm-convnext", _of("timm.models", "ConvNeXt", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), num_classes=5, patch_size=2), "timm", 32, inputs=_high(32, 32)),
+    _height("timm-convnext", _of("timm.models", "ConvNeXt", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), num_classes=5, patch_size=2), "timm", 16, inputs=_high(16, 32)),
     Entry(
         "diffusers-unet",
         _of("diffusers", "UNet2DModel", sample_size=8, in_channels=2, out_channels=2, layers_per_block=1, block_out_channels=(8, 8), norm_num_groups=4, down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2, attention_head_dim=4),

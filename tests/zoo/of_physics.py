@@ -17,6 +17,19 @@ def _of(module: str, name: str, **sizes: Any) -> Callable[[], nn.Module]:
     return lambda: packages.of(f"physicsnemo.models.{module}", name)(**sizes)
 
 
+def _nothing_dropped(module: str, name: str, **sizes: Any) -> Callable[[], nn.Module]:
+    """Without whole branches that are left out at random, of which there is no switch."""
+
+    def make() -> nn.Module:
+        model: nn.Module = packages.of(f"physicsnemo.models.{module}", name)(**sizes)
+        for part in model.modules():
+            if hasattr(part, "drop_prob"):
+                part.drop_prob = 0.0
+        return model
+
+    return make
+
+
 def _operator(name: str, **sizes: Any) -> Callable[[], nn.Module]:
     return lambda: packages.of("neuralop.models", name)(in_channels=2, out_channels=1, hidden_channels=8, **sizes)
 
@@ -53,19 +66,8 @@ _UNET = {
     "dropout": 0.0,
 }
 _FIXED = (8, 8)
-_SINGLE: dict[str, Any] = {"dtype": torch.float32, "tolerance": 1e-4}
-"""For models that compute in single precision whatever their weights are."""
-
-
-def _pangu() -> nn.Module:
-    model = packages.of("physicsnemo.models.pangu", "Pangu")(
-        img_size=(32, 24), patch_size=(2, 4, 4), embed_dim=8, num_heads=(2, 2, 2, 2), window_size=(2, 2, 3)
-    )
-    for module in model.modules():
-        if hasattr(module, "drop_prob"):
-            module.drop_prob = 0.0  # no argument of the model says so
-    return model
-
+_SINGLE = {"dtype": torch.float32, "tolerance": 1e-4}
+"""Of models that hold weights of single precision whatever is asked for."""
 
 OF_PHYSICS = [
     Entry("pn-transolver", _of("transolver", "Transolver", embedding_dim=3, **_OF_POINTS), _points, (1, 1), package="physicsnemo"),
@@ -81,7 +83,7 @@ OF_PHYSICS = [
     Entry("pn-perceptron", _of("mlp", "FullyConnected", in_features=3, layer_size=16, out_features=2, num_layers=2), lambda n: [torch.randn(n, 3)], (0,), package="physicsnemo"),
     _height("pn-afno", _of("afno", "AFNO", inp_shape=[16, 16], in_channels=2, out_channels=2, patch_size=[2, 2], embed_dim=16, depth=1, num_blocks=2), 2, extents=_FIXED, **_SINGLE),
     _height("pn-fno", _of("fno", "FNO", in_channels=2, out_channels=2, latent_channels=8, num_fno_layers=1, num_fno_modes=3, padding=2), 2),
-    _height("pn-pangu", _pangu, 4, inputs=_field(4, 24, 72, 1), read=lambda out: out[1], extents=_FIXED),
+    _height("pn-pangu", _nothing_dropped("pangu", "Pangu", img_size=(32, 24), patch_size=(2, 4, 4), embed_dim=8, num_heads=(2, 2, 2, 2), window_size=(2, 2, 3)), 4, inputs=_field(4, 24, 72, 1), read=lambda out: out[1], extents=_FIXED),
     Entry(
         "pn-song-unet",
         _of("diffusion_unets", "SongUNet", attn_resolutions=[], bottleneck_attention=False, **_UNET),

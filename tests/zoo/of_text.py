@@ -102,7 +102,7 @@ _BOTH = {
 _T5 = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0}
 
 
-_LEFT_OUT = object()
+LEFT_OUT = object()
 """In place of a setting that a configuration does not take."""
 
 
@@ -113,7 +113,7 @@ def _decoder(
     dtype: torch.dtype = torch.float64,
     **sizes: Any,
 ) -> Entry:
-    settings = {name: value for name, value in {**_DECODER, **sizes}.items() if value is not _LEFT_OUT}
+    settings = {name: value for name, value in {**_DECODER, **sizes}.items() if value is not LEFT_OUT}
     make = of_transformers("AutoModelForCausalLM", kind, **settings)
     limit = 1e-9 if dtype is torch.float64 else 1e-4
     return Entry(
@@ -150,7 +150,7 @@ OF_TEXT = [
     _decoder("hf-gemma3", "gemma3_text", dtype=torch.float32, attention="eager", query_pre_attn_scalar=8, sliding_window=4),
     _decoder("hf-phi3", "phi3"),
     _decoder("hf-olmo2", "olmo2"),
-    _decoder("hf-falcon", "falcon", head_dim=_LEFT_OUT, hidden_dropout=0.0, attention_dropout=0.0),
+    _decoder("hf-falcon", "falcon", head_dim=LEFT_OUT, hidden_dropout=0.0, attention_dropout=0.0),
     _decoder("hf-bloom", "bloom", attention="eager", n_layer=1, n_head=4, hidden_dropout=0.0, attention_dropout=0.0),
     _decoder("hf-opt", "opt", ffn_dim=64, dropout=0.0, max_position_embeddings=64, word_embed_proj_dim=32),
     _decoder("hf-gpt-neox", "gpt_neox"),

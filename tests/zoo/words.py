@@ -11,7 +11,7 @@ PLACES = (
 EMBEDDINGS = (
     *((names, PLACES[1]) for names in ("position_embeddings", "+ positions", "+ embed_pos", "+ pos_emb")),
     ("cumsum", "needed: each rank starts from the sums of those before it, a row of each"),
-    ("first_token", "needed: the row of the first word, for a result of which no rank has a part"),
+    ("first_token", "needed: the first word's row, of which a result is made that is whole on all ranks"),
     ("token_type_embeddings", "not needed: the table has two rows, but plain ids look it up, which no op of ours sees"),
 )
 PRODUCTS = ("einsum(f'b h i", KEYS[1])
