@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zoo import packages
 from zoo.entry import Entry
 from zoo.of_text import hidden, of_transformers, words
-from zoo.words import KEYS, NEAREST, NORMS
+from zoo.words import CLASSES, KEYS, NEAREST, NORMS
 
 
 def _pictures(n: int) -> list[Tensor]:
@@ -71,8 +71,8 @@ def _sample(out: Any) -> Tensor:
 
 
 OF_IMAGES = [
-    _batch("hf-vit", of_transformers("AutoModel", "vit", intermediate_size=64, **_SMALL), "transformers", read=hidden),
-    _batch("hf-dinov2", of_transformers("AutoModel", "dinov2", **_SMALL), "transformers", read=hidden),
+    _batch("hf-vit", of_transformers("AutoModel", "vit", intermediate_size=64, **_SMALL), "transformers", read=hidden, gathers=(CLASSES,)),
+    _batch("hf-dinov2", of_transformers("AutoModel", "dinov2", **_SMALL), "transformers", read=hidden, gathers=(CLASSES,)),
     _batch(
         "hf-swin",
         of_transformers("AutoModel", "swin", image_size=8, patch_size=1, embed_dim=8, depths=[2, 1], num_heads=[2, 2], window_size=4, drop_path_rate=0.0),
@@ -88,7 +88,7 @@ OF_IMAGES = [
         package="transformers",
         gathers=(
             ("last_hidden_state[", "not needed: each sample takes one of its own words, which two lists of numbers do not say"),
-            ("class_embeds", "not needed: the gradient of a plain expanded row, of which a sum would do"),
+            CLASSES,
         ),
     ),
     Entry(

@@ -9,10 +9,17 @@ PLACES = (
     "needed: the gradient of a plain lookup is a plain tensor; a sum over the whole table of places would be more",
 )
 EMBEDDINGS = (
-    *((names, PLACES[1]) for names in ("position_embeddings", "+ positions", "+ embed_pos", "+ pos_emb")),
+    *(
+        (names, PLACES[1])
+        for names in ("position_embeddings", "+ position_embeds", "+ positions", "+ embed_pos", "+ pos_emb")
+    ),
     ("cumsum", "needed: each rank starts from the sums of those before it, a row of each"),
     ("first_token", "needed: the first word's row, of which a result is made that is whole on all ranks"),
     ("token_type_embeddings", "not needed: the table has two rows, but plain ids look it up, which no op of ours sees"),
+)
+CLASSES = (
+    "torch.cat(",
+    "not needed: the gradient of a plain row that was expanded over the batch, of which a sum of one row would do",
 )
 PRODUCTS = ("einsum(f'b h i", KEYS[1])
 NEAREST = (
