@@ -131,7 +131,7 @@ OF_PHYSICS = [
         extents=_FIXED,
         **_SINGLE,
     ),
-    _height("pn-pix2pix", _of("pix2pix", "Pix2Pix", in_channels=2, out_channels=2, dimension=2, conv_layer_size=8, n_downsampling=1, n_upsampling=1, n_blocks=1), 4),
+    _height("pn-pix2pix", _of("pix2pix", "Pix2Pix", in_channels=2, out_channels=2, dimension=2, conv_layer_size=8, n_downsampling=1, n_upsampling=1, n_blocks=1), 4, gathers=(("nn.pad(", "not needed: a reflected margin takes a few rows of the two ends"),)),
     _height("no-fno", _operator("FNO", n_modes=(4, 4), n_layers=1), 2, "neuralop", **_SINGLE),
     _height("no-tfno", _operator("FNO", n_modes=(4, 4), n_layers=1, factorization="tucker", rank=0.5), 2, "neuralop", **_SINGLE),
     _height("no-uno", _operator("UNO", lifting_channels=8, projection_channels=8, n_layers=3, uno_out_channels=[8] * 3, uno_n_modes=[[4, 4]] * 3, uno_scalings=[[1, 1], [0.5, 0.5], [2, 2]], channel_mlp_skip="linear"), 2, "neuralop", **_SINGLE),

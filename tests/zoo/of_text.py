@@ -163,7 +163,7 @@ OF_TEXT = [
     _encoder("hf-roberta", "roberta", (*_PLAIN, ("torch.gather(buffered", "not needed: the ids are all zeros, and each row takes its own"))),
     _encoder("hf-electra", "electra", embedding_size=32),
     _encoder("hf-distilbert", "distilbert", dim=32, hidden_dim=64, n_layers=1, n_heads=4, dropout=0.0, attention_dropout=0.0),
-    _encoder("hf-deberta", "deberta-v2", attention="eager"),
+    _encoder("hf-deberta", "deberta-v2", (*_PLAIN, ("torch.bmm(", KEYS[1])), attention="eager"),
     _encoder("hf-modernbert", "modernbert", num_hidden_layers=2, local_attention=4, global_attn_every_n_layers=2, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2),
     _encoder("hf-esm", "esm", position_embedding_type="rotary", mask_token_id=1, max_position_embeddings=64),
     Entry(
