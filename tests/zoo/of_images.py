@@ -156,5 +156,6 @@ OF_IMAGES = [
         "diffusers",
         2,
         read=_sample,
+        gathers=NEAREST,
     ),
 ]  # fmt: skip
