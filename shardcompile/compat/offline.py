@@ -53,10 +53,12 @@ def _copied(fake: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def modules_with_fake_parameters() -> Iterator[None]:
-    """Inside of it ``module.to(...)``, ``.cuda()``, ``.half()`` and so on work on modules of fake tensors.
+    """Inside of it modules of fake tensors can be made, and ``module.to(...)``, ``.half()`` and so on work on them.
 
-    Torch would swap the new parameter with the old one, which it cannot where something refers to that weakly, as
-    whatever makes fake tensors does. Here the module gets new ones; a parameter that modules share stays shared.
+    Torch draws a truncated normal again while a value is beyond its limits, which nobody knows of a fake one; such a
+    parameter is left as it is. Torch would swap a converted parameter with the old one, which it cannot where something
+    refers to that weakly, as whatever makes fake tensors does. Here the module gets new ones; a parameter that modules
+    share stays shared.
     """
     apply = torch.nn.Module._apply  # 2.11 - 2.15
     converted: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
@@ -83,7 +85,15 @@ def modules_with_fake_parameters() -> Iterator[None]:
                 self._buffers[name] = fn(buffer)
         return self
 
-    with mock.patch.object(torch.nn.Module, "_apply", apply_to_fake):
+    draw = torch.nn.init._no_grad_trunc_normal_  # 2.11 - 2.15
+
+    def drawn(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else draw(tensor, *args, **kwargs)
+
+    with (
+        mock.patch.object(torch.nn.Module, "_apply", apply_to_fake),
+        mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", drawn),
+    ):
         yield
 
 
