@@ -60,7 +60,7 @@ _INDUCTOR_IS_NOT_IN_CHARGE = {
 
 def compile_with_passes(
     model: GraphModule, inputs: Sequence[Tensor], *, mode: str | None = None, options: dict[str, Any] | None = None
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """The backend ``torch.compile(model, backend="shardcompile")``.
 
     Args:

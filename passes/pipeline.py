@@ -166,7 +166,7 @@ class Pipeline(compat.CustomGraphPass):
     def __str__(self) -> str:
         return "\n".join(f"{i}. {p.name:<28} {p!r}" for i, p in enumerate(self.passes, 1)) or "no passes"
 
-    def uuid(self) -> Any:
+    def uuid(self) -> object:
         """What compiled code depends on besides this library's sources, by which all of torch's caches are keyed.
 
         None, so that nothing is cached, where something is to be seen each time that a graph is compiled. What was

@@ -22,7 +22,6 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch.distributed as dist
 from torch.fx import Graph
@@ -85,7 +84,7 @@ def record_of(graph: Graph) -> Record:
     return tuple((signature(c), c.group_name) for c in collectives(graph))
 
 
-def is_record(value: Any) -> bool:
+def is_record(value: object) -> bool:
     """Whether a value is a record; what was read from a file need not be."""
     return isinstance(value, tuple) and all(
         isinstance(entry, tuple) and len(entry) == 2 and all(isinstance(part, str) for part in entry) for entry in value

@@ -7,9 +7,9 @@ import importlib.util
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_explain(commands: Any) -> None:
+def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     explain = commands.add_parser(
         "explain",
         help="show what a function communicates in a world that need not exist",
@@ -90,7 +90,7 @@ def _add_explain(commands: Any) -> None:
     explain.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON, for diff")
 
 
-def _add_diff(commands: Any) -> None:
+def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     diff = commands.add_parser(
         "diff",
         help="compare two reports",
@@ -101,7 +101,7 @@ def _add_diff(commands: Any) -> None:
     diff.add_argument("after", type=Path, help="report.json")
 
 
-def _add_selftest(commands: Any) -> None:
+def _add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     selftest = commands.add_parser(
         "selftest",
         help="check that everything is right on this machine, and how fast",
@@ -114,7 +114,7 @@ def _add_selftest(commands: Any) -> None:
     selftest.add_argument("--only", nargs="+", default=[], metavar="NAME", help="checks whose names begin so")
 
 
-def _add_op(commands: Any) -> None:
+def _add_op(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     op = commands.add_parser(
         "op",
         help="say what happens to an op on sharded tensors",
@@ -173,6 +173,7 @@ def _demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 def _calibrate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.ranks < 2:
         parser.error("a link joins at least 2 ranks")
+    # Torch takes seconds, and --help needs none of it.
     from shardcompile.demo.launch import RankFailedError, launch
     from shardcompile.passes.cost.calibrate import measure_link, save
 
@@ -189,6 +190,7 @@ def _calibrate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
 
 
 def _selftest(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    # Torch takes seconds, and --help needs none of it.
     import torch
 
     from shardcompile.demo.launch import RankFailedError, launch
@@ -211,6 +213,7 @@ def _selftest(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
 def _op(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if not options.names and not options.table:
         parser.error("name an op, such as aten.cumprod, or ask for --table")
+    # Torch takes seconds, and --help needs none of it.
     from shardcompile.operators import Ranks, describe, ops_named, table
 
     try:
@@ -228,6 +231,7 @@ def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
     if not path or not Path(path).is_file():
         parser.error(f"there is no file {path or options.target}; the target is path/to/file.py:function")
     print(f"tracing {name} for {options.world_size} ranks, {options.device} ...", file=sys.stderr)
+    # Torch takes seconds, and --help needs none of it.
     from shardcompile.errors import ShardError
     from shardcompile.reports import explain
 
@@ -258,6 +262,7 @@ def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
 
 
 def _diff(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    # Torch takes seconds, and --help needs none of it.
     from shardcompile.reports import Report
 
     try:
@@ -281,12 +286,11 @@ def _module_of(path: Path) -> ModuleType:
 
 
 def _missing_packages(*names: str) -> list[str]:
-    from importlib.util import find_spec
-
     return [name for name in names if find_spec(name) is None]
 
 
 def _backend(parser: argparse.ArgumentParser, wanted: str, ranks: int) -> str:
+    # Torch takes seconds, and --help needs none of it.
     import torch
 
     gpus = torch.cuda.device_count()

@@ -236,7 +236,7 @@ def _taken(layout: Layout) -> ShardTensor:
 
 def _factory(name: str) -> Callable[..., ShardTensor]:
     def make(
-        *size: Any,
+        *size: object,
         dtype: torch.dtype | None = None,
         layout: torch.layout = torch.strided,
         requires_grad: bool = False,

@@ -183,7 +183,7 @@ def _laid_out(reach: Sequence[tuple[int, int, int]], fill: float | None, xs: Seq
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; what follows, the user's function, it traces as if it stood alone
-def _extended(reach: Sequence[tuple[int, int, int]], fill: float | None, *xs: Any) -> tuple[Tensor, ...]:
+def _extended(reach: Sequence[tuple[int, int, int]], fill: float | None, *xs: object) -> tuple[Tensor, ...]:
     layout, found = _laid_out(reach, fill, xs)
     blocks = []
     for x in xs:
@@ -205,7 +205,7 @@ def _alike(x: Any, layout: Layout) -> Any:
 
 
 @torch.compiler.allow_in_graph
-def _cropped(reach: Sequence[tuple[int, int, int]], fill: float | None, crop: bool, out: Tensor, *xs: Any) -> Any:
+def _cropped(reach: Sequence[tuple[int, int, int]], fill: float | None, crop: bool, out: Tensor, *xs: object) -> Any:
     layout, found = _laid_out(reach, fill, xs)
     for r in found:
         block = layout.shape[r.dim] if r.cut is None else block_size(r.cut, layout.mesh)

@@ -91,11 +91,11 @@ class _InPlaceOf(torch.autograd.Function):
     """A value that is given the gradient of another that is equal to it but for rounding."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, differentiable: Tensor) -> Tensor:
+    def forward(ctx: object, value: Tensor, differentiable: Tensor) -> Tensor:
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: object, grad: Tensor) -> Any:
         return None, grad
 
 

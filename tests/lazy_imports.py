@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,3 +80,18 @@ def _named(node: ast.Import | ast.ImportFrom, modules: Mapping[str, Path]) -> se
         return {a.name for a in node.names if a.name in modules}
     whole = {f"{node.module}.{a.name}" for a in node.names}
     return whole & modules.keys() or {str(node.module)} & modules.keys()
+
+
+def without_a_reason(text: str) -> list[int]:
+    """Lines of imports in functions that no comment explains: on the line, above it, or at those right before it."""
+    lines = text.splitlines()
+    found = []
+    for node, inside in _statements(ast.parse(text), inside=False):
+        at = node.lineno - 1
+        while not (said := re.search("#.*[a-z]{3}", lines[at])) and lines[at].strip().startswith(("import ", "from ")):
+            at -= 1
+            while not lines[at].strip():
+                at -= 1
+        if inside and not said:
+            found.append(node.lineno)
+    return found

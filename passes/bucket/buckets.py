@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Sequence, Set
+from collections.abc import Hashable, Sequence, Set
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ class Bucketing:
         """What a bucket moves, by the kinds of its members and by what each rank has of all of them."""
         raise NotImplementedError
 
-    def _key(self, c: Collective) -> Any:
+    def _key(self, c: Collective) -> Hashable:
         """What members of a bucket have in common besides their group, or None for what cannot join it after all."""
         raise NotImplementedError
 
@@ -163,7 +163,7 @@ class BucketAllGathers(Bucketing):
     name = "bucket_all_gathers"
     bucket = ALL_GATHER_BUCKET.kind
 
-    def _key(self, c: Collective) -> Any:
+    def _key(self, c: Collective) -> Hashable:
         if _is_even(c) and not (c.value.ndim and _is_static(c)):
             return None
         # In bytes the parts' places are multiples of symbols, of which a view to a dtype would have to be sure.
@@ -241,7 +241,7 @@ class BucketAllToAlls(Bucketing):
     name = "bucket_all_to_alls"
     bucket = ALL_TO_ALL_BUCKET.kind
 
-    def _key(self, c: Collective) -> Any:
+    def _key(self, c: Collective) -> Hashable:
         return c.value.dtype, c.value.device
 
     def _traffic(self, kinds: Set[str], load: Load) -> Traffic:
@@ -311,7 +311,7 @@ def _even_scatter(graph: Graph, members: Sequence[Collective]) -> Node:
     return add_node(graph, target, *last._replace(input=flat))
 
 
-def _rows_of(graph: Graph, payload: Node, ranks: Any) -> Node:
+def _rows_of(graph: Graph, payload: Node, ranks: object) -> Node:
     """A payload as a matrix of one row for each rank."""
     if not payload.meta["val"].is_contiguous():
         copied = graph.call_function(aten.clone.default, (payload,), {"memory_format": torch.contiguous_format})
@@ -355,12 +355,12 @@ def _factors(graph: Graph, c: Collective) -> list[Any]:
     return [moved[d] if d in moved else _extent(graph, c.payload, d) for d in range(c.value.ndim)]
 
 
-def _extent(graph: Graph, node: Node, dim: int) -> Any:
+def _extent(graph: Graph, node: Node, dim: int) -> object:
     size = node.meta["val"].shape[dim]
     return add_node(graph, aten.sym_size.int, node, dim) if isinstance(size, torch.SymInt) else size
 
 
-def _product(graph: Graph, factors: Sequence[Any]) -> Any:
+def _product(graph: Graph, factors: Sequence[object]) -> Any:
     product: Any = math.prod(f for f in factors if isinstance(f, int))
     for factor in factors:
         if isinstance(factor, Node):

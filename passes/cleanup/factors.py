@@ -189,11 +189,11 @@ class Factors:
         return Term(Call(node.target, (left.base, right.base)), tuple(factors))
 
 
-def emit(graph: Graph, call: Any) -> Any:
+def emit(graph: Graph, call: object) -> Any:
     """Add a call, and those that are its arguments, at the insertion point."""
     made: dict[int, Node] = {}
 
-    def added(value: Any) -> Any:
+    def added(value: object) -> Any:
         if isinstance(value, (list, tuple)):
             return type(value)(map(added, value))
         if not isinstance(value, Call):
@@ -274,7 +274,7 @@ def _is_wide(node: Node) -> bool:
     return node.meta["val"].dtype in (torch.float32, torch.float64, torch.bfloat16)
 
 
-def _is_plain(argument: Any) -> bool:
+def _is_plain(argument: object) -> bool:
     number = isinstance(argument, (int, float)) and not isinstance(argument, bool)
     return not number or argument in _PLAIN_NUMBERS
 
@@ -283,18 +283,18 @@ def _is_constant(node: Node) -> bool:
     return node.target in (aten.full.default, aten.scalar_tensor.default) and _is_plain(node.args[-1])
 
 
-def _same_shape(a: Any, b: Node) -> bool:
+def _same_shape(a: object, b: Node) -> bool:
     if not isinstance(a, Node) or not isinstance(a.meta.get("val"), torch.Tensor):
         return False
     return equal(a.meta["val"].shape, b.meta["val"].shape)
 
 
-def equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
+def equal(a: Sequence[object], b: Sequence[object]) -> bool:
     """Whether two shapes are equal whatever the symbols in them are."""
     return len(a) == len(b) and all(compat.surely(m == n) for m, n in zip(a, b, strict=True))
 
 
-def _is_one(size: Any) -> bool:
+def _is_one(size: object) -> bool:
     return isinstance(size, int) and size == 1
 
 
@@ -373,7 +373,7 @@ def _reshaped(node: Node, axes: Axes) -> Axes | None:
     return None if changed is None else (*axes[:first], *changed, *axes[len(axes) - last :])
 
 
-def _regrouped(dims: list[int], middle: Axes, sizes: Sequence[Any], wanted: Sequence[Any]) -> Axes | None:
+def _regrouped(dims: list[int], middle: Axes, sizes: Sequence[object], wanted: Sequence[object]) -> Axes | None:
     """The dims of a factor, all of which are there, as other extents group them: all in one, or each for itself."""
     wide = [i for i, s in enumerate(wanted) if not _is_one(s)]
     if len(wide) == 1:

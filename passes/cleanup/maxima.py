@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -113,7 +112,7 @@ def _in_shape(c: Collective) -> Iterator[Node]:
         yield from views or [wait]
 
 
-def _bits(turned: Any) -> Node | None:
+def _bits(turned: object) -> Node | None:
     """Of ``where(bits < 0, bits ^ max, bits)`` the bits."""
     match _parts(turned, aten.where.self):
         case (negative, flipped, Node() as bits):
@@ -124,5 +123,5 @@ def _bits(turned: Any) -> Node | None:
             return None
 
 
-def _parts(node: Any, target: Any) -> tuple[Any, ...] | None:
+def _parts(node: object, target: object) -> tuple[object, ...] | None:
     return node.args if isinstance(node, Node) and node.target is target else None

@@ -72,7 +72,7 @@ def _is_scaled(node: Node) -> bool:
     return is_number and isinstance(node.args[0].meta.get("val"), torch.Tensor)
 
 
-def scaled_sum(value: Node) -> tuple[Any, ...] | None:
+def scaled_sum(value: Node) -> tuple[object, ...] | None:
     """What tells the elements of a sum over dims, scaled by numbers, in their order: whatever its shape.
 
     Args:

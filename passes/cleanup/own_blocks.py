@@ -131,7 +131,7 @@ def _is_row(node: Node, from_last: int) -> bool:
     return len(shape) < from_last or _is_one(shape[len(shape) - from_last])
 
 
-def _is_one(extent: Any) -> bool:
+def _is_one(extent: object) -> bool:
     return isinstance(extent, int) and extent == 1
 
 

@@ -8,6 +8,7 @@ result here: on another rank, of which the block is not empty or the constant no
 from __future__ import annotations
 
 import sys
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ def _is_own_part(node: Node) -> bool:
     return node.target is aten.constant_pad_nd.default and any(isinstance(n, int) and n < 0 for n in args[1])
 
 
-def _frozen(value: Any, same: dict[Node, Node]) -> Any:
+def _frozen(value: object, same: dict[Node, Node]) -> Hashable:
     """Arguments as a key, with one node in place of all that are the same."""
     if isinstance(value, Node):
         return same.get(value, value)

@@ -393,7 +393,7 @@ def _traffic_of(node: Node, reads: Sequence[Node], writes: bool, nominal: int | 
     return sum(map(blocks.nbytes_of, reads)) + written * writes
 
 
-def _formula(node: Node) -> Any:
+def _formula(node: Node) -> object:
     packet: Any = getattr(node.target, "overloadpacket", node.target)
     return flop_registry.get(_LIKE.get(packet, packet))
 
@@ -417,7 +417,7 @@ def _counted(formula: Any, op: str, args: Any, kwargs: tuple[tuple[str, Any], ..
         return 0.0
 
 
-def _numbers(value: Any) -> Any:
+def _numbers(value: object) -> Any:
     """A tensor's extents as numbers, a symbol's hint; lists of them, and arguments that are nodes, alike."""
     if isinstance(value, Node):
         value = value.meta.get("val")

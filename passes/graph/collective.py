@@ -212,7 +212,7 @@ def _starts(node: Node) -> Descriptor[Any] | None:
     return found if found is not None and found.communicates else None
 
 
-def value_of(argument: Any) -> Any:
+def value_of(argument: object) -> Any:
     """What stands for an argument of a node: its fake tensor or symbol, if it is a node itself."""
     return argument.meta["val"] if isinstance(argument, Node) else argument
 
@@ -222,7 +222,7 @@ def called(node: Node, descriptor: Descriptor[Any]) -> Any:
     return descriptor.signature.read(node.args) if node.target is descriptor.target else None
 
 
-def add_call(graph: Graph, descriptor: Descriptor[Any], **arguments: Any) -> Node:
+def add_call(graph: Graph, descriptor: Descriptor[Any], **arguments: object) -> Node:
     """A call of an op, with its arguments by their names, at the graph's insertion point, see `add_node`."""
     return add_node(graph, descriptor.target, *descriptor.signature.write(descriptor.arguments(**arguments)))
 
@@ -293,10 +293,10 @@ def add_number(graph: Graph, number: float, like: Node) -> Node:
     return node
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
+def _tensors(values: object) -> list[torch.Tensor]:
     flat, _ = torch.utils._pytree.tree_flatten(values)
     return [v for v in flat if isinstance(v, torch.Tensor)]
 
 
-def _hint(size: Any) -> int:
+def _hint(size: object) -> int:
     return compat.size_hint(size)

@@ -58,7 +58,7 @@ _NONE = Op(None)
 _KNOWN: dict[int, Op] = {}
 
 
-def _looked_up(target: Any) -> Op:
+def _looked_up(target: object) -> Op:
     tags, schema = getattr(target, "tags", ()), getattr(target, "_schema", None)
     return Op(
         target,

@@ -13,7 +13,6 @@ import heapq
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -52,7 +51,7 @@ class Scheduler:
         self._first = 0  # of the tasks that lead, the first one that is left
         self._here = self._place_of_first()  # how far the compute has come: the place of that task
         self._oldest = 0  # of all tasks at work, where the first one that is left may be
-        self._fill: list[tuple[int, int]] = []  # tasks that fill gaps
+        self._fill: list[tuple[float, int]] = []  # tasks that fill gaps
         self._beyond: list[tuple[int, int]] = []  # ready, but further than the window reaches
         self._work: list[tuple[float, int, int]] = []
         self._streams = Streams(tasks.link)
@@ -347,7 +346,7 @@ class Scheduler:
             self._oldest += 1
         return work[self._oldest]
 
-    def _front(self, heap: list[Any]) -> int | None:
+    def _front(self, heap: list[tuple[float, int]]) -> int | None:
         while heap and self._taken[heap[0][1]]:
             heapq.heappop(heap)
         return heap[0][1] if heap else None

@@ -42,6 +42,7 @@ class Signature(Generic[A]):
 
     Attributes:
         record: the type.
+        tensors: which of the op's arguments are tensors, lists of them left out.
     """
 
     def __init__(self, record: type[A]) -> None:
@@ -49,7 +50,13 @@ class Signature(Generic[A]):
         self._hints = get_type_hints(record)
         self._parts = [_PARTS.get(hint, _ONE) for hint in self._hints.values()]
         self._cuts = [(at, part) for at, part in enumerate(self._parts) if part is not _ONE]
-        self._has_cuts = bool(self._cuts)
+        self._cuts_from_last = self._cuts[::-1]
+        self.tensors: list[int] = []
+        at = 0
+        for hint, (width, _, _) in zip(self._hints.values(), self._parts, strict=True):
+            if hint in (Tensor, Tensor | None):
+                self.tensors.append(at)
+            at += width
 
     @property
     def schema(self) -> str:
@@ -58,18 +65,21 @@ class Signature(Generic[A]):
 
     def read(self, arguments: Sequence[Any]) -> A:
         """The record that an op's arguments say."""
-        if not self._has_cuts:
+        if not self._cuts:
             return self.record(*arguments)
         fields = list(arguments)
         for at, (width, read, _) in self._cuts:  # each is one field by then
             fields[at : at + width] = [read(fields[at : at + width])]
         return self.record(*fields)
 
-    def write(self, record: A) -> tuple[Any, ...]:
+    def write(self, record: A) -> tuple[object, ...]:
         """A record as an op's arguments."""
-        if not self._has_cuts:
-            return tuple(record)
-        return tuple([a for field, (_, _, write) in zip(record, self._parts, strict=True) for a in write(field)])
+        if not self._cuts:
+            return record
+        arguments: list[object] = list(record)
+        for at, (_, _, write) in self._cuts_from_last:  # those before it have their places still
+            arguments[at : at + 1] = write(record[at])
+        return tuple(arguments)
 
 
 _Part = tuple[int, Callable[[Sequence[Any]], Any], Callable[[Any], Sequence[Any]]]
@@ -81,13 +91,13 @@ _PARTS: dict[Any, _Part] = {
 """By a field's type: how many arguments it is, how it is read, and how it is written."""
 
 
-def _schema(name: str, hint: Any) -> str:
+def _schema(name: str, hint: object) -> str:
     if hint is GroupCut:
         return cut_schema("" if name == "cut" else f"{name}_")
     return cuts_schema() if hint == list[GroupCut] else f"{_TYPES[hint]} {name}"
 
 
-def map_arguments(function: Callable[[Any], Any], record: A) -> A:
+def map_arguments(function: Callable[[Any], object], record: A) -> A:
     """A record with a function's results in place of what is in it, in lists and cuts as well."""
     return type(record)(*(_mapped(function, field) for field in record))
 

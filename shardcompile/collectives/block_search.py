@@ -209,6 +209,7 @@ def _widened(
 def _tree_of_scipy() -> Any:
     """What makes a tree of points; None without scipy."""
     try:
+        # An optional package.
         from scipy.spatial import cKDTree
     except ImportError:
         return None

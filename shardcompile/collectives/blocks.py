@@ -56,7 +56,7 @@ def as_rows(flat: Tensor, x: Tensor, dim: int, extent: int) -> Tensor:
     return flat.view([extent, *(s for d, s in enumerate(x.shape) if d != dim)])
 
 
-def with_extent(x: Tensor, dim: int, extent: Any) -> list[Any]:
+def with_extent(x: Tensor, dim: int, extent: object) -> list[Any]:
     """A shape with another extent of `dim`."""
     return [extent if d == dim else s for d, s in enumerate(x.shape)]
 

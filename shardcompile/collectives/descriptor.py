@@ -137,7 +137,7 @@ class Descriptor(Generic[A]):
         rows, first = rows_of(arguments[0].shape, self.extents(arguments))
         return Pending(flat, rows, first)
 
-    def enter(self, group: ProcessGroup, dtype: torch.dtype, *stated: Any, of: str = "") -> Call:
+    def enter(self, group: ProcessGroup, dtype: torch.dtype, *stated: object, of: str = "") -> Call:
         """State a collective before anything is sent: what `states` says, the same on every rank.
 
         Args:
@@ -170,7 +170,7 @@ def descriptors() -> Iterable[Descriptor[Any]]:
     return tuple(_ALL)
 
 
-def descriptor_of(op: Any) -> Descriptor[Any] | None:
+def descriptor_of(op: object) -> Descriptor[Any] | None:
     """The descriptor of what a node calls, or None."""
     return _BY_ID.get(id(op))
 
@@ -181,7 +181,7 @@ def payloads_of(arguments: A) -> list[Any]:
     return list(first) if isinstance(first, (list, tuple)) else [first]
 
 
-def rows_of(shape: Sequence[Any], extents: dict[int, Any]) -> tuple[tuple[Any, ...], int]:
+def rows_of(shape: Sequence[object], extents: dict[int, Any]) -> tuple[tuple[Any, ...], int]:
     """The shape of a result with its rows first, and the dim that they are along.
 
     Args:
@@ -204,7 +204,7 @@ def _fake(descriptor: Descriptor[A]) -> Callable[[A], Any]:
     return fake
 
 
-def _define(descriptor: Descriptor[A]) -> Any:
+def _define(descriptor: Descriptor[A]) -> object:
     """Make a descriptor's op."""
     name, signature, run = descriptor.kind, descriptor.signature, descriptor.run
     assert run is not None
@@ -215,39 +215,48 @@ def _define(descriptor: Descriptor[A]) -> Any:
     op = getattr(torch.ops.shardcompile, name).default
     on_fakes = descriptor.fake or _fake(descriptor)
 
-    def fake(*args: Any) -> Any:
+    def fake(*args: object) -> Any:
         return on_fakes(signature.read(args))
 
     traced = compat.lowered_when_traced(op, fake) if descriptor.communicates else fake
     torch.library.register_fake(f"shardcompile::{name}", traced, lib=_LIBRARY)
     if descriptor.adjoint is not None:
         torch.library.register_autograd(
-            f"shardcompile::{name}", _backward(descriptor), setup_context=_keep, lib=_LIBRARY
+            f"shardcompile::{name}", _backward(descriptor), setup_context=_keeping(descriptor), lib=_LIBRARY
         )
     if descriptor.communicates:
         compat.count_as_collective([op.overloadpacket])
     return op
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    first, *rest = inputs
-    ctx.shape = first.shape if isinstance(first, Tensor) else [x.shape for x in first]
-    ctx.save_for_backward(*[a for a in rest if isinstance(a, Tensor)])
-    ctx.rest = [None if isinstance(a, Tensor) else a for a in rest]
-    ctx.tensors = [i for i, a in enumerate(rest) if isinstance(a, Tensor)]
+def _keeping(descriptor: Descriptor[A]) -> Callable[..., None]:
+    """What a call leaves for its backward pass: the payload's shape, and the other arguments."""
+    tensors = [at for at in descriptor.signature.tensors if at]  # known once for all calls: eager ones are short
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+        first, *ctx.rest = inputs
+        ctx.shape = first.shape if isinstance(first, Tensor) else [x.shape for x in first]
+        if tensors:
+            ctx.save_for_backward(*[inputs[at] for at in tensors])
+            for at in tensors:
+                ctx.rest[at - 1] = None
+
+    return keep
 
 
 def _backward(descriptor: Descriptor[A]) -> Callable[..., tuple[Any, ...]]:
     adjoint, extents, signature = descriptor.adjoint, descriptor.extents, descriptor.signature
     assert adjoint is not None
+    tensors = [at for at in signature.tensors if at]
 
     def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
-        rest = list(ctx.rest)
-        for i, tensor in zip(ctx.tensors, ctx.saved_tensors, strict=True):
-            rest[i] = tensor
-        arguments = signature.read([None, *rest])
+        given = [None, *ctx.rest]
+        if tensors:
+            for at, tensor in zip(tensors, ctx.saved_tensors, strict=True):
+                given[at] = tensor
+        arguments = signature.read(given)
         if extents is not None:
             grad = Pending(grad, *rows_of(ctx.shape, extents(arguments))).result()
-        return (adjoint(arguments, ctx.shape, grad), *[None] * len(rest))
+        return (adjoint(arguments, ctx.shape, grad), *[None] * len(ctx.rest))
 
     return backward

@@ -27,7 +27,7 @@ class Pending:
     dim: int
 
     @staticmethod
-    def of(flat: Tensor, shape: Sequence[Any], dim: int, extent: Any) -> Pending:
+    def of(flat: Tensor, shape: Sequence[object], dim: int, extent: object) -> Pending:
         """A collective whose result has the given shape, but for the extent of `dim`."""
         return Pending(flat, (extent, *(s for d, s in enumerate(shape) if d != dim)), dim)
 

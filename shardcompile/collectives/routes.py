@@ -11,7 +11,7 @@ import functools
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -171,7 +171,7 @@ def cut_of_sizes(
 
 
 def _checked_cut(
-    sizes: Tensor, mesh_dims: Sequence[int], parts: Sequence[int], extent: Any, block: Any, group_names: str
+    sizes: Tensor, mesh_dims: Sequence[int], parts: Sequence[int], extent: object, block: object, group_names: str
 ) -> tuple[Cut, int]:
     """A cut, and this rank's block of it. What is not known of them is -1."""
     cut = Cut.of_sizes(mesh_dims, parts, sizes.tolist())

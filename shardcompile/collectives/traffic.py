@@ -48,7 +48,7 @@ class Side:
     assumed: tuple[int, ...] | None = None
 
     @staticmethod
-    def of(cut: GroupCut, total: Any, extent: Any, ranks: int | None, halo: int = 0) -> Side:
+    def of(cut: GroupCut, total: object, extent: object, ranks: int | None, halo: int = 0) -> Side:
         """The blocks of a cut.
 
         Args:
@@ -88,7 +88,7 @@ class Member:
     nbytes: int
 
 
-def is_number(size: Any) -> bool:
+def is_number(size: object) -> bool:
     """Whether a size is known while compiling, and no symbol."""
     return isinstance(size, int)
 
@@ -112,7 +112,7 @@ def nbytes_of(value: Tensor) -> int:
     return total
 
 
-def nbytes_with(value: Tensor, dim: int, extent: Any) -> int:
+def nbytes_with(value: Tensor, dim: int, extent: object) -> int:
     """Bytes of a tensor, had it this extent along a dim, by hints."""
     total = value.dtype.itemsize * compat.size_hint(extent)
     for d, size in enumerate(value.shape):
@@ -125,7 +125,7 @@ def size_of(value: Tensor) -> Any:
     return math.prod(value.shape) * value.dtype.itemsize
 
 
-def size_with(value: Tensor, dim: int, extent: Any) -> Any:
+def size_with(value: Tensor, dim: int, extent: Any) -> object:
     """Bytes of a tensor, had it this extent along a dim; may be symbolic."""
     return math.prod((extent, *(s for d, s in enumerate(value.shape) if d != dim))) * value.dtype.itemsize
 
@@ -141,18 +141,18 @@ def shares(side: Side | None, ranks: int) -> list[float]:
 # What tensors are to the ranks, for more than one kind of collective.
 
 
-def gathered(x: Tensor, dim: int, total: Any, cut: GroupCut, ranks: int | None) -> Member:
+def gathered(x: Tensor, dim: int, total: object, cut: GroupCut, ranks: int | None) -> Member:
     """Blocks become whole."""
     return Member(Side.of(cut, total, x.shape[dim], ranks), None, nbytes_with(x, dim, total))
 
 
-def scattered(x: Tensor, dim: int, block: Any, cut: GroupCut, ranks: int | None) -> Member:
+def scattered(x: Tensor, dim: int, block: object, cut: GroupCut, ranks: int | None) -> Member:
     """A whole becomes blocks."""
     return Member(None, Side.of(cut, x.shape[dim], block, ranks), nbytes_of(x))
 
 
 def turned(
-    x: Tensor, dims: Sequence[int], extents: Sequence[Any], cuts: Sequence[GroupCut], ranks: int | None
+    x: Tensor, dims: Sequence[int], extents: Sequence[object], cuts: Sequence[GroupCut], ranks: int | None
 ) -> Member:
     """Blocks of one dim become blocks of another."""
     (src_dim, dst_dim), (total, block), (src, dst) = dims, extents, cuts

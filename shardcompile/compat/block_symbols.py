@@ -12,7 +12,10 @@ from typing import Any
 
 import sympy
 from torch._dynamo.source import TensorProperty, TensorPropertySource  # 2.11 - 2.15
-from torch.fx.experimental.symbolic_shapes import DimDynamic  # 2.11 - 2.15
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,  # 2.11 - 2.15
+    ShapeEnv,  # 2.11 - 2.15
+)
 
 GAPS = -1
 """Where Dynamo's hints for the dims of a block have `Gaps`: a number that is no dim, which torch leaves alone."""
@@ -34,7 +37,7 @@ def name_symbols_of_blocks(shape_env: Any) -> None:
 class _Symbols:
     """Makes the symbols of a trace."""
 
-    def __init__(self, shape_env: Any) -> None:
+    def __init__(self, shape_env: ShapeEnv) -> None:
         self._env = shape_env
         self._make: Callable[..., Any] = shape_env.create_symbol
         self._make_sizes: Callable[..., Any] = shape_env._produce_dyn_sizes_from_int_tuple
@@ -71,7 +74,7 @@ class _Symbols:
             return self._offset(value, source, args, kwargs)
         return self._make(value, source, *args, **kwargs)
 
-    def strides(self, strides_of: Callable[..., Any]) -> Callable[..., Any]:
+    def strides(self, strides_of: Callable[..., object]) -> Callable[..., Any]:
         """What torch calls to make the symbols of strides; those above a gap along a cut dim are symbols of their own.
 
         A slice along a cut dim that is not the slowest leaves rows of the block unused, on some ranks. There torch has
@@ -79,7 +82,13 @@ class _Symbols:
         """
 
         def strides(
-            source: Any, size: Any, known_size: Any, known_stride: Any, dynamic: Any, constraints: Any, *rest: Any
+            source: object,
+            size: object,
+            known_size: object,
+            known_stride: object,
+            dynamic: object,
+            constraints: object,
+            *rest: object,
         ) -> Any:
             gaps = self._gaps.pop(source, None)
             made = self._above_gaps(source, size, known_size, known_stride, constraints, gaps, rest) if gaps else None

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch._inductor import config  # 2.11 - 2.15
+from torch._inductor.output_code import CompiledFxGraph  # 2.11 - 2.15
 from torch.fx import Graph, GraphModule
 
 _NOTE = "_shardcompile_note"
@@ -38,8 +40,6 @@ def look_at_notes(look: Look) -> None:
         look: gets a note for each of the graph's modules that has one. If it raises, the graph is not used; if what it
             returns raises, the graph does not run, and the next run tries again.
     """
-    from torch._inductor.output_code import CompiledFxGraph  # 2.11 - 2.15
-
     cls: Any = CompiledFxGraph
     make, finish = cls.__init__, cls.post_compile  # 2.11 - 2.15
 
@@ -77,7 +77,5 @@ def _after(first: Callable[[], None], run: Callable[[object], object]) -> Callab
 
 def runs_behind(kind: type) -> list[Any]:
     """The passes of this kind that Inductor, as it is set up at the moment, has at the end of its own."""
-    from torch._inductor import config
-
     passes: Any = config.post_grad_custom_post_pass  # 2.11 - 2.15; 2.13 takes several
     return [p for p in (passes if isinstance(passes, (list, tuple)) else [passes]) if isinstance(p, kind)]

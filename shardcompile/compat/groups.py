@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import _register_work  # 2.11 - 2.15
 from torch._guards import TracingContext  # 2.11 - 2.15
+from torch._ops import OpOverloadPacket  # 2.11 - 2.15
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import (
     DeviceMesh,  # 2.11 - 2.15
@@ -20,6 +21,7 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.distributed.tensor.debug import _comm_mode  # 2.11 - 2.15
 
+from shardcompile.compat.patch import Patch, put_in_for_good, replace
 from shardcompile.compat.worlds import add_guard
 
 
@@ -83,24 +85,33 @@ def _is_innermost(mesh: DeviceMesh | None) -> bool:
         return False
 
 
-def count_as_collective(op_packets: Sequence[Any]) -> None:
+def count_as_collective(op_packets: Sequence[OpOverloadPacket]) -> None:
     """Have CommDebugMode count these ops."""
     for packet in op_packets:
         _comm_mode.NATIVE_TO_PY_MAPPING[packet] = packet
 
 
 def let_comm_debug_mode_see_through(cls: type[torch.Tensor]) -> None:
-    """Have CommDebugMode count the collectives inside of an op on this class, as it does for DTensor.
+    """Have CommDebugMode count the collectives inside of an op on this class, as it does for DTensor."""
 
-    A mode runs before a subclass does, and would see only the op. CommDebugMode steps back for DTensor by name and
-    offers no way to say so for another class, so the check is put in front of its handler.
-    """
-    mode = _comm_mode.CommDebugMode
-    handler = mode.__torch_dispatch__
+    def stepping_back(handler: Callable[..., object]) -> Callable[..., object]:
+        def step_back(
+            self: object, func: object, types: Sequence[type], args: object = (), kwargs: object = None
+        ) -> object:
+            if any(issubclass(t, cls) for t in types):
+                return NotImplemented
+            return handler(self, func, types, args, kwargs)
 
-    def step_back(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
-        if any(issubclass(t, cls) for t in types):
-            return NotImplemented
-        return handler(self, func, types, args, kwargs)
+        return torch.compiler.disable(step_back)
 
-    mode.__torch_dispatch__ = torch.compiler.disable(step_back)  # type: ignore[method-assign]
+    put_in_for_good(
+        Patch(
+            "collectives_in_comm_debug_mode",
+            "torch.distributed.tensor.debug.CommDebugMode.__torch_dispatch__",
+            "A mode runs before a subclass does, and sees only the op: it counts none of its collectives.",
+            "https://github.com/pytorch/pytorch/pull/118769: "
+            "CommDebugMode steps back for DTensor by name, and offers no way to say so for another class.",
+            "2.11 - 2.15",
+            lambda stack: replace(stack, _comm_mode.CommDebugMode, "__torch_dispatch__", stepping_back),
+        )
+    )

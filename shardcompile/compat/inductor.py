@@ -7,15 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._inductor import config  # 2.11 - 2.15
+from torch.utils._ordered_set import OrderedSet  # 2.11 - 2.15
 
 
-def lowered_when_traced(op: torch._ops.OpOverload, fake: Callable[..., object]) -> Callable[..., Any]:
+def lowered_when_traced(op: torch._ops.OpOverload, fake: Callable[..., object]) -> Callable[..., object]:
     """The fake kernel of a collective, which teaches Inductor the op when a trace meets it for the first time.
 
     Inductor's lowerings take more than a second to import, which eager programs need not pay.
     """
 
-    def traced(*args: Any) -> object:
+    def traced(*args: object) -> object:
         _lower_as_collective(op)
         return fake(*args)
 
@@ -28,6 +30,7 @@ def _lower_as_collective(op: torch._ops.OpOverload) -> None:
 
     As an ordinary fallback the buffer would be reused while it is still being sent.
     """
+    # Heavy, and only a compilation needs it.
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
 
@@ -42,14 +45,12 @@ def _lower_as_collective(op: torch._ops.OpOverload) -> None:
 
 def preserve_node_ordering(graph: torch.fx.Graph, before: Mapping[torch.fx.Node, Sequence[torch.fx.Node]]) -> None:
     """Have Inductor run, for each node, others before it that it does not read."""
+    # Heavy, and only a compilation needs it.
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering as preserve  # 2.11 - 2.15
-    from torch.utils._ordered_set import OrderedSet
 
     preserve(graph, {node: OrderedSet(others) for node, others in before.items()})
 
 
 def inductor_has(option: str) -> bool:
     """Whether the installed Inductor has a setting of this name."""
-    from torch._inductor import config
-
     return option in config._config  # type: ignore[attr-defined]  # 2.11 - 2.15

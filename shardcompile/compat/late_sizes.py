@@ -30,7 +30,7 @@ class _LearntLate(Exception):
     """The traces do not agree on how many results the forward pass has."""
 
 
-def tracing_again(aot: Callable[..., Any]) -> Callable[..., Any]:
+def tracing_again(aot: Callable[..., Any]) -> Callable[..., object]:
     """``aot_module_simplified``, called again where its two traces disagree.
 
     Args:
@@ -50,9 +50,9 @@ def tracing_again(aot: Callable[..., Any]) -> Callable[..., Any]:
     return traced
 
 
-def _checked(partition: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(partition: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(partition)
-    def checked(joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+    def checked(joint: GraphModule, inputs: Sequence[object], **kwargs: object) -> object:
         if _forward_results(joint) not in (None, kwargs.get("num_fwd_outputs")):
             raise _LearntLate
         return partition(joint, inputs, **kwargs)
@@ -71,7 +71,7 @@ def _forward_results(joint: GraphModule) -> int | None:
     return sum(1 for d in described if d is not None and not isinstance(_root(d), _OF_BACKWARD_PASS))
 
 
-def _root(described: Any) -> Any:
+def _root(described: object) -> object:
     """What a part of a sharded result is a part of."""
     while hasattr(described, "base") and not isinstance(described, _OF_BACKWARD_PASS):
         described = described.base

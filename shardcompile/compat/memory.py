@@ -48,6 +48,6 @@ def give_storage(x: torch.Tensor) -> None:
     share_storage(x, like)
 
 
-def follow_view(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def follow_view(op: torch._ops.OpOverload, args: Sequence[object], kwargs: dict[str, Any]) -> None:
     """Give a wrapper on which an in-place view op, such as ``transpose_``, is called its new sizes and strides."""
     return_and_correct_aliasing(op, args, kwargs, args[0])

@@ -17,6 +17,7 @@ from torch._dynamo.output_graph import OutputGraph  # 2.11 - 2.15
 from torch._dynamo.utils import counters, get_compilation_metrics  # 2.11 - 2.15
 from torch._functorch import config as _functorch_config  # 2.11 - 2.15
 from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler  # 2.11 - 2.15
+from torch._functorch.partitioners import default_partition  # 2.11 - 2.15
 from torch._guards import CompileContext  # 2.11 - 2.15
 from torch._inductor import config as _inductor_config  # 2.11 - 2.15
 from torch.fx import GraphModule
@@ -76,6 +77,7 @@ def _watch_compilations(patches: contextlib.ExitStack) -> None:
 
 
 def _watch_code(patches: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
     from torch._inductor.graph import GraphLowering  # 2.11 - 2.15; heavy to import
 
     def save_output_code(code: str) -> None:
@@ -122,17 +124,11 @@ def _observed(observer: Observer, kwargs: dict[str, Any]) -> dict[str, Any]:
             told[name] = SerializableAOTDispatchCompiler(compiler.output_code_ty, inner)
         elif compiler is not None:
             told[name] = _compiling(observer, of, compiler, side)
-    told["partition_fn"] = _parting(observer, of, kwargs.get("partition_fn") or _default_partition())
+    told["partition_fn"] = _parting(observer, of, kwargs.get("partition_fn") or default_partition)
     return told
 
 
-def _default_partition() -> Callable[..., object]:
-    from torch._functorch.partitioners import default_partition  # 2.11 - 2.15
-
-    return default_partition
-
-
-def _compiling(observer: Observer, of: Any, compiler: Callable[..., Any], side: str) -> Callable[..., Any]:
+def _compiling(observer: Observer, of: object, compiler: Callable[..., object], side: str) -> Callable[..., Any]:
     def compile_observed(graph: GraphModule, *args: object, **kwargs: object) -> object:
         with _READERS.with_one_more(observer.generated), observer.compiling(of, graph, side):
             return compiler(graph, *args, **kwargs)
@@ -140,8 +136,8 @@ def _compiling(observer: Observer, of: Any, compiler: Callable[..., Any], side: 
     return compile_observed
 
 
-def _parting(observer: Observer, of: Any, partition: Callable[..., Any]) -> Callable[..., Any]:
-    def part_observed(joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+def _parting(observer: Observer, of: Any, partition: Callable[..., Any]) -> Callable[..., object]:
+    def part_observed(joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> object:
         observer.traced(of, joint)
         forward, backward = partition(joint, inputs, **kwargs)
         observer.parted(of, forward, backward)
@@ -189,6 +185,7 @@ def cache_counts() -> dict[str, int]:
 
 def is_order_held(graph: torch.fx.Graph) -> bool:
     """Whether nodes are tied to their places by edges that carry no data."""
+    # Heavy, and only a compilation needs it.
     from torch._inductor.fx_passes.control_dependencies import control_deps  # 2.11 - 2.15
 
     return any(node.target is control_deps for node in graph.nodes)

@@ -157,6 +157,7 @@ def run_post_grad_passes(graph: GraphModule, last: Callable[[Graph], None], is_i
         last: a pass.
         is_inference: whether the graph has no backward.
     """
+    # Heavy, and only needed for these passes.
     from torch._inductor.compile_fx import _recursive_post_grad_passes, view_to_reshape  # 2.13 - 2.15
 
     mode = detect_fake_mode([n.meta.get("val") for n in graph.graph.nodes])

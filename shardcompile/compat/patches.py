@@ -13,7 +13,6 @@ patch can go then.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import torch.fx.experimental._config as _symbolic_shapes_config
 from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.11 - 2.15
@@ -22,6 +21,7 @@ from torch._guards import TracingContext  # 2.11 - 2.15
 from shardcompile.compat.block_symbols import name_symbols_of_blocks
 from shardcompile.compat.patch import Patch, in_place, put_in
 from shardcompile.compat.replacements import (
+    asserts_of_known_sizes,
     batched_products_by_hint,
     channels_last_by_hint,
     clamped_ends,
@@ -72,7 +72,7 @@ def keep_ranks_alike() -> None:
     _COMPILATION.append(contextlib.ExitStack())
     put_in(OF_RANKS_ALIKE, _COMPILATION[0])
 
-    def restore(_: Any) -> None:
+    def restore(_: object) -> None:
         _COMPILATION.pop().close()
         _compile_callbacks.remove_end_callback(restore)
 
@@ -184,6 +184,16 @@ OF_A_COMPILATION = (
         "still compares backed strides with guards.",
         "2.11 - 2.15",
         fill_order_by_hint,
+    ),
+    Patch(
+        "asserts_of_known_sizes",
+        "torch._inductor.ir.AssertScalar.__init__",
+        "A size that a run gives is compared with an extent in generated code. Where the program has made a number of "
+        "that extent since, as a view with a stated size does, the code names a symbol that nothing defines.",
+        "create_deferred_runtime_asserts writes the expression as it was deferred; backed symbols in it that were "
+        "specialized later should be replaced: NameError: name 's75' is not defined.",
+        "2.11 - 2.15",
+        asserts_of_known_sizes,
     ),
     Patch(
         "batched_products_by_hint",

@@ -10,8 +10,12 @@ import sympy
 import torch
 import torch._subclasses.fake_impls as fake_impls
 import torch.fx.experimental._config as _symbolic_shapes_config
+from torch import _prims_common
+from torch._dynamo.backends import common  # 2.11 - 2.15
+from torch._functorch import compile_utils, partitioners  # 2.11 - 2.15
 from torch._functorch import config as _functorch_config  # 2.11 - 2.15
 from torch._guards import detect_fake_mode  # 2.11 - 2.15
+from torch._inductor.virtualized import V  # 2.11 - 2.15
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 from torch.utils._sympy.functions import (
@@ -55,20 +59,14 @@ def memory_format_by_hint(stack: contextlib.ExitStack) -> None:
 
 
 def channels_last_by_hint(stack: contextlib.ExitStack) -> None:
-    from torch import _prims_common
-
     replace(stack, _prims_common, "are_strides_like_channels_last_or_false", _comparing_by_hint)  # 2.11 - 2.15
 
 
 def collectives_stay(stack: contextlib.ExitStack) -> None:
-    from torch._functorch import partitioners
-
     replace(stack, partitioners, "force_save_collectives", _where_they_were_traced)  # 2.11 - 2.15
 
 
 def parts_stay_apart(stack: contextlib.ExitStack) -> None:
-    from torch._functorch import compile_utils
-
     aten = torch.ops.aten
     parts = [
         *(aten.slice, aten.slice_backward, aten.slice_scatter, aten.select, aten.select_backward, aten.select_scatter),
@@ -79,24 +77,32 @@ def parts_stay_apart(stack: contextlib.ExitStack) -> None:
 
 
 def traces_agree(stack: contextlib.ExitStack) -> None:
-    from torch._dynamo.backends import common
-
     replace(stack, common, "aot_module_simplified", tracing_again)  # 2.11 - 2.15
 
 
 def symbols_by_both_names(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
     replace(stack, PythonWrapperCodegen, "codegen_input_symbol_assignment", _by_both_names)  # 2.11 - 2.15
 
 
 def fill_order_by_hint(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
     from torch._inductor import ir
 
     replace(stack, ir, "get_fill_order", _sorted_by_hint)  # 2.11 - 2.15
 
 
+def asserts_of_known_sizes(stack: contextlib.ExitStack) -> None:
+    """See `shardcompile.compat.patches`."""
+    from torch._inductor import ir
+
+    replace(stack, ir.AssertScalar, "__init__", _with_numbers_of_symbols)  # 2.11 - 2.15
+
+
 def batched_products_by_hint(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
     from torch._inductor.lowering import lowerings
 
     bmm = torch.ops.aten.bmm.default
@@ -106,6 +112,7 @@ def batched_products_by_hint(stack: contextlib.ExitStack) -> None:
 
 
 def clamped_ends(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
     from torch._inductor.sizevars import SizeVarAllocator
 
     replace(stack, SizeVarAllocator, "evaluate_min", lambda _: _one_of_two_if_known(Min, 0))  # 2.11 - 2.15
@@ -134,14 +141,14 @@ def _where_they_were_traced(save_collectives: Callable[..., None]) -> Callable[.
     return save
 
 
-def _unguarded(check: Callable[..., Any]) -> Callable[..., Any]:
+def _unguarded(check: Callable[..., object]) -> Callable[..., object]:
     """A question about a tensor, answered by hints without guards, which would hold on some ranks only.
 
     For a check that can only raise: Inductor copies blocks where it lowers `select`. And for the memory format of a
     convolution's result: it asks whether there is more than one image, and where there is one, formats are the same.
     """
 
-    def checked(x: torch.Tensor, *args: Any) -> Any:
+    def checked(x: torch.Tensor, *args: object) -> object:
         with without_guards(x):
             return check(x, *args)
 
@@ -151,7 +158,7 @@ def _unguarded(check: Callable[..., Any]) -> Callable[..., Any]:
 def _comparing_by_hint(decide: Callable[..., bool]) -> Callable[..., bool]:
     """A question about sizes and strides that leaves no guards; it stays as oblivious of sizes of 1 as it is."""
 
-    def decided(shape: Sequence[Any], strides: Sequence[Any]) -> bool:
+    def decided(shape: Sequence[object], strides: Sequence[object]) -> bool:
         env = next((size.node.shape_env for size in (*shape, *strides) if isinstance(size, torch.SymInt)), None)
         with contextlib.nullcontext() if env is None else ShapeEnv.suppress_guards(env):  # not as `OF_A_TRACE` has it
             return decide(shape, strides)
@@ -159,22 +166,33 @@ def _comparing_by_hint(decide: Callable[..., bool]) -> Callable[..., bool]:
     return decided
 
 
-def _lowered_by_hint(lowering: Callable[..., Any]) -> Callable[..., Any]:
+def _with_numbers_of_symbols(init: Callable[..., None]) -> Callable[..., None]:
+    """Have an assert of generated code name no symbol that a guard has made a number: no input defines it any more."""
+    from torch._inductor.virtualized import V  # 2.11 - 2.15
+
+    def made(self: Any, scalar: Any, msg: str) -> None:
+        found = V.graph.sizevars.shape_env.replacements
+        numbers = {s: found[s] for s in scalar.free_symbols if s in found and found[s].is_number}
+        init(self, scalar.xreplace(numbers), msg)
+
+    return made
+
+
+def _lowered_by_hint(lowering: Callable[..., object]) -> Callable[..., object]:
     """Have Inductor lower an op by hints, without guards.
 
     On CPUs it asks of the factors of a batched product whether they have one row, to copy those that the kernel would
     copy. Either answer is right for all sizes.
     """
-    from torch._inductor.virtualized import V  # 2.11 - 2.15
 
-    def lower(*args: Any, **kwargs: Any) -> Any:
+    def lower(*args: object, **kwargs: object) -> object:
         with V.graph.sizevars.shape_env.suppress_guards():
             return lowering(*args, **kwargs)
 
     return lower
 
 
-def _one_of_two_if_known(formula: Any, which: int) -> Callable[..., Any]:
+def _one_of_two_if_known(formula: Any, which: int) -> Callable[..., object]:
     """Inductor's `evaluate_min` or `evaluate_max`, which leaves a formula where it is not known which size it is.
 
     Where ends of a slice are clamped, Inductor takes one of both, and guards on that. With guards only from what holds
@@ -186,7 +204,7 @@ def _one_of_two_if_known(formula: Any, which: int) -> Callable[..., Any]:
         which: of the sizes in ascending order is wanted.
     """
 
-    def evaluate(self: Any, left: Any, right: Any) -> Any:
+    def evaluate(self: Any, left: Any, right: Any) -> object:
         left, right = (sympy.sympify(x).xreplace(self.inv_precomputed_replacements) for x in (left, right))
         for in_order in ((left, right), (right, left)):
             if self.statically_known_leq(*in_order):
@@ -202,7 +220,6 @@ def _by_both_names(assign: Callable[..., None]) -> Callable[..., None]:
     The gradient that an input has already brings a symbol of its own for the same size. Which of the two replaces the
     other is a matter of their names, and code of torch before 2.15 knows only the input's.
     """
-    from torch._inductor.virtualized import V  # 2.11 - 2.15
 
     def assigned(self: Any, name: str, value: Any, bound_vars: Any, *rest: Any, **options: Any) -> None:
         assign(self, name, value, bound_vars, *rest, **options)
@@ -217,29 +234,29 @@ def _by_both_names(assign: Callable[..., None]) -> Callable[..., None]:
     return assigned
 
 
-def _without_comparing(stride_of_view: Callable[..., Any]) -> Callable[..., Any]:
+def _without_comparing(stride_of_view: Callable[..., object]) -> Callable[..., object]:
     """Have Inductor take strides for different, where it lowers a view, unless they are equal for all sizes.
 
     It asks for the size of a block otherwise, and what it finds is a guard that holds on some ranks only.
     """
+    # Heavy, and only a compilation needs it.
     from torch._inductor.graph import GraphLowering  # 2.11 - 2.15
-    from torch._inductor.virtualized import V  # 2.11 - 2.15
 
-    def strides(*args: Any, size_oblivious: bool = False, **kwargs: Any) -> Any:
+    def strides(*args: object, size_oblivious: bool = False, **kwargs: object) -> Any:
         oblivious = size_oblivious or isinstance(V.graph, GraphLowering)
         return stride_of_view(*args, size_oblivious=oblivious, **kwargs)
 
     return strides
 
 
-def _sorted_by_hint(fill_order: Callable[..., Any]) -> Callable[..., Any]:
+def _sorted_by_hint(fill_order: Callable[..., Any]) -> Callable[..., object]:
     """Have Inductor sort strides by their hints, which are the same on every rank and larger than 1.
 
     It would compare them, and leave guards that a block of one row breaks. Where a dim has extent 0 or 1, its stride
     may stand anywhere in the order.
     """
 
-    def order(strides: Sequence[Any], shape_env: Any = None) -> Any:
+    def order(strides: Sequence[Any], shape_env: ShapeEnv | None = None) -> Any:
         of_strides = next((s.node.shape_env for s in strides if isinstance(s, torch.SymInt)), shape_env)
         if of_strides is None:
             return fill_order(strides)

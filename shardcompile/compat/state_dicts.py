@@ -6,6 +6,7 @@ DTensor, and so would hand on ours as if they were plain.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed import _state_dict_utils as _utils  # 2.11 - 2.15
+
+from shardcompile.compat.patch import Patch, put_in_for_good
 
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 
@@ -23,6 +26,8 @@ def teach_state_dicts(sharded: type[Tensor], cut_like: Callable[[Tensor, Any], A
     Args:
         sharded: the class; it has DTensor's `to`, `redistribute`, `to_local`, `device_mesh` and `placements`.
         cut_like: of a full plain tensor and a sharded one: the full values in the layout of the sharded one.
+
+    It is long because each of the patches says what it is for.
     """
     iterate, distribute, broadcast = (
         _utils._iterate_state_dict,
@@ -30,9 +35,9 @@ def teach_state_dicts(sharded: type[Tensor], cut_like: Callable[[Tensor, Any], A
         _utils._broadcast_tensors,
     )
 
-    def in_blocks(of_plain: Callable[..., Any], of_dtensor: Callable[..., Any]) -> Callable[..., Any]:
+    def in_blocks(of_plain: Callable[..., Any], of_dtensor: Callable[..., Any]) -> Callable[..., object]:
         @functools.wraps(of_plain)
-        def act(value: object, *args: object) -> Any:
+        def act(value: object, *args: object) -> object:
             if not isinstance(value, sharded):
                 return of_plain(value, *args)
             found = of_dtensor(value, *args)
@@ -64,13 +69,42 @@ def teach_state_dicts(sharded: type[Tensor], cut_like: Callable[[Tensor, Any], A
 
         return put
 
-    _replace("_iterate_state_dict", iterate_state_dict)
-    _replace("_distribute_state_dict", cutting(distribute))
-    _replace("_broadcast_tensors", cutting(broadcast))
+    put_in_for_good(
+        Patch(
+            "values_of_state_dicts",
+            "torch.distributed._state_dict_utils._iterate_state_dict",
+            "get_state_dict with full_state_dict or cpu_offload hands on a block as if it were a plain tensor.",
+            "https://github.com/pytorch/pytorch/pull/112837 made it so: "
+            "_iterate_state_dict tells tensors in blocks by isinstance of DTensor and ShardedTensor; it should ask for "
+            "a protocol (full_tensor, to), as checkpoints do (__create_write_items__).",
+            "2.11 - 2.15",
+            _in_place_of(_iterate_state_dict=iterate_state_dict),
+        ),
+        Patch(
+            "full_values_for_state_dicts",
+            "torch.distributed._state_dict_utils._distribute_state_dict, _broadcast_tensors",
+            "set_state_dict with full values puts the whole plain tensor where a block was.",
+            "_distribute_state_dict and _broadcast_tensors cut full values for DTensor alone.",
+            "2.11 - 2.15",
+            _in_place_of(_distribute_state_dict=cutting(distribute), _broadcast_tensors=cutting(broadcast)),
+        ),
+    )
 
 
-def _replace(name: str, function: Callable[..., object]) -> None:
-    known = getattr(_utils, name)
+def _in_place_of(**functions: Callable[..., object]) -> Callable[[contextlib.ExitStack], None]:
+    """Puts functions in the place of torch's of the same names."""
+
+    def put_in(stack: contextlib.ExitStack) -> None:
+        for name, function in functions.items():
+            found = getattr(_utils, name)
+            _exchange(name, found, function)
+            stack.callback(_exchange, name, function, found)
+
+    return put_in
+
+
+def _exchange(name: str, old: object, new: object) -> None:
+    """Exchange a function in the module that has it, and in that of its user, where that is loaded."""
     for module in (_utils, sys.modules.get(_STATE_DICT)):
-        if getattr(module, name, None) is known:
-            setattr(module, name, function)
+        if getattr(module, name, None) is old:
+            setattr(module, name, new)

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import (
     _SympyExprTrackerValue,  # 2.11 - 2.15
     get_proxy_mode,  # 2.11 - 2.15
 )
+from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 from torch.utils._sympy.interp import sympy_interp  # 2.11 - 2.15
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # 2.11 - 2.15
 
@@ -31,7 +32,7 @@ def global_extents(shape: Sequence[object]) -> tuple[Any, ...]:
     return tuple(_number_if_small(n) for n in retraced(shape))
 
 
-def _number_if_small(extent: Any) -> object:
+def _number_if_small(extent: int | torch.SymInt) -> object:
     small = isinstance(extent, torch.SymInt) and not is_unbacked(extent) and size_hint(extent) in (0, 1)
     return int(extent) if small else extent
 
@@ -155,7 +156,7 @@ def once_in_trace(
     return [k if isinstance(k := _known_value(f), int) else s for s, f in zip(memo[what], first, strict=True)]
 
 
-def _follow_replacements(memo: dict[Any, Any], what: Any, shape_env: Any) -> None:
+def _follow_replacements(memo: dict[Any, Any], what: Any, shape_env: ShapeEnv) -> None:
     """Have a memo find what it has by another name: an extent was a symbol then, and is known as a number by now."""
     if what in memo:
         return
@@ -176,7 +177,7 @@ def note_input_size(what: object, size: torch.SymInt) -> None:
     _INPUT_SIZES.setdefault(size.node.shape_env, {}).setdefault(what, size)
 
 
-def first_input_size(what: object, like: object) -> Any:
+def first_input_size(what: object, like: object) -> torch.SymInt | None:
     """The size that `note_input_size` was given in the trace of the size `like`, or None."""
     found = _INPUT_SIZES.get(like.node.shape_env, {}).get(what) if isinstance(like, torch.SymInt) else None
     return None if found is None else retraced([found])[0]
@@ -192,12 +193,12 @@ def stands_for_itself(size: Any) -> None:
         _stand_for(mode.tracer, size)
 
 
-def _known_value(size: Any) -> object:
+def _known_value(size: torch.SymInt) -> object:
     """A size as a number, if it is known to be one by now."""
     return int(size.node.expr) if is_specialised(size) else size
 
 
-def _rename(shape_env: Any, new: torch.SymInt, known: torch.SymInt) -> None:
+def _rename(shape_env: ShapeEnv, new: torch.SymInt, known: torch.SymInt) -> None:
     a, b = new.node.expr, known.node.expr
     if a != b:
         shape_env._rename_unbacked_to(a, b)  # 2.11 - 2.15

@@ -6,17 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table  # 2.11 - 2.15
 
 
 def decomposition_of(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
     """The op in terms of other ops, from torch's own table, or None."""
-    from torch._decomp import decomposition_table  # 2.11 - 2.15
-
     return decomposition_table.get(op)
 
 
 def decomposition_by_torch(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Torch's decomposition of an op that has one, looked up when it is called: importing the table takes time."""
+    """Torch's decomposition of an op that has one, as the table has it when it is called."""
 
     def decomposed(*args: object, **kwargs: object) -> object:
         function = decomposition_of(op)

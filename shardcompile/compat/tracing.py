@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # 2.11 - 2.15
 from torch._guards import (
     CompileContext,  # 2.11 - 2.15
     detect_fake_mode,  # 2.11 - 2.15
@@ -15,6 +15,7 @@ from torch._guards import (
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,  # 2.11 - 2.15
     DynamicOutputShapeException,  # 2.11 - 2.15
+    FakeTensorMode,  # 2.11 - 2.15
     is_fake,  # 2.11 - 2.15
 )
 from torch._subclasses.functional_tensor import (
@@ -26,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,  # 2.11 - 2.15
     get_proxy_mode,  # 2.11 - 2.15
 )
+from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 
 UNKNOWN_OUTPUT_SHAPE = (DynamicOutputShapeException, DataDependentOutputException)
 """What an op on fake tensors raises whose result depends on values."""
@@ -82,8 +84,6 @@ def outside_transforms() -> contextlib.AbstractContextManager[object]:
     """Compute as if no transform of `torch.func` were going on, which would wrap what is made."""
     if not is_transforming():
         return contextlib.nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # 2.11 - 2.15
-
     return temporarily_clear_interpreter_stack()
 
 
@@ -100,13 +100,13 @@ def kept_with(mode: object) -> dict[object, object]:
     return mode.__dict__.setdefault("_shardcompile", {})  # type: ignore[no-any-return]
 
 
-def refusing_unknown_shapes(mode: Any, op: torch._ops.OpOverload) -> contextlib.AbstractContextManager[None]:
+def refusing_unknown_shapes(mode: FakeTensorMode, op: torch._ops.OpOverload) -> contextlib.AbstractContextManager[None]:
     """Inside of it an op on fake tensors whose result has a shape that depends on values raises, in a trace as well."""
     return contextlib.nullcontext() if mode.shape_env is None else _refusing(mode.shape_env, op)
 
 
 @contextlib.contextmanager
-def _refusing(shape_env: Any, op: torch._ops.OpOverload) -> Iterator[None]:
+def _refusing(shape_env: ShapeEnv, op: torch._ops.OpOverload) -> Iterator[None]:
     pending = shape_env.pending_fresh_unbacked_symbols  # 2.11 - 2.15
     before = len(pending)
     yield

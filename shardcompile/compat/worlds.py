@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
@@ -17,6 +18,8 @@ from torch._dynamo.utils import orig_code_map  # 2.11 - 2.15
 from torch._guards import CompileContext, Guard, TracingContext  # 2.11 - 2.15
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # 2.11 - 2.15
+
+from shardcompile.compat.patch import Patch, put_in_for_good, replace
 
 __all__ = ["add_condition", "add_guard", "forget_with_world", "note_trace", "start_epoch", "world_epoch"]
 
@@ -56,23 +59,22 @@ def start_epoch() -> None:
         clear()
 
 
-def _notice_ends() -> None:
-    """Have a world that is taken down forgotten at once.
+def _forget_at_the_end(stack: contextlib.ExitStack) -> None:
+    """Have a world that is taken down forgotten at once."""
 
-    A program whose sharded tensors are inside of graphs alone asks for the world while it is compiled, which is too
-    late to forget what was compiled for the one before.
-    """
-    destroy = torch.distributed.destroy_process_group
+    def forgetting(destroy: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(destroy)
+        def destroy_and_forget(*args: object, **kwargs: object) -> None:
+            before = _present_world()
+            destroy(*args, **kwargs)
+            if before is not None and _present_world() is not before:
+                start_epoch()
 
-    @functools.wraps(destroy)
-    def destroy_and_forget(*args: Any, **kwargs: Any) -> None:
-        before = _present_world()
-        destroy(*args, **kwargs)
-        if before is not None and _present_world() is not before:
-            start_epoch()
+        return destroy_and_forget
 
+    forgets = forgetting(torch.distributed.destroy_process_group)
     for module in (torch.distributed, torch.distributed.distributed_c10d):
-        module.destroy_process_group = destroy_and_forget  # type: ignore[attr-defined]
+        replace(stack, module, "destroy_process_group", lambda _: forgets)
 
 
 def _present_world() -> object:
@@ -186,4 +188,14 @@ def _running() -> set[int]:
 
 forget_with_world(_forget_compiled)
 if torch.distributed.is_available():
-    _notice_ends()
+    put_in_for_good(
+        Patch(
+            "ends_of_worlds",
+            "torch.distributed.destroy_process_group",
+            "A program whose sharded tensors are inside of graphs alone asks for the world while it is compiled. That "
+            "is too late to forget what was compiled for the one before.",
+            "torch.distributed has no hook for the end of the default process group.",
+            "2.11 - 2.15",
+            _forget_at_the_end,
+        )
+    )

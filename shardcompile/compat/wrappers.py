@@ -6,6 +6,7 @@ them asks a tensor that is in blocks already whether that is right, so the quest
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes  # 2.11 - 2.15
 from torch.utils._pytree import tree_leaves
 
+from shardcompile.compat.patch import Patch, put_in_for_good, replace
+
 
 def ask_before_wrapping(
     as_block: Callable[[Any, Any], None],
@@ -36,6 +39,8 @@ def ask_before_wrapping(
         as_whole: with what DTensor's `distribute_tensor` is given as the whole tensor.
         as_parameter: with each parameter that is about to be flattened or bucketed, and by what.
         as_input: with each input of a function that is about to be traced, and by what.
+
+    It is long because each of the patches says what it is for.
     """
 
     def from_local(_: object, block: object, mesh: DeviceMesh, *rest: object, **options: object) -> None:
@@ -66,27 +71,94 @@ def ask_before_wrapping(
         for x in tree_leaves(inputs):
             as_input(x, "torch.jit.trace")
 
-    _put_before(proxy_tensor, "track_tensor", of_make_fx)
-    _put_before(torch.jit._trace, "_trace_impl", of_jit)  # 2.11 - 2.15
-    _put_before(_FromTorchTensor, "forward", from_local, staticmethod)
-    _put_before(Shard, "_make_shard_tensor", whole, staticmethod)  # 2.11 - 2.15; bound to the class already
-    _put_before(Replicate, "_make_replicate_tensor", whole, staticmethod)  # 2.11 - 2.15
-    _put_before(FSDPParam, "__init__", of_fully_shard)
-    _put_before(FlatParamHandle, "__init__", of_fsdp)
-    _put_before(DistributedDataParallel, "__init__", of_ddp)
+    put_in_for_good(
+        Patch(
+            "inputs_of_make_fx",
+            "torch.fx.experimental.proxy_tensor.track_tensor",
+            "make_fx takes blocks for constants of the graph: another call gets the values of the first one.",
+            "https://github.com/pytorch/pytorch/pull/118155 says why: "
+            "make_fx tracks the inner tensors of a subclass with no proxy of their own, and makes constants of them in "
+            "silence: it should refuse a traceable wrapper subclass, or flatten it as AOTAutograd does.",
+            "2.11 - 2.15",
+            _before((proxy_tensor, "track_tensor", of_make_fx)),
+        ),
+        Patch(
+            "inputs_of_jit_trace",
+            "torch.jit._trace._trace_impl",
+            "torch.jit.trace takes blocks for constants of the graph.",
+            "torch.jit.trace of a traceable wrapper subclass traces the ops on its inner tensors, whose values become "
+            "constants: it should refuse such inputs.",
+            "2.11 - 2.15",
+            _before((torch.jit._trace, "_trace_impl", of_jit)),  # 2.11 - 2.15
+        ),
+        Patch(
+            "blocks_of_dtensors",
+            "torch.distributed.tensor._api._FromTorchTensor.forward",
+            "DTensor.from_local takes a sharded tensor for one rank's block, though ranks hold other blocks of it.",
+            "DTensor.from_local has no way for a tensor subclass to object to becoming a local tensor.",
+            "2.11 - 2.15",
+            _before((_FromTorchTensor, "forward", from_local)),
+        ),
+        Patch(
+            "wholes_of_dtensors",
+            "Shard._make_shard_tensor, Replicate._make_replicate_tensor",
+            "distribute_tensor takes a sharded tensor for the whole tensor.",
+            "distribute_tensor has no way for a tensor subclass to object, or to say how it is laid out.",
+            "2.11 - 2.15",
+            # They are bound to their classes already.
+            _before((Shard, "_make_shard_tensor", whole), (Replicate, "_make_replicate_tensor", whole)),  # 2.11 - 2.15
+        ),
+        Patch(
+            "parameters_of_fully_shard",
+            "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.__init__",
+            "fully_shard cuts this rank's block as if that were the whole parameter.",
+            "FSDPParam asks only DTensor parameters for their layout; another subclass is cut by its local memory.",
+            "2.11 - 2.15",
+            _before((FSDPParam, "__init__", of_fully_shard)),
+        ),
+        Patch(
+            "parameters_of_fsdp",
+            "torch.distributed.fsdp._flat_param.FlatParamHandle.__init__",
+            "FullyShardedDataParallel flattens this rank's block as if that were the whole parameter.",
+            "FlatParamHandle flattens any subclass but DTensor by its local memory.",
+            "2.11 - 2.15",
+            _before((FlatParamHandle, "__init__", of_fsdp)),
+        ),
+        Patch(
+            "parameters_of_ddp",
+            "torch.nn.parallel.DistributedDataParallel.__init__",
+            "DistributedDataParallel copies the block of its first rank to the others, and averages gradients.",
+            "DistributedDataParallel refuses no tensor subclass, and broadcasts its local memory.",
+            "2.11 - 2.15",
+            _before((DistributedDataParallel, "__init__", of_ddp)),
+        ),
+    )
 
 
-def _put_before(owner: object, name: str, ask: Callable[..., None], kind: Callable[..., object] = lambda f: f) -> None:
-    setattr(owner, name, kind(_asking(getattr(owner, name), ask)))
+def _before(*places: tuple[object, str, Callable[..., None]]) -> Callable[[contextlib.ExitStack], None]:
+    """Puts a question in front of functions.
+
+    Args:
+        places: of each its owner, its name, and the question, which raises.
+    """
+
+    def put_in(stack: contextlib.ExitStack) -> None:
+        for owner, name, ask in places:
+            static = isinstance(owner, type) and name != "__init__"
+            replace(stack, owner, name, functools.partial(_asking, ask=ask, static=static))
+
+    return put_in
 
 
-def _asking(function: Callable[..., object], ask: Callable[..., None]) -> Callable[..., object]:
+def _asking(function: Callable[..., object], ask: Callable[..., None], static: bool) -> object:
+    """A function, or a static method, that asks before it does what it did."""
+
     @functools.wraps(function)
     def asked(*args: object, **kwargs: object) -> Any:
         ask(*args, **kwargs)
         return function(*args, **kwargs)
 
-    return asked
+    return staticmethod(asked) if static else asked
 
 
 def ranks_of(mesh: DeviceMesh) -> list[int]:

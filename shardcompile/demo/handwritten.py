@@ -82,11 +82,11 @@ class _Sum(torch.autograd.Function):
     """The sum over all ranks, of which every rank then uses all: the gradient passes as it is."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: object, x: Tensor, group: ProcessGroup) -> Tensor:
         return _added_up(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return grad, None
 
 

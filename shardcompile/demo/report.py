@@ -207,6 +207,7 @@ def picture(
             that agree can both be seen.
         ranks: number of ranks, to list those that held nothing; by default the highest owner plus one.
     """
+    # An optional package.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -222,6 +223,7 @@ def picture(
 
 def _draw_owners(ax: Axes, sample: Sample, owner: Array, ranks: int | None) -> None:
     """Points coloured by rank, with the number of points per rank in the legend."""
+    # An optional package.
     from matplotlib import colormaps
 
     (x, y), counts = sample.points.T, np.bincount(owner, minlength=ranks or 0)
@@ -259,6 +261,7 @@ def _draw_field(ax: Axes, sample: Sample, values: Array, title: str, low: float,
 
 def _draw_losses(ax: Axes, losses: Mapping[str, Sequence[float]]) -> None:
     """The curves, thick and solid first, thin and dashed over it."""
+    # An optional package.
     from matplotlib.ticker import LogLocator
 
     for i, (name, values) in enumerate(losses.items()):

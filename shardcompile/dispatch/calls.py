@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardcompile.compat import OpOverload
 from shardcompile.errors import LayoutError, UnsupportedOpError
@@ -57,8 +58,6 @@ def _common_mesh(cls: type[Sharded], op: OpOverload, args: Sequence[object], kwa
 
 
 def _refuse_foreign(op: OpOverload, x: Tensor) -> None:
-    from torch.distributed.tensor import DTensor
-
     if isinstance(x, DTensor):
         raise UnsupportedOpError(
             f"{op} mixes a ShardTensor and a DTensor ({x.placements}); convert one: ShardTensor.from_dtensor(x) or "

@@ -38,7 +38,7 @@ def dispatch(
     types: Sequence[type],
     args: tuple[Any, ...] = (),
     kwargs: dict[str, object] | None = None,
-) -> Any:
+) -> object:
     """Run an op whose arguments hold at least one sharded tensor; the `__torch_dispatch__` of its class.
 
     Args:

@@ -146,7 +146,7 @@ class Local(Entry):
         self.single = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
         self.mistold = mistold
 
-    def run(self, cls: type[Sharded], args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
+    def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         out = self._blocks(cls, args, kwargs)
         if self.mutates:
             return args[0]
@@ -232,7 +232,7 @@ class Direct(Local):
         self.spec = spec
         self.in_rows = spec.is_plain and spec.stride == contiguous_stride(spec.shape)
 
-    def run(self, cls: type[Sharded], args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
+    def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         blocks = [a._local_tensor if type(a) is cls else a for a in args]
         spec = self.spec
         if self.mistold is not None and type(blocks[self.mistold]) is not Tensor:

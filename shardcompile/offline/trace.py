@@ -241,7 +241,7 @@ class _CapturedError(Exception):
 
 
 def _captured(
-    fn: Callable[..., Any], inputs: Sequence[Any], backward: bool, joint_pass: Callable[[Graph], None]
+    fn: Callable[..., object], inputs: Sequence[object], backward: bool, joint_pass: Callable[[Graph], None]
 ) -> tuple[GraphModule, GraphModule | None]:
     """The forward and backward graph of a call. They are taken when AOTAutograd parts them, and never run."""
     found: list[tuple[GraphModule, GraphModule | None]] = []

@@ -19,6 +19,7 @@ from shardcompile.reports.report import Report
 
 def decompiled(bytecode: types.CodeType) -> str:
     """Bytecode as Python source, or one line that says why there is none."""
+    # An optional package.
     import depyf
 
     try:
@@ -46,6 +47,7 @@ def written_sources(folder: str | Path | None, report: Report) -> Iterator[None]
         return
     if rank_of_thread() is not None:
         raise ValueError("capture(sources=...) is for ranks that are processes; leave out processes=False")
+    # An optional package.
     import depyf
 
     here = Path(folder) / f"rank{dist.get_rank() if dist.is_initialized() else 0}"

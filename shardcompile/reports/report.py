@@ -80,7 +80,7 @@ class Report(ReportData):
         return summary(self)
 
 
-def _tuples(cls: Any, data: dict[str, Any]) -> Any:
+def _tuples(cls: Any, data: dict[str, Any]) -> object:
     """A record whose lists have been tuples."""
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
 

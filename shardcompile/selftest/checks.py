@@ -392,6 +392,7 @@ def neighbours(here: Here) -> str:
 
 def checkpoints(here: Here) -> str:
     """Saved in one cut, loaded in another."""
+    # Heavy, and only this check needs it.
     import torch.distributed.checkpoint as dcp
 
     x = here.drawn(ROWS, 3)

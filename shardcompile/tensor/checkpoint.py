@@ -21,6 +21,7 @@ from shardcompile.errors import ShardError
 from shardcompile.layout import Layout
 
 if TYPE_CHECKING:
+    # Whoever calls this has imported it; others need not pay.
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
@@ -39,6 +40,7 @@ def write_items(name: str, x: ShardTensor) -> list[WriteItem]:
     Raises:
         ShardError: `x` is a pending reduction.
     """
+    # Whoever calls this has imported it; others need not pay.
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -60,6 +62,7 @@ def chunks(x: ShardTensor) -> list[ChunkStorageMetadata]:
     A checkpoint knows a part by its name and where it starts, as the block behind an empty one does, too: so an empty
     block is no part. Of a tensor without elements the first rank of the mesh holds all, so that it is known at all.
     """
+    # Whoever calls this has imported it; others need not pay.
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     layout = x._spec.layout

@@ -8,6 +8,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement
 
 from shardcompile import compat
@@ -93,7 +94,7 @@ class ShardTensor(Traced):
 
     @classmethod
     def _prepared(
-        cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        cls, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
         """The arguments of a function with plain tensors promoted that want a gradient."""
         mesh, plain = survey(cls, args)
@@ -143,7 +144,7 @@ class ShardTensor(Traced):
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
-        sharding_shapes: Mapping[int, Sequence[Any]] | None = None,
+        sharding_shapes: Mapping[int, Sequence[object]] | None = None,
         async_op: bool = False,
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
@@ -205,7 +206,7 @@ class ShardTensor(Traced):
         return whole.to_local(grad_placements=grad_placements)
 
     @classmethod
-    def from_dtensor(cls, x: Any) -> ShardTensor:
+    def from_dtensor(cls, x: object) -> ShardTensor:
         """A DTensor as a ShardTensor; no data moves. Differentiable.
 
         Raises:
@@ -219,8 +220,6 @@ class ShardTensor(Traced):
         Raises:
             LayoutError: a cut is not torch.chunk's, the only one that DTensor knows.
         """
-        from torch.distributed.tensor import DTensor
-
         layout = self.sharding
         for dim, cut in enumerate(layout.cuts):
             if cut is None:
@@ -276,7 +275,7 @@ class ShardTensor(Traced):
         return layout.offset(coordinate, placement.dim) if placement.is_shard() else 0  # type: ignore[attr-defined]
 
     def backward(
-        self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+        self, gradient: object = None, retain_graph: object = None, create_graph: bool = False, inputs: object = None
     ) -> None:
         """As `torch.Tensor.backward`; a pending reduction is carried out first, so that its gradient is the whole's."""
         source = redistributed(self, self._spec.layout.reduced())

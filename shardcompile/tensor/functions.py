@@ -159,7 +159,7 @@ def _unsafe_view(func: Callable[..., Any], x: Tensor, *args: Any) -> Tensor:
 def _tensor_split(func: Callable[..., object], x: object, *args: object, **kwargs: object) -> object:
     """`tensor_split`, whose kernel reads the memory of a tensor that says where to split."""
 
-    def known(where: Any) -> object:
+    def known(where: object) -> object:
         if isinstance(where, Tensor) and compat.is_compiling():
             raise UnsupportedOpError(
                 f"{func.__name__} of {x!r} by a tensor would need its values while it is compiled; pass a list of ints"

@@ -16,7 +16,7 @@ from shardcompile.tensor.autograd import FromLocal, redistributed
 from shardcompile.tensor.core import ShardTensor
 
 
-def one_or_all(results: tuple[Any, ...]) -> Any:
+def one_or_all(results: tuple[object, ...]) -> Any:
     """The only result, or the tuple of them."""
     return results[0] if len(results) == 1 else results
 

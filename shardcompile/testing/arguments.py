@@ -54,7 +54,7 @@ class Arguments:
 
     def __init__(
         self,
-        inputs: Sequence[Any] | Mapping[str, Any],
+        inputs: Sequence[object] | Mapping[str, object],
         placements: Sequence[Placements] | Mapping[str, Placements],
         sharding_shapes: Sequence[Sizes] | Mapping[str, Sizes] | None,
         mesh: DeviceMesh,
@@ -80,7 +80,7 @@ class Arguments:
         """What tells these arguments from others, a line for each."""
         return [digest(each.name, each.value) for each in self._inputs.values()]
 
-    def _laid_out(self, each: _Input, step: int) -> Any:
+    def _laid_out(self, each: _Input, step: int) -> object:
         if not isinstance(each.value, Tensor):
             return each.value
         value = each.value.detach().to(self.mesh.device_type)
@@ -110,7 +110,7 @@ def _with_keys_of(values: dict[object, object], given: object, what: str) -> dic
     return found
 
 
-def _input(key: Any, value: Any, placements: Placements, sizes: Sizes, mesh: DeviceMesh) -> _Input:
+def _input(key: object, value: object, placements: Placements, sizes: Sizes, mesh: DeviceMesh) -> _Input:
     name = f"input {key!r}"
     if isinstance(value, Tensor) and type(value) not in (Tensor, torch.nn.Parameter):
         raise ValueError(f"{name} is a {type(value).__name__}; inputs are plain, full tensors")

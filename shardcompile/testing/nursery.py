@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import select
@@ -242,8 +243,7 @@ def serve(descriptor: int) -> NoReturn:
 
 def _import_what_ranks_need() -> bool:
     """Import it; returns whether this process can be forked."""
-    import gc
-
+    # Loaded here, once, to be forked with the process.
     import torch
 
     import shardcompile.testing.worker  # noqa: F401
@@ -265,6 +265,7 @@ def _tell_who_has_ended(running: dict[int, int]) -> None:
 
 
 def _be_rank(own: Mapping[str, str], connection: int, output: int) -> NoReturn:
+    # Loaded before the fork.
     from shardcompile.testing.worker import main
 
     try:

@@ -192,7 +192,7 @@ class RankThreads:
 
     def run(
         self,
-        function: Callable[[int], Any],
+        function: Callable[[int], object],
         timeout: float | None = None,
         mesh_shape: tuple[int, ...] | None = None,
         first: int = 0,
@@ -249,7 +249,7 @@ class RankThreads:
         rank_state.forget_graphs()
         compat.start_epoch()
 
-    def _on_all(self, function: Callable[[int], Any], timeout: float | None, first: int = 0) -> list[RankEnd]:
+    def _on_all(self, function: Callable[[int], object], timeout: float | None, first: int = 0) -> list[RankEnd]:
         kept = rank_state.kept_by_rank()
         turns = self._rooms.turns = Turns(
             self._world_size, rank_state.kept_by_rank, rank_state.restore_rank, _refuse_to_wait_while_compiling
@@ -287,7 +287,7 @@ class _RankThread(threading.Thread):
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.start()
 
-    def call(self, function: Callable[[int], Any], turns: Turns, end: RankEnd, kept: list[Any]) -> None:
+    def call(self, function: Callable[[int], object], turns: Turns, end: RankEnd, kept: list[Any]) -> None:
         """Have this rank call a function when its turn comes."""
         self._calls.put((function, turns, end, kept))
 

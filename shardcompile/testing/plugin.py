@@ -165,6 +165,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def _run_in_this_process(item: pytest.Function, ranks: _Ranks, world_size: int) -> None:
+    # Torch takes seconds, and pytest loads this plugin for any test.
     from shardcompile.testing.one_process import RankThreads, raise_worst
 
     pools = item.config.stash[_THREADS]
@@ -252,6 +253,7 @@ def _world_size(item: pytest.Function, ranks: _Ranks) -> int:
 def _skip_without_gpus(world_size: int, backend: str) -> None:
     if "nccl" not in backend:
         return
+    # Torch takes seconds, and pytest loads this plugin for any test.
     import torch
 
     if torch.cuda.device_count() < world_size:

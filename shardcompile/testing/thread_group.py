@@ -8,7 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import (
+    AllreduceOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ProcessGroup,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    Work,
+)
 
 from shardcompile.compat import one_process as rank_state
 from shardcompile.dispatch.foreign import collective_refusal
@@ -113,7 +122,7 @@ class ThreadGroup(_Base):  # type: ignore[misc]
 
     # Collectives. Torch has two names for some of them (2.11 - 2.12 and 2.13 - 2.15).
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+    def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions | None = None) -> Work:
         op = meetings.op_name(opts.reduceOp) if opts is not None else "SUM"
         _refuse_reduction(tensors)
         told = " and ".join(meetings.describe("all_reduce", x, op.lower()) for x in tensors)
@@ -121,7 +130,7 @@ class ThreadGroup(_Base):  # type: ignore[misc]
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+    def reduce(self, tensors: Sequence[Tensor], opts: ReduceOptions) -> Work:
         op = meetings.op_name(opts.reduceOp)
         _refuse_reduction(tensors)
         told = meetings.describe("reduce", tensors[0], op.lower(), "to", opts.rootRank)
@@ -130,7 +139,7 @@ class ThreadGroup(_Base):  # type: ignore[misc]
     def barrier(self, opts: object = None) -> Work:
         return self._joined(Part("barrier"), meetings.barrier)
 
-    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+    def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions) -> Work:
         told = meetings.describe("broadcast", tensors[0], "from", opts.rootRank)
         return self._joined(Part(told, (), tensors), meetings.broadcast(opts.rootRank))
 
@@ -151,21 +160,23 @@ class ThreadGroup(_Base):  # type: ignore[misc]
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Work:
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: ReduceScatterOptions
+    ) -> Work:
         op = meetings.op_name(opts.reduceOp)
         _refuse_reduction(outputs)
         shapes = ", ".join(str(tuple(t.shape)) for t in inputs[0])
         told = f"reduce_scatter {op.lower()} of {inputs[0][0].dtype} {shapes}"
         return self._joined(Part(told, inputs[0], outputs), meetings.reduce_scatter(op))
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: object) -> Work:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: ReduceScatterOptions) -> Work:
         parts = input.view(-1).chunk(self.size()) if input.numel() else [input] * self.size()
         return self.reduce_scatter([output], [parts], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: object
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: ReduceScatterOptions
     ) -> Work:
         return _last([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
 
@@ -189,13 +200,13 @@ class ThreadGroup(_Base):  # type: ignore[misc]
     def _split(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         return list(x.split(list(sizes) or [x.shape[0] // self.size()] * self.size()))
 
-    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Work:
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: ScatterOptions) -> Work:
         part = Part(
             meetings.describe("scatter", outputs[0], "from", opts.rootRank), inputs[0] if inputs else (), outputs
         )
         return self._joined(part, meetings.scatter(opts.rootRank))
 
-    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: GatherOptions) -> Work:
         part = Part(meetings.describe("gather", inputs[0], "to", opts.rootRank), inputs, outputs[0] if outputs else ())
         return self._joined(part, meetings.gather(opts.rootRank))
 

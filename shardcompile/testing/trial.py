@@ -121,7 +121,7 @@ def gradient_problems(x: Tensor) -> list[str]:
     return block_problems(x.grad)
 
 
-def go_backward(values: Sequence[Any], name: str) -> bool:
+def go_backward(values: Sequence[object], name: str) -> bool:
     """Go backward from a weighted sum of all results; from a lone scalar, from itself.
 
     Args:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lazy_imports import hidden_circles, imports_of, without_a_reason
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,3 +52,19 @@ def test_import_contracts_can_fail(tmp_path: Path, importer: str, imported: str,
     result = lint_imports(tmp_path)
     assert result.returncode != 0, result.stdout
     assert f"{contract} BROKEN" in result.stdout
+
+
+def test_no_import_in_a_function_hides_a_circle(tmp_path: Path):
+    assert not hidden_circles(imports_of(ROOT, "shardcompile"))
+    (tmp_path / "planted").mkdir()
+    (tmp_path / "planted" / "a.py").write_text("import planted.b\n")
+    (tmp_path / "planted" / "b.py").write_text("def f():\n    from planted import a\n")
+    assert hidden_circles(imports_of(tmp_path, "planted")) == ["planted.b:2 imports planted.a"]
+
+
+def test_imports_in_functions_say_why():
+    sources = [path for path in (ROOT / "shardcompile").rglob("*.py") if "passes" not in path.relative_to(ROOT).parts]
+    sources += (ROOT / "passes").rglob("*.py")
+    assert not [f"{path}:{line}" for path in sources for line in without_a_reason(path.read_text())]
+    assert without_a_reason("def f():\n    import heavy\n") == [2]
+    assert not without_a_reason("def f():\n    # An optional package.\n    import a\n    import b\n")

@@ -19,8 +19,12 @@ import torch.nn.functional as nnf
 from tiers import often
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardcompile as sc
 from shardcompile.compat.caches import put_into_keys
@@ -73,15 +77,16 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Fuzzed:
-    """A program of the fuzzer's, by aot_eager."""
+    """A program of the fuzzer's."""
 
     lines: Sequence[str]
     inputs: Sequence[Input]
     ranks: int
+    backend: str = "aot_eager"
 
     def __call__(self) -> str:
         with LocalRanks(self.ranks, processes=False) as ranks:
-            return str(judge(ranks, Program((self.ranks,), list(self.inputs), list(self.lines)), "aot_eager").kind)
+            return str(judge(ranks, Program((self.ranks,), list(self.inputs), list(self.lines)), self.backend).kind)
 
 
 def _inputs_with_gradients(mesh: DeviceMesh) -> None:
@@ -104,6 +109,45 @@ def inputs_with_gradients() -> str:
     return RIGHT
 
 
+@dataclass(frozen=True)
+class Refused:
+    """Something that we refuse to do with a sharded tensor: on each rank, before any communication."""
+
+    act: Callable[[DeviceMesh, Any], object]
+    ranks: int = 1
+
+    def __call__(self) -> str:
+        with LocalRanks(self.ranks, processes=False) as ranks:
+            (told,) = set(ranks(self._try))
+        return str(told)
+
+    def _try(self, mesh: DeviceMesh) -> str:
+        x = sharded(random(5, 3), 0, [4, 1] if self.ranks == 2 else [5], mesh)
+        try:
+            self.act(mesh, x)
+        except sc.ShardError:
+            return RIGHT
+        return "not refused"
+
+
+def with_parameter(x: Tensor) -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.register_parameter("weight", torch.nn.Parameter(x.detach()))
+    return module
+
+
+def _values_of_state_dicts(mesh: DeviceMesh) -> str:
+    full = random(5, 3)
+    options = StateDictOptions(full_state_dict=True)
+    got = get_model_state_dict(with_parameter(sharded(full, 0, [4, 1], mesh)), options=options)["weight"]
+    return RIGHT if type(got) is Tensor and torch.equal(got, full) else "no full values"
+
+
+def values_of_state_dicts() -> str:
+    with LocalRanks(2, processes=False) as ranks:
+        return str(ranks(_values_of_state_dicts)[0])
+
+
 KERNEL, FACTOR, NOTHING = random(3, 2, 3, 3), random(2, 4, 5), random(5, 0)
 ROWS = [[3, 2], [1, 4]]
 SELECTED = Compiled(lambda x: x[:, 0].exp() + x.select(1, 2), lambda n: random(n, 3, 4), 0, ROWS)
@@ -124,6 +168,16 @@ SCENES: dict[str, Callable[[], str]] = {
         ],
         [Input("a0", (3, 4), "S(1)", {0: [0, 4]}), Input("a1", (1, 1))],
         2,
+    ),
+    "asserts_of_known_sizes": Fuzzed(
+        [
+            *("v0 = a0.transpose(1, -2)", "v1 = a0.var([-2, -1], keepdim=True, correction=0)"),
+            *("v2 = torch.minimum(v0, v1)  # if away(v0 - v1, 0)", "v3 = v2 @ a0", "v4 = torch.cat([a0, a0, a0], 1)"),
+            "v5 = v3.unflatten(1, [2, 1])",
+        ],
+        [Input("a0", (4, 2), "S(1)", {0: [0, 1, 1, 0]}, grad=True, seed=1003671)],
+        4,
+        "inductor",
     ),
     "collectives_stay": Fuzzed(
         [
@@ -149,6 +203,14 @@ SCENES: dict[str, Callable[[], str]] = {
         2,
     ),
     "symbols_by_both_names": inputs_with_gradients,
+    "inputs_of_make_fx": Refused(lambda mesh, x: make_fx(torch.sin)(x)),
+    "inputs_of_jit_trace": Refused(lambda mesh, x: torch.jit.trace(torch.sin, (x,), check_trace=False)),
+    "blocks_of_dtensors": Refused(lambda mesh, x: DTensor.from_local(x, mesh, [Replicate()], run_check=False), 2),
+    "parameters_of_fully_shard": Refused(lambda mesh, x: fully_shard(with_parameter(x), mesh=mesh)),
+    "parameters_of_fsdp": Refused(
+        lambda mesh, x: FullyShardedDataParallel(with_parameter(x), mesh.get_group(), device_id=torch.device("cpu"))
+    ),
+    "values_of_state_dicts": values_of_state_dicts,
 }
 """By patch, a program that needs it."""
 
@@ -157,6 +219,11 @@ WITHOUT_A_PROGRAM = {
     "clamped_ends": "it was written for `test_modes_of_images_that_are_cut_along_their_height`; nothing smaller is known",
     "decisions_where_guards_are_suppressed": "not found: products, batched products, convolutions of both precisions, permuted blocks",
     "symbols_of_blocks": "not found: blocks that are as large as other dims, with cuts that a run gives",
+    "wholes_of_dtensors": "it says what to do; without it the scatter that follows is refused in other words",
+    "parameters_of_ddp": "it says what to do; without it the broadcast that follows is refused in other words",
+    "full_values_for_state_dicts": "test_checkpoint.py has the calls; nothing smaller was tried without the patch",
+    "ends_of_worlds": "worlds end in test_local_ranks.py; nothing smaller was tried without the patch",
+    "collectives_in_comm_debug_mode": "test_collectives.py counts them; nothing smaller was tried without the patch",
 }
 """Patches of which no program is known that goes wrong with the torch that is installed, and why."""
 

@@ -384,7 +384,7 @@ def _attention_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, obje
 def _forward(op: OpOverload) -> Run:
     """The op's other results, such as the state of the random numbers, are empty: only our backward reads them."""
 
-    def run(*args: Any, **kwargs: Any) -> tuple[object, ...]:
+    def run(*args: object, **kwargs: object) -> tuple[object, ...]:
         attention = _attention_of(op, args, kwargs)
         if _is_whole(attention):
             return _on_whole_values(op, args, kwargs)
@@ -398,7 +398,7 @@ def _forward(op: OpOverload) -> Run:
 
 
 def _backward(op: OpOverload) -> Run:
-    def run(*args: Any, **kwargs: Any) -> tuple[object, ...]:
+    def run(*args: object, **kwargs: object) -> tuple[object, ...]:
         attention = _attention_of(op, args, kwargs)
         if _is_whole(attention):
             return _on_whole_values(op, args, kwargs)

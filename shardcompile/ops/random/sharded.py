@@ -107,7 +107,7 @@ def _precise(dtype: torch.dtype) -> torch.dtype:
 def _refill(kind: str, transform: Callable[..., Tensor], dtype: torch.dtype | None = None) -> Callable[..., Tensor]:
     """An in-place op that fills its argument."""
 
-    def run(x: Sharded, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Tensor:
+    def run(x: Sharded, *args: object, generator: torch.Generator | None = None, **kwargs: object) -> Tensor:
         _refuse_generator(generator)
         numbers = _block(x, kind, _precise(x.dtype) if dtype is None else dtype)
         return aten.copy_.default(x, transform(numbers, *args, **kwargs))

@@ -74,7 +74,9 @@ def _key(a: object) -> object:
     return type(a), a
 
 
-def _worked_out(mode: Any, op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+def _worked_out(
+    mode: compat.FakeTensorMode, op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     """Run an op on stand-ins of the global shapes, and correct what torch's fake kernels say otherwise than kernels do.
 
     Args:

@@ -289,7 +289,7 @@ def _keeps_all(extent: IntLike, start: Any, end: Any, step: Any) -> bool:
 
 
 def _slice_locally(
-    call: OpCall, args: tuple[Any, ...], outputs: Sequence[Layout], shape: LocalShape
+    call: OpCall, args: tuple[object, ...], outputs: Sequence[Layout], shape: LocalShape
 ) -> tuple[Any, ...]:
     """The whole of a cut dim is the whole of each block, whatever the global end was."""
     dim = call.arg(1, "dim", 0) % call.tensors[0].ndim
@@ -323,7 +323,7 @@ def _slice_back(call: OpCall) -> Iterable[Strategy]:
 
 
 def _slice_back_locally(
-    call: OpCall, args: tuple[Any, ...], outputs: Sequence[Layout], shape: LocalShape
+    call: OpCall, args: tuple[object, ...], outputs: Sequence[Layout], shape: LocalShape
 ) -> tuple[Any, ...]:
     dim = call.args[2] % max(len(call.args[1]), 1)
     rows = args[3:] if not call.args[1] or outputs[0].cuts[dim] is None else (0, 2**63 - 1, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,7 +97,7 @@ def _check_reach(x: Tensor, size: Sequence[IntLike], stride: Sequence[IntLike], 
 def _strided_view(op: OpOverload) -> Run:
     """A view of rows at a distance from each other. Torch's own asks where `x` starts in a storage."""
 
-    def view(x: Sharded, *args: Any) -> Tensor:
+    def view(x: Sharded, *args: object) -> Tensor:
         meta = global_meta(op, (x, *args), {})
         (start,) = compat.retraced([meta.storage_offset()])
         return _strided_whole(x, op, args, compat.global_extents(meta.shape), compat.retraced(meta.stride()), start)

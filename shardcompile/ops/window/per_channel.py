@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ aten = torch.ops.aten
 def _per_channel(op: OpOverload, spatial: int) -> Run:
     """Where this rank may have no channels, which kernels refuse: all leading dims as samples of one channel."""
 
-    def local(x: Tensor, *args: Any, **kwargs: Any) -> object:
+    def local(x: Tensor, *args: object, **kwargs: object) -> object:
         leading = x.shape[:-spatial]
         if not may_be_empty(leading[-1]):
             return op(x, *args, **kwargs)

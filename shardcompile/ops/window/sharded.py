@@ -171,7 +171,7 @@ def _skipped(windows: Windows, options: Sequence[Any]) -> list[IntLike]:
     return rows
 
 
-def convolution(x: Tensor, weight: Tensor, bias: Tensor, *options: Any) -> Tensor:
+def convolution(x: Tensor, weight: Tensor, bias: Tensor, *options: object) -> Tensor:
     """``aten.convolution`` of images of which a spatial dim is cut."""
     spatial = x.ndim - 2
     meta = global_meta(aten.convolution.default, (x, weight, bias, *options), {})
@@ -297,7 +297,14 @@ def _first_read(windows: Windows) -> list[IntLike]:
 
 def _max_pool_backward(spatial: int, op: OpOverload) -> Run:
     def run(
-        grad: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool, indices: Tensor
+        grad: Tensor,
+        x: Tensor,
+        kernel: object,
+        stride: object,
+        padding: object,
+        dilation: object,
+        ceil: bool,
+        indices: Tensor,
     ) -> Tensor:
         pool = _Pool.of(spatial, kernel, stride, padding, dilation, ceil)
         windows = Windows.of(x, pool.windows, tuple(grad.shape), True)
@@ -356,7 +363,7 @@ def _counts(x: Tensor, pool: _Pool, shape: Sequence[IntLike], count_outside: boo
 
 
 def _avg_pool(spatial: int, op: OpOverload) -> Run:
-    def run(x: Tensor, *options: Any) -> Tensor:
+    def run(x: Tensor, *options: object) -> Tensor:
         meta = global_meta(op, (x, *options), {})
         pool, count_outside, divisor = _average(spatial, options)
         windows = Windows.of(x, pool.windows, compat.global_extents(meta.shape), True)
@@ -381,7 +388,7 @@ def _avg_pool(spatial: int, op: OpOverload) -> Run:
 
 
 def _avg_pool_backward(spatial: int, op: OpOverload) -> Run:
-    def run(grad: Tensor, x: Tensor, *options: Any) -> Tensor:
+    def run(grad: Tensor, x: Tensor, *options: object) -> Tensor:
         pool, count_outside, divisor = _average(spatial, options)
         windows = Windows.of(x, pool.windows, tuple(grad.shape), True)
         if windows is None:
