@@ -18,6 +18,9 @@ from torch import Tensor
 _TILE = 1 << 18
 """How many distances are held at a time."""
 
+_TREE_TILE = 1 << 15
+"""The same, where trees give candidates: small beside a block of points, since a dozen tensors are made of them."""
+
 _FEW_DIMS = 8
 """Trees visit most of the points in spaces of more dims."""
 
@@ -113,8 +116,7 @@ def search(found: Found, block: Block, queries: Tensor, reach: float) -> None:
     if not many:
         return
     by_tree = block.tree is not None and bool(queries.isfinite().all())
-    width = (count + 1) * 4 if by_tree else many
-    step = max(1, _TILE // max(width, 1))
+    step = max(1, _TREE_TILE // ((count + 1) * 4) if by_tree else _TILE // many)
     for start in range(0, queries.shape[0], step):
         rows = slice(start, min(start + step, queries.shape[0]))
         some = queries[rows].to(_compared_in(queries))

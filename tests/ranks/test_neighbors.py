@@ -15,6 +15,8 @@ from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardcompile as sc
 from shardcompile.collectives import block_search, transport
@@ -145,6 +147,31 @@ def test_100000_points_have_the_neighbours_that_scipy_finds() -> None:
     told = once(lambda: cKDTree(full.numpy()).query(full.numpy(), 8))
     assert torch.equal(numbers.full_tensor(), torch.from_numpy(told[1]))
     torch.testing.assert_close(near.full_tensor(), torch.from_numpy(told[0]), **TIGHT)
+
+
+class _Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that an op returns, but for views of one."""
+
+    def __init__(self, known: Tensor) -> None:
+        super().__init__()
+        self.known, self.bytes = known.untyped_storage().data_ptr(), 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        for t in pytree.tree_leaves(out):
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() != self.known:
+                self.bytes = max(self.bytes, t.numel() * t.itemsize)
+        return out
+
+
+def test_no_tensor_of_a_search_by_trees_is_larger_than_its_block() -> None:
+    points = torch.rand(40_000, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = block_search.Found.none(points, 16, len(points))
+    block = block_search.searchable(points, 0)
+    with _Largest(found.flat) as largest:
+        block_search.search(found, block, points, torch.inf)
+    assert torch.equal(found.numbers[:, 0], torch.arange(len(points)))
+    assert 0 < largest.bytes <= points.nbytes
 
 
 @pytest.mark.ranks(4, processes=False)
