@@ -63,7 +63,7 @@ def modules_with_fake_parameters() -> Iterator[None]:
     apply = torch.nn.Module._apply  # 2.11 - 2.15
     converted: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
 
-    def new(parameter: torch.nn.Parameter, convert: Callable[..., Any]) -> torch.nn.Parameter:
+    def new(parameter: torch.nn.Parameter, convert: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Parameter:
         with torch.no_grad():
             value = convert(parameter)
         if value is parameter:
@@ -72,7 +72,9 @@ def modules_with_fake_parameters() -> Iterator[None]:
             converted[id(parameter)] = parameter, torch.nn.Parameter(value, parameter.requires_grad)
         return converted[id(parameter)][1]
 
-    def apply_to_fake(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> torch.nn.Module:
+    def apply_to_fake(
+        self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> torch.nn.Module:
         if not any(isinstance(p, FakeTensor) for p in self._parameters.values()):
             return apply(self, fn, recurse)
         for child in self.children() if recurse else ():
@@ -87,8 +89,10 @@ def modules_with_fake_parameters() -> Iterator[None]:
 
     draw = torch.nn.init._no_grad_trunc_normal_  # 2.11 - 2.15
 
-    def drawn(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else draw(tensor, *args, **kwargs)
+    def drawn(
+        tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
+    ) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else draw(tensor, mean, std, a, b, generator)
 
     with (
         mock.patch.object(torch.nn.Module, "_apply", apply_to_fake),
