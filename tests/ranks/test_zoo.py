@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from zoo import check
+from zoo import check, page
 from zoo.eager_only import EAGER_ONLY
 from zoo.entry import Entry
 from zoo.registry import ENTRIES
@@ -62,6 +62,10 @@ def test_sends_what_its_golden_file_says(entry: Entry) -> None:
     assert found == path.read_text()
     unsaid = check.gathers_without_judgement(entry, found)
     assert not unsaid, f"gathers of which the registry does not say whether they are needed: {unsaid}"
+
+
+def test_the_page_is_that_of_the_golden_files() -> None:
+    assert page.PAGE.read_text() == page.page(), "python tests/zoo/page.py writes it anew"
 
 
 def test_every_gather_of_a_golden_file_has_a_judgement() -> None:

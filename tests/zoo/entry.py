@@ -27,7 +27,7 @@ class Entry:
         tolerance: relative and absolute.
         gathers: for each whole gather of the golden file what a person says of it: part of the line, then a word
             (`needed`, or `not needed`) and why.
-        graphs: of one compilation over all cuts and extents.
+        graphs: of one compilation over all cuts and extents; two where another extent takes one more.
         extents: what n is, for four cuts and for a fifth one.
     """
 

@@ -117,6 +117,7 @@ OF_IMAGES = [
         "timm",
         2,
         gathers=(KEYS,),
+        graphs=2,
     ),
     _batch("timm-swin", _of("timm.models", "SwinTransformer", img_size=8, patch_size=1, embed_dim=8, depths=(2,), num_heads=(2,), window_size=4, num_classes=5, drop_path_rate=0.0), "timm"),
     _batch("timm-mixer", _of("timm.models", "MlpMixer", num_classes=5, img_size=8, patch_size=2, num_blocks=1, embed_dim=16), "timm"),

@@ -70,7 +70,7 @@ _SINGLE = {"dtype": torch.float32, "tolerance": 1e-4}
 """Of models that hold weights of single precision whatever is asked for."""
 
 OF_PHYSICS = [
-    Entry("pn-transolver", _of("transolver", "Transolver", embedding_dim=3, **_OF_POINTS), _points, (1, 1), package="physicsnemo"),
+    Entry("pn-transolver", _of("transolver", "Transolver", embedding_dim=3, **_OF_POINTS), _points, (1, 1), package="physicsnemo", graphs=2),
     Entry("pn-flare", _of("flare", "FLARE", embedding_dim=3, **_OF_POINTS), _points, (1, 1), package="physicsnemo"),
     Entry(
         "pn-geotransolver",
@@ -82,7 +82,7 @@ OF_PHYSICS = [
     ),
     Entry("pn-perceptron", _of("mlp", "FullyConnected", in_features=3, layer_size=16, out_features=2, num_layers=2), lambda n: [torch.randn(n, 3)], (0,), package="physicsnemo"),
     _height("pn-afno", _of("afno", "AFNO", inp_shape=[16, 16], in_channels=2, out_channels=2, patch_size=[2, 2], embed_dim=16, depth=1, num_blocks=2), 2, extents=_FIXED, **_SINGLE),
-    _height("pn-fno", _of("fno", "FNO", in_channels=2, out_channels=2, latent_channels=8, num_fno_layers=1, num_fno_modes=3, padding=2), 2),
+    _height("pn-fno", _of("fno", "FNO", in_channels=2, out_channels=2, latent_channels=8, num_fno_layers=1, num_fno_modes=3, padding=2), 2, graphs=2),
     _height("pn-pangu", _nothing_dropped("pangu", "Pangu", img_size=(32, 24), patch_size=(2, 4, 4), embed_dim=8, num_heads=(2, 2, 2, 2), window_size=(2, 2, 3)), 4, inputs=_field(4, 24, 72, 1), read=lambda out: out[1], extents=_FIXED),
     Entry(
         "pn-song-unet",
@@ -128,6 +128,7 @@ OF_PHYSICS = [
         (1,),
         rows=(2,),
         package="physicsnemo",
+        graphs=2,
         extents=_FIXED,
         **_SINGLE,
     ),

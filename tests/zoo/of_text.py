@@ -135,10 +135,9 @@ def _x_transformer(causal: bool = True, **options: Any) -> Callable[[], nn.Modul
     return make
 
 
-def _x(name: str, **options: Any) -> Entry:
-    return Entry(
-        name, _x_transformer(**options), words, (1,), package="x_transformers", gathers=(PRODUCTS, *EMBEDDINGS)
-    )
+def _x(name: str, graphs: int = 1, **options: Any) -> Entry:
+    make, gathers = _x_transformer(**options), (PRODUCTS, *EMBEDDINGS)
+    return Entry(name, make, words, (1,), package="x_transformers", gathers=gathers, graphs=graphs)
 
 
 OF_TEXT = [
@@ -224,6 +223,6 @@ OF_TEXT = [
         gathers=(KEYS,),
     ),
     _x("x-decoder"),
-    _x("x-rotary", rotary_pos_emb=True, ff_glu=True),
+    _x("x-rotary", graphs=2, rotary_pos_emb=True, ff_glu=True),
     _x("x-encoder", causal=False, use_rmsnorm=True),
 ]  # fmt: skip

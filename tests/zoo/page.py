@@ -8,6 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from zoo.eager_only import EAGER_ONLY
 from zoo.entry import Entry
 from zoo.registry import ENTRIES
 
@@ -20,21 +21,31 @@ _INTRODUCTION = """# Models that were tried
 
 Public models with random weights and tiny sizes, unmodified, with inputs that are cut unevenly over three ranks: along the
 sequence, the height, points, or nodes and edges. For each of them the tests compare values and gradients with one process
-over five cuts, with an empty block, a block of one row and another extent: eager, and compiled to one graph. That runs at
-night (`pytest -m zoo`); the first five run on every push.
+over five cuts, with an empty block, a block of one row and another extent: eager, and, but for those listed below,
+compiled by `aot_eager` to one graph. That runs at night (`pytest -m zoo`); the first five run on every push.
 
 A row says what one rank of three sends in a forward and a backward pass, as traced and after the passes. The gradients of
 parameters, which any data-parallel step sends, are a part of the bytes; sizes of parameters stand beside. Gathers of whole
-tensors are those that remain, each with a word beside its golden file in `tests/zoo` on whether it is needed.
+tensors are those that remain, each with a word beside its golden file in `tests/zoo` on whether it is needed. Models
+without numbers have no golden file yet.
 
 | model | package | collectives | after the passes | bytes | parameters | whole gathers | not needed |
 |---|---|---|---|---|---|---|---|
 """
 
+_EAGER_ONLY = """
+## Compared in eager mode alone
+
+"""
+
 
 def page() -> str:
     """The page."""
-    return _INTRODUCTION + "".join(_row(entry) for entry in ENTRIES)
+    reasons: dict[str, list[str]] = {}
+    for name, reason in EAGER_ONLY.items():
+        reasons.setdefault(reason, []).append(name)
+    left_out = [f"- {', '.join(names)}: {reason}.\n" for reason, names in reasons.items()]
+    return "".join([_INTRODUCTION, *map(_row, ENTRIES), _EAGER_ONLY, *left_out])
 
 
 def _row(entry: Entry) -> str:
