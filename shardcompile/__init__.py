@@ -15,6 +15,7 @@ from shardcompile.api import register_sharding as register_sharding
 from shardcompile.api import scatter_tensor as scatter_tensor
 from shardcompile.api import zeros as zeros
 from shardcompile.compat.caches import tag_compiler_caches
+from shardcompile.contexts import context_parallel as context_parallel
 from shardcompile.contractions import einsum as einsum
 from shardcompile.contractions import tensordot as tensordot
 from shardcompile.contractions import transpose as transpose

@@ -41,4 +41,5 @@ from shardcompile.collectives.routes import exchange_rows as exchange_rows
 from shardcompile.collectives.routes import gather_counts as gather_counts
 from shardcompile.collectives.routes import rows_from as rows_from
 from shardcompile.collectives.spans import documents_of as documents_of
+from shardcompile.collectives.spans import fetch_named as fetch_named
 from shardcompile.collectives.spans import fetch_reached as fetch_reached

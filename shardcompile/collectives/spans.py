@@ -7,7 +7,7 @@ the CPU, since messages are sent from there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,8 @@ _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
 _TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]
 for _schema in (
     f"spans_of_documents(Tensor ends, bool causal, SymInt total, {cut_schema()}, str group_name) -> Tensor",
+    "spans_of_blocks(Tensor[] counts, Tensor[] indices, SymInt of_query, SymInt of_keys, SymInt total, SymInt keys, "
+    f"{cut_schema()}, str group_name) -> Tensor",
     "rows_of_span(Tensor spans, str group_name) -> Tensor",
 ):
     _LIBRARY.define(_schema, tags=_TAGS)
@@ -92,15 +94,48 @@ def fetch_reached(rows: Tensor, ends: Tensor, causal: bool, cut: Cut, mesh: Devi
         LayoutError: see `documents_of`.
         DivergenceError: documents are not the same on every rank.
     """
-    (mesh_dim,) = cut.mesh_dims
-    held = cut.group_ref(compat.coordinate(mesh) or ())
-    group_name = compat.group_name_of(mesh, mesh_dim)
+    held, group_name = _group(cut, mesh)
     spans = _ops.spans_of_documents(ends.detach(), causal, cut.extent, *write_cut(held), group_name)
+    return _fetched(rows, spans, cut, mesh)
+
+
+def fetch_named(
+    rows: Tensor, block_mask: Sequence[Any], of_query: Cut, cut: Cut, mesh: DeviceMesh
+) -> tuple[Tensor, IntLike]:
+    """The rows of keys from the first to the last block that a block mask names for a rank's queries. Differentiable.
+
+    Args:
+        rows: this rank's block of keys: [n, ...].
+        block_mask: as `BlockMask.as_tuple` gives it, the same on every rank.
+        of_query: cut of the query's rows, over one mesh dim.
+        cut: of the keys, over the same one.
+        mesh: the mesh.
+
+    Returns:
+        The rows, and the number of the first one in the whole dim.
+
+    Raises:
+        DivergenceError: masks are not the same on every rank.
+    """
+    held, group_name = _group(of_query, mesh)
+    counts, indices = ([x for x in block_mask[i:6:2] if x is not None] for i in (2, 3))  # of partial and of full blocks
+    size = block_mask[-3:-1]
+    spans = _ops.spans_of_blocks(counts, indices, *size, of_query.extent, cut.extent, *write_cut(held), group_name)
+    return _fetched(rows, spans, cut, mesh)
+
+
+def _group(cut: Cut, mesh: DeviceMesh) -> tuple[GroupCut, str]:
+    (mesh_dim,) = cut.mesh_dims
+    return cut.group_ref(compat.coordinate(mesh) or ()), compat.group_name_of(mesh, mesh_dim)
+
+
+def _fetched(rows: Tensor, spans: Tensor, cut: Cut, mesh: DeviceMesh) -> tuple[Tensor, IntLike]:
+    held, group_name = _group(cut, mesh)
     with compat.unrecorded_symbols(rows):
         first, count = _numbers(_ops.rows_of_span(spans, group_name))
     torch._check(count >= 0)
     torch._check(first >= 0)
-    compat.suggest_hint(count, -(-compat.size_hint(cut.extent) // mesh.shape[mesh_dim]))
+    compat.suggest_hint(count, -(-compat.size_hint(cut.extent) // mesh.shape[cut.mesh_dims[0]]))
     return FETCH_SPANS.start(Spans(rows, spans, cut.extent, count, held, group_name)).wait(), first
 
 
@@ -119,6 +154,45 @@ def _spans_of_documents(
         of_block = [d for d in documents if d[0] < b and d[1] > a] if b > a else []
         spans.append((of_block[0][0], b if causal else of_block[-1][1]) if of_block else (0, 0))
     return torch.tensor(spans, dtype=torch.int64)
+
+
+def _spans_of_blocks(
+    counts: list[Tensor],
+    indices: list[Tensor],
+    of_query: int,
+    of_keys: int,
+    total: int,
+    keys: int,
+    sizes: list[int],
+    key: int,
+    nest: list[int],
+    group_name: str,
+) -> Tensor:
+    """From how many blocks of keys rows of blocks see, and which, to the rows of keys that ranks need."""
+    group = compat.process_group(group_name)
+    blocks = blocks_of(total, 0, GroupCut(sizes, key, nest), group.size(), "flex_attention")
+    first, last = _ends_of_blocks(counts, indices)
+    spans = []
+    for a, b in blocks:
+        seen = slice(a // of_query, -(-b // of_query)) if b > a else slice(0, 0)
+        start = min((i for i in first[seen] if i >= 0), default=0) * of_keys
+        end = (max(last[seen], default=-1) + 1) * of_keys
+        spans.append((min(start, keys), min(end, keys)) if end else (0, 0))
+    return torch.tensor(spans, dtype=torch.int64)
+
+
+def _ends_of_blocks(counts: list[Tensor], indices: list[Tensor]) -> tuple[list[int], list[int]]:
+    """By block of queries the first and the last block of keys that any head sees; -1 where there is none."""
+    none = torch.iinfo(torch.int64).max
+    first = torch.full(counts[0].shape[-1:], none)
+    last = torch.full_like(first, -1)
+    for count, index in zip(counts, indices, strict=True):
+        named = torch.arange(index.shape[-1], device=index.device) < count.unsqueeze(-1)
+        where = index.long()
+        low, high = where.masked_fill(~named, none), where.masked_fill(~named, -1)
+        first = torch.minimum(first, low.amin((0, 1, 3)).cpu())
+        last = torch.maximum(last, high.amax((0, 1, 3)).cpu())
+    return first.masked_fill(last < 0, -1).tolist(), last.tolist()
 
 
 def _rows_of_span(spans: Tensor, group_name: str) -> Tensor:
@@ -171,15 +245,17 @@ RETURN_SPANS: Descriptor[Spans] = Descriptor(
 )
 
 _LIBRARY.impl("spans_of_documents", _spans_of_documents, "CompositeExplicitAutograd")
+_LIBRARY.impl("spans_of_blocks", _spans_of_blocks, "CompositeExplicitAutograd")
 _LIBRARY.impl("rows_of_span", _rows_of_span, "CompositeExplicitAutograd")
 
 
-def _fake_spans(ends: Tensor, *rest: Any) -> Tensor:
+def _fake_spans(*rest: Any) -> Tensor:
     ranks = compat.process_group(rest[-1]).size()
     return torch.empty([ranks, 2], dtype=torch.int64, device="cpu")
 
 
-torch.library.register_fake("shardcompile::spans_of_documents", _fake_spans, lib=_LIBRARY)
+for _name in ("spans_of_documents", "spans_of_blocks"):
+    torch.library.register_fake(f"shardcompile::{_name}", _fake_spans, lib=_LIBRARY)
 torch.library.register_fake(
     "shardcompile::rows_of_span", lambda *_: torch.empty([2], dtype=torch.int64, device="cpu"), lib=_LIBRARY
 )

@@ -36,6 +36,7 @@ from shardcompile.compat.inductor import (
     preserve_node_ordering,
 )
 from shardcompile.compat.memory import (
+    exchange_tensors,
     follow_view,
     forbid_writes_with_gradients,
     give_storage,
@@ -103,6 +104,7 @@ __all__ = [
     "decomposition_by_torch",
     "decomposition_of",
     "detect_fake_mode",
+    "exchange_tensors",
     "expression_of",
     "faking_like",
     "first_input_size",

@@ -51,3 +51,14 @@ def give_storage(x: torch.Tensor) -> None:
 def follow_view(op: torch._ops.OpOverload, args: Sequence[object], kwargs: dict[str, Any]) -> None:
     """Give a wrapper on which an in-place view op, such as ``transpose_``, is called its new sizes and strides."""
     return_and_correct_aliasing(op, args, kwargs, args[0])
+
+
+def exchange_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Have each of two tensor objects be what the other was, for all who have a reference to it.
+
+    As `torch.utils.swap_tensors`, which refuses where an autograd graph or a weak reference knows one of them. Neither
+    is wrong here: a graph holds the values, which go on living, and a weak reference means the object.
+    """
+    a.__class__, b.__class__ = b.__class__, a.__class__
+    a.__dict__, b.__dict__ = b.__dict__, a.__dict__
+    torch._C._swap_tensor_impl(a, b)  # type: ignore[attr-defined]  # 2.11 - 2.15

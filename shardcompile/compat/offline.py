@@ -53,15 +53,17 @@ def _copied(fake: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def modules_with_fake_parameters() -> Iterator[None]:
-    """Inside of it ``module.to(...)``, ``.cuda()``, ``.half()`` and so on work on modules of fake tensors.
+    """Inside of it modules of fake tensors can be made, and ``module.to(...)``, ``.half()`` and so on work on them.
 
-    Torch would swap the new parameter with the old one, which it cannot where something refers to that weakly, as
-    whatever makes fake tensors does. Here the module gets new ones; a parameter that modules share stays shared.
+    Torch draws a truncated normal again while a value is beyond its limits, which nobody knows of a fake one; such a
+    parameter is left as it is. Torch would swap a converted parameter with the old one, which it cannot where something
+    refers to that weakly, as whatever makes fake tensors does. Here the module gets new ones; a parameter that modules
+    share stays shared.
     """
     apply = torch.nn.Module._apply  # 2.11 - 2.15
     converted: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
 
-    def new(parameter: torch.nn.Parameter, convert: Callable[..., Any]) -> torch.nn.Parameter:
+    def new(parameter: torch.nn.Parameter, convert: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Parameter:
         with torch.no_grad():
             value = convert(parameter)
         if value is parameter:
@@ -70,7 +72,9 @@ def modules_with_fake_parameters() -> Iterator[None]:
             converted[id(parameter)] = parameter, torch.nn.Parameter(value, parameter.requires_grad)
         return converted[id(parameter)][1]
 
-    def apply_to_fake(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> torch.nn.Module:
+    def apply_to_fake(
+        self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> torch.nn.Module:
         if not any(isinstance(p, FakeTensor) for p in self._parameters.values()):
             return apply(self, fn, recurse)
         for child in self.children() if recurse else ():
@@ -83,7 +87,17 @@ def modules_with_fake_parameters() -> Iterator[None]:
                 self._buffers[name] = fn(buffer)
         return self
 
-    with mock.patch.object(torch.nn.Module, "_apply", apply_to_fake):
+    draw = torch.nn.init._no_grad_trunc_normal_  # 2.11 - 2.15
+
+    def drawn(
+        tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
+    ) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else draw(tensor, mean, std, a, b, generator)
+
+    with (
+        mock.patch.object(torch.nn.Module, "_apply", apply_to_fake),
+        mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", drawn),
+    ):
         yield
 
 

@@ -23,6 +23,7 @@ from shardcompile.compat.patch import Patch, in_place, put_in
 from shardcompile.compat.replacements import (
     asserts_of_known_sizes,
     batched_products_by_hint,
+    buffers_vary,
     channels_last_by_hint,
     clamped_ends,
     collectives_stay,
@@ -123,6 +124,16 @@ OF_RANKS_ALIKE = (
         "has, after they were counted: DTensor fails in the same way.",
         "2.11 - 2.15",
         traces_agree,
+    ),
+    Patch(
+        "buffers_vary",
+        "torch._dynamo.variables.builder.tensor_always_has_static_shape",
+        "Buffers of modules are traced with numbers for sizes. A sharded one would have the block of the rank that "
+        "traces, where inputs that are cut alike have symbols, and does not fit them.",
+        "force_parameter_static_shapes holds for tensor subclasses whose inner tensors are marked as dynamic, too: the "
+        "marks on a buffer's inner tensors are not asked for.",
+        "2.11 - 2.15",
+        buffers_vary,
     ),
 )
 """Put in when a compilation meets the first sharded tensor, and put back when it ends."""

@@ -80,6 +80,14 @@ def traces_agree(stack: contextlib.ExitStack) -> None:
     replace(stack, common, "aot_module_simplified", tracing_again)  # 2.11 - 2.15
 
 
+def buffers_vary(stack: contextlib.ExitStack) -> None:
+    """Have Dynamo take a sharded buffer of a module as it takes a sharded input: any cut, by one graph."""
+    # Heavy, and only a compilation needs it.
+    from torch._dynamo.variables import builder  # 2.11 - 2.15
+
+    replace(stack, builder, "tensor_always_has_static_shape", _unless_sharded)
+
+
 def symbols_by_both_names(stack: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
@@ -96,6 +104,7 @@ def fill_order_by_hint(stack: contextlib.ExitStack) -> None:
 
 def asserts_of_known_sizes(stack: contextlib.ExitStack) -> None:
     """See `shardcompile.compat.patches`."""
+    # Heavy, and only a compilation needs it.
     from torch._inductor import ir
 
     replace(stack, ir.AssertScalar, "__init__", _with_numbers_of_symbols)  # 2.11 - 2.15
@@ -117,6 +126,15 @@ def clamped_ends(stack: contextlib.ExitStack) -> None:
 
     replace(stack, SizeVarAllocator, "evaluate_min", lambda _: _one_of_two_if_known(Min, 0))  # 2.11 - 2.15
     replace(stack, SizeVarAllocator, "evaluate_max", lambda _: _one_of_two_if_known(Max, 1))  # 2.11 - 2.15
+
+
+def _unless_sharded(is_static: Callable[..., Any]) -> Callable[..., Any]:
+    def static(tensor: Any, is_tensor: bool, *args: Any, **kwargs: Any) -> Any:
+        if is_tensor and getattr(tensor, "_is_static", True) is False:
+            return False, None
+        return is_static(tensor, is_tensor, *args, **kwargs)
+
+    return static
 
 
 def _where_they_were_traced(save_collectives: Callable[..., None]) -> Callable[..., None]:
@@ -168,7 +186,6 @@ def _comparing_by_hint(decide: Callable[..., bool]) -> Callable[..., bool]:
 
 def _with_numbers_of_symbols(init: Callable[..., None]) -> Callable[..., None]:
     """Have an assert of generated code name no symbol that a guard has made a number: no input defines it any more."""
-    from torch._inductor.virtualized import V  # 2.11 - 2.15
 
     def made(self: Any, scalar: Any, msg: str) -> None:
         found = V.graph.sizevars.shape_env.replacements

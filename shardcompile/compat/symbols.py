@@ -139,7 +139,8 @@ def once_in_trace(
         like: any symbol of the trace.
         make: makes them.
     """
-    mode, shape_env = get_proxy_mode(), like.node.shape_env
+    mode = get_proxy_mode()
+    shape_env: ShapeEnv = like.node.shape_env  # type: ignore[assignment,unused-ignore]  # torch 2.15: or None
     memo = _MEMOS.setdefault(shape_env if mode is None else mode.tracer, {})
     of_all = _MEMOS.setdefault(shape_env, {})
     for kept in (memo, of_all):

@@ -14,7 +14,7 @@ from shardcompile import compat
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.ops import state_function
 from shardcompile.sharded import Sharded
-from shardcompile.tensor import masks
+from shardcompile.tensor import flex, masks
 from shardcompile.tensor.arguments import align_gradient
 from shardcompile.tensor.autograd import in_one_piece
 from shardcompile.tensor.bags import embedding_bag
@@ -217,5 +217,6 @@ state_function([torch.matmul, _Tensor.matmul, _Tensor.__matmul__], _product, ate
 state_function([torch.einsum, torch._C._VariableFunctions.einsum], einsum, aten.einsum.default)  # type: ignore[attr-defined]
 for _function, _run in FOURIER_FUNCTIONS.items():
     state_function([_function], _run)
+state_function([torch.ops.higher_order.flex_attention], flex.attend)
 for _op, _refuse in teach_higher_order_ops(ShardTensor).items():
     state_function([_op], _refuse)

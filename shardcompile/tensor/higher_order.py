@@ -12,7 +12,7 @@ from shardcompile.errors import UnsupportedOpError, refusal
 
 
 def control_flow_refusal(name: str, x: Any) -> UnsupportedOpError:
-    """The error for control flow, or flex attention, on a sharded tensor."""
+    """The error for control flow on a sharded tensor."""
     way_out = {
         "cond": "torch.where computes both branches; a Python `if` on a plain value that is the same on every rank is "
         "compiled as one of them",
@@ -20,7 +20,6 @@ def control_flow_refusal(name: str, x: Any) -> UnsupportedOpError:
         "scan": "A Python loop along a whole dim is unrolled; cumsum and the other cumulative ops work along any dim, "
         "torch._higher_order_ops.associative_scan along whole ones",
         "map_impl": "torch.vmap, or a Python loop along a whole dim, does the same",
-        "flex_attention": "scaled_dot_product_attention takes sharded tensors, and a mask or bias as attn_mask",
     }
     return refusal(
         name.removesuffix("_impl"),

@@ -364,7 +364,6 @@ SCAN = (
     + IN_BLOCKS
 )
 MAP = NO_LAYOUT + "torch.vmap, or a Python loop along a whole dim, does the same" + IN_BLOCKS
-FLEX = NO_LAYOUT + ("scaled_dot_product_attention takes sharded tensors, and a mask or bias as attn_mask") + IN_BLOCKS
 SECTION = "`torch.func` and derivatives in a loss"
 HIGHER = "Higher-order ops"
 EXPORT = "Graphs beside `torch.compile`"
@@ -406,7 +405,7 @@ CASES = [
         (HIGHER, "`associative_scan` along a whole dim", _associative_scan, RIGHT, RIGHT),
         (HIGHER, "`map` along a whole dim", _map, MAP, MAP),
         (HIGHER, "`nested_compile_region`", _nested_region, RIGHT, RIGHT),
-        (HIGHER, "`flex_attention`", _flex, FLEX, FLEX),
+        (HIGHER, "`flex_attention`", _flex, RIGHT, RIGHT),
         (EXPORT, "`torch.export` of a model with sharded inputs", _export, TRACED, NOTHING),
         (EXPORT, "`torch.export` with plain inputs, run on sharded ones", _export_saved, RIGHT, RIGHT),
         (EXPORT, "`fx.symbolic_trace`", _fx, RIGHT, RIGHT),

@@ -323,6 +323,20 @@ def test_modules_are_moved_and_converted_as_people_write_it(device: str) -> None
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_truncated_normals_are_not_asked_for_their_values(device: str) -> None:
+    """Models of images begin with them, and torch looks at the values to draw some again."""
+
+    def build(mesh: DeviceMesh) -> tuple[Callable[..., Any], Sequence[Any]]:
+        model = nn.Linear(CHANNELS, CHANNELS)
+        nn.init.trunc_normal_(model.weight, std=0.02)
+        x = sc.randn(9, CHANNELS, device_mesh=mesh, placements=[Shard(0)])
+        return lambda x: model(x).square().mean().full_tensor(), (x,)
+
+    trace = trace_offline(build, world_size=4, device=device)
+    assert [c.kind for c in trace.forward_collectives] == ["all_reduce"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_dtensors_are_traced(device: str) -> None:
     def build(mesh: DeviceMesh) -> Any:
         x = DTensor.from_local(torch.randn(3, CHANNELS), mesh, [Shard(0)])

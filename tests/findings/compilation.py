@@ -392,23 +392,17 @@ def _(mesh: DeviceMesh) -> None:
 def _higher(name: str) -> Callable[[Any], Any]:
     from torch._higher_order_ops import while_loop
     from torch._higher_order_ops.scan import scan
-    from torch.nn.attention.flex_attention import flex_attention
-
-    def flex(x: Any) -> Any:
-        q = x[:, None, None].expand(-1, 1, 3, -1).contiguous()
-        return flex_attention(q, q, q)
 
     made: dict[str, Callable[[Any], Any]] = {
         "cond": lambda x: torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,)),
         "while_loop": lambda x: while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x.sin()), (torch.tensor(0), x)),
         "scan": lambda x: scan(lambda c, y: (c + y, c.sin()), torch.zeros(7, dtype=x.dtype), x.t()),
-        "flex_attention": flex,
         "torch.export": lambda x: torch.export.export(nn.Linear(4, 2).double(), (x,)),
     }
     return made[name]
 
 
-for _name in ("cond", "while_loop", "scan", "flex_attention"):
+for _name in ("cond", "while_loop", "scan"):
     for _compiled in (False, True):
 
         @line(
@@ -420,6 +414,19 @@ for _name in ("cond", "while_loop", "scan", "flex_attention"):
             function = _higher(name)
             run = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
             run(cut(numbers(7, 4), mesh, [5, 2]))
+
+
+@line("C7", "`flex_attention`, eager and compiled")
+def _(mesh: DeviceMesh) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def flex(x: Any) -> Any:
+        q = x[:, None, None].expand(-1, 1, 3, -1).contiguous()
+        return flex_attention(q, q, q * 2)
+
+    full = numbers(7, 4)
+    for run in (flex, torch.compile(flex, fullgraph=True, backend="aot_eager")):
+        same(run(cut(full, mesh, [5, 2])), flex(full))
 
 
 @line("C7", "`torch.export`", "it would take blocks for constants of the graph")

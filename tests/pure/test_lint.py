@@ -1,5 +1,6 @@
 """The import contracts of .importlinter hold, and each of them can fail."""
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -68,3 +69,18 @@ def test_imports_in_functions_say_why():
     assert not [f"{path}:{line}" for path in sources for line in without_a_reason(path.read_text())]
     assert without_a_reason("def f():\n    import heavy\n") == [2]
     assert not without_a_reason("def f():\n    # An optional package.\n    import a\n    import b\n")
+
+
+def test_files_and_functions_are_short():
+    """Files have at most 450 lines; functions of more than 40 say in a docstring what they do."""
+    for path in [p for folder in ("shardcompile", "passes") for p in (ROOT / folder).rglob("*.py")]:
+        text = path.read_text()
+        assert len(text.splitlines()) <= 450, f"{path}: split it by purpose"
+        assert not long_functions(text), path
+    long = "def f():\n" + "    x = 1\n" * 40
+    assert long_functions(long) == ["f"] and not long_functions(long.replace("x = 1", '"""Docs."""', 1))
+
+
+def long_functions(text: str) -> list[str]:
+    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
+    return [f.name for f in functions if (f.end_lineno or 0) - f.lineno >= 40 and ast.get_docstring(f) is None]

@@ -109,6 +109,30 @@ def inputs_with_gradients() -> str:
     return RIGHT
 
 
+class WithBuffer(torch.nn.Module):
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("table", table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.table.cos()  # type: ignore[operator]
+
+
+def _buffer_of_a_module(mesh: DeviceMesh, counter: CompileCounterWithBackend) -> None:
+    full, model = random(7), WithBuffer(torch.zeros(()))
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for sizes in ([6, 1], [0, 7]):
+        model.table = sharded(full, 0, sizes, mesh).detach()
+        torch.testing.assert_close(compiled(sharded(full, 0, sizes, mesh)).full_tensor(), full * full.cos())
+
+
+def buffer_of_a_module() -> str:
+    counter = CompileCounterWithBackend("aot_eager")
+    with LocalRanks(2, processes=False) as ranks:
+        ranks(_buffer_of_a_module, counter)
+    return RIGHT if counter.frame_count == 1 else f"{counter.frame_count} graphs"
+
+
 @dataclass(frozen=True)
 class Refused:
     """Something that we refuse to do with a sharded tensor: on each rank, before any communication."""
@@ -203,6 +227,7 @@ SCENES: dict[str, Callable[[], str]] = {
         2,
     ),
     "symbols_by_both_names": inputs_with_gradients,
+    "buffers_vary": buffer_of_a_module,
     "inputs_of_make_fx": Refused(lambda mesh, x: make_fx(torch.sin)(x)),
     "inputs_of_jit_trace": Refused(lambda mesh, x: torch.jit.trace(torch.sin, (x,), check_trace=False)),
     "blocks_of_dtensors": Refused(lambda mesh, x: DTensor.from_local(x, mesh, [Replicate()], run_check=False), 2),

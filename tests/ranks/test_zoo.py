@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from zoo import check
+from zoo.eager_only import EAGER_ONLY
 from zoo.entry import Entry
 from zoo.registry import ENTRIES
 
@@ -21,15 +22,21 @@ GOLDEN = Path(__file__).parent.parent / "zoo" / "golden"
 _ALWAYS = 5
 
 
-def _cases() -> list[object]:
+def _cases(compiled: bool = False) -> list[object]:
     def marks(entry: Entry) -> list[pytest.MarkDecorator]:
         missing = bool(entry.package) and find_spec(entry.package) is None
-        return [pytest.mark.zoo, pytest.mark.skipif(missing, reason=f"{entry.package} is not installed")]
+        eager_only = compiled and entry.name in EAGER_ONLY
+        return [
+            pytest.mark.zoo,
+            pytest.mark.skipif(missing, reason=f"{entry.package} is not installed"),
+            pytest.mark.skipif(eager_only, reason=EAGER_ONLY.get(entry.name, "")),
+        ]
 
     return [e if i < _ALWAYS else pytest.param(e, marks=marks(e)) for i, e in enumerate(ENTRIES)]
 
 
 EACH = pytest.mark.parametrize("entry", _cases(), ids=lambda e: e.name)
+EACH_COMPILED = pytest.mark.parametrize("entry", _cases(compiled=True), ids=lambda e: e.name)
 
 
 @EACH
@@ -38,7 +45,7 @@ def test_eager_equals_one_process(entry: Entry) -> None:
     check.compare(entry, compiled=False)
 
 
-@EACH
+@EACH_COMPILED
 @pytest.mark.ranks(3, timeout=600, processes=False)
 def test_compiled_equals_one_process(entry: Entry) -> None:
     check.compare(entry, compiled=True)
@@ -57,6 +64,15 @@ def test_sends_what_its_golden_file_says(entry: Entry) -> None:
     assert not unsaid, f"gathers of which the registry does not say whether they are needed: {unsaid}"
 
 
+def test_every_gather_of_a_golden_file_has_a_judgement() -> None:
+    """Also where the packages of the models are not installed."""
+    for entry in ENTRIES:
+        path = GOLDEN / f"{entry.name}.txt"
+        if path.exists():
+            assert check.gathers_without_judgement(entry, path.read_text()) == [], entry.name
+
+
 def test_every_golden_file_has_its_model() -> None:
     assert {p.stem for p in GOLDEN.glob("*.txt")} <= {e.name for e in ENTRIES}
     assert len({e.name for e in ENTRIES}) == len(ENTRIES)
+    assert {*EAGER_ONLY} < {e.name for e in ENTRIES}

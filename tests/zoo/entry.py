@@ -20,6 +20,7 @@ class Entry:
         inputs: for n rows of what is cut, the full inputs.
         cut: of each input the dim that is cut, or None for one that stays plain.
         rows: of each input, how many of its rows belong to one of the n.
+        call: how the model is called with the inputs.
         read: from what the model returns to one tensor.
         package: that it needs; empty for none.
         dtype: that it is compared in.
@@ -35,6 +36,7 @@ class Entry:
     inputs: Callable[[int], list[Tensor]]
     cut: tuple[int | None, ...]
     rows: tuple[int, ...] = ()
+    call: Callable[..., Any] = lambda model, *inputs: model(*inputs)
     read: Callable[[Any], Tensor] = lambda out: out
     package: str = ""
     dtype: torch.dtype = torch.float64
@@ -54,8 +56,8 @@ class Reading(nn.Module):
     def __init__(self, entry: Entry) -> None:
         super().__init__()
         self.model = entry.make()
-        self.read = entry.read
+        self.call, self.read = entry.call, entry.read
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """That tensor."""
-        return self.read(self.model(*inputs))
+        return self.read(self.call(self.model, *inputs))

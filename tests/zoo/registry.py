@@ -7,7 +7,11 @@ from torch import Tensor
 
 from zoo import handwritten
 from zoo.entry import Entry
-from zoo.of_packages import KEYS, OF_PACKAGES, PLACES
+from zoo.of_graphs import OF_GRAPHS
+from zoo.of_images import OF_IMAGES
+from zoo.of_physics import OF_PHYSICS
+from zoo.of_text import OF_TEXT
+from zoo.words import KEYS, NEAREST, PLACES
 
 
 def _words(n: int) -> list[Tensor]:
@@ -40,12 +44,10 @@ HANDWRITTEN = [
         lambda n: [torch.randn(2, 2, 2 * n, 6)],
         (2,),
         rows=(2,),
-        gathers=(
-            ("nearest", "not needed: each row goes to two beside it, but the cut of what was halved is a new one"),
-        ),
+        gathers=NEAREST,
     ),
 ]
 """Those that need no package; the first five of them run always."""
 
-ENTRIES = [*HANDWRITTEN, *OF_PACKAGES]
+ENTRIES = [*HANDWRITTEN, *OF_TEXT, *OF_IMAGES, *OF_GRAPHS, *OF_PHYSICS]
 """All of them."""

@@ -1,0 +1,182 @@
+"""`flex_attention` on sharded tensors: functions of scores and masks see the numbers of the whole tensors.
+
+Ranks keep their rows of the query, or parts of batch and heads. Of keys and values they fetch the rows from the first
+to the last block of keys that the block mask names for their queries. Scores are computed as torch's
+unfused kernel does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+from shardcompile import compat
+from shardcompile.collectives import derive, fetch_named
+from shardcompile.compat.higher_order import over_scores
+from shardcompile.errors import UnsupportedOpError
+from shardcompile.layout import IntLike, Layout
+from shardcompile.ops.attention.kernels import repeated_heads
+from shardcompile.tensor.autograd import Promote, ToLocal, gradient_layout, redistributed
+from shardcompile.tensor.core import ShardTensor
+from shardcompile.tensor.of_rows import on_mesh, wrapped
+
+aten = torch.ops.aten
+_BATCH, _HEADS, _ROWS = range(3)
+_SPARE = 2
+"""Rows behind those along dims that may be empty: functions are mapped over one or more, and code for one differs."""
+
+
+def attend(
+    _: Callable[..., object],
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Callable[..., Tensor],
+    block_mask: tuple[Any, ...],
+    scale: float,
+    kernel_options: object,
+    of_score: Sequence[object] = (),
+    of_mask: Sequence[object] = (),
+) -> tuple[Tensor, ...]:
+    """What the higher-order op gives: the result, and logarithm of the denominator and largest score by base 2.
+
+    Args:
+        query: [batch, heads, rows, features].
+        key: [batch, heads, rows, features]; heads divide those of the query, the batch may be 1.
+        value: as `key`; its features may be others.
+        score_mod: from a score and four numbers (batch, head, row of the query, row of the key) to a score.
+        block_mask: as `BlockMask.as_tuple` gives it.
+        scale: of the scores.
+        kernel_options: for kernels that are not used here.
+        of_score: tensors that `score_mod` takes besides.
+        of_mask: tensors that the function of the mask takes besides.
+
+    Raises:
+        UnsupportedOpError: several mesh dims cut the rows of the query.
+    """
+    mesh = next(x for x in (query, key, value) if isinstance(x, ShardTensor))._spec.layout.mesh
+    query, key, value = (on_mesh(x, mesh) for x in (query, key, value))
+    layout = _kept(query, key)
+    q = _block(query, layout)
+    k, v, first_key = _keys(key, value, layout, block_mask)
+    others = [[_whole(x, layout) if isinstance(x, Tensor) else x for x in xs] for xs in (of_score, of_mask)]
+    q, k, v = (_padded(x, layout, d == 0) for d, x in enumerate((q, k, v)))
+    numbers = [_numbers(layout, d, q.shape[d]) for d in (_BATCH, _HEADS, _ROWS)]
+    columns: Any = torch.arange(k.shape[_ROWS], device=k.device)
+    numbers.append((columns + first_key).clamp(max=key.shape[_ROWS] - 1))
+    scores = _scores(q, k, scale)
+    is_seen = over_scores(block_mask[-1], False, len(of_mask))(*numbers, *others[1])
+    is_seen = is_seen.logical_and(columns < k.shape[_ROWS] - _SPARE)
+    scores = over_scores(score_mod, True, len(of_score))(scores, *numbers, *others[0])
+    scores = scores.to(_precision(q)).masked_fill(is_seen.logical_not(), -math.inf)
+    results = _averages(scores, v, q.dtype)
+    shapes = ((*layout.shape[:3], value.shape[3]), layout.shape[:3], layout.shape[:3])
+    return tuple(_laid_out(x, layout, s) for x, s in zip(results, shapes, strict=True))
+
+
+def _kept(query: Any, key: Any) -> Layout:
+    """The layout of the query, with whole features, and whole batch and heads where keys have fewer."""
+    now = query._spec.layout.reduced()
+    if now.cuts[_ROWS] is not None and len(now.cuts[_ROWS].mesh_dims) > 1:
+        raise UnsupportedOpError(
+            f"flex_attention: rows of {now.describe()} are cut by several mesh dims; redistribute them to one first, "
+            "or use scaled_dot_product_attention or shardcompile.varlen_attention"
+        )
+    same = [compat.same_symbol(query.shape[d], key.shape[d]) for d in (_BATCH, _HEADS)]
+    kept = [now.cuts[0] if same[0] else None, now.cuts[1] if same[1] else None, now.cuts[_ROWS], None]
+    placements = [p if isinstance(p, Shard) and kept[p.dim] is not None else Replicate() for p in now.placements]
+    return Layout.of(now.mesh, placements, now.shape, now.dtype, kept)
+
+
+def _block(x: Tensor, layout: Layout, parts: Sequence[int] = ()) -> Tensor:
+    """This rank's block of a tensor in a layout.
+
+    Args:
+        x: the tensor.
+        layout: how batch, heads and rows are cut.
+        parts: mesh dims of which each rank finds a part of the block's gradient.
+    """
+    wanted = Layout.of(layout.mesh, layout.placements, tuple(x.shape), x.dtype, layout.cuts)
+    placements = [Partial() if m in parts else p for m, p in enumerate(layout.placements)]
+    return ToLocal.apply(redistributed(x, wanted), gradient_layout(wanted, placements))  # type: ignore[no-any-return]
+
+
+def _keys(key: Any, value: Any, layout: Layout, block_mask: tuple[Any, ...]) -> tuple[Tensor, Tensor, IntLike]:
+    """The rows of keys and values that a rank's queries need, and the number of the first one."""
+    of_query, cut = layout.cuts[_ROWS], key._spec.layout.cuts[_ROWS]
+    by_rows = () if of_query is None else of_query.mesh_dims
+    if of_query is None or cut is None or cut.mesh_dims != by_rows:
+        placements = [Replicate() if m in by_rows else p for m, p in enumerate(layout.placements)]
+        whole = Layout.of(layout.mesh, placements, layout.shape, layout.dtype, [*layout.cuts[:2], None, None])
+        k, v = (_block(x, whole, by_rows) for x in (key, value))
+        return k, v, 0
+    cuts = [*layout.cuts[:2], cut, None]
+    in_blocks = Layout.of(layout.mesh, layout.placements, tuple(key.shape), layout.dtype, cuts)
+    k, v = (_block(x, in_blocks) for x in (key, value))
+    rows, first = fetch_named(torch.cat([k, v], -1).movedim(_ROWS, 0), block_mask, of_query, cut, layout.mesh)
+    rows = rows.movedim(0, _ROWS)
+    return rows[..., : k.shape[-1]], rows[..., k.shape[-1] :], first
+
+
+def _whole(x: Any, layout: Layout) -> Tensor:
+    """All of a tensor that a function reads. Each rank finds the part of its gradient that its scores have."""
+    if not isinstance(x, ShardTensor):
+        if not x.requires_grad:
+            return x
+        x = Promote.apply(x, ShardTensor, layout.mesh)
+    whole = redistributed(x, x._spec.layout.replicated())
+    parts = [Partial() if isinstance(p, Shard) else Replicate() for p in layout.placements]
+    return ToLocal.apply(whole, gradient_layout(whole._spec.layout, parts))  # type: ignore[no-any-return]
+
+
+def _padded(x: Tensor, layout: Layout, is_query: bool) -> Tensor:
+    """With rows of zeros behind those along dims that may be empty."""
+    dims = [d for d in (_BATCH, _HEADS) if layout.cuts[d] is not None]
+    if not is_query or layout.cuts[_ROWS] is not None:
+        dims.append(_ROWS)
+    return aten.constant_pad_nd(x, [n for d in reversed(range(4)) for n in (0, _SPARE if d in dims else 0)])  # type: ignore[no-any-return]
+
+
+def _numbers(layout: Layout, dim: int, rows: IntLike) -> Tensor:
+    """The number in the whole tensor of each row along a dim; of a row that was padded one that there is."""
+    device = layout.mesh.device_type
+    numbers: Any = torch.arange(rows, device=device)  # type: ignore[arg-type]
+    cut = layout.cuts[dim]
+    if cut is None:
+        return numbers  # type: ignore[no-any-return]
+    first = derive("located", [cut], [], cut.extent, layout.mesh)[1]
+    return (numbers + first).clamp(max=cut.extent - 1)  # type: ignore[no-any-return]
+
+
+def _precision(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    k = repeated_heads(k, q.shape[_HEADS])
+    return (q.to(_precision(q)) @ k.to(_precision(q)).mT) * scale
+
+
+def _averages(scores: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = (scores == -math.inf).all(-1, keepdim=True)
+    shown = scores.masked_fill(hidden, 0)
+    weights = shown.softmax(-1).masked_fill(hidden, 0)
+    denominator = shown.logsumexp(-1).masked_fill(hidden.squeeze(-1), -math.inf)
+    out = weights.to(dtype) @ repeated_heads(v, scores.shape[_HEADS])
+    return out, denominator / math.log(2), scores.detach().amax(-1) / math.log(2)
+
+
+def _laid_out(x: Tensor, layout: Layout, shape: tuple[IntLike, ...]) -> Any:
+    """A result without what was padded, in the layout of the query."""
+    cuts = layout.cuts[: len(shape)]
+    for d, cut in enumerate(cuts):
+        if cut is not None:
+            x = x.narrow(d, 0, x.shape[d] - _SPARE)
+    return wrapped(
+        x.clone(memory_format=torch.contiguous_format), Layout.of(layout.mesh, layout.placements, shape, x.dtype, cuts)
+    )
