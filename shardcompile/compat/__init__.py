@@ -45,6 +45,7 @@ from shardcompile.compat.memory import (
     shares_storage,
     without_base,
 )
+from shardcompile.compat.nodes import last_repetition
 from shardcompile.compat.patches import keep_ranks_alike, trace_size_obliviously
 from shardcompile.compat.replacements import without_guards
 from shardcompile.compat.sizes import (
@@ -135,6 +136,7 @@ __all__ = [
     "keep_symbol",
     "kept_with",
     "kernel_of",
+    "last_repetition",
     "let_comm_debug_mode_see_through",
     "lowered_when_traced",
     "mark_static",

@@ -60,20 +60,21 @@ def _expected(entry: Entry, n: int) -> tuple[Tensor, dict[str, Any]]:
     return out.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def compare(entry: Entry, compiled: bool) -> None:
-    """Values and gradients of parameters over five cuts; compiled by aot_eager to the graphs that the entry allows.
+def compare(entry: Entry, backend: str | None = None, cuts: int = 5) -> None:
+    """Values and gradients of parameters over several cuts; compiled to the graphs that the entry allows.
 
     Args:
         entry: the model.
-        compiled: whether to compile it.
+        backend: by which it is compiled, if it is.
+        cuts: how many of the five cuts.
     """
     mesh = init_device_mesh("cpu", (3,))
-    if compiled:
+    if backend is not None:
         once(torch.compiler.reset)
     before = once(graphs_compiled)
     model = _model(entry)
-    run: Callable[..., Tensor] = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-    for sizes in _cuts(entry):
+    run: Callable[..., Tensor] = model if backend is None else torch.compile(model, fullgraph=True, backend=backend)
+    for sizes in _cuts(entry)[:cuts]:
         n = sum(sizes)
         out, gradients = once(lambda n=n: _expected(entry, n))
         model.zero_grad()
@@ -87,7 +88,7 @@ def compare(entry: Entry, compiled: bool) -> None:
             if want is not None:
                 assert p.grad is not None, f"{told}: {name} has no gradient"
                 _close(p.grad, want, entry, f"{told}: gradient of {name}")
-    if compiled:
+    if backend is not None:
         count = graphs_compiled() - before
         assert count <= entry.graphs, f"{count} graphs"
 
