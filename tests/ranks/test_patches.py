@@ -6,6 +6,7 @@ Where the second fails, torch no longer needs the patch (`shardcompile/compat/pa
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardcompile as sc
 from shardcompile.compat.caches import put_into_keys
-from shardcompile.compat.patch import left_out
+from shardcompile.compat.patch import LEFT_OUT, left_out
 from shardcompile.compat.patches import all_patches
 from shardcompile.testing import LocalRanks, rank
 
@@ -172,6 +173,34 @@ def values_of_state_dicts() -> str:
         return str(ranks(_values_of_state_dicts)[0])
 
 
+DATA_OF_A_PLAIN_TENSOR = """
+import contextlib, torch, shardcompile as sc
+from shardcompile.compat.patch import LEFT_OUT, left_out
+from shardcompile.testing import LocalRanks
+from torch.distributed.tensor.placement_types import Shard
+
+def assign(mesh):
+    plain = torch.nn.Parameter(torch.ones(5, 3))
+    sharded = sc.ShardTensor.from_local(torch.ones(5, 3), mesh, [Shard(0)])
+    try:
+        plain.data = sharded
+    except sc.UnsupportedOpError:
+        assert (plain.data * 2).sum() == 30
+    else:
+        print(plain * 2)
+
+with LocalRanks(1, processes=False) as ranks, left_out({name!r}) if {out} else contextlib.nullcontext():
+    ranks(assign)
+"""
+
+
+def data_of_a_plain_tensor() -> str:
+    name = "data_of_plain_tensors"
+    code = DATA_OF_A_PLAIN_TENSOR.format(name=name, out=name in LEFT_OUT)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    return f"ended by {ended.returncode}" if ended.returncode else RIGHT
+
+
 KERNEL, FACTOR, NOTHING = random(3, 2, 3, 3), random(2, 4, 5), random(5, 0)
 ROWS = [[3, 2], [1, 4]]
 SELECTED = Compiled(lambda x: x[:, 0].exp() + x.select(1, 2), lambda n: random(n, 3, 4), 0, ROWS)
@@ -236,6 +265,7 @@ SCENES: dict[str, Callable[[], str]] = {
         lambda mesh, x: FullyShardedDataParallel(with_parameter(x), mesh.get_group(), device_id=torch.device("cpu"))
     ),
     "values_of_state_dicts": values_of_state_dicts,
+    "data_of_plain_tensors": data_of_a_plain_tensor,
 }
 """By patch, a program that needs it."""
 
