@@ -137,10 +137,10 @@ def ask_before_wrapping(
         Patch(
             "data_of_plain_tensors",
             "torch.Tensor.data",
-            "A plain tensor that gets a sharded one as its `data` is dispatched to a class that it is not of: the process "
-            "ends in a segmentation fault.",
-            "`plain.data = subclass` asks the plain tensor alone (`__torch_function__`), and `set_data` takes a wrapper "
-            "subclass for compatible: the next op on `plain` crashes. With a DTensor alike.",
+            "A plain tensor that gets a sharded one as its `data` is dispatched to a class that it is not of: the "
+            "process ends in a segmentation fault.",
+            "`plain.data = subclass` asks the plain tensor alone (`__torch_function__`), and `set_data` takes a "
+            "wrapper subclass for compatible: the next op on `plain` crashes. With a DTensor alike.",
             "2.11 - 2.15",
             lambda stack: replace(stack, torch.Tensor, "data", lambda data: _asking_for_data(data, as_data)),
         ),
