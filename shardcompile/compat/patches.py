@@ -37,6 +37,7 @@ from shardcompile.compat.replacements import (
     traces_agree,
     views_by_stride,
 )
+from shardcompile.compat.saved_inputs import saved_before_written
 
 
 def trace_size_obliviously() -> None:
@@ -104,6 +105,15 @@ OF_RANKS_ALIKE = (
         "not recomputed since https://github.com/pytorch/pytorch/pull/147561, but still moved.",
         "2.11 - 2.15",
         collectives_stay,
+    ),
+    Patch(
+        "saved_before_written",
+        "torch._functorch.partitioners._extract_fwd_bwd_modules",
+        "The backward pass computes again, from an input, what the forward pass has computed before it wrote to that "
+        "input. It reads what was written: gradients are wrong, without a word.",
+        "https://github.com/pytorch/pytorch/pull/197039",
+        "2.11 - 2.15",
+        saved_before_written,
     ),
     Patch(
         "parts_stay_apart",

@@ -242,6 +242,11 @@ SCENES: dict[str, Callable[[], str]] = {
         [Input("a1", (1,), "S(0)", {0: [0, 1, 0]}, grad=True)],
         3,
     ),
+    "saved_before_written": Fuzzed(
+        ["a1.sin_()", "v0 = a0[2:3, 0:1, None] / (a1.abs() + 0.5)", "v1, v2 = tuple(v0.topk(1, 0))"],
+        [Input("a0", (4, 2), "S(1)", {0: [1, 1]}, grad=True), Input("a1", (2, 4), "S(0)", {0: [2, 0]})],
+        2,
+    ),
     "parts_stay_apart": Fuzzed(
         ['v0 = to(a0, "S(1)")', "v1 = torch.cat([v0, v0], 1)", "v2 = v0.expand([-1, 4])"],
         [Input("a0", (5, 1), "R", grad=True)],
