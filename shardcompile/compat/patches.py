@@ -37,7 +37,7 @@ from shardcompile.compat.replacements import (
     traces_agree,
     views_by_stride,
 )
-from shardcompile.compat.saved_inputs import saved_before_written
+from shardcompile.compat.saved_inputs import saved_before_written, sizes_of_saved_products
 
 
 def trace_size_obliviously() -> None:
@@ -114,6 +114,16 @@ OF_RANKS_ALIKE = (
         "https://github.com/pytorch/pytorch/pull/197039",
         "2.11 - 2.15",
         saved_before_written,
+    ),
+    Patch(
+        "sizes_of_saved_products",
+        "torch._functorch.partitioners.find_symbol_binding_fx_nodes",
+        'A saved tensor of 3 * s rows does not tell s, and Inductor gives up: "For 3*s, expected [s] to have been '
+        'codegen-ed". Flattened rows of indices are such tensors.',
+        "The partitioner saves the symbols in the sizes of what it saves where these are inputs of the graph. With a "
+        "tensor subclass the size of an inner tensor is a symbol that is no input; it could be asked of that tensor.",
+        "2.11 - 2.15",
+        sizes_of_saved_products,
     ),
     Patch(
         "parts_stay_apart",

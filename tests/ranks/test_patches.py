@@ -247,6 +247,12 @@ SCENES: dict[str, Callable[[], str]] = {
         [Input("a0", (4, 2), "S(1)", {0: [1, 1]}, grad=True), Input("a1", (2, 4), "S(0)", {0: [2, 0]})],
         2,
     ),
+    "sizes_of_saved_products": Fuzzed(
+        ["v0 = a0[:, a1.reshape(-1).remainder(2)]"],
+        [Input("a0", (1, 2), grad=True), Input("a1", (2, 3), "S(0)", {0: [2, 0]}, "int64")],
+        2,
+        "inductor",
+    ),
     "parts_stay_apart": Fuzzed(
         ['v0 = to(a0, "S(1)")', "v1 = torch.cat([v0, v0], 1)", "v2 = v0.expand([-1, 4])"],
         [Input("a0", (5, 1), "R", grad=True)],
