@@ -237,6 +237,13 @@ def test_a_whole_value_keeps_the_strides_of_extents_of_1() -> None:
     assert found(lines, [Input("a0", (3, 1), "R")]).kind == RIGHT
 
 
+def test_a_batched_product_of_one_column_and_one_row_has_one_graph() -> None:
+    """Inductor's decomposition of it compared sizes of blocks: ranks compiled apart, and waited for one another."""
+    inputs = [Input("a0", (3, 3, 1), "R S(1)", {1: [3, 0]}, grad=True, ways=("gaps", "rows"))]
+    told = found(["v0 = F.linear(a0, weight(2, 1).to(a0.dtype))"], inputs, (2, 2), "inductor")
+    assert (told.kind, told.text) == (RIGHT, "2")
+
+
 def test_a_diagonal_of_an_expanded_tensor() -> None:
     inputs = [Input("a0", (1, 7, 5), "S(2)", {0: [0, 5, 0]}, grad=True)]
     assert found(["v0 = a0.expand([2, 7, -1])", "v1 = v0.diagonal(-1, 0, 1)"], inputs).kind == RIGHT
