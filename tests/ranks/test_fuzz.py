@@ -244,6 +244,13 @@ def test_a_batched_product_of_one_column_and_one_row_has_one_graph() -> None:
     assert (told.kind, told.text) == (RIGHT, "2")
 
 
+def test_a_tensor_that_is_joined_with_itself_has_one_graph() -> None:
+    """Inductor makes one expanded tensor of both, and flattens it, for which it compared sizes of blocks."""
+    inputs = [Input("a0", (4, 7, 1), "S(1)", {0: [6, 1]}, grad=True)]
+    told = found(["v0 = torch.cat([a0, a0], -3)", "v1 = v0 * 2"], inputs, (2,), "inductor")
+    assert (told.kind, told.text) == (RIGHT, "2")
+
+
 def test_a_diagonal_of_an_expanded_tensor() -> None:
     inputs = [Input("a0", (1, 7, 5), "S(2)", {0: [0, 5, 0]}, grad=True)]
     assert found(["v0 = a0.expand([2, 7, -1])", "v1 = v0.diagonal(-1, 0, 1)"], inputs).kind == RIGHT
