@@ -91,7 +91,7 @@ from shardcompile.compat.tracing import (
     refusing_unknown_shapes,
     untraced,
 )
-from shardcompile.compat.worlds import forget_with_world, note_trace, start_epoch, world_epoch
+from shardcompile.compat.worlds import add_guard, forget_with_world, note_trace, start_epoch, world_epoch
 
 __all__ = [
     "UNKNOWN_OUTPUT_SHAPE",
@@ -99,6 +99,7 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "OpOverloadPacket",
+    "add_guard",
     "coordinate",
     "count_as_collective",
     "current_mesh",
