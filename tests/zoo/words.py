@@ -28,5 +28,8 @@ NEAREST = (
 )
 NORMS = ("merge_reductions", "needed: a norm's sums, of all ranks in one gather in place of several sums")
 NODES = (
-    ("scatter", "needed here: the norm of GCN adds plain ones up by the numbers of the edges, and has them whole for that"),
+    (
+        "scatter",
+        "needed here: the norm of GCN adds plain ones up by the numbers of the edges, and has them whole for that",
+    ),
 )
