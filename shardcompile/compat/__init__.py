@@ -91,6 +91,7 @@ from shardcompile.compat.tracing import (
     refusing_unknown_shapes,
     untraced,
 )
+from shardcompile.compat.values import once_for_value
 from shardcompile.compat.worlds import add_guard, forget_with_world, note_trace, start_epoch, world_epoch
 
 __all__ = [
@@ -146,6 +147,7 @@ __all__ = [
     "note_input_size",
     "note_trace",
     "noted",
+    "once_for_value",
     "once_in_trace",
     "outside_transforms",
     "preserve_node_ordering",
