@@ -18,7 +18,7 @@ from shardcompile import compat
 from shardcompile.collectives.blocks import blocks_of
 from shardcompile.collectives.descriptor import Descriptor
 from shardcompile.collectives.ranges import fetch_wanted, return_wanted
-from shardcompile.collectives.traffic import even_exchange
+from shardcompile.collectives.traffic import even_exchange, of_any_rows
 from shardcompile.collectives.transport import Range
 from shardcompile.errors import LayoutError
 from shardcompile.layout import Cut, GroupCut, IntLike, write_cut
@@ -228,6 +228,7 @@ FETCH_SPANS: Descriptor[Spans] = Descriptor(
     _fetch,
     extents=lambda a: {0: a.block},
     adjoint=_adjoint(lambda: RETURN_SPANS),
+    members=lambda a, n: [of_any_rows(a.input, a.block)],
     traffic=even_exchange,
     states=("dim", "in blocks of", "to dim", "in", "other extents"),
     of_one_rank=True,
@@ -239,6 +240,7 @@ RETURN_SPANS: Descriptor[Spans] = Descriptor(
     _return,
     extents=lambda a: {0: a.block},
     adjoint=_adjoint(lambda: FETCH_SPANS),
+    members=lambda a, n: [of_any_rows(a.input, a.block)],
     traffic=even_exchange,
     states=("dim", "in blocks of", "to dim", "in", "other extents"),
     of_one_rank=True,

@@ -88,6 +88,16 @@ class Member:
     nbytes: int
 
 
+def of_any_rows(payload: Tensor, block: object) -> Member:
+    """Rows of which the data says where they go: what other ranks put in and get is not known while compiling.
+
+    Args:
+        payload: what this rank puts in.
+        block: how many rows it gets.
+    """
+    return Member(Side(None, is_number(payload.shape[0])), Side(None, is_number(block)), nbytes_of(payload))
+
+
 def is_number(size: object) -> bool:
     """Whether a size is known while compiling, and no symbol."""
     return isinstance(size, int)
