@@ -17,13 +17,13 @@ from shardcompile.passes.cleanup.own_blocks import ReduceThenSlice, SpreadOwnBlo
 from shardcompile.passes.cleanup.round_trips import CancelRoundTrips, DropOwnSlice
 from shardcompile.passes.cleanup.unneeded import DropRepeatedWaits, ShareEqualCollectives
 from shardcompile.passes.cost.calibrate import measure_link
-from shardcompile.passes.cost.links import Device, Link
+from shardcompile.passes.cost.hardware import Device, Link
 from shardcompile.passes.cost.model import CostModel, Prices
 from shardcompile.passes.foreign.normalise import NormaliseChains
 from shardcompile.passes.graph.collective import Collective, collectives
 from shardcompile.passes.pipeline import Pass, Pipeline, Step, default_passes
 from shardcompile.passes.schedule.bounds import bucket_bound, lower_bound
-from shardcompile.passes.schedule.hold import HoldOrder
+from shardcompile.passes.schedule.hold_order import HoldOrder
 from shardcompile.passes.schedule.overlap import ScheduleOverlap
 from shardcompile.passes.schedule.simulator import Timeline, perfetto, simulate
 

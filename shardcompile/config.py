@@ -12,11 +12,12 @@ fallback: Literal["replicate", "warn", "error"] = "replicate"
 (``replicate``: logged once per op; ``warn``: with a Python warning; ``error``: refused)."""
 
 attention: Literal["auto", "ring"] = "auto"
-"""How `scaled_dot_product_attention` runs where the sequence is cut. ``auto``: whatever moves the fewest bytes: each
-rank gathers the keys and values, or takes part of the heads or of the batch for all rows. ``ring``: rows stay, and keys
-and values come a block at a time, the next one under way while one is computed, and again in the backward pass; a rank
-never holds more than two blocks of others. The graph of a ring has as many steps as there are ranks along the cut. Read
-when a call runs or is traced: set it before the first one, on all ranks."""
+"""How `scaled_dot_product_attention` runs where the sequence is cut. ``auto`` takes what moves the fewest bytes:
+each rank gathers the keys and values, or takes part of the heads or of the batch for all rows. ``ring`` leaves rows
+where they are. Keys and values come a block at a time, the next one under way while one is computed, and again in
+the backward pass. A rank never holds more than two blocks of others. The graph of a ring has as many steps as there
+are ranks along the cut. Read when a call runs or is traced: set it before the first one, on all ranks.
+"""
 
 verify: bool = os.environ.get("SHARDCOMPILE_VERIFY", "0") not in ("", "0")
 """Whether ranks compare their collectives before a graph that the passes have compiled runs for the first time, see

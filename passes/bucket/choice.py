@@ -2,11 +2,11 @@
 
 A bucket saves the latency of all its members but one. It costs copies, to pack and to unpack, and overlap: it starts
 when the last of its payloads is ready, and what needs its first member waits for all of them. Which of the two weighs
-more cannot be told from a collective alone, so the buckets are tried: collectives of one kind and group are divided by
-how long a bucket may transfer, the tasks of the graph are joined accordingly (`Tasks.joined`), scheduled within the
-limit of memory, and the division that comes out fastest is taken. Buckets are smaller at the start, where nothing is
-there yet to hide them behind, and at the end, where nothing is left: each transfers no longer than all before it, and
-no longer than all after it.
+more cannot be told from a collective alone, so the buckets are tried. Collectives of one kind and group are divided by
+how long a bucket may transfer. The tasks of the graph are joined accordingly (`Tasks.joined`) and scheduled within the
+limit of memory. The fastest division is taken. Buckets are smaller at the start, where nothing is there yet to hide
+them behind, and at the end, where nothing is left: each transfers no longer than all before it, and no longer than all
+after it.
 
 All of it reads `Prices` only, which are the same on every rank.
 """

@@ -30,10 +30,10 @@ class DropOwnSlice:
 
         take_block(wait(all_gather_v(x, cut)), cut)   ->   clone(x)
 
-    Legal because a rank's block of the gathered tensor, along the same dim, by the same cut, in the same group, is what
-    it put in. The clone is made where the gather starts, before anything can write to `x`; `take_block` makes one,
-    too. The gather goes if nothing else reads it. `take_block` says that every rank takes its own block, so all ranks
-    drop the same gathers; a slice with numbers does not say so, and is left alone.
+    Legal because a rank's block of the gathered tensor is what it put in: same dim, same cut, same group. The clone is
+    made where the gather starts, before anything can write to `x`; `take_block` makes one, too. The gather goes if
+    nothing else reads it. `take_block` says that every rank takes its own block, so all ranks drop the same gathers; a
+    slice with numbers does not say so, and is left alone.
     """
 
     name = "drop_own_slice"

@@ -21,8 +21,8 @@ from torch.utils.flop_counter import flop_registry
 
 from shardcompile import compat
 from shardcompile.collectives.traffic import Member, Traffic, shares
-from shardcompile.passes.cost import links
-from shardcompile.passes.cost.links import Device, Link
+from shardcompile.passes.cost import hardware
+from shardcompile.passes.cost.hardware import Device, Link
 from shardcompile.passes.graph import blocks
 from shardcompile.passes.graph.collective import WAIT, Collective, Seen, kind_of
 from shardcompile.passes.graph.ops import op_of
@@ -88,7 +88,7 @@ class CostModel:
     """
 
     device: Device
-    ranks_per_node: int = links.RANKS_PER_NODE
+    ranks_per_node: int = hardware.RANKS_PER_NODE
     group_sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
     group_links: Mapping[str, Link] = field(default_factory=dict, hash=False)
 
@@ -100,7 +100,7 @@ class CostModel:
             graph: any.
         """
         kinds = [t.device.type for c in map(Collective.of, graph.nodes) if c for t in blocks.tensors(c.payloads[0])]
-        return CostModel(links.device_of(kinds[0] if kinds else "cpu"))
+        return CostModel(hardware.device_of(kinds[0] if kinds else "cpu"))
 
     def group_size(self, name: str) -> int | None:
         """Ranks in a group, or None."""
@@ -113,9 +113,9 @@ class CostModel:
         ranks = None if group_name in self.group_sizes else blocks.ranks_of_group(group_name)
         spread = None
         if ranks is not None:
-            spread = links.spans_nodes(ranks, dist.get_world_size(), self.ranks_per_node)
+            spread = hardware.spans_nodes(ranks, dist.get_world_size(), self.ranks_per_node)
         size = self.group_size(group_name) or NOMINAL_RANKS
-        return links.link_of(self.device, size, self.ranks_per_node, spread)
+        return hardware.link_of(self.device, size, self.ranks_per_node, spread)
 
     def collective_seconds(self, c: Collective, labels: Mapping[Node, set[str]] | None = None) -> float:
         """How long a collective is on its way that runs alone. What it copies before and after is not in it.
@@ -178,7 +178,7 @@ class CostModel:
             return 0.0
         dependent = node in labels or any(i in labels for i in node.all_input_nodes)
         nominal = NOMINAL_BYTES if dependent else None
-        reads = [i for i in node.all_input_nodes if blocks.tensors(i) and not _fused(_behind_views(i), node)]
+        reads = [i for i in node.all_input_nodes if blocks.tensors(i) and not _are_fused(_behind_views(i), node)]
         writes = not _passes_on(node)
         traffic = _traffic_of(node, reads, writes, nominal)
         flops = NOMINAL_FLOPS * (_formula(node) is not None) if dependent else _flops(node)
@@ -189,8 +189,8 @@ class CostModel:
 def readable(c: Collective, members: Sequence[Member], labels: Mapping[Node, set[str]]) -> bool:
     """Whether all ranks, those of other groups as well, find the same bytes in a collective's arguments.
 
-    Within its group they do by the meaning of the collective, except where its cut is not known and a payload is put in
-    as it is.
+    Within its group they do, by the meaning of the collective. The exception is a payload that is put in as it is, by a
+    cut that is not known.
     """
     if any(labels.get(p, set()) - {c.group_name} for p in c.payloads):
         return False
@@ -363,7 +363,7 @@ def _behind_views(node: Node) -> Node:
     return node
 
 
-def _fused(producer: Node, reader: Node) -> bool:
+def _are_fused(producer: Node, reader: Node) -> bool:
     """Whether Inductor computes both in one kernel."""
     return _is_loop(producer) and (_is_loop(reader) or op_of(reader).reduces)
 
@@ -380,7 +380,7 @@ def _passes_on(node: Node) -> bool:
 
 
 def _stays(producer: Node, user: Node) -> bool:
-    return all(_stays(producer, u) for u in user.users) if _is_view(user) else _fused(producer, user)
+    return all(_stays(producer, u) for u in user.users) if _is_view(user) else _are_fused(producer, user)
 
 
 def _traffic_of(node: Node, reads: Sequence[Node], writes: bool, nominal: int | None) -> int:
@@ -404,11 +404,11 @@ def _flops(node: Node) -> float:
     if formula is None:
         return 0.0
     named = tuple((k, _numbers(v)) for k, v in node.kwargs.items())
-    return _counted(formula, str(node.target), _numbers(node.args), named, _numbers(node.meta.get("val")))
+    return _count_flops(formula, str(node.target), _numbers(node.args), named, _numbers(node.meta.get("val")))
 
 
 @functools.lru_cache(maxsize=4096)
-def _counted(formula: Any, op: str, args: Any, kwargs: tuple[tuple[str, Any], ...], result: Any) -> float:
+def _count_flops(formula: Any, op: str, args: Any, kwargs: tuple[tuple[str, Any], ...], result: Any) -> float:
     """What a formula says. The layers of a model ask for the same."""
     try:
         return float(formula(*args, **dict(kwargs), out_val=result))

@@ -2,8 +2,8 @@
 
 Collectives start as soon as their group is free and memory allows, the most urgent first. How much memory an early
 start may take is told by a curve: by how far the compute has come, what is held if every collective starts just when it
-is needed. A result that comes early is held from its start to its first use, and is allowed where the curve leaves
-room for it all that time, so that compute is not held up later. A payload that waits for its reduction counts too, and
+is needed. A result that comes early is held from its start to its first use. It is allowed where the curve leaves room
+for it all that time, so that compute is not held up later. A payload that waits for its reduction counts too, and
 compute waits for reductions where it would go beyond the limit.
 """
 
@@ -113,7 +113,7 @@ class Scheduler:
             self._run_collective(n)
         self.order.append(n)
         self._taken[n] = True
-        self._hold(n)
+        self._count_memory(n)
         if n in self.outline.prepares:
             return  # nothing waited for it
         missing = self._missing
@@ -145,7 +145,7 @@ class Scheduler:
                 until = bisect_left(outline.clock, outline.clock[here] + end - self.now)
                 self._curve[here:until] += outline.payload[n]
 
-    def _hold(self, n: int) -> None:
+    def _count_memory(self, n: int) -> None:
         """Count the memory."""
         tasks = self.tasks
         alloc, made = tasks.alloc[n], tasks.makes[n]

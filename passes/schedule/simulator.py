@@ -136,8 +136,9 @@ def _check_order(order: Sequence[Node], prices: Prices) -> None:
 def peak_memory(order: Sequence[Node], prices: Prices) -> int:
     """The most bytes that are held at any time.
 
-    A tensor is held from the node that makes it to the last node that reads it or one of its views, a collective's
-    payload also until the collective is first awaited (the last node, if it never is), inputs throughout.
+    A tensor is held from the node that makes it to the last node that reads it or one of its views. A collective's
+    payload is held until the collective is first awaited (to the last node, if it never is). Inputs are held
+    throughout.
 
     Args:
         order: all nodes of a graph, each after its inputs.

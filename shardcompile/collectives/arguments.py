@@ -99,12 +99,12 @@ def _schema(name: str, hint: object) -> str:
 
 def map_arguments(function: Callable[[Any], object], record: A) -> A:
     """A record with a function's results in place of what is in it, in lists and cuts as well."""
-    return type(record)(*(_mapped(function, field) for field in record))
+    return type(record)(*(_map(function, field) for field in record))
 
 
-def _mapped(function: Callable[[Any], Any], field: Any) -> Any:
+def _map(function: Callable[[Any], Any], field: Any) -> Any:
     if isinstance(field, GroupCut):
-        return GroupCut(_mapped(function, field.sizes), function(field.key), field.nest)
+        return GroupCut(_map(function, field.sizes), function(field.key), field.grouping)
     if isinstance(field, (list, tuple)):
-        return [_mapped(function, f) for f in field]
+        return [_map(function, f) for f in field]
     return function(field)

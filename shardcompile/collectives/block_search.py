@@ -119,11 +119,11 @@ def search(found: Found, block: Block, queries: Tensor, reach: float) -> None:
     step = max(1, _TREE_TILE // ((count + 1) * 4) if by_tree else _TILE // many)
     for start in range(0, queries.shape[0], step):
         rows = slice(start, min(start + step, queries.shape[0]))
-        some = queries[rows].to(_compared_in(queries))
+        some = queries[rows].to(_dtype_to_compare(queries))
         found.merge(rows, *(_by_tree if by_tree else _by_all)(block, some, count, reach))
 
 
-def _compared_in(x: Tensor) -> torch.dtype:
+def _dtype_to_compare(x: Tensor) -> torch.dtype:
     if x.device.type == "cpu":
         return torch.float64
     return torch.float32 if x.dtype.itemsize < 4 else x.dtype
@@ -168,7 +168,7 @@ def _by_tree(block: Block, queries: Tensor, count: int, reach: float) -> tuple[T
         level = told[:, -1].isfinite() & (told[:, -1] <= told[:, -2] * (1 + 1e-12))
         crowded = level.nonzero().flatten()
         if len(crowded):
-            distances, at = _widened(block, queries, crowded, distances, at, told[crowded, -1], reach)
+            distances, at = _widen(block, queries, crowded, distances, at, told[crowded, -1], reach)
         if math.isfinite(reach):
             full = (within > count).nonzero().flatten()
             if len(full):
@@ -187,7 +187,7 @@ def _of_candidates(block: Block, queries: Tensor, at: Tensor, reach: float) -> T
     return torch.where((at < many) & (distances <= reach), distances, math.inf)
 
 
-def _widened(
+def _widen(
     block: Block, queries: Tensor, crowded: Tensor, distances: Tensor, at: Tensor, told: Tensor, reach: float
 ) -> tuple[Tensor, Tensor]:
     """Candidates with all that are as far away as the last one, for some queries."""

@@ -103,7 +103,7 @@ def _code(cut: Cut | IntLike) -> list[IntLike]:
     return [_SIZES, len(cut.sizes), *cut.sizes]
 
 
-def _decoded(code: list[int], parts: list[int]) -> list[tuple[int, ...]]:
+def _decode(code: list[int], parts: list[int]) -> list[tuple[int, ...]]:
     cuts: list[tuple[int, ...]] = []
     rest = iter(code)
     for kind in rest:
@@ -138,7 +138,7 @@ def _symbols(
 
 def _derive_cut(how: str, numbers: list[int], cuts: list[int], parts: list[int], group_names: str) -> Tensor:
     """Key of the derived cut, this rank's block size and row number: [3], int64, on the CPU."""
-    sizes, rows = DERIVATIONS[how](_decoded(cuts, parts), *numbers)
+    sizes, rows = DERIVATIONS[how](_decode(cuts, parts), *numbers)
     index = 0
     for count, name in zip(parts, group_names.split(","), strict=True):
         index = index * count + compat.process_group(name).rank()

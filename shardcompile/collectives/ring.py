@@ -21,7 +21,7 @@ from shardcompile.collectives.blocks import blocks_of, check_block, sizes_of
 from shardcompile.collectives.derived_cuts import block_size, derive
 from shardcompile.collectives.descriptor import Descriptor
 from shardcompile.collectives.pending import Pending
-from shardcompile.collectives.traffic import Member, Side, Traffic, nbytes_with, size_with
+from shardcompile.collectives.traffic import GroupBlocks, Member, Traffic, nbytes_with, size_with
 from shardcompile.layout import DERIVATIONS, Cut, GroupCut, IntLike
 
 
@@ -126,12 +126,12 @@ def _step(a: RingStep, of: Descriptor[RingStep], *, back: bool) -> Tensor:
     return out
 
 
-def _sides(a: RingStep, n: int | None) -> tuple[Side, Side]:
+def _sides(a: RingStep, n: int | None) -> tuple[GroupBlocks, GroupBlocks]:
     """The blocks that go where their cut says, and those that do not know it: put in, and got."""
-    return Side.of(a.cut, a.total, a.input.shape[a.dim], n), Side.of(a.cut, a.total, a.block, n)
+    return GroupBlocks.of(a.cut, a.total, a.input.shape[a.dim], n), GroupBlocks.of(a.cut, a.total, a.block, n)
 
 
-def _away(a: RingStep, side: Side) -> Side:
+def _away(a: RingStep, side: GroupBlocks) -> GroupBlocks:
     """Blocks that are on other ranks than their own."""
     if side.sizes is None:
         return side
@@ -148,7 +148,7 @@ def _return_members(a: RingStep, n: int | None) -> list[Member]:
     return [Member(_away(a, put), get, nbytes_with(a.input, a.dim, a.total))]
 
 
-def _traffic(nbytes: int, own: Side | None, away: Side | None, n: int) -> Traffic:
+def _traffic(nbytes: int, own: GroupBlocks | None, away: GroupBlocks | None, n: int) -> Traffic:
     """What ranks have of other ranks' blocks has come, or goes back."""
     assert own is not None and away is not None
     if own.sizes is None or away.sizes is None:

@@ -30,7 +30,7 @@ OUTER = "outer"
 
 
 @dataclass(frozen=True)
-class Side:
+class GroupBlocks:
     """The blocks that the ranks of a group put in, or get.
 
     Attributes:
@@ -48,7 +48,7 @@ class Side:
     assumed: tuple[int, ...] | None = None
 
     @staticmethod
-    def of(cut: GroupCut, total: object, extent: object, ranks: int | None, halo: int = 0) -> Side:
+    def of(cut: GroupCut, total: object, extent: object, ranks: int | None, halo: int = 0) -> GroupBlocks:
         """The blocks of a cut.
 
         Args:
@@ -58,8 +58,8 @@ class Side:
             ranks: in the group; None if that is not known.
             halo: see above.
         """
-        nested = bool(cut.nest) and not cut.sizes and is_number(cut.key)
-        return Side(_known_sizes(cut, total, ranks), is_number(extent), halo, nested)
+        nested = bool(cut.grouping) and not cut.sizes and is_number(cut.key)
+        return GroupBlocks(_known_sizes(cut, total, ranks), is_number(extent), halo, nested)
 
     @property
     def uneven(self) -> bool:
@@ -83,8 +83,8 @@ class Member:
         nbytes: of the whole tensor, by hints; those of the payload for what has no cut.
     """
 
-    put: Side | None
-    get: Side | None
+    put: GroupBlocks | None
+    get: GroupBlocks | None
     nbytes: int
 
 
@@ -130,7 +130,7 @@ def size_with(value: Tensor, dim: int, extent: Any) -> object:
     return math.prod((extent, *(s for d, s in enumerate(value.shape) if d != dim))) * value.dtype.itemsize
 
 
-def shares(side: Side | None, ranks: int) -> list[float]:
+def shares(side: GroupBlocks | None, ranks: int) -> list[float]:
     """The part of a whole that each rank holds; equal parts where the sizes are not known while compiling."""
     if side is None or side.sizes is None or len(side.sizes) != ranks or not sum(side.sizes):
         return [1 / ranks] * ranks
@@ -143,12 +143,12 @@ def shares(side: Side | None, ranks: int) -> list[float]:
 
 def gathered(x: Tensor, dim: int, total: object, cut: GroupCut, ranks: int | None) -> Member:
     """Blocks become whole."""
-    return Member(Side.of(cut, total, x.shape[dim], ranks), None, nbytes_with(x, dim, total))
+    return Member(GroupBlocks.of(cut, total, x.shape[dim], ranks), None, nbytes_with(x, dim, total))
 
 
 def scattered(x: Tensor, dim: int, block: object, cut: GroupCut, ranks: int | None) -> Member:
     """A whole becomes blocks."""
-    return Member(None, Side.of(cut, x.shape[dim], block, ranks), nbytes_of(x))
+    return Member(None, GroupBlocks.of(cut, x.shape[dim], block, ranks), nbytes_of(x))
 
 
 def turned(
@@ -156,8 +156,8 @@ def turned(
 ) -> Member:
     """Blocks of one dim become blocks of another."""
     (src_dim, dst_dim), (total, block), (src, dst) = dims, extents, cuts
-    put = Side.of(src, total, x.shape[src_dim], ranks)
-    get = Side.of(dst, x.shape[dst_dim], block, ranks)
+    put = GroupBlocks.of(src, total, x.shape[src_dim], ranks)
+    get = GroupBlocks.of(dst, x.shape[dst_dim], block, ranks)
     return Member(put, get, nbytes_with(x, src_dim, total))
 
 

@@ -102,11 +102,11 @@ def kept_with(mode: object) -> dict[object, object]:
 
 def refusing_unknown_shapes(mode: FakeTensorMode, op: torch._ops.OpOverload) -> contextlib.AbstractContextManager[None]:
     """Inside of it an op on fake tensors whose result has a shape that depends on values raises, in a trace as well."""
-    return contextlib.nullcontext() if mode.shape_env is None else _refusing(mode.shape_env, op)
+    return contextlib.nullcontext() if mode.shape_env is None else _refuse(mode.shape_env, op)
 
 
 @contextlib.contextmanager
-def _refusing(shape_env: ShapeEnv, op: torch._ops.OpOverload) -> Iterator[None]:
+def _refuse(shape_env: ShapeEnv, op: torch._ops.OpOverload) -> Iterator[None]:
     pending = shape_env.pending_fresh_unbacked_symbols  # 2.11 - 2.15
     before = len(pending)
     yield

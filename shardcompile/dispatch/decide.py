@@ -24,7 +24,7 @@ from shardcompile.ops import Form, OpCall, OpRecord, TensorArg, record_of
 from shardcompile.ops.choice import Choice, OutputPlan, choose
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.global_meta import global_meta
-from shardcompile.ops.support.strides import may_be_mistold
+from shardcompile.ops.support.strides import may_misstate_strides
 from shardcompile.ops.view.joined import any_joined, of_neighbours, view_of_neighbours
 from shardcompile.sharded import Sharded
 
@@ -43,7 +43,7 @@ def decide(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs:
     if record.is_random:
         raise UnsupportedOpError(f"{op}: no sharded form of this random op; {tensors_text(cls, args, kwargs)}")
     call = describe(cls, op, args, kwargs)
-    mutated = _mutated(op, args, kwargs)
+    mutated = _find_mutated(op, args, kwargs)
     entry = (
         _decide_mutation(cls, record, call, mutated, args, kwargs)
         if mutated
@@ -114,10 +114,10 @@ def _composite(record: OpRecord) -> Run | None:
     if op._can_decompose():
         return op.decompose
     decomposition = compat.decomposition_of(op)
-    return None if decomposition is None else functools.partial(_checked, op, decomposition)
+    return None if decomposition is None else functools.partial(_check_first, op, decomposition)
 
 
-def _checked(op: OpOverload, decomposition: Callable[..., object], *args: object, **kwargs: object) -> object:
+def _check_first(op: OpOverload, decomposition: Callable[..., object], *args: object, **kwargs: object) -> object:
     """A decomposition, of which some leave out what the op itself checks."""
     _check_shapes(op, args, kwargs)
     return decomposition(*args, **kwargs)
@@ -174,12 +174,12 @@ def _local_entry(
             return local_args(call, local, layouts, block_shape)
 
     simple = arguments is None and not any(p.steps for p in choice.plans) and _is_simple(call, specs)
-    mistold = None
-    if any(isinstance(s, Spec) for s in specs) and may_be_mistold(record, [t.ndim for t in call.tensors]):
-        mistold = next((i for i, a in enumerate(args) if isinstance(a, Tensor)), None)
+    strides_like = None
+    if any(isinstance(s, Spec) for s in specs) and may_misstate_strides(record, [t.ndim for t in call.tensors]):
+        strides_like = next((i for i, a in enumerate(args) if isinstance(a, Tensor)), None)
     if simple:
-        return Direct(record, choice, specs, None, mistold)
-    return Local(record, choice, specs, arguments, mistold)
+        return Direct(record, choice, specs, None, strides_like)
+    return Local(record, choice, specs, arguments, strides_like)
 
 
 def _is_simple(call: OpCall, specs: Specs) -> bool:
@@ -208,7 +208,7 @@ def _output_specs(
     return [spec(m, plan) for m, plan in zip(metas, outputs, strict=True)]
 
 
-def _mutated(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> list[int | str]:
+def _find_mutated(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> list[int | str]:
     """The arguments that are written to, each by its position or its name."""
     if not op._schema.is_mutable:
         return []

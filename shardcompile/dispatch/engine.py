@@ -1,8 +1,8 @@
 """The engine: looks up what was decided for a call, or decides, and does it.
 
-What is decided for a call depends on its op, the layouts and strides of its tensors and its other arguments only,
-never on the rank or on local values. In eager mode the decision is made once and kept; inside a trace, where sizes
-are symbols, it is made for every call.
+What is decided for a call depends only on its op, the layouts and strides of its tensors, and its other arguments. It
+never depends on the rank or on local values. In eager mode the decision is made once and kept; inside a trace, where
+sizes are symbols, it is made for every call.
 """
 
 from __future__ import annotations

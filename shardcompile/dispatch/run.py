@@ -121,7 +121,7 @@ class Local(Entry):
         choice: the plans of its inputs.
         specs: of its results.
         arguments: makes the arguments of the op on blocks.
-        mistold: where `strides.may_be_mistold` holds, which argument is a tensor.
+        strides_like: where `strides.may_misstate_strides` holds, which argument is a tensor.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Local(Entry):
         choice: Choice,
         specs: Specs,
         arguments: Callable[[tuple[object, ...]], tuple[object, ...]] | None,
-        mistold: int | None = None,
+        strides_like: int | None = None,
     ) -> None:
         self.record = record
         self.op = op = record.op
@@ -144,7 +144,7 @@ class Local(Entry):
         self.moved = self.aliases and (self.exchanges or record.copies_block)
         self.fresh = not self.mutates and not self.aliases
         self.single = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
-        self.mistold = mistold
+        self.strides_like = strides_like
 
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         out = self._blocks(cls, args, kwargs)
@@ -166,7 +166,7 @@ class Local(Entry):
         local_kwargs = {k: localize(cls, a, plans, self.moved) for k, a in kwargs.items()} if kwargs else kwargs
         if self.arguments is not None:
             local_args = self.arguments(local_args)
-        if self.mistold is not None and type(local_args[self.mistold]) is not Tensor:
+        if self.strides_like is not None and type(local_args[self.strides_like]) is not Tensor:
             stride = next(s.stride for s in self.specs if s is not None)
             out = self.function(*in_one_order(self.record, local_args, stride), **local_kwargs)
             return all_in_order(out, self.specs)
@@ -225,8 +225,10 @@ def _wrap_all(cls: type[Sharded], out: Any, specs: Sequence[Any]) -> Any:
 class Direct(Local):
     """Run the op on the blocks as they are: one result, tensors as positional arguments only."""
 
-    def __init__(self, record: OpRecord, choice: Choice, specs: Specs, arguments: None, mistold: int | None) -> None:
-        super().__init__(record, choice, specs, arguments, mistold)
+    def __init__(
+        self, record: OpRecord, choice: Choice, specs: Specs, arguments: None, strides_like: int | None
+    ) -> None:
+        super().__init__(record, choice, specs, arguments, strides_like)
         spec = specs[0]
         assert isinstance(spec, Spec), "such a call has one tensor as its result"
         self.spec = spec
@@ -235,7 +237,7 @@ class Direct(Local):
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         blocks = [a._local_tensor if type(a) is cls else a for a in args]
         spec = self.spec
-        if self.mistold is not None and type(blocks[self.mistold]) is not Tensor:
+        if self.strides_like is not None and type(blocks[self.strides_like]) is not Tensor:
             blocks = in_one_order(self.record, blocks, spec.stride)
             return cls._wrap(in_order(self.function(*blocks, **kwargs), spec.stride), spec)
         out = self.function(*blocks, **kwargs)

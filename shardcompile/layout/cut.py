@@ -336,14 +336,14 @@ class Cut:
     def same_blocks(self, other: Cut | None, coordinate: Sequence[int] | None = None) -> bool:
         """Whether both divide a dim into the same blocks on the same ranks.
 
-        Inside a trace the answer for two dynamic cuts compares their keys, which installs a guard. Keys that only
-        become known when the graph runs, and a dynamic cut and one of another kind, such as one whose sizes the program
-        states, count as different there, which costs an exchange that moves nothing if they were the same.
+        Inside a trace the answer for two dynamic cuts compares their keys, which installs a guard. Two kinds of pairs
+        count as different there: keys that only become known when the graph runs, and a dynamic cut beside one of
+        another kind. If they were the same, that costs an exchange that moves nothing.
 
         Args:
             other: the other cut.
-            coordinate: of this rank in the mesh. Inside a trace the block of a cut that turns out to be a known one,
-                as that of a parameter, is then known as well, so that both fit into one op.
+            coordinate: of this rank in the mesh. Inside a trace a cut may turn out to be a known one, as that of a
+                parameter. Then its block is known as well, so that both fit into one op.
         """
         if self is other:
             return True
@@ -376,13 +376,13 @@ class Cut:
             return GroupCut(list(self.blocks[first : first + count]), CHUNK_KEY, [])
         if self.kind == "chunk":
             return GroupCut([], CHUNK_KEY, [])
-        nest = [self.inner, first, self.scale]
-        return GroupCut([], self.key, nest if nest != [1, 0, 1] else [])
+        grouping = [self.inner, first, self.scale]
+        return GroupCut([], self.key, grouping if grouping != [1, 0, 1] else [])
 
     def __reduce__(self) -> tuple[object, ...]:
         """The sizes that the key stands for come along: another process may not know them."""
         known = _TABLE.find(self.key) if self.kind == "dynamic" and isinstance(self.key, int) else None
-        return _restored, (known, *(getattr(self, f.name) for f in fields(self)))
+        return _restore, (known, *(getattr(self, f.name) for f in fields(self)))
 
     def describe(self) -> str:
         """Sizes as text, e.g. ``[3,5]``; ``[?]`` while tracing."""
@@ -390,7 +390,7 @@ class Cut:
         return f"{runs}[?]" if self.blocks is None else f"{runs}[{','.join(str(b // self.runs) for b in self.blocks)}]"
 
 
-def _restored(known: tuple[int, ...] | None, *values: Any) -> Cut:
+def _restore(known: tuple[int, ...] | None, *values: Any) -> Cut:
     if known is not None:
         _TABLE.key_of(known)
     return Cut(*values)
@@ -403,27 +403,29 @@ class GroupCut:
     Attributes:
         sizes: block sizes in group order; empty if `key` tells.
         key: key of the whole cut, `CHUNK_KEY` for torch.chunk of what the group holds together.
-        nest: empty, or (number of blocks of `key` that make one block here, index of the group's first block,
+        grouping: empty, or (number of blocks of `key` that make one block here, index of the group's first block,
             elements here for one of `key`'s).
     """
 
     sizes: list[int]
     key: IntLike
-    nest: list[int]
+    grouping: list[int]
 
     def blocks(self, total: int, ranks: int) -> tuple[int, ...]:
         """Block sizes in group order, at run time; see `resolve`."""
-        return GroupCut.resolve(total, self.sizes, self.key, self.nest, ranks)  # type: ignore[arg-type]
+        return GroupCut.resolve(total, self.sizes, self.key, self.grouping, ranks)  # type: ignore[arg-type]
 
     @staticmethod
-    def resolve(total: int, sizes: Sequence[int], key: int, nest: Sequence[int], world_size: int) -> tuple[int, ...]:
+    def resolve(
+        total: int, sizes: Sequence[int], key: int, grouping: Sequence[int], world_size: int
+    ) -> tuple[int, ...]:
         """Block sizes in group order, at run time.
 
         Args:
             total: what the group's blocks add up to.
             sizes: as in `GroupCut`.
             key: as in `GroupCut`.
-            nest: as in `GroupCut`.
+            grouping: as in `GroupCut`.
             world_size: number of ranks in the group.
         """
         if sizes:
@@ -431,7 +433,7 @@ class GroupCut:
         if key == CHUNK_KEY:
             return chunk_sizes(total, world_size)
         blocks = _TABLE.sizes_of(key)
-        if not nest:
+        if not grouping:
             return blocks[:world_size]  # of a nested cut, the first group's
-        inner, first, scale = nest
+        inner, first, scale = grouping
         return tuple(sum(blocks[(first + i) * inner : (first + i + 1) * inner]) * scale for i in range(world_size))

@@ -91,10 +91,10 @@ def choose(
 
 
 def _is_natural(layouts: Sequence[Layout], strategy: Strategy, mesh_dim: int) -> bool:
-    return _fitting(layouts, strategy, mesh_dim) == len(layouts)
+    return _count_fitting(layouts, strategy, mesh_dim) == len(layouts)
 
 
-def _fitting(layouts: Sequence[Layout], strategy: Strategy, mesh_dim: int) -> int:
+def _count_fitting(layouts: Sequence[Layout], strategy: Strategy, mesh_dim: int) -> int:
     return sum(x.placements[mesh_dim] == p for x, p in zip(layouts, strategy.inputs, strict=True))
 
 
@@ -104,7 +104,7 @@ def _few_enough(layouts: Sequence[Layout], candidates: list[list[Strategy]]) -> 
         return candidates
     keep = max(int(_MAX_COMBINATIONS ** (1 / len(candidates))), 2)
     return [
-        [*sorted(c[:-1], key=lambda s, m=m: -_fitting(layouts, s, m))[: keep - 1], c[-1]]  # type: ignore[misc]
+        [*sorted(c[:-1], key=lambda s, m=m: -_count_fitting(layouts, s, m))[: keep - 1], c[-1]]  # type: ignore[misc]
         for m, c in enumerate(candidates)
     ]
 

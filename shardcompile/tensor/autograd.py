@@ -70,7 +70,7 @@ def in_one_piece(x: Any) -> Any:
     return redistributed(x, layout_in_one_piece(layout)) if has_runs(layout) else x
 
 
-def _resolved(x: Tensor) -> Tensor:
+def _resolve(x: Tensor) -> Tensor:
     """A view, or a copy if `x` is conjugated or negated lazily: below `__torch_dispatch__` nothing heeds that.
 
     It requires no gradient: the sharded tensor does. Dynamo guards on that, and an empty block is a tensor of its own.
@@ -97,7 +97,7 @@ class FromLocal(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, cls: type[Sharded], spec: Spec) -> Sharded:
         """Wrap a block, or a copy where it is not stored as the strides say: views are decided on these."""
         ctx.cls, ctx.layout = cls, spec.layout
-        return cls._wrap(in_order(_resolved(local), spec.stride), spec)
+        return cls._wrap(in_order(_resolve(local), spec.stride), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -164,7 +164,7 @@ class Promote(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cls: type[Sharded], mesh: DeviceMesh) -> Sharded:
         """Wrap the whole value."""
         ctx.cls = cls
-        x = _resolved(x)
+        x = _resolve(x)
         return cls._wrap(x, replicated_spec(mesh, x))
 
     @staticmethod

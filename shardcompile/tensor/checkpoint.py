@@ -1,6 +1,6 @@
 """Saving and loading: what `torch.distributed.checkpoint` asks a tensor in blocks for.
 
-A rank writes its block with the place where it starts in the global tensor, and reads the part of whatever was saved
+A rank writes its block with the place where it starts in the global tensor. It reads the part of whatever was saved
 that its block covers. So a checkpoint fits any other world size, mesh, placement and cut, plain tensors and DTensors;
 nothing is gathered. Of blocks that several ranks hold alike, torch keeps one.
 

@@ -123,7 +123,7 @@ def _layout_as_asked(
 ) -> Layout:
     stated = normalize_placements(placements, mesh, local.ndim)
     if isinstance(sharding_shapes, Mapping):
-        return _stated(local, mesh, stated, sharding_shapes)
+        return _stated_layout(local, mesh, stated, sharding_shapes)
     if sharding_shapes == "infer":
         assert blocks is not None, "exchanged before"
         return _layout_of_shapes(blocks, mesh, stated, local.dtype)
@@ -214,7 +214,9 @@ def _size(value: Tensor, dim: int, among: Sequence[object]) -> int:
         ) from None
 
 
-def _stated(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shapes: Mapping[int, Sizes]) -> Layout:
+def _stated_layout(
+    local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shapes: Mapping[int, Sizes]
+) -> Layout:
     shape = list(local.shape)
     cuts: list[Cut | None] = [None] * local.ndim
     for mesh_dim in shapes:

@@ -61,11 +61,11 @@ def attend(
     """
     mesh = next(x for x in (query, key, value) if isinstance(x, ShardTensor))._spec.layout.mesh
     query, key, value = (on_mesh(x, mesh) for x in (query, key, value))
-    layout = _kept(query, key)
+    layout = _layout_to_keep(query, key)
     q = _block(query, layout)
     k, v, first_key = _keys(key, value, layout, block_mask)
     others = [[_whole(x, layout) if isinstance(x, Tensor) else x for x in xs] for xs in (of_score, of_mask)]
-    q, k, v = (_padded(x, layout, d == 0) for d, x in enumerate((q, k, v)))
+    q, k, v = (_pad(x, layout, d == 0) for d, x in enumerate((q, k, v)))
     numbers = [_numbers(layout, d, q.shape[d]) for d in (_BATCH, _HEADS, _ROWS)]
     columns: Any = torch.arange(k.shape[_ROWS], device=k.device)
     numbers.append((columns + first_key).clamp(max=key.shape[_ROWS] - 1))
@@ -76,10 +76,10 @@ def attend(
     scores = scores.to(_precision(q)).masked_fill(is_seen.logical_not(), -math.inf)
     results = _averages(scores, v, q.dtype)
     shapes = ((*layout.shape[:3], value.shape[3]), layout.shape[:3], layout.shape[:3])
-    return tuple(_laid_out(x, layout, s) for x, s in zip(results, shapes, strict=True))
+    return tuple(_lay_out(x, layout, s) for x, s in zip(results, shapes, strict=True))
 
 
-def _kept(query: Any, key: Any) -> Layout:
+def _layout_to_keep(query: Any, key: Any) -> Layout:
     """The layout of the query, with whole features, and whole batch and heads where keys have fewer."""
     now = query._spec.layout.reduced()
     if now.cuts[_ROWS] is not None and len(now.cuts[_ROWS].mesh_dims) > 1:
@@ -134,7 +134,7 @@ def _whole(x: Any, layout: Layout) -> Tensor:
     return ToLocal.apply(whole, gradient_layout(whole._spec.layout, parts))  # type: ignore[no-any-return]
 
 
-def _padded(x: Tensor, layout: Layout, is_query: bool) -> Tensor:
+def _pad(x: Tensor, layout: Layout, is_query: bool) -> Tensor:
     """With rows of zeros behind those along dims that may be empty."""
     dims = [d for d in (_BATCH, _HEADS) if layout.cuts[d] is not None]
     if not is_query or layout.cuts[_ROWS] is not None:
@@ -171,7 +171,7 @@ def _averages(scores: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
     return out, denominator / math.log(2), scores.detach().amax(-1) / math.log(2)
 
 
-def _laid_out(x: Tensor, layout: Layout, shape: tuple[IntLike, ...]) -> Any:
+def _lay_out(x: Tensor, layout: Layout, shape: tuple[IntLike, ...]) -> Any:
     """A result without what was padded, in the layout of the query."""
     cuts = layout.cuts[: len(shape)]
     for d, cut in enumerate(cuts):

@@ -72,7 +72,7 @@ def same_collectives_on_every_rank(
     seen: list[Layout] = []
 
     def trace(rank: int) -> Records:
-        watched = _recording(build, seen)
+        watched = _record(build, seen)
         traced = trace_offline(
             watched, world_size=world_size, mesh_shape=mesh_shape, rank=rank, device=device, **options
         )
@@ -84,13 +84,13 @@ def same_collectives_on_every_rank(
     found = {first: trace(first)}
     for rank in _selected(shape, seen) if ranks is None else ranks:
         if rank not in found:
-            found[rank] = _traced_like(first, rank, trace)
+            found[rank] = _trace_like(first, rank, trace)
             for other in list(found)[:-1]:
                 _compare(other, found[other], rank, found[rank])
     return found[first]
 
 
-def _recording(build: Build, seen: list[Layout]) -> Build:
+def _record(build: Build, seen: list[Layout]) -> Build:
     """The same, but it writes down how inputs and parameters are sharded."""
 
     def recording(mesh: DeviceMesh) -> tuple[Callable[..., object], Sequence[object]]:
@@ -117,7 +117,7 @@ def _selected(shape: Sequence[int], layouts: Sequence[Layout]) -> list[int]:
     return sorted(picked)
 
 
-def _traced_like(first: int, rank: int, trace: Callable[[int], Records]) -> Records:
+def _trace_like(first: int, rank: int, trace: Callable[[int], Records]) -> Records:
     try:
         return trace(rank)
     except Exception as error:

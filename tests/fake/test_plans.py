@@ -19,7 +19,7 @@ from torch.fx import Graph
 
 from shardcompile.offline import offline_world
 from shardcompile.passes import Pipeline
-from shardcompile.passes.cost.links import A100, CPU_CORE, H100
+from shardcompile.passes.cost.hardware import A100, CPU_CORE, H100
 from shardcompile.passes.cost.model import CostModel
 from shardcompile.passes.graph import blocks
 from shardcompile.passes.graph.collective import Collective, collectives

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from work import calls
 
 from shardcompile.passes import MergeReductions
-from shardcompile.passes.cost.links import H100
+from shardcompile.passes.cost.hardware import H100
 from shardcompile.passes.cost.model import CostModel
 from shardcompile.passes.graph.collective import collectives
 

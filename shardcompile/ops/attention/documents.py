@@ -115,7 +115,8 @@ torch.library.register_fake("shardcompile::attend_documents_backward", _fake_bac
 torch.library.register_autograd("shardcompile::attend_documents", _gradients, setup_context=_keep, lib=_LIBRARY)
 
 attend_documents = _ops.attend_documents.default
-"""From rows of the query [n, heads, features], keys [m, heads, features] and values (which may have fewer heads), where
-documents begin and end, the number of all rows, the numbers of the first row of query and key, whether a row sees only
-rows in front of it, and a factor of the scores: the result [n, heads, features], and the logarithm of the softmax's
-denominator [heads, n]. Differentiable."""
+"""Attention within documents. Takes rows of the query [n, heads, features], keys [m, heads, features] and values
+(which may have fewer heads); where documents begin and end; the number of all rows; the numbers of the first row of
+query and key; whether a row sees only rows in front of it; and a factor of the scores. Gives the result [n, heads,
+features] and the logarithm of the softmax's denominator [heads, n]. Differentiable.
+"""

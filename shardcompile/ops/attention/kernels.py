@@ -337,10 +337,11 @@ torch.library.register_fake("shardcompile::attend_more", _fake_attend_more, lib=
 torch.library.register_fake("shardcompile::joined_rows", _fake_joined_rows, lib=_LIBRARY)
 
 attend = torch.ops.shardcompile.attend.default
-"""From query [batch, heads, rows, features], key and value (which may have fewer heads), a mask that is added to the
-scores or tells which count (or None), whether row i sees the columns up to ``i + shift`` only, and a factor of the
-scores: the result, and the logarithm of the softmax's denominator [batch, heads, rows]. A mask and `causal` exclude
-each other."""
+"""Attention. Takes query [batch, heads, rows, features], key and value (which may have fewer heads); a mask that is
+added to the scores or tells which count (or None); whether row i sees the columns up to ``i + shift`` only; and a
+factor of the scores. Gives the result and the logarithm of the softmax's denominator [batch, heads, rows]. A mask
+and `causal` exclude each other.
+"""
 
 attend_backward = torch.ops.shardcompile.attend_backward.default
 """From the result's gradient, the arguments and results of `attend` to the gradients of query, key and value. The
@@ -360,7 +361,7 @@ def separate_rows(rows: Tensor, features: IntLike) -> tuple[Tensor, Tensor]:
     return rows[..., :features].permute(1, 2, 0, 3), rows[..., features:].permute(1, 2, 0, 3)
 
 
-def _counted(shapes: Sequence[Sequence[int]], products: int) -> int:
+def _count(shapes: Sequence[Sequence[int]], products: int) -> int:
     """Operations of products of scores with features, all of them: what a causal mask leaves out is not known."""
     (batch, heads, rows, features), (_, _, columns, _), (_, _, _, of_values) = shapes
     return products * batch * heads * rows * columns * (features + of_values)
@@ -368,16 +369,16 @@ def _counted(shapes: Sequence[Sequence[int]], products: int) -> int:
 
 @register_flop_formula(torch.ops.shardcompile.attend)
 def _attend_flop(query: Shape, key: Shape, value: Shape, *rest: object, **named: object) -> int:
-    return _counted([query, key, value], 2)
+    return _count([query, key, value], 2)
 
 
 @register_flop_formula(torch.ops.shardcompile.attend_more)
 def _attend_more_flop(
     _: object, __: object, query: Shape, key: Shape, value: Shape, *rest: object, **named: object
 ) -> int:
-    return _counted([query, key, value], 2)
+    return _count([query, key, value], 2)
 
 
 @register_flop_formula(torch.ops.shardcompile.attend_backward)
 def _attend_backward_flop(_: object, query: Shape, key: Shape, value: Shape, *rest: object, **named: object) -> int:
-    return _counted([query, key, value], 5)
+    return _count([query, key, value], 5)

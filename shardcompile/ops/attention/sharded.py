@@ -1,8 +1,9 @@
 """Torch's fused attention ops on sharded tensors.
 
 Where nothing is cut the fused kernel itself runs. Otherwise it runs on blocks: a rank attends from its own part of the
-batch, of the heads, or of the query's rows, for which it gathers the keys and values; or over its own part of the keys,
-where the query is whole, and the ranks' results are merged. Scores are never held, except for the gradient of a mask.
+batch or of the heads, or from its own rows of the query. In the last case it gathers the keys and values; or over its
+own part of the keys, where the query is whole, and the ranks' results are merged. Scores are never held, except for the
+gradient of a mask.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return cls.__torch_dispatch__(aten.matmul.default, (), (a, b), {})
 
 
-def _sharded(values: Iterable[object]) -> Sharded:
+def _first_sharded(values: Iterable[object]) -> Sharded:
     """The first sharded tensor."""
     return next(x for x in values if isinstance(x, Sharded))
 
@@ -164,7 +165,7 @@ def _choice(layouts: tuple[Layout, ...], has_mask: bool, backward: bool, by_ring
     return best[1]
 
 
-def _returned(layout: Layout, like: Layout) -> Layout:
+def _layout_of_result(layout: Layout, like: Layout) -> Layout:
     """Where a result is left: cut as the input that it has the shape of, if a way was chosen that cuts other dims."""
     pairs = list(zip(layout.placements, like.placements, strict=True))
     same_shape = all(a is b or a == b for a, b in zip(layout.shape, like.shape, strict=True))
@@ -176,7 +177,7 @@ def _returned(layout: Layout, like: Layout) -> Layout:
 def _return(local: Tensor, layout: Layout, like: Tensor) -> tuple[Tensor, Layout]:
     if not isinstance(like, Sharded):
         return local, layout
-    target = _returned(layout, like._spec.layout)
+    target = _layout_of_result(layout, like._spec.layout)
     return run_plan(find_plan(layout, target), local), target
 
 
@@ -209,7 +210,7 @@ class _Ways:
 
 def _on_blocks(tensors: Sequence[Tensor], has_mask: bool, backward: bool) -> tuple[_Ways, list[Tensor]]:
     """How a rank attends, and the blocks that it needs for it."""
-    mesh = _sharded(tensors)._spec.layout.mesh
+    mesh = _first_sharded(tensors)._spec.layout.mesh
     layouts = tuple(layout_of(x, mesh) for x in tensors)
     traced = any(x.is_traced for x in layouts)
     by_ring = config.attention == "ring"
@@ -268,16 +269,16 @@ def _forward_on_blocks(a: _Attention) -> tuple[Tensor, Tensor]:
     layout = choice.outputs[0].layout(query, shape, out.dtype)
     of_denominator = choice.outputs[1].layout(query, shape[:3], denominator.dtype)
     if layout.is_partial:
-        out, denominator = _merged(out, denominator, layout, of_denominator)
+        out, denominator = _merge(out, denominator, layout, of_denominator)
         layout, of_denominator = layout.reduced(), of_denominator.reduced()
     out, layout = _return(out, layout, a.query)
     stride = _stride_by_rows(shape)
-    like = _sharded(a.tensors)
+    like = _first_sharded(a.tensors)
     result = wrap(like, out, layout, stride)
     return result, wrap(like, denominator, of_denominator, contiguous_stride(shape[:3]))
 
 
-def _merged(out: Tensor, denominator: Tensor, layout: Layout, of_denominator: Layout) -> tuple[Tensor, Tensor]:
+def _merge(out: Tensor, denominator: Tensor, layout: Layout, of_denominator: Layout) -> tuple[Tensor, Tensor]:
     """From what ranks found for their keys what all keys give: a mean weighted by the softmax's denominators."""
     over = [m for m, p in enumerate(layout.placements) if isinstance(p, Partial)]
     parts = [layout.mesh.shape[m] for m in over]
@@ -315,7 +316,7 @@ def _backward_on_blocks(a: _Attention, grad: Tensor, out: Tensor, denominator: T
             layout = _in_blocks(layout, ways.ring, key.cut_of(_ROWS))
         returned, layout = _return(local, layout, x)
         stride = _stride_by_rows(x.shape)
-        wrapped.append(wrap(_sharded(tensors), returned, layout, stride))
+        wrapped.append(wrap(_first_sharded(tensors), returned, layout, stride))
     return wrapped
 
 
@@ -328,7 +329,7 @@ def _is_whole(attention: _Attention) -> bool:
 
 def _on_whole_values(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> tuple[object, ...]:
     """The fused kernel on every rank, on full values."""
-    sharded = _sharded([*args, *kwargs.values()])
+    sharded = _first_sharded([*args, *kwargs.values()])
     cls, like = type(sharded), sharded._spec.layout.replicated()
 
     def whole(x: object) -> object:

@@ -39,7 +39,7 @@ def _shape_and_dtype(x: Tensor, kind: str, dims: list[int], size: IntLike) -> tu
     return shape, x.dtype.to_real() if kind == "c2r" else x.dtype.to_complex()
 
 
-def _stored(x: Tensor, order: list[int]) -> Tensor:
+def _store(x: Tensor, order: list[int]) -> Tensor:
     """The same values, the dims from the slowest to the fastest in memory as `order` says."""
     return x.permute(order).contiguous().permute(sorted(range(x.ndim), key=order.__getitem__))
 
@@ -50,12 +50,12 @@ def _fourier(
     """Of a block, which may be empty: the kernels of some libraries refuse that."""
     shape, dtype = _shape_and_dtype(x, kind, dims, size)
     if not x.numel():
-        return _stored(x.new_empty(shape, dtype=dtype), order)
+        return _store(x.new_empty(shape, dtype=dtype), order)
     if kind == "c2c":
-        return _stored(aten._fft_c2c.default(x, dims, normalization, forward), order)
+        return _store(aten._fft_c2c.default(x, dims, normalization, forward), order)
     if kind == "c2r":
-        return _stored(aten._fft_c2r.default(x, dims, normalization, size), order)
-    return _stored(aten._fft_r2c.default(x, dims, normalization, kind == "r2c"), order)
+        return _store(aten._fft_c2r.default(x, dims, normalization, size), order)
+    return _store(aten._fft_r2c.default(x, dims, normalization, kind == "r2c"), order)
 
 
 def _fake_fourier(

@@ -42,8 +42,8 @@ def _whole_along(x: Tensor, mesh_dims: Sequence[int], mesh: DeviceMesh) -> tuple
 def _own(index: Tensor, cut: Cut, layout: Layout, dim: int, wraps: bool, elsewhere: Any = 0) -> tuple[Tensor, Tensor]:
     """Which numbers are rows of this rank's block, and the numbers within it.
 
-    A number that is out of range stays so, also where kernels count negative ones from the end of the block, and where
-    blocks have a row of padding.
+    A number that is out of range stays so. Kernels count negative numbers from the end of the block, and blocks may
+    have a row of padding: that does not change it.
 
     Args:
         index: the numbers.
@@ -62,14 +62,14 @@ def _own(index: Tensor, cut: Cut, layout: Layout, dim: int, wraps: bool, elsewhe
     return mine, torch.where(mine, place - first, torch.where(known, elsewhere, outside))
 
 
-def _summed(values: Tensor, mine: Tensor) -> tuple[Tensor, str]:
+def _sum(values: Tensor, mine: Tensor) -> tuple[Tensor, str]:
     """This rank's term: its own values, and what changes nothing elsewhere."""
     if values.dtype is torch.bool:
         return values & mine, "max"
     return torch.where(mine, values, 0), "sum"
 
 
-def _placed(
+def _place(
     layout: Layout, cut: Cut, ndim: int, of_x: dict[int, int], other: Layout, of_index: dict[int, int]
 ) -> tuple[list[Placement], list[Cut | None]] | None:
     """Placements and cuts of the result, or None if both inputs are cut by one mesh dim.
@@ -106,7 +106,7 @@ def _finish(
     stride: Sequence[IntLike],
 ) -> Tensor:
     placements, cuts = placed
-    term, reduce_op = _summed(values, mine)
+    term, reduce_op = _sum(values, mine)
     layout = x._spec.layout
     for m in cut.mesh_dims:
         placements[m] = Partial(reduce_op)
@@ -123,7 +123,7 @@ def embedding(weight: Sharded, indices: Tensor, *options: object) -> Tensor:
     layout = weight._spec.layout
     other, index = _whole_along(indices, cut.mesh_dims, layout.mesh)
     ndim = indices.ndim
-    placed = _placed(layout, cut, ndim + 1, {1: ndim}, other, {d: d for d in range(ndim)})
+    placed = _place(layout, cut, ndim + 1, {1: ndim}, other, {d: d for d in range(ndim)})
     if placed is None:
         return NotImplemented
     table = padded(weight._local_tensor, [0], 0)
@@ -174,7 +174,7 @@ def _index(x: Sharded, indices: Sequence[Any], op: OpOverload, args: tuple[objec
     if any(not w.is_replicated for d, (w, _) in whole.items() if len(at) > 1):
         return NotImplemented
     of_x = {d: d if d < at[0] else d - len(at) + rank for d in range(x.ndim) if d not in at}
-    placed = _placed(layout, cut, len(shape), of_x, whole[dim][0], {d: at[0] + d for d in range(rank)})
+    placed = _place(layout, cut, len(shape), of_x, whole[dim][0], {d: at[0] + d for d in range(rank)})
     if placed is None:
         return NotImplemented
     rows = padded(x._local_tensor, [dim], 0)
@@ -209,15 +209,15 @@ def gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> 
 
 def scatter_value(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
     """``aten.scatter`` of a number along a cut dim of a tensor that is not cut otherwise."""
-    return _scattered(x, dim, index, aten.scatter.value, value)
+    return _scatter(x, dim, index, aten.scatter.value, value)
 
 
 def scatter_src(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     """``aten.scatter`` of a tensor along a cut dim of a tensor that is not cut otherwise."""
-    return _scattered(x, dim, index, aten.scatter.src, source)
+    return _scatter(x, dim, index, aten.scatter.src, source)
 
 
-def _scattered(x: Tensor, dim: int, index: Tensor, op: OpOverload, source: Tensor) -> Tensor:
+def _scatter(x: Tensor, dim: int, index: Tensor, op: OpOverload, source: Tensor) -> Tensor:
     """Each rank writes the rows that it has; what belongs to others goes into a row of padding."""
     if not isinstance(x, Sharded) or not x.ndim or index.ndim != x.ndim:
         return NotImplemented

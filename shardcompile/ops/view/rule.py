@@ -196,7 +196,7 @@ def _permutation(order: Callable[[OpCall], Sequence[int]]) -> Any:
     return lambda call: passing(along([d], [at]) for at, d in enumerate(order(call)))
 
 
-def _swapped(call: OpCall) -> list[int]:
+def _swap(call: OpCall) -> list[int]:
     ndim = call.tensors[0].ndim
     order = list(range(ndim))
     if ndim:
@@ -206,7 +206,7 @@ def _swapped(call: OpCall) -> list[int]:
 
 
 register(aten.permute.default, _permutation(lambda call: [d % call.tensors[0].ndim for d in call.args[1]]))
-register([aten.transpose.int], _permutation(_swapped))
+register([aten.transpose.int], _permutation(_swap))
 register(aten.t.default, _permutation(lambda call: list(reversed(range(call.tensors[0].ndim)))))
 
 

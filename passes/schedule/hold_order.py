@@ -75,7 +75,7 @@ def held_edges(graph: Graph) -> dict[Node, list[Node]]:
         elif node.target is WAIT and last is not None:
             edges[node] = [last]
         elif node.op == "call_function" and node.target in ANCHORS:
-            needed = _needed(node, inputs, since) if started else set()
+            needed = _inputs_among(node, inputs, since) if started else set()
             held = [s for s in started if s not in needed]
             if held:
                 edges[node] = held
@@ -86,7 +86,7 @@ def held_edges(graph: Graph) -> dict[Node, list[Node]]:
     return edges
 
 
-def _needed(node: Node, inputs: Mapping[Node, Sequence[Node]], among: Set[Node]) -> set[Node]:
+def _inputs_among(node: Node, inputs: Mapping[Node, Sequence[Node]], among: Set[Node]) -> set[Node]:
     """What a node needs of some that are next to each other, directly or through others of them."""
     found: set[Node] = set()
     pending = [node]
