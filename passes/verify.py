@@ -120,7 +120,7 @@ def _compare_by_group(record: Record) -> None:
 
 
 def agreed(lines: Sequence[str]) -> list[str]:
-    """Those of some lines that every rank has, in this rank's order.
+    """The lines that every rank has, in this rank's order.
 
     For decisions that one rank's graph cannot tell to be the same on the others. Every rank of the default process
     group has to call this, as often as the others; what it compiles may not come out of a cache.

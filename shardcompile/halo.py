@@ -43,8 +43,8 @@ def halo_map(fn: Callable[..., object], *xs: Tensor, halo: Halo, fill: float | N
         What `fn` returns of all blocks, cut as the first tensor. Plain if all of `xs` are.
 
     Raises:
-        LayoutError: a dim of the halo is cut by several mesh dims, tensors do not fit, or a result has another number
-            of rows than it has to.
+        LayoutError: a dim of the halo is cut by several mesh dims, tensors do not fit, or a result has a wrong number
+            of rows.
     """
     if not xs:
         raise LayoutError("halo_map needs a tensor to run the function on")

@@ -87,7 +87,7 @@ class Plan:
         reductions = [s for s in self.steps if s.kind == "all_reduce"]
         if len(reductions) > 1:
             first, worlds = reductions[0], [s.src.mesh.shape[s.mesh_dim] for s in reductions]
-            # The others' copies are in the first one's bytes: of each all ranks of the other mesh dims have one.
+            # The first step's bytes are those of all its groups: there is one for each rank of the other mesh dims.
             per_group = first.nbytes // (math.prod(worlds[1:]) * (worlds[0] - 1))
             total, bound = sum(s.nbytes for s in reductions), per_group * (math.prod(worlds) - 1)
             yield (

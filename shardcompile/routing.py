@@ -72,7 +72,7 @@ class Route(NamedTuple):
                 1 by default.
 
         Returns:
-            For each of `rows` [n, ...], cut as `destination`. Of rows that were dropped: zeros. One tensor if one was
+            For each of `rows` [n, ...], cut as `destination`. Rows that were dropped get zeros. One tensor if one was
             given.
 
         Raises:

@@ -4,9 +4,9 @@ A value is looked at as ``factor * base``, where the factor is the same along al
 from a reduction's payload to what must not be waited for. On its way it keeps the base and the factors of each value.
 Nothing is added to the graph until the walk has succeeded.
 
-Why it is right: sums, products of matrices, casts and changes of shape are linear in each argument, so that a factor
-that does not vary along the summed dims moves in front of them: ``sum_n f[i] b[n, i] = f[i] sum_n b[n, i]``. The order
-of roundings changes, the value does not.
+Why it is right: sums, products of matrices, casts and changes of shape are linear in each argument. So a factor that
+does not vary along the summed dims moves in front of them: ``sum_n f[i] b[n, i] = f[i] sum_n b[n, i]``. The order of
+roundings changes, the value does not.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Factors:
         return is_tensor and self._is_open(node) and self.is_uniform(node)
 
     def _sum(self, node: Node) -> Term | None:
-        """Of two values with the same factors."""
+        """The sum of two values with the same factors."""
         if len(node.args) != 2 or node.kwargs or not all(_same_shape(a, node) for a in node.args):
             return None
         left, right = (self.term(a) for a in node.args)  # type: ignore[arg-type]
@@ -174,7 +174,9 @@ class Factors:
         return Term(Call(node.target, (left.base, right.base)), left.factors)
 
     def _contraction(self, node: Node) -> Term | None:
-        """Of two matrices, of which one may have factors: not along what is summed. It must not be computed twice."""
+        """The product of two matrices. One may have factors, but not along the summed dim, and must not be computed
+        twice.
+        """
         if len(node.users) > 1:
             return None
         left, right = (self.term(a) for a in node.args)  # type: ignore[arg-type]

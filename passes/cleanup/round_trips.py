@@ -91,7 +91,7 @@ def _takes(node: Node, gather: Node) -> bool:
 
 
 def _rows(c: Collective) -> tuple[int, list[Any]]:
-    """Of one of our collectives the dim whose rows come first in its flat result, and the shape with that dim first."""
+    """The dim whose rows come first in the flat result of one of our collectives, and the shape with that dim first."""
     assert c.descriptor.extents is not None, f"{c.kind} gives rows"
     shape, dim = rows_of(c.value.shape, c.descriptor.extents(c.values))
     return dim, list(shape)

@@ -429,7 +429,9 @@ def _numbers(value: object) -> Any:
 
 
 def _dtype(node: Node) -> torch.dtype:
-    """Of the numbers that are multiplied: a kernel of half precision may read and give sums in single precision."""
+    """The dtype of the numbers that are multiplied. A kernel of half precision may read and give sums in single
+    precision.
+    """
     values = [t.dtype for n in (node, *node.all_input_nodes) for t in blocks.tensors(n)]
     floating = [d for d in values if d.is_floating_point or d.is_complex]
     return min(floating, key=lambda d: d.itemsize) if floating else (values or [torch.float32])[0]

@@ -34,24 +34,25 @@ class NormaliseChains:
     the start of every rank's block, in the order of the ranks.
 
     Legal for a gather because nothing reads what is left out: not the padding, whatever its value. The payload is the
-    part of the padded tensor that is read, however the padding was made, and is nothing but `x` where that can be
-    seen. Legal for a scatter because what is left out is zeros on every rank, and their sum is put back for who reads
-    it. Results of gathers are the same bit for bit. Those of scatters are sums in rank order, where a backend may take
-    another: with three and more ranks the last bit may differ, and so may the sign of a zero. Legal for an exchange
-    as for a gather, if the others take their turn of the other dim too; the padding of that one is left out where it is
+    part of the padded tensor that is read, however the padding was made. It is nothing but `x` where that can be seen.
+    Legal for a scatter because what is left out is zeros on every rank, and their sum is put back for who reads it.
+    Results of gathers are the same bit for bit. Those of scatters are sums in rank order, where a backend may take
+    another: with three and more ranks the last bit may differ, and so may the sign of a zero. Legal for an exchange as
+    for a gather, if the others take their turn of the other dim too; the padding of that one is left out where it is
     zeros, and put back for who reads it.
 
     Which chains are rewritten, and into what, follows from what all ranks see: of a gather from the blocks that are
     read, of a scatter from the blocks that are sent. Never from the padding of this rank's own block, which the rank
-    with the largest one has not got. This presumes that all ranks run one program. Where each reads its own part of an
-    even gather (a halo, or to assemble the whole on rank 0 only), the graph of one rank can be that of a padded gather
-    node by node; nothing that this rank knows tells them apart. The comparison of the ranks' collectives finds it out,
-    and `agree` prevents it. What others take of an even gather is seen by nobody: without `agree` none becomes an
+    with the largest one has not got. This presumes that all ranks run one program. Ranks may each read their own part
+    of an even gather: a halo, or the whole on rank 0 only. Then one rank's graph can equal that of a padded gather,
+    node by node, and nothing that this rank knows tells them apart. The comparison of the ranks' collectives finds it
+    out, and `agree` prevents it. A rank cannot see what others take of an even gather: without `agree` none becomes an
     exchange. Where a gather may be a padded one as well, the ranks are asked about both.
 
     To be run on the graph of forward and backward together (``joint_custom_pre_pass``): what is saved in between is
-    chosen later, and can be the padded tensor, or on one rank nothing because its own block is a constant. On the
-    graphs of a forward or a backward alone it finds what is left, and nothing where the padded tensor leaves the graph.
+    chosen later. That can be the padded tensor; on one rank it can be nothing, because its own block is a constant. On
+    the graphs of a forward or a backward alone it finds what is left, and nothing where the padded tensor leaves the
+    graph.
 
     Left alone: even gathers of the whole and even scatters; gathers of which one rank's block is read only, which is
     how a rank takes its own; tensors with symbolic sizes.

@@ -142,7 +142,7 @@ def _before_padding(node: Node, dims: Collection[int], zeros: int | None) -> Nod
 
 
 def _follow_exchange(c: Collective, block: tuple[int, ...]) -> dict[Node, Value]:
-    """What is made of the result of an `EXCHANGE` by moving elements, in terms of all ranks' blocks stacked."""
+    """What other nodes make of an `EXCHANGE` by moving elements, in terms of all ranks' blocks stacked."""
     me = compat.process_group(c.group_name).rank()
     gathered, divided = (d % len(block) for d in (c.arguments.gather_dim, c.arguments.shard_dim))
     width = block[divided] // c.group_size
@@ -158,7 +158,7 @@ def _follow_exchange(c: Collective, block: tuple[int, ...]) -> dict[Node, Value]
 
 
 def _exchange(c: Collective, block: tuple[int, ...], known: dict[Node, Value]) -> Chain | None:
-    """Of every rank's block the same rows, and of them what is this rank's turn of another dim.
+    """Every rank sends the same rows of its block; each rank takes its own part along another dim.
 
     What the others take, this rank infers from what it takes itself.
     """
@@ -250,7 +250,7 @@ def _is_slab(box: Box, dim: int, at: int, shape: Sequence[int]) -> bool:
 
 
 def _cover(sources: Sequence[Node], whole: Collection[Node], known: dict[Node, Value]) -> set[Node]:
-    """Those of the nodes through which all that is read of the sources is read; none if something is read elsewhere."""
+    """The nodes through which everything reads the sources; none if something reads them in another way."""
     reached: set[Node] = set()
     stack, seen = list(sources), set(sources)
     while stack:

@@ -1,4 +1,6 @@
-"""Of which parts of one tensor another one is made, as far as views, copies, pads and concatenations go."""
+"""Where the elements of a value come from: which parts of one tensor, through views, copies, pads and
+concatenations.
+"""
 
 from __future__ import annotations
 

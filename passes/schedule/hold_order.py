@@ -60,7 +60,7 @@ class HoldOrder:
 
 
 def held_edges(graph: Graph) -> dict[Node, list[Node]]:
-    """For a node those that Inductor has to run before it, beyond those that it reads.
+    """By node: the nodes that Inductor has to run before it, besides those that it reads.
 
     A start is held before the next anchor, and a wait behind the last one, unless they depend on each other as it is.
     """
@@ -87,7 +87,7 @@ def held_edges(graph: Graph) -> dict[Node, list[Node]]:
 
 
 def _inputs_among(node: Node, inputs: Mapping[Node, Sequence[Node]], among: Set[Node]) -> set[Node]:
-    """What a node needs of some that are next to each other, directly or through others of them."""
+    """Which of some neighbouring nodes a node needs, directly or through others of them."""
     found: set[Node] = set()
     pending = [node]
     while pending:

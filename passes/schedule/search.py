@@ -19,16 +19,18 @@ WINDOWS = (4, 16, 64, 256)
 """How far tasks may overtake others, in places of the original order, where the compute is reordered as well."""
 
 JUSTIFICATIONS = 3
-"""How often the best schedule is made anew from the latest times at which it could have done everything."""
+"""How often the best schedule is justified (see `search`)."""
 
 QUICK_WINDOW, QUICK_EARLINESS = 16, 8.0
 """Those of them that are taken where a few attempts have to do."""
 
 NARROWER = (1.0, 0.985, 0.96, 0.9)
-"""What a scheduler is told the limit is, relative to it: what it decides early can take more than the curve says."""
+"""The limit that a scheduler is given, relative to the real one: what it decides early can take more than the curve
+says.
+"""
 
 CLOSE = 1e-3
-"""A schedule that is so close to the bound, relative to it, is good enough to look no further."""
+"""A schedule so close to the bound, relative to it, ends the search."""
 
 
 def search(tasks: Tasks, limit: float, bound: float) -> Schedule:

@@ -32,7 +32,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a schedule comes to. Times in seconds, memory in bytes.
+    """The outcome of a schedule. Times in seconds, memory in bytes.
 
     Attributes:
         total: until everything has ended, collectives that nobody waits for included.
@@ -159,7 +159,7 @@ def peak_memory(order: Sequence[Node], prices: Prices) -> int:
 
 
 def known_peak(graph: Graph, prices: Prices) -> int:
-    """`peak_memory` of a graph as it came to the first pass that asked, which later ones are measured by as well.
+    """`peak_memory` of a graph as the first pass found it. Later passes are measured by the same number.
 
     Args:
         graph: in a valid order.

@@ -1,4 +1,4 @@
-"""The arguments of an op by their names: a named tuple says the op's signature, and carries a call's arguments.
+"""The arguments of an op by name. A named tuple is the op's signature, and holds the arguments of a call.
 
 One such record serves everywhere: at run time with tensors and numbers in it, in a trace with fake tensors and symbols,
 in a graph with nodes.
@@ -98,7 +98,7 @@ def _schema(name: str, hint: object) -> str:
 
 
 def map_arguments(function: Callable[[Any], object], record: A) -> A:
-    """A record with a function's results in place of what is in it, in lists and cuts as well."""
+    """A record with a function applied to all that is in it, in lists and cuts as well."""
     return type(record)(*(_map(function, field) for field in record))
 
 

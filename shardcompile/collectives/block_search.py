@@ -19,7 +19,7 @@ _TILE = 1 << 18
 """How many distances are held at a time."""
 
 _TREE_TILE = 1 << 15
-"""The same, where trees give candidates: small beside a block of points, since a dozen tensors are made of them."""
+"""The same, where trees give candidates. A dozen tensors are made of them, so it is small beside a block of points."""
 
 _FEW_DIMS = 8
 """Trees visit most of the points in spaces of more dims."""
@@ -180,7 +180,7 @@ def _by_tree(block: Block, queries: Tensor, count: int, reach: float) -> tuple[T
 
 
 def _of_candidates(block: Block, queries: Tensor, at: Tensor, reach: float) -> Tensor:
-    """Distances to candidates, infinite beyond reach and where a tree has given none."""
+    """Distances to candidates. They are infinite beyond reach, and where a tree has given none."""
     many = block.points.shape[0]
     points = block.points[at.clamp(max=many - 1)]
     distances = _distances(queries.unsqueeze(1), points).squeeze(1)
@@ -190,7 +190,7 @@ def _of_candidates(block: Block, queries: Tensor, at: Tensor, reach: float) -> T
 def _widen(
     block: Block, queries: Tensor, crowded: Tensor, distances: Tensor, at: Tensor, told: Tensor, reach: float
 ) -> tuple[Tensor, Tensor]:
-    """Candidates with all that are as far away as the last one, for some queries."""
+    """Candidates for some queries, and all points that are as far away as the last one."""
     many = block.points.shape[0]
     lists = block.tree.query_ball_point(queries[crowded].numpy(), (told * (1 + 1e-9)).numpy())
     wide = max(at.shape[1], *map(len, lists))

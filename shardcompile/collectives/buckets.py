@@ -2,8 +2,8 @@
 
 What the passes put in place of single collectives. Each rank packs its blocks one after the other, whatever their
 sizes, so that nothing is padded; the result holds the members one after the other, each as its own collective would
-have given it, flat and rows first. Of all-gathers of several dtypes the bytes are gathered. No gradients: passes run
-when these are traced.
+have given it, flat and rows first. All-gathers of several dtypes are gathered as bytes. No gradients: passes run when
+these are traced.
 
 The cuts of all members are one list, see `shardcompile.layout.arguments`.
 """
@@ -157,7 +157,7 @@ def _plan_of(
 
 
 def _order(counts: Sequence[Sequence[int]], unit: int) -> Tensor:
-    """Of pieces [rank][member] one after the other the units' numbers, member after member and rank after rank."""
+    """Numbers of units in the order of members, then ranks, where pieces lie in the order of ranks, then members."""
     lengths = torch.tensor(counts, device="cpu") // unit
     by_rank = lengths.t().reshape(-1)
     starts = (by_rank.cumsum(0) - by_rank).view(lengths.t().shape).t().reshape(-1)
@@ -344,7 +344,7 @@ def _fake_scatter(a: ReduceScatterBucket) -> Tensor:
 
 
 def _turns(a: AllToAllBucket) -> list[tuple[Tensor, list[int], list[Any], list[GroupCut]]]:
-    """Of each member its tensor, dims, extents and cuts."""
+    """The tensor, dims, extents and cuts of each member."""
     return [
         (x, a.dims[i : i + 2], a.extents[i : i + 2], a.cuts[i : i + 2])
         for i, x in zip(range(0, len(a.dims), 2), a.inputs, strict=True)

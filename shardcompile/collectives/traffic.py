@@ -1,14 +1,14 @@
 """What the ranks put into a collective and get out of it, and what it moves: numbers, the same on every rank.
 
-From a collective's cuts follow the bytes that move, and whether the block of this rank may be larger or smaller than
-that of another: if the sizes are known and not all equal. The block's own size is never asked, because it may happen to
-be equal to another's on some ranks only.
+A collective's cuts tell the bytes that move, and whether blocks may differ between ranks: they may if the sizes are
+known and not all equal. The block's own size is never asked, because it may happen to be equal to another's on some
+ranks only.
 
 An even collective moves what a ring or pairwise exchange does, which is the least possible (Thakur, Rabenseifner,
 Gropp, "Optimization of collective communication operations in MPICH", 2005; nccl-tests, PERFORMANCE.md). Uneven blocks
-are sent directly, as `shardcompile.collectives.transport` does: a rank sends its block to each of the n-1 others, so
-that the owner of the largest one decides where every rank has its own link, with (n-1) max(block); that is also what a
-gather padded to the largest block moves. Where all share one the sum decides.
+are sent directly, as `shardcompile.collectives.transport` does: a rank sends its block to each of the n-1 others. Where
+every rank has its own link, the owner of the largest block decides, with (n-1) max(block). A gather padded to the
+largest block moves as much. Where all ranks share one link, the sum decides.
 """
 
 from __future__ import annotations
@@ -190,7 +190,8 @@ class Load:
 
     @staticmethod
     def of_blocks(members: Sequence[Member], n: int, times: int = 1) -> Load:
-        """Of blocks that become whole, or of a whole that becomes blocks; what has none counts as divided evenly.
+        """The traffic of blocks that become whole, or of a whole that becomes blocks. A member without blocks counts as
+        divided evenly.
 
         Args:
             members: of a collective.
@@ -201,27 +202,27 @@ class Load:
 
     @staticmethod
     def of_even_blocks(members: Sequence[Member], n: int) -> Load:
-        """Of blocks of one size: `nbytes` of a member are those of a block."""
+        """The traffic of blocks of one size. `nbytes` of a member are those of a block."""
         return Load.of_blocks(members, n, n)
 
     @staticmethod
     def of_exchange(members: Sequence[Member], n: int) -> Load:
-        """Of blocks of one dim that become blocks of another."""
+        """The traffic of blocks of one dim that become blocks of another."""
         return Load(np.array(sent_and_received(members, n)))
 
     @staticmethod
     def together(loads: Sequence[Load]) -> Load:
-        """Of several collectives."""
+        """The traffic of several collectives."""
         return Load(np.sum([load.nbytes for load in loads], axis=0))
 
     @property
     def largest(self) -> float:
-        """Of the rank that has most."""
+        """The bytes of the rank that has most."""
         return float(self.nbytes.max())
 
     @property
     def whole(self) -> float:
-        """Of all ranks."""
+        """The bytes of all ranks."""
         return float(self.nbytes[0].sum())
 
     @property
@@ -284,6 +285,6 @@ def even_scatter(members: Sequence[Member], n: int) -> Traffic:
 
 
 def even_exchange(members: Sequence[Member], n: int) -> Traffic:
-    """Of its payload each rank keeps one part in n."""
+    """The traffic of an even exchange: each rank keeps one part in n of its payload."""
     payload = sum(m.nbytes for m in members)
     return Traffic((n - 1) / n * payload, (n - 1) * payload)

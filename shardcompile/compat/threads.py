@@ -58,5 +58,5 @@ class Listeners(Generic[_T]):
                 self._patches.close()
 
     def here(self) -> list[_T]:
-        """Those of this rank, the outermost first."""
+        """The listeners of this rank, the outermost first."""
         return [listener for rank, listener in self._entries if rank == rank_of_thread()]

@@ -56,10 +56,10 @@ def is_traced() -> bool:
 
 
 def in_mode_of(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Compute with a tensor of a trace that has left the mode in which such tensors are computed with.
+    """Enter the mode of a traced tensor, so that it can be computed with after the trace has left that mode.
 
-    AOTAutograd (2.11 - 2.15) leaves it before it asks what it is given for its parts, and Dynamo leaves that of fake
-    tensors before it looks at what a function returns.
+    AOTAutograd (2.11 - 2.15) leaves it before it takes its arguments apart. Dynamo leaves the mode of fake tensors
+    before it looks at what a function returns.
     """
     if isinstance(x, FunctionalTensor):
         return contextlib.nullcontext() if _functional_mode() is not None else FunctionalTensorMode()

@@ -1,4 +1,4 @@
-"""How a call is run. Its record decides, with the layouts and strides of its tensors and its other arguments."""
+"""Decides how a call runs: by the record of its op, the layouts and strides of its tensors, and its other arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BY_TORCH = "torch's decomposition"
 
 
 def decide(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Entry:
-    """What is done for a call; raises what is wrong with it, on all ranks alike."""
+    """Decide what is done for a call. Errors are raised on all ranks alike."""
     check_collective(op, args, kwargs)
     record = record_of(op)
     form = record.sharded
@@ -49,7 +49,7 @@ def decide(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs:
         if mutated
         else _decide_functional(cls, record, call, args, kwargs)
     )
-    # What is gathered, or done by the functional form, is looked at there.
+    # An op that is gathered, or runs by its functional form, checks its indices there.
     looked_at = record.indices is not None and not isinstance(entry, (Gathered, Written))
     return Checked(record, entry) if looked_at else entry
 
@@ -57,7 +57,7 @@ def decide(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs:
 def _needs_neighbours(
     cls: type[Sharded], record: OpRecord, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> bool:
-    """Whether a form that is no rule's would take the rows of a block for neighbours."""
+    """Whether a form assumes that the rows of a block are neighbours in the whole tensor."""
     if record.sharded is None or record.op._schema.is_mutable:
         return False
     if record.sharded.always or record.rule is None:
@@ -118,13 +118,13 @@ def _composite(record: OpRecord) -> Run | None:
 
 
 def _check_first(op: OpOverload, decomposition: Callable[..., object], *args: object, **kwargs: object) -> object:
-    """A decomposition, of which some leave out what the op itself checks."""
+    """A decomposition that checks first what the op checks: some decompositions do not."""
     _check_shapes(op, args, kwargs)
     return decomposition(*args, **kwargs)
 
 
 def _strides_of_form(op: OpOverload, form: Form, args: tuple[object, ...], kwargs: dict[str, object]) -> Strides:
-    """Strides that the results of a form are given, None for those that stay as they come."""
+    """Strides for the results of a form. None for a result that stays as it comes."""
     if form.stored == "none":
         return []
     strides = _stated_strides(op, args, kwargs)
@@ -132,7 +132,8 @@ def _strides_of_form(op: OpOverload, form: Form, args: tuple[object, ...], kwarg
 
 
 def _stated_strides(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Strides:
-    """Strides of the results of an op, None of what is no tensor; empty if they are not known, or are those of views.
+    """Strides of the results of an op; None for what is no tensor. Empty if they are not known, or if the results are
+    views.
 
     Errors that plain PyTorch raises for these shapes are raised here.
     """
@@ -192,7 +193,7 @@ def _is_simple(call: OpCall, specs: Specs) -> bool:
 def _output_specs(
     call: OpCall, outputs: Sequence[OutputPlan], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Specs:
-    """Specs of the outputs, their global shapes, strides and dtypes being what the op gives for global inputs."""
+    """Specs of the outputs. Global shapes, strides and dtypes are those that the op gives for global inputs."""
     like = call.tensors[0].layout
 
     def spec(meta: object, plan: OutputPlan) -> Spec | list[Spec | None] | None:

@@ -50,8 +50,8 @@ class Composed(Entry):
 
     Args:
         function: the op in terms of others.
-        otherwise: of arguments, what is done where the function returns NotImplemented, as some of torch's do. It is
-            kept, and must not hold on to the arguments that it was decided on.
+        otherwise: what is done with arguments for which the function returns NotImplemented, as some of torch's do. It
+            is kept, so it must not hold on to the arguments of the first call.
         strides: that the results of the op have; empty if they are not known, or are views.
         way: as in `Entry`.
     """
@@ -76,7 +76,7 @@ class Composed(Entry):
         return self.otherwise(args, kwargs).run(cls, args, kwargs)
 
     def _stored(self, cls: type[Sharded], out: object) -> object:
-        """The results, stored as those of the op itself: by that later ops decide what can be a view."""
+        """The results, with the strides of the op itself: later ops decide by strides what can be a view."""
         if not self.strides:
             return out
         if isinstance(out, Tensor):
@@ -197,12 +197,12 @@ def follow_all(wrapped: Any, op: OpOverload, args: tuple[object, ...], blocks: C
 
 
 def localize(cls: type[Sharded], a: object, plans: Iterator[Plan | None], keep_order: bool = False) -> object:
-    """An argument of the op on blocks: tensors as their plans bring them to where they are needed.
+    """An argument of the op on blocks: plans bring its tensors to the layouts that are needed.
 
     Args:
         cls: the class of sharded tensors.
         a: the argument.
-        plans: of tensors in order, None where nothing has to be done; those of `a` are taken off.
+        plans: of tensors in order, None where nothing has to be done. The plans of `a` are consumed.
         keep_order: whether what was moved is stored in the order of the global strides.
     """
     if isinstance(a, Tensor):

@@ -128,10 +128,10 @@ class Cut:
         inner: the number of neighbouring blocks of `key` that make one block of this cut.
         scale: elements of this dim for one of `key`'s; more than 1 where trailing dims were flattened into the dim.
         carrier: while tracing, the tensor whose shape brought the key into the graph; not part of the value.
-        origin: of the cut of a slice: the cut of what was sliced, first row and step. A gradient finds its way back.
-        home: of the cut of a dim that was cut in place of another one: the cut that this other one had.
-        runs: of how many stretches of one extent the dim is made, one after the other, each divided in the same way;
-            more than 1 where leading dims were flattened into the dim. A block then has rows of each of them.
+        origin: for the cut of a slice: the cut of what was sliced, first row and step, by which a gradient gets back.
+        home: for a dim that was cut in place of another one: the cut that the other one had.
+        runs: how many stretches of one extent the dim has, one after the other, each divided in the same way; more than
+            1 where leading dims were flattened into the dim. A block then has rows of each of them.
     """
 
     kind: Kind
@@ -228,8 +228,8 @@ class Cut:
             return self.block
         if self.blocks is not None:
             return self.blocks[self.block_index(coordinate)]
-        # Not even of a chunk cut: as a formula of the extent it would name the rank in the graph, and comparisons with
-        # it would be guards that hold on some ranks only.
+        # Not for a chunk cut either. A formula of the extent would name the rank in the graph. Comparisons with it
+        # would be guards that hold on some ranks only.
         raise LayoutError(f"the size of this rank's block of mesh dims {self.mesh_dims} has no symbol in the trace")
 
     def offset(self, coordinate: Sequence[int]) -> int:

@@ -1,7 +1,8 @@
 """Differentiable crossings: between layouts, and between plain and sharded tensors.
 
-The gradient of Replicate is Replicate or a pending sum that is carried out before it leaves, of Partial Replicate, of
-Shard the same Shard. A gradient arrives in whatever layout the backward pass left it in and is redistributed.
+The gradient of Replicate is Replicate, or a pending sum that is carried out before it leaves. The gradient of Partial
+is Replicate, and that of Shard is the same Shard. A gradient arrives in whatever layout the backward pass left it in
+and is redistributed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def brought_to(x: Sharded, layout: Layout, async_op: bool = False) -> Sharded:
 
 
 class Redistribute(torch.autograd.Function):
-    """From one layout to another, and one dtype to another before."""
+    """Bring a tensor from one layout to another; cast it before."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, layout: Layout, async_op: bool, backward_dtype: torch.dtype | None) -> object:
@@ -71,7 +72,7 @@ def in_one_piece(x: Any) -> Any:
 
 
 def _resolve(x: Tensor) -> Tensor:
-    """A view, or a copy if `x` is conjugated or negated lazily: below `__torch_dispatch__` nothing heeds that.
+    """A view, or a copy if `x` is conjugated or negated lazily. Below `__torch_dispatch__` nothing reads these flags.
 
     It requires no gradient: the sharded tensor does. Dynamo guards on that, and an empty block is a tensor of its own.
     """
@@ -109,7 +110,7 @@ class FromLocal(torch.autograd.Function):
 
 
 def _averaged_terms(layout: Layout) -> int:
-    """Of how many terms the tensor is the average."""
+    """How many terms the tensor is the average of."""
     terms = 1
     for count, placement in zip(layout.mesh.shape, layout.placements, strict=True):
         if isinstance(placement, Partial) and placement.reduce_op != "sum":
@@ -123,7 +124,7 @@ def _averaged_terms(layout: Layout) -> int:
 
 
 def gradient_layout(layout: Layout, grad_placements: Sequence[Placement]) -> Layout:
-    """The layout of a tensor of which every rank's gradient of its block is a block.
+    """The layout of a gradient whose blocks are the gradients of the ranks' blocks.
 
     Raises:
         LayoutError: the blocks would have other shapes.

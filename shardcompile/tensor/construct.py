@@ -1,4 +1,4 @@
-"""Finding the layout of a tensor that is put together from blocks."""
+"""Finds the layout of a tensor that is made of blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardcompile.errors import LayoutError
 from shardcompile.layout import Cut, IntLike, Layout, Spec, digest_of, normalize_placements
 
 Sizes = Sequence[Any] | Tensor
-"""Of all blocks along a dim: ints, whole block shapes, or a tensor of whole numbers, the same on every rank."""
+"""Sizes of all blocks along a dim: ints, whole block shapes, or a tensor of integers, the same on every rank."""
 
 ShardingShapes = Literal["infer", "chunk"] | Mapping[int, Sizes]
 _Blocks = dict[tuple[int, ...], list[int]]
@@ -66,7 +66,7 @@ def layout_of_block(
 
 
 def _check_block(local: Tensor, mesh: DeviceMesh) -> None:
-    """Refuse what is no block, before anything is sent."""
+    """Raise, before anything is sent, if this is no block."""
     if hasattr(local, "device_mesh"):
         raise LayoutError(
             f"from_local takes this rank's block as a plain tensor, got a {type(local).__name__} of shape "

@@ -1,8 +1,7 @@
 """`flex_attention` on sharded tensors: functions of scores and masks see the numbers of the whole tensors.
 
-Ranks keep their rows of the query, or parts of batch and heads. Of keys and values they fetch the rows from the first
-to the last block of keys that the block mask names for their queries. Scores are computed as torch's
-unfused kernel does.
+Ranks keep their rows of the query, or parts of batch and heads. They fetch keys and values from the first to the last
+block of keys that the block mask names for their queries. Scores are computed as torch's unfused kernel does.
 """
 
 from __future__ import annotations
@@ -28,7 +27,9 @@ from shardcompile.tensor.of_rows import on_mesh, wrapped
 aten = torch.ops.aten
 _BATCH, _HEADS, _ROWS = range(3)
 _SPARE = 2
-"""Rows behind those along dims that may be empty: functions are mapped over one or more, and code for one differs."""
+"""Rows that are added along dims that may be empty. Functions are mapped over two or more rows, since code for one
+row differs.
+"""
 
 
 def attend(
@@ -43,7 +44,8 @@ def attend(
     of_score: Sequence[object] = (),
     of_mask: Sequence[object] = (),
 ) -> tuple[Tensor, ...]:
-    """What the higher-order op gives: the result, and logarithm of the denominator and largest score by base 2.
+    """What the higher-order op gives: the result, and (to base 2) the logarithm of the denominator and the largest
+    score.
 
     Args:
         query: [batch, heads, rows, features].
@@ -124,7 +126,9 @@ def _keys(key: Any, value: Any, layout: Layout, block_mask: tuple[Any, ...]) -> 
 
 
 def _whole(x: Any, layout: Layout) -> Tensor:
-    """All of a tensor that a function reads. Each rank finds the part of its gradient that its scores have."""
+    """The whole of a tensor that a function reads. Each rank finds the part of its gradient that comes from its own
+    scores.
+    """
     if not isinstance(x, ShardTensor):
         if not x.requires_grad:
             return x
@@ -143,7 +147,7 @@ def _pad(x: Tensor, layout: Layout, is_query: bool) -> Tensor:
 
 
 def _numbers(layout: Layout, dim: int, rows: IntLike) -> Tensor:
-    """The number in the whole tensor of each row along a dim; of a row that was padded one that there is."""
+    """The number in the whole tensor of each row along a dim. A padded row gets a number that exists."""
     device = layout.mesh.device_type
     numbers: Any = torch.arange(rows, device=device)  # type: ignore[arg-type]
     cut = layout.cuts[dim]

@@ -1,4 +1,4 @@
-"""Rows that a mask keeps: they stay on their ranks, and how many each rank keeps is the cut of the result.
+"""Rows that a mask keeps. They stay on their ranks; how many each rank keeps is the cut of the result.
 
 One small collective tells the counts. Only a cut by one mesh dim along dim 0 is served here: there the order of the
 blocks is the order of the rows. All else is left to the op itself.
@@ -93,7 +93,7 @@ def _numbers(x: Any) -> Any:
 
 
 def _first_dims(layout: Layout, mask: Tensor) -> Layout:
-    """The layout of a mask beside that of what it is a mask of."""
+    """The layout that a mask needs to fit what it masks."""
     cut = layout.cut_of(0)
     placements = [Shard(0) if m in cut.mesh_dims else Replicate() for m in range(layout.mesh.ndim)]
     cuts = [cut, *[None] * (mask.ndim - 1)]

@@ -1,4 +1,4 @@
-"""What a sharded tensor tells the compiler about itself, besides its inner tensors."""
+"""What a sharded tensor tells the compiler about itself besides its inner tensors."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ def _complaint(report: RuleReport) -> str:
 
 
 def _placements_of(x: Tensor) -> list[Placement]:
-    """What may be asked of a tensor. Of the floats of one byte there are no sums."""
+    """What may be asked of a tensor. Floats of one byte have no sums."""
     summable = (x.is_floating_point() or x.is_complex()) and x.dtype.itemsize > 1
     sharded: list[Placement] = [Shard(d) for d in range(x.ndim)]
     return [*sharded, Replicate(), *([Partial("sum")] if summable else [])]

@@ -52,8 +52,8 @@ def same_collectives_on_every_rank(
         build: called with the mesh, returns the function or module and its arguments, see
             `shardcompile.offline.trace_offline`.
         world_size: number of ranks.
-        ranks: which to trace. By default all of up to 8. Of more these: the first two along each mesh dim, the one in
-            the middle and the last; and those with the smallest and the largest block of each sharded input or
+        ranks: which to trace. By default all of up to 8. If there are more: the first two along each mesh dim, the one
+            in the middle and the last; and those with the smallest and the largest block of each sharded input or
             parameter.
         device: "cpu" or "cuda"; tracing for CUDA needs a C++ compiler once.
         mesh_shape: of the mesh; by default it has one dim.

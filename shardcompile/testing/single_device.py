@@ -54,10 +54,10 @@ def assert_matches_single_device(
 
     Every rank runs the model on the full tensors, as one process would; then on sharded ones, eagerly, and compiled
     with ``fullgraph=True``. Each run has a copy of the module of its own, on the device of the mesh. In every step it
-    compares the results (any pytree: values, dtypes, global shapes), the gradients of inputs and parameters of a
-    weighted sum of the results (of a lone scalar: its own), and parameters and buffers after the optimizer's step.
-    Compiling must give one graph. `torch.compile` forgets what it had compiled before. Random numbers start from the
-    same seed in every run, but what is drawn for sharded tensors differs from what is drawn for plain ones: switch
+    compares the results (any pytree: values, dtypes, global shapes). It compares gradients of inputs and parameters, of
+    a weighted sum of the results (of a lone scalar: its own). It compares parameters and buffers after the optimizer's
+    step. Compiling must give one graph. `torch.compile` forgets what it had compiled before. Random numbers start from
+    the same seed in every run, but what is drawn for sharded tensors differs from what is drawn for plain ones: switch
     dropout off.
 
     Args:

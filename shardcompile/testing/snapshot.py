@@ -38,10 +38,10 @@ def assert_graph(
         def test_communication():
             assert_graph(model, x, snapshot="model-4", max_bytes=2**20, no_gather_of=["aten.sort"])
 
-    A snapshot is a text with what this library decides about: number of graphs; of each collective in its order kind,
-    dtype, global bytes and ranks, how many traced ones it stands for and for what redistribution, and which large
-    kernels run between its start and its wait; bytes in all. It holds no names of nodes, no times, and nothing of the
-    machine or of torch's version. ``pytest --update-snapshots`` writes what is found, for `git diff` to show.
+    A snapshot is a text with what this library decides about: number of graphs; for each collective, in order: kind,
+    dtype, global bytes and ranks; how many traced ones it stands for, and for what redistribution; which large kernels
+    run between its start and its wait; bytes in all. It holds no names of nodes, no times, and nothing of the machine
+    or of torch's version. ``pytest --update-snapshots`` writes what is found, for `git diff` to show.
 
     Args:
         fn: a function or module; or a report that has been made already.

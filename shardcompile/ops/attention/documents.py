@@ -1,4 +1,4 @@
-"""Attention of packed documents: rows of several sequences one after the other, of which each sees its own only.
+"""Attention of packed documents: rows of several sequences one after the other. Each row sees its own sequence only.
 
 The ops loop over documents at run time, so that a graph serves any number of them. Each is attended to by torch's fused
 kernels, see `shardcompile.ops.attention.kernels`.
@@ -31,7 +31,7 @@ _ops = torch.ops.shardcompile
 def _pieces(
     ends: Tensor, total: int, first_query: int, queries: int, first_key: int, keys: int, causal: bool
 ) -> Iterator[tuple[slice, slice, int]]:
-    """By document: which rows of the query's block are its, which of the keys it needs, and the shift of its scores."""
+    """By document: its rows of the query's block, the keys that it needs, and the shift of its scores."""
     for start, end in documents_of(ends, total):
         a, b = max(start, first_query), min(end, first_query + queries)
         c, d = start, b if causal else end

@@ -132,7 +132,7 @@ def _cpu_backward(grad: Tensor, x: _Inputs, out: Tensor, lse: Tensor) -> _Gradie
 
 
 def _with_features(x: Tensor, features: int) -> Tensor:
-    """With zeros, which change no product, behind the features of each row."""
+    """Pad the features of each row with zeros, which change no product."""
     return x if x.shape[-1] == features else aten.constant_pad_nd(x, [0, features - x.shape[-1]])
 
 
@@ -184,7 +184,7 @@ def _with_equal_heads(x: _Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def repeated_heads(x: Tensor, heads: IntLike) -> Tensor:
-    """Heads of keys or values [batch, heads, rows, features], once for each head of the query that uses them.
+    """Repeat heads of keys or values [batch, heads, rows, features] for each head of the query that uses them.
 
     Args:
         x: a plain or sharded tensor.
@@ -344,16 +344,19 @@ and `causal` exclude each other.
 """
 
 attend_backward = torch.ops.shardcompile.attend_backward.default
-"""From the result's gradient, the arguments and results of `attend` to the gradients of query, key and value. The
-result and the logarithm may be those of more keys than these: gradients of blocks of keys add up."""
+"""Takes the result's gradient, and the arguments and results of `attend`. Gives the gradients of query, key and
+value. The result and the logarithm may be those of more keys than these: gradients of blocks of keys add up.
+"""
 
 attend_more = torch.ops.shardcompile.attend_more.default
-"""From the results of `attend` over some keys, the first one in the dtype of the second, and the arguments of `attend`
-with other keys: the results over all of them."""
+"""Merge more keys. Takes the results of `attend` over some keys (the first in the dtype of the second) and the
+arguments of `attend` with other keys. Gives the results over all of them.
+"""
 
 joined_rows = torch.ops.shardcompile.joined_rows.default
-"""A block of keys and one of values, [batch, heads, rows, features], as one of rows that travel together: [rows, batch,
-heads, features of both]."""
+"""Pack a block of keys and one of values, [batch, heads, rows, features], into rows that travel together: [rows,
+batch, heads, features of both].
+"""
 
 
 def separate_rows(rows: Tensor, features: IntLike) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
 """Torch's fused attention ops on sharded tensors.
 
 Where nothing is cut the fused kernel itself runs. Otherwise it runs on blocks: a rank attends from its own part of the
-batch or of the heads, or from its own rows of the query. In the last case it gathers the keys and values; or over its
-own part of the keys, where the query is whole, and the ranks' results are merged. Scores are never held, except for the
-gradient of a mask.
+batch or of the heads, or from its own rows of the query. In the last case it gathers the keys and values. Where the
+query is whole, a rank attends over its own part of the keys, and the results are merged. Scores are never held, except
+for the gradient of a mask.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Attention:
         return [x for x in (self.query, self.key, self.value, self.mask) if x is not None]
 
     def with_equal_heads(self) -> _Attention:
-        """Where heads are cut, those of keys and values repeated: theirs are then cut as the query's are."""
+        """Where heads are cut, repeat those of keys and values, so that they are cut as the query's are."""
         cut = any(x._spec.layout.cuts[_HEADS] is not None for x in self.tensors[:3] if isinstance(x, Sharded))
         heads = self.query.shape[_HEADS]
         if not cut:
@@ -105,8 +105,8 @@ def _ways(layouts: Sequence[Layout], mask: Layout | None, backward: bool) -> tup
     Args:
         layouts: of query, key and value.
         mask: the mask's, or None.
-        backward: whether of the backward op, whose tensors are the result's gradient, query, key, value, result,
-            logarithm and mask, and which gives the gradients of query, key and value.
+        backward: whether it is the backward op. Its tensors are the result's gradient, query, key, value, result,
+            logarithm and mask; it gives the gradients of query, key and value.
 
     Returns:
         Strategies over rows, over the batch and over heads. A Partial result of the forward op is one to be merged.
@@ -166,7 +166,7 @@ def _choice(layouts: tuple[Layout, ...], has_mask: bool, backward: bool, by_ring
 
 
 def _layout_of_result(layout: Layout, like: Layout) -> Layout:
-    """Where a result is left: cut as the input that it has the shape of, if a way was chosen that cuts other dims."""
+    """The layout of a result. If the chosen way cuts other dims, it is that of the input of the same shape."""
     pairs = list(zip(layout.placements, like.placements, strict=True))
     same_shape = all(a is b or a == b for a, b in zip(layout.shape, like.shape, strict=True))
     if same_shape and all(isinstance(a, Shard) and isinstance(b, Shard) for a, b in pairs if a != b):
@@ -228,7 +228,7 @@ def _on_blocks(tensors: Sequence[Tensor], has_mask: bool, backward: bool) -> tup
 
 
 def _ring_along(key: Layout, query_chosen: Layout, key_chosen: Layout) -> int | None:
-    """The mesh dim along which keys would be gathered for queries in blocks of rows: there a ring is possible."""
+    """The mesh dim along which a ring is possible: where keys would be gathered for queries in blocks of rows."""
     cut = key.cuts[_ROWS]
     if cut is None or len(cut.mesh_dims) != 1:
         return None
@@ -245,7 +245,7 @@ def _in_blocks(layout: Layout, mesh_dim: int, cut: Cut) -> Layout:
 
 
 def _shift(query: Layout, key: Layout) -> IntLike:
-    """Number of the first row of a block of queries, less that of the block of keys."""
+    """The number of the first row of a block of queries minus that of the block of keys."""
     first, other = (0 if x.cuts[_ROWS] is None else first_row(x.cut_of(_ROWS), x) for x in (query, key))
     return first - other
 
@@ -279,7 +279,7 @@ def _forward_on_blocks(a: _Attention) -> tuple[Tensor, Tensor]:
 
 
 def _merge(out: Tensor, denominator: Tensor, layout: Layout, of_denominator: Layout) -> tuple[Tensor, Tensor]:
-    """From what ranks found for their keys what all keys give: a mean weighted by the softmax's denominators."""
+    """Merge what ranks found for their own keys: a mean weighted by the softmax's denominators."""
     over = [m for m, p in enumerate(layout.placements) if isinstance(p, Partial)]
     parts = [layout.mesh.shape[m] for m in over]
     one_each = Cut.of_sizes(over, parts, [1] * math.prod(parts), "fixed")

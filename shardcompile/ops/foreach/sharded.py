@@ -118,7 +118,7 @@ def _at(op: OpOverload, args: Sequence[Any], i: int) -> list[Any]:
 
 
 def _one(op: OpOverload, name: str, args: list[Any], kwargs: dict[str, object]) -> Tensor:
-    """A foreach op on one position, by the op that it is named after."""
+    """Run a foreach op on one position, by the op that it is named after."""
     base = name.removesuffix("_")
     if base in ("addcdiv", "addcmul") and len(args) == 4:
         value = args.pop()
@@ -140,7 +140,7 @@ def _one(op: OpOverload, name: str, args: list[Any], kwargs: dict[str, object]) 
 
 
 def _step_fused(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
-    """A fused optimizer step: everything is brought to the layouts of the parameters, which come first."""
+    """Run a fused optimizer step. Everything is brought to the layouts of the parameters, which come first."""
     parameters = args[0]
     local: list[Any] = []
     for a, argument in zip(args, op._schema.arguments, strict=False):
@@ -176,7 +176,7 @@ def _text(x: Tensor) -> str:
 
 
 def _unscale(tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Divide gradients by the scale; whether any is infinite is asked of all ranks, so that all skip the step."""
+    """Divide gradients by the scale. All ranks learn whether any gradient is infinite, so that all skip the step."""
     found = torch.zeros_like(found_inf)
     if any(layout.is_partial for layout in map(layout_if_sharded, tensors) if layout is not None):
         raise UnsupportedOpError(f"{_UNSCALE} on a gradient with a pending reduction; redistribute it first")

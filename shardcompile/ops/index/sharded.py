@@ -1,4 +1,4 @@
-"""Rows of a cut dim by their numbers: every rank takes those that it holds, and the results are added up.
+"""Looks up rows of a cut dim by their numbers. Every rank takes the rows that it holds, and the results are added up.
 
 This is how a table that is cut by rows is looked up in without gathering it (as in Shoeybi et al., "Megatron-LM", 2019,
 for the vocabulary). An index that is out of range for the whole dim is out of range for every block: inside a graph the
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 def _whole_along(x: Tensor, mesh_dims: Sequence[int], mesh: DeviceMesh) -> tuple[Layout, Tensor]:
-    """A tensor on every rank of some mesh dims, its other placements kept as far as they are no reductions."""
+    """Make a tensor whole along some mesh dims. It keeps its other placements, but for reductions."""
     if not isinstance(x, Sharded):
         return Layout.whole(mesh, x.shape, x.dtype), x
     now = x._spec.layout.reduced()
@@ -63,7 +63,7 @@ def _own(index: Tensor, cut: Cut, layout: Layout, dim: int, wraps: bool, elsewhe
 
 
 def _sum(values: Tensor, mine: Tensor) -> tuple[Tensor, str]:
-    """This rank's term: its own values, and what changes nothing elsewhere."""
+    """This rank's term of a reduction: its own values, and a neutral value elsewhere."""
     if values.dtype is torch.bool:
         return values & mine, "max"
     return torch.where(mine, values, 0), "sum"
@@ -134,7 +134,7 @@ def embedding(weight: Sharded, indices: Tensor, *options: object) -> Tensor:
 
 
 def _is_worth_it(x: Tensor, shape: Sequence[IntLike]) -> bool:
-    """Whether to add up the results, which moves each twice, takes fewer bytes than to gather the tensor."""
+    """Whether adding up the results, which moves each twice, takes fewer bytes than gathering the tensor."""
     out, whole = 2, 1
     for n in shape:
         out *= compat.size_hint(n)
@@ -240,7 +240,9 @@ def _scatter(x: Tensor, dim: int, index: Tensor, op: OpOverload, source: Tensor)
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
-    """Of the flattened tensor. Torch's decomposition reads the value of an index of 0 dims, which a trace cannot."""
+    """Take from the flattened tensor. Torch's decomposition reads the value of an index of 0 dims, which a trace
+    cannot.
+    """
     return aten.index.Tensor(x.reshape(-1), [index])
 
 

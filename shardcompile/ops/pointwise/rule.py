@@ -59,7 +59,9 @@ def _with_partials(*patterns: str) -> Any:
 
 
 def _scale(call: OpCall) -> Iterable[Strategy]:
-    """A product or quotient with a number. Not with one that makes infinities, which terms would turn into NaN."""
+    """A product or quotient with a number. A number that makes infinities does not count: terms would turn them into
+    NaN.
+    """
     yield from pointwise(call)
     factor = call.args[1]
     if isinstance(factor, (int, float)):

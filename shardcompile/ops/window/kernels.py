@@ -47,7 +47,7 @@ def _without(values: Sequence[int], cut: Sequence[int]) -> list[int]:
 
 
 def _window_of(x: Tensor, skipped: Sequence[int], cut: Sequence[int], size: Sequence[int]) -> Tensor:
-    """Of a transposed convolution of all rows that are read the rows that are this rank's."""
+    """This rank's rows of the transposed convolution of all rows that are read."""
     for d, start in zip(cut, skipped, strict=False):
         x = x.narrow(d + 2, start, size[d + 2])
     return x

@@ -159,7 +159,7 @@ def _forward_window(stride: int, padding: int, reach: int) -> Window:
 
 
 def _rows_in_front(windows: Windows, options: Sequence[Any]) -> list[IntLike]:
-    """Of a transposed convolution of what is read the rows in front of a block's own."""
+    """How many rows of a transposed convolution of what is read come before the block's own."""
     _, padding, _, transposed, *_ = options
     if not transposed:
         return []
