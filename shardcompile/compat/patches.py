@@ -37,6 +37,7 @@ from shardcompile.compat.replacements import (
     traces_agree,
     views_by_stride,
 )
+from shardcompile.compat.saved_inputs import saved_before_written, sizes_of_saved_products
 
 
 def trace_size_obliviously() -> None:
@@ -104,6 +105,25 @@ OF_RANKS_ALIKE = (
         "not recomputed since https://github.com/pytorch/pytorch/pull/147561, but still moved.",
         "2.11 - 2.15",
         collectives_stay,
+    ),
+    Patch(
+        "saved_before_written",
+        "torch._functorch.partitioners._extract_fwd_bwd_modules",
+        "The backward pass computes again, from an input, what the forward pass has computed before it wrote to that "
+        "input. It reads what was written: gradients are wrong, without a word.",
+        "https://github.com/pytorch/pytorch/pull/197039",
+        "2.11 - 2.15",
+        saved_before_written,
+    ),
+    Patch(
+        "sizes_of_saved_products",
+        "torch._functorch.partitioners.find_symbol_binding_fx_nodes",
+        'A saved tensor of 3 * s rows does not tell s, and Inductor gives up: "For 3*s, expected [s] to have been '
+        'codegen-ed". Flattened rows of indices are such tensors.',
+        "The partitioner saves the symbols in the sizes of what it saves where these are inputs of the graph. With a "
+        "tensor subclass the size of an inner tensor is a symbol that is no input; it could be asked of that tensor.",
+        "2.11 - 2.15",
+        sizes_of_saved_products,
     ),
     Patch(
         "parts_stay_apart",

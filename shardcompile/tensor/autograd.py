@@ -148,7 +148,7 @@ class ToLocal(torch.autograd.Function):
         """Unwrap the block."""
         ctx.cls = type(x)
         ctx.layout = grad_layout if grad_layout is not None else x._spec.layout.reduced()
-        return x._local_tensor.view_as(x._local_tensor)
+        return torch.ops.aten.alias.default(x._local_tensor)  # `view` would give other strides to extents of 1
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -231,6 +231,26 @@ def test_strides_follow_those_of_a_dim_that_an_input_has_not_got() -> None:
     assert found(lines, [Input("a0", (5, 2, 5)), Input("a1", (5, 1), "R")]).kind == RIGHT
 
 
+def test_a_whole_value_keeps_the_strides_of_extents_of_1() -> None:
+    """They decide how what is computed from it is stored."""
+    lines = ["v0 = a0.unfold(0, 3, 1)", "v1 = whole(v0)", "v2 = v1 * v1.expand([1, 3, 3])"]
+    assert found(lines, [Input("a0", (3, 1), "R")]).kind == RIGHT
+
+
+def test_a_batched_product_of_one_column_and_one_row_has_one_graph() -> None:
+    """Inductor's decomposition of it compared sizes of blocks: ranks compiled apart, and waited for one another."""
+    inputs = [Input("a0", (3, 3, 1), "R S(1)", {1: [3, 0]}, grad=True, ways=("gaps", "rows"))]
+    told = found(["v0 = F.linear(a0, weight(2, 1).to(a0.dtype))"], inputs, (2, 2), "inductor")
+    assert (told.kind, told.text) == (RIGHT, "2")
+
+
+def test_a_tensor_that_is_joined_with_itself_has_one_graph() -> None:
+    """Inductor makes one expanded tensor of both, and flattens it, for which it compared sizes of blocks."""
+    inputs = [Input("a0", (4, 7, 1), "S(1)", {0: [6, 1]}, grad=True)]
+    told = found(["v0 = torch.cat([a0, a0], -3)", "v1 = v0 * 2"], inputs, (2,), "inductor")
+    assert (told.kind, told.text) == (RIGHT, "2")
+
+
 def test_a_diagonal_of_an_expanded_tensor() -> None:
     inputs = [Input("a0", (1, 7, 5), "S(2)", {0: [0, 5, 0]}, grad=True)]
     assert found(["v0 = a0.expand([2, 7, -1])", "v1 = v0.diagonal(-1, 0, 1)"], inputs).kind == RIGHT
