@@ -1,7 +1,6 @@
 """Cuts: how one tensor dim is divided into blocks over one or several mesh dims.
 
-A cut is the same object on every rank: it holds the sizes of *all* blocks. It comes in three kinds, because tracing
-treats them differently:
+A cut is the same object on every rank: it holds the sizes of *all* blocks. Tracing has three kinds of them:
 
 * ``chunk``: what `torch.chunk` gives for the extent; no sizes are stored and the extent may be symbolic;
 * ``fixed``: Python ints, part of what a compiled graph is specialised on;
@@ -130,8 +129,9 @@ class Cut:
         carrier: while tracing, the tensor whose shape brought the key into the graph; not part of the value.
         origin: for the cut of a slice: the cut of what was sliced, first row and step, by which a gradient gets back.
         home: for a dim that was cut in place of another one: the cut that the other one had.
-        runs: how many stretches of one extent the dim has, one after the other, each divided in the same way; more than
-            1 where leading dims were flattened into the dim. A block then has rows of each of them.
+        rows: for what was looked up by numbers of rows: their cut, which new sums over them take over.
+        runs: how many equal stretches the dim has, each divided alike: more than 1 if leading dims were flattened into
+            it.
     """
 
     kind: Kind
@@ -146,6 +146,7 @@ class Cut:
     carrier: object = field(default=None, compare=False, repr=False)
     origin: tuple[Cut, IntLike, int] | None = field(default=None, repr=False)
     home: Cut | None = field(default=None, repr=False)
+    rows: Cut | None = field(default=None, repr=False)
     runs: int = 1
 
     @staticmethod
@@ -188,13 +189,14 @@ class Cut:
 
     @property
     def has_symbols(self) -> bool:
-        """Whether it, or the cut that it remembers, is made of symbols.
+        """Whether it, or a cut that it remembers, is made of symbols.
 
         A chunk cut of a known extent knows its sizes, and in a trace also the symbol of this rank's block.
         """
         if self.blocks is None or isinstance(self.block, torch.SymInt):
             return True
-        return self.home is not None and (isinstance(self.home.extent, torch.SymInt) or self.home.has_symbols)
+        others = [c for c in (self.home, self.rows) if c is not None]
+        return any(isinstance(c.extent, torch.SymInt) or c.has_symbols for c in others)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -249,6 +251,15 @@ class Cut:
                 "first one is not cut. Take this of the tensor before it was flattened, or redistribute() it first"
             )
 
+    def naming(self, rows: Cut) -> Cut:
+        """The same blocks, of numbers of rows that are cut as `rows`, or of what was looked up by them."""
+        return replace(self, rows=replace(rows, rows=None, origin=None, home=None))
+
+    def named_rows(self, extent: IntLike) -> Cut | None:
+        """The cut of the rows that were looked up, if there are as many; None if there are not."""
+        found = self.rows
+        return found if found is not None and compat.surely(found.extent == extent) else None
+
     def joined(self, runs: int) -> Cut:
         """The cut of a dim into which a leading one was flattened, of extent `runs`."""
         return self if runs == 1 else replace(self.scaled(runs), runs=self.runs * runs, origin=None)
@@ -284,7 +295,8 @@ class Cut:
         if self.kind == "chunk":
             if blocks is None:
                 raise LayoutError("a chunk cut of a symbolic extent cannot be flattened with trailing dims")
-            return replace(Cut.of_sizes(self.mesh_dims, self.parts, blocks, "fixed"), home=self.home, runs=self.runs)
+            cut = Cut.of_sizes(self.mesh_dims, self.parts, blocks, "fixed")
+            return replace(cut, home=self.home, rows=self.rows, runs=self.runs)
         scale, origin = self.scale * factor, self._scaled_origin(factor)
         return replace(self, extent=self.extent * factor, blocks=blocks, block=block, scale=scale, origin=origin)
 
@@ -324,7 +336,7 @@ class Cut:
             return None
         kind: Kind = "fixed" if self.kind == "chunk" else self.kind
         cut = Cut.of_sizes(self.mesh_dims, self.parts, [b // factor for b in self.blocks], kind)
-        return replace(cut, home=self.home, runs=self.runs)
+        return replace(cut, home=self.home, rows=self.rows, runs=self.runs)
 
     def prefix(self, depth: int) -> Cut | None:
         """The cut over the first `depth` mesh dims only."""
@@ -336,9 +348,9 @@ class Cut:
     def same_blocks(self, other: Cut | None, coordinate: Sequence[int] | None = None) -> bool:
         """Whether both divide a dim into the same blocks on the same ranks.
 
-        Inside a trace the answer for two dynamic cuts compares their keys, which installs a guard. Two kinds of pairs
-        count as different there: keys that only become known when the graph runs, and a dynamic cut beside one of
-        another kind. If they were the same, that costs an exchange that moves nothing.
+        Inside a trace the answer for two dynamic cuts compares their keys, which installs a guard. Keys that a run
+        gives, and a dynamic cut beside one of another kind, count as different: equal ones cost an exchange that moves
+        nothing.
 
         Args:
             other: the other cut.

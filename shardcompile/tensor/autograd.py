@@ -162,16 +162,16 @@ class Promote(torch.autograd.Function):
     """From a plain tensor, the same on every rank, to a replicated one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cls: type[Sharded], mesh: DeviceMesh) -> Sharded:
-        """Wrap the whole value."""
-        ctx.cls = cls
+    def forward(ctx: Any, x: Tensor, cls: type[Sharded], mesh: DeviceMesh, completes: bool = True) -> Sharded:
+        """Wrap the whole value; `completes`: whether the gradient is completed here, or by who gets it."""
+        ctx.cls, ctx.completes = cls, completes
         x = _resolve(x)
         return cls._wrap(x, replicated_spec(mesh, x))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         """Complete the gradient before it leaves."""
-        if not isinstance(grad, ctx.cls):  # as in `sharded_gradient`
-            return grad, None, None
+        if not ctx.completes or not isinstance(grad, ctx.cls):  # as in `sharded_gradient`
+            return grad, None, None, None
         grad = redistributed(grad, grad._spec.layout.replicated())
-        return ToLocal.apply(grad, None), None, None
+        return ToLocal.apply(grad, None), None, None, None

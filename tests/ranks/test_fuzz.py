@@ -237,17 +237,18 @@ def test_a_whole_value_keeps_the_strides_of_extents_of_1() -> None:
     assert found(lines, [Input("a0", (3, 1), "R")]).kind == RIGHT
 
 
-def test_a_batched_product_of_one_column_and_one_row_has_one_graph() -> None:
-    """Inductor's decomposition of it compared sizes of blocks: ranks compiled apart, and waited for one another."""
-    inputs = [Input("a0", (3, 3, 1), "R S(1)", {1: [3, 0]}, grad=True, ways=("gaps", "rows"))]
-    told = found(["v0 = F.linear(a0, weight(2, 1).to(a0.dtype))"], inputs, (2, 2), "inductor")
-    assert (told.kind, told.text) == (RIGHT, "2")
-
-
-def test_a_tensor_that_is_joined_with_itself_has_one_graph() -> None:
-    """Inductor makes one expanded tensor of both, and flattens it, for which it compared sizes of blocks."""
-    inputs = [Input("a0", (4, 7, 1), "S(1)", {0: [6, 1]}, grad=True)]
-    told = found(["v0 = torch.cat([a0, a0], -3)", "v1 = v0 * 2"], inputs, (2,), "inductor")
+@pytest.mark.parametrize(
+    ("line", "ways"),
+    [
+        ("F.linear(a0, weight(2, 1).to(a0.dtype))", ("gaps", "rows")),  # a batched product of a column and a row
+        ("torch.cat([a0, a0], -3)", ("rows",)),
+        ("torch.stack([a0, a0], 1)", ("rows",)),
+    ],
+)
+def test_what_inductor_decomposes_has_one_graph(line: str, ways: tuple[str, ...]) -> None:
+    """Its decompositions compared sizes of blocks: ranks compiled apart, and waited for one another."""
+    inputs = [Input("a0", (4, 7, 1), "S(1)", {0: [6, 1]}, grad=True, ways=ways)]
+    told = found([f"v0 = {line}", "v1 = v0 * 2"], inputs, (2,), "aot_eager_decomp_partition")
     assert (told.kind, told.text) == (RIGHT, "2")
 
 

@@ -305,6 +305,12 @@ SCENES: dict[str, Callable[[], str]] = {
         [Input("a0", (4, 2), "S(1)", {0: [1, 1]}, grad=True), Input("a1", (2, 4), "S(0)", {0: [2, 0]})],
         2,
     ),
+    "decompositions_ask_no_sizes": Fuzzed(
+        ["v0 = torch.stack([a0, a0], 1)", "v1 = v0 * 2"],
+        [Input("a0", (4, 7, 1), "S(1)", {0: [6, 1]}, grad=True)],
+        2,
+        "aot_eager_decomp_partition",
+    ),
     "sizes_of_saved_products": Fuzzed(
         ["v0 = a0[:, a1.reshape(-1).remainder(2)]"],
         [Input("a0", (1, 2), grad=True), Input("a1", (2, 3), "S(0)", {0: [2, 0]}, "int64")],
@@ -348,6 +354,7 @@ SCENES: dict[str, Callable[[], str]] = {
 """By patch, a program that needs it."""
 
 WITHOUT_A_PROGRAM = {
+    "places_of_parts": "a program of the fuzzer's of eleven lines (seed 6300019, inductor); none of its parts needs it",
     "no_donated_buffers": "torch before 2.15 does not repeat waits",
     "clamped_ends": "it was written for `test_modes_of_images_that_are_cut_along_their_height`; nothing smaller is known",
     "decisions_where_guards_are_suppressed": "not found: products, batched products, convolutions of both precisions, permuted blocks",

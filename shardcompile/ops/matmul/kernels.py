@@ -12,7 +12,6 @@ from torch import Tensor
 from shardcompile.layout import IntLike
 from shardcompile.ops import state
 from shardcompile.ops.support.blocks import view_block
-from shardcompile.ops.support.strides import in_order
 
 aten = torch.ops.aten
 
@@ -24,16 +23,8 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
     ndim = max(a.ndim, b.ndim)
     a, b = (x[(None,) * (ndim - x.ndim)] for x in (a, b))
     batch = [n if isinstance(m, int) and m == 1 else m for m, n in zip(a.shape[:-2], b.shape[:-2], strict=True)]
-    out = _bmm(_flat_batch(a, batch), _flat_batch(b, batch))
+    out = aten.bmm.default(_flat_batch(a, batch), _flat_batch(b, batch))
     return view_block(out, [*batch, *out.shape[1:]])
-
-
-def _bmm(a: Tensor, b: Tensor) -> Tensor:
-    """`bmm`; where one column meets one row Inductor's decomposition asks how the product of both is stored."""
-    if type(a) is Tensor or not all(isinstance(n, int) and n == 1 for n in (a.shape[2], b.shape[1])):
-        return aten.bmm.default(a, b)
-    rows = range(3, 0, -1)
-    return in_order(in_order(a, rows) * in_order(b, rows), rows)
 
 
 def _flat_batch(x: Tensor, batch: Sequence[IntLike]) -> Tensor:
@@ -59,4 +50,3 @@ def _trilinear(
 
 state(aten._trilinear.default, kernel=lambda a, b, c, x, y, z, total, unroll=1: _trilinear(a, b, c, x, y, z, total))
 state(aten.matmul.default, kernel=_matmul)
-state(aten.bmm.default, kernel=_bmm)

@@ -48,19 +48,6 @@ def padded(x: Tensor, dims: list[int], value: Scalar) -> Tensor:
     return aten.constant_pad_nd(x, pad, value)
 
 
-def cat_blocks(blocks: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Blocks one after the other.
-
-    Inside a trace no tensor stands twice in the list: of one that does Inductor makes an expanded one that it flattens,
-    for which it asks whether a block has one row.
-    """
-    if type(blocks[0]) is Tensor:
-        return aten.cat.default(blocks, dim)
-    before = [blocks[:n] for n in range(len(blocks))]
-    apart = [aten.alias.default(x) if any(x is y for y in seen) else x for x, seen in zip(blocks, before, strict=True)]
-    return aten.cat.default(apart, dim)
-
-
 def view_block(x: Tensor, shape: Sequence[IntLike]) -> Tensor:
     """A view, or a copy where the strides of a block forbid a view that those of the whole tensor allow.
 

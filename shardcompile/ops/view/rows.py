@@ -20,7 +20,7 @@ from shardcompile.collectives import block_size, derive
 from shardcompile.compat import OpOverload
 from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
 from shardcompile.ops import state
-from shardcompile.ops.support.blocks import Scalar, cat_blocks, index_copy
+from shardcompile.ops.support.blocks import Scalar, index_copy
 from shardcompile.ops.support.copied_views import follow, note_view
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.strides import in_order
@@ -367,7 +367,9 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
         target = Layout.of(mesh, placements, t.shape, t.dtype, _replace(others, dim, cut))
         blocks.append(moved(t, target).to(meta.dtype))
     layout = Layout.of(mesh, placements, compat.global_extents(meta.shape), meta.dtype, _replace(others, dim, joined))
-    return wrap(like, _as_block(cat_blocks(blocks, dim), dim, joined, mesh), layout, compat.retraced(meta.stride()))
+    return wrap(
+        like, _as_block(aten.cat.default(blocks, dim), dim, joined, mesh), layout, compat.retraced(meta.stride())
+    )
 
 
 def _as_block(x: Tensor, dim: int, cut: Cut, mesh: DeviceMesh) -> Tensor:
@@ -435,5 +437,5 @@ state(aten.select_scatter.default, sharded=select_scatter)
 state(aten.split.Tensor, sharded=split)
 state(aten.split_with_sizes.default, sharded=split_with_sizes)
 state(aten.constant_pad_nd.default, sharded=pad)
-state(aten.cat.default, sharded=cat, kernel=cat_blocks)
+state(aten.cat.default, sharded=cat)
 state(aten.size.default, sharded=lambda x: list(x._spec.shape))  # asked for where extents depend on values
