@@ -349,8 +349,7 @@ class Cut:
         """Whether both divide a dim into the same blocks on the same ranks.
 
         Inside a trace the answer for two dynamic cuts compares their keys, which installs a guard. Keys that a run
-        gives, and a dynamic cut beside one of another kind, count as different: equal ones cost an exchange that moves
-        nothing.
+        gives, and a dynamic cut beside one of another kind, count as different: that may cost an exchange.
 
         Args:
             other: the other cut.
