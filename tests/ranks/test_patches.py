@@ -254,7 +254,7 @@ COUNTED_COLLECTIVES = """
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 x = sc.ShardTensor.from_local(torch.ones(3, 2), init_device_mesh("cpu", (2,)), [Shard(0)], {0: [3, 1]})
 with CommDebugMode() as mode:
-    x.sum().full_tensor()
+    x @ x.mT  # which gathers one of the factors
 assert mode.get_total_counts() == 1
 """
 
