@@ -193,13 +193,13 @@ def _cut_of_sizes(sizes: Tensor, parts: list[int], extent: int, block: int, grou
     return torch.tensor([cut.extent, cut.key, size], device="cpu")
 
 
-def _block_starts(total: int, sizes: list[int], key: int, nest: list[int], group_name: str) -> Tensor:
+def _block_starts(total: int, sizes: list[int], key: int, grouping: list[int], group_name: str) -> Tensor:
     ranks = compat.process_group(group_name).size()
-    blocks = GroupCut(sizes, key, nest).blocks(total, ranks)
+    blocks = GroupCut(sizes, key, grouping).blocks(total, ranks)
     return torch.tensor([a for a, _ in transport.running_ends(blocks)], device="cpu")
 
 
-def _fake_starts(total: int, sizes: list[int], key: int, nest: list[int], group_name: str) -> Tensor:
+def _fake_starts(total: int, sizes: list[int], key: int, grouping: list[int], group_name: str) -> Tensor:
     return torch.empty([compat.process_group(group_name).size()], dtype=torch.int64, device="cpu")
 
 
