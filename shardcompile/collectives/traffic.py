@@ -95,7 +95,9 @@ def of_any_rows(payload: Tensor, block: object) -> Member:
         payload: what this rank puts in.
         block: how many rows it gets.
     """
-    return Member(Side(None, is_number(payload.shape[0])), Side(None, is_number(block)), nbytes_of(payload))
+    return Member(
+        GroupBlocks(None, is_number(payload.shape[0])), GroupBlocks(None, is_number(block)), nbytes_of(payload)
+    )
 
 
 def is_number(size: object) -> bool:
