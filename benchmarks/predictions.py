@@ -29,9 +29,9 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
 from shardcompile.demo.model import PointTransformer, relative_l2
+from shardcompile.machines import Device
 from shardcompile.passes import CostModel, inductor_options
 from shardcompile.passes.cost.calibrate import load_device, measure_device, save
-from shardcompile.passes.cost.links import Device
 
 BAR_MEDIAN, BAR_WORST = 0.20, 0.40
 

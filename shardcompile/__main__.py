@@ -177,8 +177,8 @@ def _calibrate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         parser.error("a link joins at least 2 ranks")
     # Torch takes seconds, and --help needs none of it.
     from shardcompile.demo.launch import RankFailedError, launch
+    from shardcompile.machines import Link
     from shardcompile.passes.cost.calibrate import measure_device, measure_link, save
-    from shardcompile.passes.cost.links import Link
 
     backend = _backend(parser, options.backend, options.ranks)
     measure = measure_device if options.compute else measure_link

@@ -21,7 +21,7 @@ from shardcompile.collectives.gathers import ALL_GATHER_V, AllGatherV
 from shardcompile.collectives.reductions import ALL_REDUCE
 from shardcompile.errors import CollectiveError
 from shardcompile.layout import CHUNK_KEY, GroupCut
-from shardcompile.passes.cost.links import Device, Link
+from shardcompile.machines import Device, Link
 
 SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 23)
 """Bytes of the tensors that are gathered, broadcast and reduced."""
@@ -90,7 +90,7 @@ def measure_device(group: ProcessGroup | None = None, repeats: int = REPEATS) ->
     group = dist.group.WORLD if group is None else group
     assert group is not None
     if group.name() == "nccl":
-        raise CollectiveError("what GPUs compute with is not measured; take one of shardcompile.passes.cost.links")
+        raise CollectiveError("what GPUs compute with is not measured; take one of shardcompile.machines")
     flops = {}
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         a = torch.ones(_EXTENT, _EXTENT, dtype=dtype)

@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
-from shardcompile import compat
+from shardcompile import compat, machines
 from shardcompile.collectives.traffic import Member, Traffic, shares
-from shardcompile.passes.cost import links
-from shardcompile.passes.cost.links import Device, Link, Price
+from shardcompile.machines import Device, Link, Price
 from shardcompile.passes.graph import blocks
 from shardcompile.passes.graph.collective import WAIT, Collective, Seen, kind_of
 from shardcompile.passes.graph.ops import op_of
@@ -76,7 +75,7 @@ class CostModel:
     """
 
     device: Device
-    ranks_per_node: int = links.RANKS_PER_NODE
+    ranks_per_node: int = machines.RANKS_PER_NODE
     group_sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
     group_links: Mapping[str, Link] = field(default_factory=dict, hash=False)
 
@@ -84,11 +83,15 @@ class CostModel:
     def of(graph: Graph) -> CostModel:
         """What to reckon a graph's costs with where nothing is given: by the device type of its collectives.
 
+        Of a graph without any it is that of its tensors, not counting those on the CPU if there are others.
+
         Args:
             graph: any.
         """
         kinds = [t.device.type for c in map(Collective.of, graph.nodes) if c for t in blocks.tensors(c.payloads[0])]
-        return CostModel(links.device_of(kinds[0] if kinds else "cpu"))
+        if not kinds:
+            kinds = sorted({t.device.type for n in graph.nodes for t in blocks.tensors(n)}, key="cpu".__eq__)
+        return CostModel(machines.device_of(kinds[0] if kinds else "cpu"))
 
     def group_size(self, name: str) -> int | None:
         """Ranks in a group, or None."""
@@ -101,9 +104,9 @@ class CostModel:
         ranks = None if group_name in self.group_sizes else blocks.ranks_of_group(group_name)
         spread = None
         if ranks is not None:
-            spread = links.spans_nodes(ranks, dist.get_world_size(), self.ranks_per_node)
+            spread = machines.spans_nodes(ranks, dist.get_world_size(), self.ranks_per_node)
         size = self.group_size(group_name) or NOMINAL_RANKS
-        return links.link_of(self.device, size, self.ranks_per_node, spread)
+        return machines.link_of(self.device, size, self.ranks_per_node, spread)
 
     def collective_seconds(self, c: Collective, labels: Mapping[Node, set[str]] | None = None) -> float:
         """How long a collective is on its way that runs alone. What it copies before and after is not in it.
@@ -387,7 +390,7 @@ def _traffic_of(node: Node, reads: Sequence[Node], writes: bool, nominal: int | 
     return sum(map(blocks.nbytes_of, reads)) + written * writes
 
 
-def _formula(node: Node) -> object:
+def _formula(node: Node) -> Callable[..., float] | None:
     packet: Any = getattr(node.target, "overloadpacket", node.target)
     return _FORMULAS.get(packet) or flop_registry.get(_LIKE.get(packet, packet))
 
@@ -402,7 +405,13 @@ def _flops(node: Node) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def _counted(formula: Any, op: str, args: Any, kwargs: tuple[tuple[str, Any], ...], result: Any) -> float:
+def _counted(
+    formula: Callable[..., float],
+    op: str,
+    args: tuple[object, ...],
+    kwargs: tuple[tuple[str, object], ...],
+    result: object,
+) -> float:
     """What a formula says. The layers of a model ask for the same."""
     try:
         return float(formula(*args, **dict(kwargs), out_val=result))

@@ -210,7 +210,7 @@ def chrome_events(process: int, name: str, streams: Mapping[str, str], bars: Ite
     """
     thread = {stream: i for i, stream in enumerate(streams)}
 
-    def said(kind: str, tid: int, **args: object) -> dict[str, Any]:
+    def said(kind: str, tid: int, **args: object) -> dict[str, object]:
         return {"ph": "M", "name": kind, "pid": process, "tid": tid, "args": args}
 
     described = [said("process_name", 0, name=name), said("process_sort_index", 0, sort_index=process)]

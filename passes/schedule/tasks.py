@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
-from shardcompile.passes.cost.links import Price
+from shardcompile.machines import Price
 from shardcompile.passes.cost.model import Prices, computes_nothing
 from shardcompile.passes.graph.dependencies import needed_first
 from shardcompile.passes.schedule.edges import Edges
