@@ -23,7 +23,8 @@ from torch.fx import Graph, Node
 
 from shardcompile.collectives.buckets import ALL_GATHER_BUCKET
 from shardcompile.collectives.traffic import Load, Traffic
-from shardcompile.passes.cost.model import NOMINAL_BYTES, CostModel, Price, Prices, readable
+from shardcompile.machines import Price
+from shardcompile.passes.cost.model import NOMINAL_BYTES, CostModel, Prices, readable
 from shardcompile.passes.graph import blocks
 from shardcompile.passes.graph.collective import Collective
 from shardcompile.passes.graph.dependencies import Closure

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from shardcompile import compat, machines
 from shardcompile.collectives.traffic import Member, Traffic, shares
-from shardcompile.machines import Device, Link
+from shardcompile.machines import Device, Link, Price
 from shardcompile.passes.graph import blocks
 from shardcompile.passes.graph.collective import WAIT, Collective, Seen, kind_of
 from shardcompile.passes.graph.ops import op_of
@@ -48,30 +49,17 @@ _LIKE = {
 }
 """Ops that torch's registry of operations does not have, by one that costs the same."""
 
+_FORMULAS = {aten._grouped_mm: lambda a, b, *rest, **named: 2 * math.prod(a) * b[-1]}
+"""Operations of products that are missing there as well."""
+
 _LOOKUPS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
 """Ops that read as much as they write."""
 
-
-@dataclass(frozen=True)
-class Price:
-    """Seconds of a collective.
-
-    Attributes:
-        latency: that it takes however little it moves.
-        transfer: that its bytes take on the link.
-        packing: of compute before it starts.
-        unpacking: of compute when it is awaited.
-    """
-
-    latency: float
-    transfer: float
-    packing: float = 0.0
-    unpacking: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """From start to end."""
-        return self.latency + self.transfer
+_FUNCTIONS = {
+    *(aten.exp.default, aten.log.default, aten.tanh.default, aten.erf.default, aten.sigmoid.default),
+    *(aten.sin.default, aten.cos.default, aten.pow.Tensor_Tensor, aten.pow.Scalar),
+}
+"""Pointwise ops that take longer to compute than a product or a sum does, where few cores do it."""
 
 
 @dataclass(frozen=True)
@@ -157,12 +145,14 @@ class CostModel:
         """What it costs to move things over a group, for who asks often."""
         n = self.group_size(group_name) or NOMINAL_RANKS
         link = self.link(group_name)
-        by_rank, latency = link.medium == "ports", link.seconds(0, n)
+        by_rank, latency, busy = link.medium == "ports", link.seconds(0, n), link.busy
         rate = self.device.memory * self.device.share
 
         def price(traffic: Traffic) -> Price:
-            seconds = link.seconds(traffic.busiest if by_rank else traffic.total / n, n)
-            return Price(latency, seconds - latency, traffic.packed / rate, traffic.unpacked / rate)
+            transfer = link.seconds(traffic.busiest if by_rank else traffic.total / n, n) - latency
+            held = link.host + busy * transfer
+            copies = traffic.packed / rate, traffic.unpacked / rate
+            return Price(latency - link.host, (1 - busy) * transfer, *copies, held)
 
         return price
 
@@ -185,7 +175,8 @@ class CostModel:
         writes = not _passes_on(node)
         traffic = _traffic_of(node, reads, writes, nominal)
         flops = NOMINAL_FLOPS * (_formula(node) is not None) if dependent else _flops(node)
-        seconds = self.device.compute_seconds(flops, traffic, _dtype(node))
+        elements = blocks.nbytes_of(node) / _dtype(node).itemsize if node.target in _FUNCTIONS and not dependent else 0
+        seconds = self.device.compute_seconds(flops, traffic, _dtype(node), elements)
         return seconds if writes else seconds - self.device.kernel
 
 
@@ -217,6 +208,7 @@ class Prices:
         latency: by collective: the part of its seconds in which it uses no link; left out where it is none.
         link: by group: the name of the link that it uses; left out where it has one for itself.
         labels: of the nodes whose extents may differ between ranks, see `shardcompile.passes.graph.blocks.labels`.
+        call: before the first node runs.
     """
 
     seconds: Mapping[Node, float]
@@ -229,6 +221,7 @@ class Prices:
     latency: Mapping[Node, float] = field(default_factory=dict)
     link: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[Node, set[str]] = field(default_factory=dict)
+    call: float = 0.0
 
     @staticmethod
     def of(graph: Graph, model: CostModel) -> Prices:
@@ -272,13 +265,14 @@ class Prices:
                 continue
             price = model.price(c, labels)
             seconds[node], latency[node], group[node] = price.seconds, price.latency, c.group_name
-            if price.packing:
-                packing[node] = price.packing
+            if price.before:
+                packing[node] = price.before
             if price.unpacking and c.waits:
                 seconds[c.waits[0]] = price.unpacking
             awaits.update(dict.fromkeys(c.waits, node))
         link = {name: model.link(name).name for name in group.values()}
-        return Prices(seconds, nbytes, storage, group, awaits, inputs, packing, latency, link, labels)
+        call = model.device.call
+        return Prices(seconds, nbytes, storage, group, awaits, inputs, packing, latency, link, labels, call)
 
 
 @dataclass
@@ -396,9 +390,9 @@ def _traffic_of(node: Node, reads: Sequence[Node], writes: bool, nominal: int | 
     return sum(map(blocks.nbytes_of, reads)) + written * writes
 
 
-def _formula(node: Node) -> object:
+def _formula(node: Node) -> Callable[..., float] | None:
     packet: Any = getattr(node.target, "overloadpacket", node.target)
-    return flop_registry.get(_LIKE.get(packet, packet))
+    return _FORMULAS.get(packet) or flop_registry.get(_LIKE.get(packet, packet))
 
 
 def _flops(node: Node) -> float:
@@ -411,7 +405,13 @@ def _flops(node: Node) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def _count_flops(formula: Any, op: str, args: Any, kwargs: tuple[tuple[str, Any], ...], result: Any) -> float:
+def _count_flops(
+    formula: Callable[..., float],
+    op: str,
+    args: tuple[object, ...],
+    kwargs: tuple[tuple[str, object], ...],
+    result: object,
+) -> float:
     """What a formula says. The layers of a model ask for the same."""
     try:
         return float(formula(*args, **dict(kwargs), out_val=result))

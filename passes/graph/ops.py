@@ -71,7 +71,7 @@ def _look_up(target: object) -> Op:
     )
 
 
-def _share(target: Any, schema: Any) -> int | str | None:
+def _share(target: object, schema: torch.FunctionSchema | None) -> int | str | None:
     if target in (WAIT, operator.getitem, aten._unsafe_view.default):
         return 0
     if schema is None or not schema.returns or schema.returns[0].alias_info is None:

@@ -38,7 +38,7 @@ def lower_bound(graph: Graph, prices: Prices) -> float:
             jobs.setdefault(group, []).append((start, prices.seconds[node], tails[node]))
     path = max((sum(job) for work in jobs.values() for job in work), default=0.0)
     links = _link_jobs(prices, heads, tails)
-    return max([path, *map(_one_machine_bound, jobs.values()), *map(_one_machine_bound, links.values())])
+    return prices.call + max([path, *map(_one_machine_bound, jobs.values()), *map(_one_machine_bound, links.values())])
 
 
 def bucket_bound(graph: Graph, prices: Prices, model: CostModel) -> float:
@@ -60,7 +60,7 @@ def bucket_bound(graph: Graph, prices: Prices, model: CostModel) -> float:
     ends = [heads[n] + prices.seconds[n] + tails[n] for n in prices.group]
     fewest = _of_one_rank(graph, prices, model)
     work = [*_compute_jobs(graph, fewest, heads, tails).values(), *_link_jobs(fewest, heads, tails).values()]
-    return max([path, *ends, *map(_one_machine_bound, work), *_once_each(fewest)])
+    return prices.call + max([path, *ends, *map(_one_machine_bound, work), *_once_each(fewest)])
 
 
 def _of_one_rank(graph: Graph, prices: Prices, model: CostModel) -> Prices:

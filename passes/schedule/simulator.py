@@ -36,7 +36,7 @@ class Timeline:
 
     Attributes:
         total: until everything has ended, collectives that nobody waits for included.
-        compute: the compute stream's work.
+        compute: the compute stream's work, and what the call of the graph takes before it.
         communication: by group, its stream's work.
         exposed: how long the compute stream has nothing to do.
         stalls: by collective, how long the compute stream waits for it.
@@ -67,7 +67,7 @@ def simulate(order: Sequence[Node], prices: Prices) -> Timeline:
     communication: dict[str, float] = {}
     ended: dict[Node, float] = {}
     stalls: dict[Node, float] = {}
-    now = compute = 0.0
+    now = compute = prices.call
     for node in order:
         took = seconds[node]
         stream = group.get(node)
@@ -211,7 +211,7 @@ def chrome_events(process: int, name: str, streams: Mapping[str, str], bars: Ite
     """
     thread = {stream: i for i, stream in enumerate(streams)}
 
-    def said(kind: str, tid: int, **args: object) -> dict[str, Any]:
+    def said(kind: str, tid: int, **args: object) -> dict[str, object]:
         return {"ph": "M", "name": kind, "pid": process, "tid": tid, "args": args}
 
     described = [said("process_name", 0, name=name), said("process_sort_index", 0, sort_index=process)]

@@ -95,9 +95,8 @@ def of_any_rows(payload: Tensor, block: object) -> Member:
         payload: what this rank puts in.
         block: how many rows it gets.
     """
-    return Member(
-        GroupBlocks(None, is_number(payload.shape[0])), GroupBlocks(None, is_number(block)), nbytes_of(payload)
-    )
+    put, get = GroupBlocks(None, is_number(payload.shape[0])), GroupBlocks(None, is_number(block))
+    return Member(put, get, nbytes_of(payload))
 
 
 def is_number(size: object) -> bool:

@@ -6,6 +6,7 @@ import logging
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,6 +152,28 @@ def test_latency_grows_with_the_group() -> None:
     assert LATENT.seconds(100, 1) == 0
 
 
+def test_what_one_thread_does_besides_holds_up_its_compute() -> None:
+    """Starting collectives, moving bytes on the same cores, functions that take long, and the call of the graph."""
+    link = Link("by the cores that compute", launch=10.0, hop=0.0, bandwidth=2.0, medium="shared", host=3.0, busy=0.25)
+    device = replace(CPU_CORE, kernel=0.0, memory=math.inf, element=0.5, call=7.0)
+    b = Builder(torch.float32)
+    x = b.input(6)
+    waited = b.wait(c10d.all_reduce.default, x, "sum", "h")
+    (started,) = waited.all_input_nodes
+    graph = b.output(b.call(aten.exp.default, waited), b.call(aten.neg.default, waited))
+    prices = Prices.of(graph, model(link, device))
+    transfer = 24 / 2.0
+    assert prices.packing[started] == pytest.approx(3 + transfer / 4)
+    assert prices.latency[started] == pytest.approx(10 - 3)
+    assert prices.seconds[started] == pytest.approx(7 + 3 * transfer / 4)
+    exp, neg = (n for n in graph.nodes if n.target in (aten.exp.default, aten.neg.default))
+    assert prices.seconds[exp] == pytest.approx(6 * 0.5)
+    assert prices.seconds[neg] == 0
+    timeline = simulate(list(graph.nodes), prices)
+    assert timeline.total == lower_bound(graph, prices) == pytest.approx(7 + 10 + transfer + 3)
+    assert timeline.exposed == pytest.approx(7 + 3 * transfer / 4)
+
+
 def test_links_follow_from_what_all_ranks_share() -> None:
     assert machines.link_of(H100, 8) is machines.NVLINK4
     assert machines.link_of(H100, 9) is machines.INFINIBAND_NDR
@@ -182,13 +205,19 @@ def test_products_cost_their_operations_and_copies_their_bytes() -> None:
     assert [prices.nbytes[n] for n in (x, product, table)] == [4096 * 8192 * 2, nbytes, 2 * nbytes]
 
 
-@pytest.mark.parametrize("name", ["convolution", "attention", "attention on the CPU"])
+@pytest.mark.parametrize("name", ["convolution", "experts", "attention", "attention on the CPU"])
 def test_operations_of_other_products(name: str) -> None:
     b = Builder(torch.float32)
     if name == "convolution":
         x, w = b.input(2, 3, 8, 8), b.input(5, 3, 3, 3)
         node = b.call(aten.convolution.default, x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
         flops = 2 * (2 * 5 * 8 * 8) * (3 * 3 * 3)
+    elif name == "experts":
+        b.dtype = torch.bfloat16
+        rows, weights, ends = b.input(32, 16), b.input(4, 16, 8), b.input(4)
+        ends.meta["val"] = ends.meta["val"].int()
+        node = b.call(aten._grouped_mm.default, rows, weights, ends)
+        flops = 2 * 32 * 16 * 8
     else:
         q = b.input(2, 4, 16, 8)
         cpu = aten._scaled_dot_product_flash_attention_for_cpu.default
