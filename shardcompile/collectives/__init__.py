@@ -25,8 +25,11 @@ from shardcompile.collectives.functional import receive_block as receive_block
 from shardcompile.collectives.functional import reduce_scatter_v as reduce_scatter_v
 from shardcompile.collectives.functional import send_blocks as send_blocks
 from shardcompile.collectives.links import Links as Links
+from shardcompile.collectives.links import Reduction as Reduction
 from shardcompile.collectives.links import add_rows as add_rows
 from shardcompile.collectives.links import find_links as find_links
+from shardcompile.collectives.links import named_rows as named_rows
+from shardcompile.collectives.links import reduce_rows as reduce_rows
 from shardcompile.collectives.links import take_rows as take_rows
 from shardcompile.collectives.nearest import nearest as nearest
 from shardcompile.collectives.pending import Decoded as Decoded

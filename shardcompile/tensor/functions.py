@@ -23,6 +23,7 @@ from shardcompile.tensor.core import ShardTensor
 from shardcompile.tensor.cumulative import cumprod
 from shardcompile.tensor.einsum import einsum
 from shardcompile.tensor.fourier import FOURIER_FUNCTIONS
+from shardcompile.tensor.grids import interpolate
 from shardcompile.tensor.higher_order import teach_higher_order_ops
 
 aten = torch.ops.aten
@@ -175,6 +176,7 @@ def _tensor_split(func: Callable[..., object], x: object, *args: object, **kwarg
 
 
 _Tensor: Any = torch.Tensor
+_OF_MODULES: Any = torch._C._nn  # what is left of `torch.nn.functional` in a graph of Dynamo's
 
 
 def _of_neighbours(run: Callable[..., object]) -> Callable[..., object]:
@@ -207,7 +209,8 @@ state_function(
     aten.scaled_dot_product_attention.default,
 )
 state_function([torch.nn.functional.embedding_bag], _of_neighbours(embedding_bag), aten._embedding_bag.default)
-state_function([torch.nn.functional.pad], _of_neighbours(pad), aten.pad.default)
+state_function([torch.nn.functional.pad, _OF_MODULES.pad], _of_neighbours(pad), aten.pad.default)
+state_function([torch.nn.functional.interpolate], interpolate)
 state_function([_Tensor.__getitem__], _of_neighbours(masks.getitem), when=lambda args: masks.is_mask(args[1]))
 state_function(
     [_Tensor.masked_select, torch.masked_select], _of_neighbours(masks.masked_select), aten.masked_select.default

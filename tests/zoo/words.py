@@ -28,6 +28,8 @@ NEAREST = (
 )
 NORMS = ("merge_reductions", "needed: a norm's sums, of all ranks in one gather in place of several sums")
 NODES = (
-    ("index", "needed here: edges are cut as they come, and name nodes of all ranks; `sc.link_rows` fetches each once"),
-    ("scatter", "needed here: likewise"),
+    (
+        "scatter",
+        "needed here: the norm of GCN adds plain ones up by the numbers of the edges, and has them whole for that",
+    ),
 )
