@@ -240,7 +240,9 @@ def test_documents_that_change_at_every_step_under_one_graph(inside: bool) -> No
     for lengths, sizes in (([5, 9, 0, 6], [7, 0, 13]), ([20, 0, 0, 0], [1, 18, 1]), ([1, 1, 17, 1], [0, 20, 0])):
         documents = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
         made = structure_of(documents)
-        named = None if inside else made.as_tuple(flatten=False)[2:6]  # blocks that are partly seen, and others
+        named = None
+        if not inside:  # blocks that are seen in part, and as a whole
+            named = made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices
         seen = (documents == documents[:, None]) & torch.ones(20, 20, dtype=torch.bool).tril()
 
         def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor = seen) -> Tensor:
