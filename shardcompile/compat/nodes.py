@@ -6,11 +6,12 @@ import math
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from shardcompile.compat.sizes import size_hint
 
 
-def last_repetition(x: Tensor) -> tuple[Any, int] | None:
+def last_repetition(x: Tensor) -> tuple[Node, int] | None:
     """The node that has repeated a small tensor, as lookups in a table and expansions do, and elements of that tensor.
 
     Args:

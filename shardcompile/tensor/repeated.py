@@ -33,7 +33,7 @@ def promote(x: Tensor, cls: type[Sharded], mesh: DeviceMesh) -> Sharded:
     return Promote.apply(x, cls, mesh, not passes)  # type: ignore[no-any-return]
 
 
-def _completed(gradients: tuple[Any, ...], _: object) -> tuple[Any, ...]:
+def _completed(gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
     """The gradients that a node of plain tensors hands out: whole, and plain."""
     return tuple(_whole(g) if isinstance(g, Sharded) else g for g in gradients)
 
