@@ -98,7 +98,7 @@ def _on_blocks(query: Any, key: Any, value: Any, cu_seqlens: Any, causal: bool, 
     return wrapped(out, Layout.of(mesh, layout.placements, shape, out.dtype, layout.cuts))
 
 
-def _rows_and_heads(query: Any, key: Any) -> Layout:
+def _rows_and_heads(query: ShardTensor, key: ShardTensor) -> Layout:
     """The layout of the query, with whole features, and whole heads where those of the keys are fewer."""
     now = query._spec.layout.reduced()
     if now.cuts[0] is not None and len(now.cuts[0].mesh_dims) > 1:
@@ -111,7 +111,7 @@ def _rows_and_heads(query: Any, key: Any) -> Layout:
     return Layout.of(now.mesh, placements, now.shape, now.dtype, kept)
 
 
-def _like(layout: Layout, x: Any) -> Layout:
+def _like(layout: Layout, x: Tensor) -> Layout:
     return Layout.of(layout.mesh, layout.placements, tuple(x.shape), x.dtype, layout.cuts)
 
 

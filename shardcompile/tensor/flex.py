@@ -81,16 +81,17 @@ def attend(
     return tuple(_lay_out(x, layout, s) for x, s in zip(results, shapes, strict=True))
 
 
-def _layout_to_keep(query: Any, key: Any) -> Layout:
+def _layout_to_keep(query: ShardTensor, key: ShardTensor) -> Layout:
     """The layout of the query, with whole features, and whole batch and heads where keys have fewer."""
     now = query._spec.layout.reduced()
-    if now.cuts[_ROWS] is not None and len(now.cuts[_ROWS].mesh_dims) > 1:
+    of_rows = now.cuts[_ROWS]
+    if of_rows is not None and len(of_rows.mesh_dims) > 1:
         raise UnsupportedOpError(
             f"flex_attention: rows of {now.describe()} are cut by several mesh dims; redistribute them to one first, "
             "or use scaled_dot_product_attention or shardcompile.varlen_attention"
         )
     same = [compat.same_symbol(query.shape[d], key.shape[d]) for d in (_BATCH, _HEADS)]
-    kept = [now.cuts[0] if same[0] else None, now.cuts[1] if same[1] else None, now.cuts[_ROWS], None]
+    kept = [now.cuts[0] if same[0] else None, now.cuts[1] if same[1] else None, of_rows, None]
     placements = [p if isinstance(p, Shard) and kept[p.dim] is not None else Replicate() for p in now.placements]
     return Layout.of(now.mesh, placements, now.shape, now.dtype, kept)
 
@@ -108,7 +109,9 @@ def _block(x: Tensor, layout: Layout, parts: Sequence[int] = ()) -> Tensor:
     return ToLocal.apply(redistributed(x, wanted), gradient_layout(wanted, placements))  # type: ignore[no-any-return]
 
 
-def _keys(key: Any, value: Any, layout: Layout, block_mask: tuple[Any, ...]) -> tuple[Tensor, Tensor, IntLike]:
+def _keys(
+    key: ShardTensor, value: ShardTensor, layout: Layout, block_mask: tuple[object, ...]
+) -> tuple[Tensor, Tensor, IntLike]:
     """The rows of keys and values that a rank's queries need, and the number of the first one."""
     of_query, cut = layout.cuts[_ROWS], key._spec.layout.cuts[_ROWS]
     by_rows = () if of_query is None else of_query.mesh_dims
@@ -125,15 +128,14 @@ def _keys(key: Any, value: Any, layout: Layout, block_mask: tuple[Any, ...]) -> 
     return rows[..., : k.shape[-1]], rows[..., k.shape[-1] :], first
 
 
-def _whole(x: Any, layout: Layout) -> Tensor:
+def _whole(x: Tensor, layout: Layout) -> Tensor:
     """The whole of a tensor that a function reads. Each rank finds the part of its gradient that comes from its own
     scores.
     """
-    if not isinstance(x, ShardTensor):
-        if not x.requires_grad:
-            return x
-        x = Promote.apply(x, ShardTensor, layout.mesh)
-    whole = redistributed(x, x._spec.layout.replicated())
+    if not isinstance(x, ShardTensor) and not x.requires_grad:
+        return x
+    cut = x if isinstance(x, ShardTensor) else Promote.apply(x, ShardTensor, layout.mesh)
+    whole = redistributed(cut, cut._spec.layout.replicated())
     parts = [Partial() if isinstance(p, Shard) else Replicate() for p in layout.placements]
     return ToLocal.apply(whole, gradient_layout(whole._spec.layout, parts))  # type: ignore[no-any-return]
 
@@ -175,7 +177,7 @@ def _averages(scores: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
     return out, denominator / math.log(2), scores.detach().amax(-1) / math.log(2)
 
 
-def _lay_out(x: Tensor, layout: Layout, shape: tuple[IntLike, ...]) -> Any:
+def _lay_out(x: Tensor, layout: Layout, shape: tuple[IntLike, ...]) -> Tensor:
     """A result without what was padded, in the layout of the query."""
     cuts = layout.cuts[: len(shape)]
     for d, cut in enumerate(cuts):

@@ -260,4 +260,4 @@ def test_the_code_of_the_guide() -> None:
         heads, whole = cut.unflatten(1, (2, 2)), rows.unflatten(1, (2, 2))
         found = compiled(heads, heads, heads, ends).full_tensor()
         torch.testing.assert_close(found, one_by_one(whole, whole, whole, ends.tolist(), True, None))
-    assert graphs_compiled() - graphs == 1
+    assert graphs_compiled() - graphs == mesh().size()  # each rank has the functions of the page itself

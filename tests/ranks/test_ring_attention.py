@@ -23,7 +23,7 @@ from shardcompile.collectives import Ring, transport
 from shardcompile.collectives import ring as of_ring
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.offline import trace_offline
-from shardcompile.testing import assert_matches_single_device, mesh, once
+from shardcompile.testing import assert_matches_single_device, mesh
 
 BATCH, HEADS, ROWS = Shard(0), Shard(1), Shard(2)
 
@@ -224,28 +224,29 @@ def test_a_rank_gets_the_blocks_before_its_own_and_no_others(monkeypatch: pytest
 
 
 class Held:
-    """Counts bytes of fetched blocks that exist at once on a rank, as long as any view of one does."""
+    """Counts bytes of fetched blocks that exist at once, each as long as any view of it does."""
 
     def __init__(self) -> None:
-        self.most: dict[int, int] = {}
-        self._alive: dict[int, list[tuple[StorageWeakRef, int]]] = {}
+        self.most = 0
+        self._alive: list[tuple[StorageWeakRef, int]] = []
         self._step = of_ring._step
 
     def step(self, a: Any, of: Any, *, back: bool) -> Tensor:
         out = self._step(a, of, back=back)
         if not back:
-            rank, storage = mesh().get_local_rank(), out.untyped_storage()
-            alive = [(ref, n) for ref, n in self._alive.get(rank, []) if not ref.expired()]
-            self._alive[rank] = [*alive, (StorageWeakRef(storage), storage.nbytes())]
-            self.most[rank] = max(self.most.get(rank, 0), sum(n for _, n in self._alive[rank]))
+            storage = out.untyped_storage()
+            self._alive = [(ref, n) for ref, n in self._alive if not ref.expired()]
+            self._alive.append((StorageWeakRef(storage), storage.nbytes()))
+            self.most = max(self.most, sum(n for _, n in self._alive))
         return out
 
 
-@pytest.mark.ranks(4, timeout=300, processes=False)
+@pytest.mark.ranks(4, timeout=300)  # messages between threads are kept for longer than those of gloo
 @pytest.mark.parametrize(("rows", "backend"), often([(512, None), (512, "aot_eager"), (16384, None)], 2))
 def test_two_blocks_of_others_exist_at_once(rows: int, backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = once(Held)
+    held = Held()
     monkeypatch.setattr(of_ring, "_step", held.step)
+    monkeypatch.setattr(sc.config, "attention", "ring")  # of the worker
     sizes = [rows // 4 - 7, rows // 4 + 7, rows // 2, 0]
     q, k, v = (
         sc.distribute_tensor(torch.randn(1, rows, 2, 16), mesh(), [Shard(1)], sharding_shapes={0: sizes})
@@ -262,8 +263,8 @@ def test_two_blocks_of_others_exist_at_once(rows: int, backend: str | None, monk
     torch.autograd.grad(out.sum(), [q, k, v])
     of_a_row = 2 * 2 * 16 * 4
     largest = sorted(sizes)[-2:]
-    assert max(held.most.values()) <= sum(largest) * of_a_row
-    assert max(held.most.values()) >= largest[-1] * of_a_row
+    assert held.most <= sum(largest) * of_a_row
+    assert held.most >= largest[-1] * of_a_row or mesh().get_local_rank() == 2  # which has the largest one itself
 
 
 def rows_in_blocks(mesh: DeviceMesh) -> tuple[Any, tuple[Tensor, ...]]:

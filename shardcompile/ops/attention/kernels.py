@@ -22,7 +22,8 @@ from shardcompile.ops.support.precision import HALVES, wide_dtype
 
 aten = torch.ops.aten
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
-_TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]
+# A CUDA graph may hold them: it is made for numbers that come in, sizes and `shift`, and nothing else decides.
+_TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout]
 _LIBRARY.define(
     "attend(Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal, SymInt shift, float scale) "
     "-> (Tensor, Tensor)",

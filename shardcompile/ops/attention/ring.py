@@ -7,6 +7,7 @@ step waits for the one before the last, so that a compiler which starts collecti
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,15 +51,16 @@ class RingAttention:
         """
         out: Tensor | None = None
         denominator: Tensor | None = None
-        done: list[Tensor] = []
+        done: deque[Tensor] = deque(maxlen=1)
         for keys, values, columns, shift in self._blocks(key, value, mask, None, done):
-            rest = (query, keys, values, columns, self.causal, shift, self.scale)
+            rest = (columns, self.causal, shift, self.scale)
             if out is None or denominator is None:
-                out, denominator = attend(*rest)
+                out, denominator = attend(query, keys, values, *rest)
                 out = out.to(wide_dtype(out.dtype))
             else:
-                out, denominator = attend_more(out, denominator, *rest)
+                out, denominator = attend_more(out, denominator, query, keys, values, *rest)
             done.append(denominator)
+            del keys, values  # before the next but one is fetched
         assert out is not None and denominator is not None, "a ring has ranks"
         return out.to(query.dtype), denominator
 
@@ -79,9 +81,11 @@ class RingAttention:
         of_query: Any = None
         own: list[Tensor] = []
         going: PendingBlocks | None = None
-        done: list[Tensor] = []
-        for by, (keys, values, columns, shift) in enumerate(self._blocks(key, value, mask, grad, done)):
+        done: deque[Tensor] = deque(maxlen=1)
+        by = 0
+        for keys, values, columns, shift in self._blocks(key, value, mask, grad, done):
             some = attend_backward(grad, query, keys, values, out, denominator, columns, self.causal, shift, self.scale)
+            del keys, values  # before the next but one is fetched
             done.append(some[0])
             wide = some[0].to(wide_dtype(query.dtype))
             of_query = wide if of_query is None else of_query + wide
@@ -93,13 +97,14 @@ class RingAttention:
                 own = [x.to(wide_dtype(x.dtype)) for x in others]
             else:
                 going = self.ring.give_back(others, (1, 1), by)
+            by += 1  # noqa: SIM113, `enumerate` would keep the last block
         if going is not None:
             own = [x + more for x, more in zip(own, going.wait(), strict=True)]
         of_key, of_value = (x.to(key.dtype).transpose(1, 2) for x in own)
         return of_query.to(query.dtype), of_key, of_value
 
     def _blocks(
-        self, key: Tensor, value: Tensor, mask: Tensor | None, first: Tensor | None, done: Sequence[Tensor]
+        self, key: Tensor, value: Tensor, mask: Tensor | None, first: Tensor | None, done: deque[Tensor]
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, IntLike]]:
         """Yield one block of keys and values after the other, the rank's own first, each with its part of the mask and
         its shift.
@@ -109,7 +114,7 @@ class RingAttention:
             value: this rank's.
             mask: as given.
             first: what the first step waits for.
-            done: what the reader has worked out with each block so far.
+            done: the last that the reader has worked out with a block.
         """
         blocks = [x.transpose(1, 2) if by_rows else x for x, by_rows in zip((key, value), self.by_rows, strict=True)]
         dims = [1 if by_rows else 2 for by_rows in self.by_rows]
@@ -117,7 +122,7 @@ class RingAttention:
         for by in range(self.ring.ranks):
             keys, values = (key, value) if coming is None else self._shaped(coming.wait())
             if by + 1 < self.ring.ranks:
-                coming = self.ring.fetch(blocks, dims, by + 1, after=done[by - 1] if by else first)
+                coming = self.ring.fetch(blocks, dims, by + 1, after=done[-1] if by else first)
             size, start = self.ring.block(by)
             columns = mask
             if mask is not None and not (isinstance(mask.shape[-1], int) and mask.shape[-1] == 1):
