@@ -534,7 +534,8 @@ def _compiles_plain(program: Program, expected: Expected, backend: str) -> bool:
     """Whether plain PyTorch compiles it, forward and backward."""
     try:
         leaves, values = _run_compiled_plain(program, backend)
-        gradients(leaves, {g: values[g] for g in expected.goals}, again=False)
+        if expected.goals:
+            gradients(leaves, {g: values[g] for g in expected.goals}, again=False)
     except Exception:
         return False
     return True

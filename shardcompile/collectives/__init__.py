@@ -37,6 +37,7 @@ from shardcompile.collectives.pending import Pending as Pending
 from shardcompile.collectives.pending import wait as wait
 from shardcompile.collectives.reads import Reads as Reads
 from shardcompile.collectives.reads import Window as Window
+from shardcompile.collectives.ring import PendingBlocks as PendingBlocks
 from shardcompile.collectives.ring import Ring as Ring
 from shardcompile.collectives.routes import OUT_OF_RANGE as OUT_OF_RANGE
 from shardcompile.collectives.routes import block_starts as block_starts

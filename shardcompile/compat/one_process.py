@@ -9,6 +9,7 @@ asks for the rank, what was compiled serves that rank alone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 import threading
@@ -27,9 +28,10 @@ from torch._guards import Guard, TracingContext  # 2.11 - 2.15
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor.debug._comm_mode import _CommModeModuleTracker as _ModuleTracker  # 2.11 - 2.15
 
 from shardcompile import compat, config
-from shardcompile.compat.threads import be_rank
+from shardcompile.compat.threads import be_rank, rank_of_thread
 from shardcompile.compat.worlds import add_condition
 
 __all__ = [
@@ -356,6 +358,31 @@ def _sibling_name(original: Callable[..., str]) -> Callable[..., str]:
     return name
 
 
+_HOOKS = ("_fw_pre_hook", "_fw_post_hook", "_fw_set_module_hook", "_bw_hook")
+
+
+def _on_rank_of(tracker: type, name: str) -> Callable[..., object]:
+    """Have a hook run where the rank that entered the mode of this tracker runs a module."""
+    hook = vars(tracker)[name]
+
+    @functools.wraps(hook)
+    def hook_here(self: Any, *args: object) -> object:
+        return hook(self, *args) if self.entered_by == rank_of_thread() else None
+
+    return hook_here
+
+
+def _entering(tracker: type) -> Callable[..., object]:
+    enter = vars(tracker)["__enter__"]
+
+    @functools.wraps(enter)
+    def enter_here(self: Any) -> object:
+        self.entered_by = rank_of_thread()
+        return enter(self)
+
+    return enter_here
+
+
 @contextlib.contextmanager
 def in_rank_threads() -> Iterator[None]:
     """While threads of this process are ranks."""
@@ -371,6 +398,9 @@ def in_rank_threads() -> Iterator[None]:
         (compat, "coordinate", _lazy_coordinate),
         # DTensor keeps by mesh what holds on one rank.
         (_redistribute, "_gen_transform_infos", _redistribute._gen_transform_infos.__wrapped__),  # 2.11 - 2.15
+        # CommDebugMode has hooks on all modules of the process, and on modules that ranks may share.
+        (_ModuleTracker, "__enter__", _entering(_ModuleTracker)),
+        *((_ModuleTracker, name, _on_rank_of(_ModuleTracker, name)) for name in _HOOKS),
     ]
     found = [(owner, name, vars(owner).get(name, _NOTHING)) for owner, name, _ in patches]
     kept, threads = kept_by_rank(), torch.get_num_threads()

@@ -28,15 +28,18 @@ from shardcompile.compat.replacements import (
     clamped_ends,
     collectives_stay,
     decide_by_hint_where_guards_are_suppressed,
+    decompositions_ask_no_sizes,
     fill_order_by_hint,
     memory_format_by_hint,
     no_donated_buffers,
     overlap_by_hint,
     parts_stay_apart,
+    places_of_parts,
     symbols_by_both_names,
     traces_agree,
     views_by_stride,
 )
+from shardcompile.compat.saved_inputs import saved_before_written, sizes_of_saved_products
 
 
 def trace_size_obliviously() -> None:
@@ -104,6 +107,25 @@ OF_RANKS_ALIKE = (
         "not recomputed since https://github.com/pytorch/pytorch/pull/147561, but still moved.",
         "2.11 - 2.15",
         collectives_stay,
+    ),
+    Patch(
+        "saved_before_written",
+        "torch._functorch.partitioners._extract_fwd_bwd_modules",
+        "The backward pass computes again, from an input, what the forward pass has computed before it wrote to that "
+        "input. It reads what was written: gradients are wrong, without a word.",
+        "https://github.com/pytorch/pytorch/pull/197039",
+        "2.11 - 2.15",
+        saved_before_written,
+    ),
+    Patch(
+        "sizes_of_saved_products",
+        "torch._functorch.partitioners.find_symbol_binding_fx_nodes",
+        'A saved tensor of 3 * s rows does not tell s, and Inductor gives up: "For 3*s, expected [s] to have been '
+        'codegen-ed". Flattened rows of indices are such tensors.',
+        "The partitioner saves the symbols in the sizes of what it saves where these are inputs of the graph. With a "
+        "tensor subclass the size of an inner tensor is a symbol that is no input; it could be asked of that tensor.",
+        "2.11 - 2.15",
+        sizes_of_saved_products,
     ),
     Patch(
         "parts_stay_apart",
@@ -205,6 +227,26 @@ OF_A_COMPILATION = (
         "specialized later should be replaced: NameError: name 's75' is not defined.",
         "2.11 - 2.15",
         asserts_of_known_sizes,
+    ),
+    Patch(
+        "decompositions_ask_no_sizes",
+        "torch._inductor.decomposition.decompositions[aten.cat, aten.bmm]",
+        "A tensor that is joined with itself is expanded and flattened, a batched product of column and row is made "
+        "contiguous: both ask whether a block has one row, and ranks compile apart.",
+        "The decomposition of cat for one repeated input flattens with guards on its sizes, that of bmm for outer "
+        "products calls contiguous(), with backed_size_oblivious too; both are optimizations that could be left out.",
+        "2.11 - 2.15",
+        decompositions_ask_no_sizes,
+    ),
+    Patch(
+        "places_of_parts",
+        "torch._inductor.ir.NonOwningLayout.get_free_symbol_uses",
+        "What is joined is computed in its place in the result. Where that begins behind rows of which a run gives the "
+        "number, the code may name the number before it asks for it: UnboundLocalError.",
+        "https://github.com/pytorch/pytorch/pull/191615 does so for the result; the offset of a part, which is not in "
+        "its layout's size and strides, is to be counted among the symbols that it uses as well.",
+        "2.11 - 2.15",
+        places_of_parts,
     ),
     Patch(
         "batched_products_by_hint",

@@ -110,6 +110,26 @@ def asserts_of_known_sizes(stack: contextlib.ExitStack) -> None:
     replace(stack, ir.AssertScalar, "__init__", _with_numbers_of_symbols)  # 2.11 - 2.15
 
 
+def decompositions_ask_no_sizes(stack: contextlib.ExitStack) -> None:
+    """See `shardcompile.compat.patches`."""
+    # Heavy, and only a compilation needs it.
+    from torch._inductor import decomposition  # 2.11 - 2.15
+
+    changed = {torch.ops.aten.cat.default: _unless_one_tensor, torch.ops.aten.bmm.default: _unless_column_by_row}
+    for table in (decomposition.decompositions, decomposition.fast_random_decomps()):
+        for op, by in changed.items():
+            stack.callback(table.__setitem__, op, table[op])
+            table[op] = by(table[op])
+
+
+def places_of_parts(stack: contextlib.ExitStack) -> None:
+    """See `shardcompile.compat.patches`."""
+    # Heavy, and only a compilation needs it.
+    from torch._inductor import ir
+
+    replace(stack, ir.NonOwningLayout, "get_free_symbol_uses", _and_of_the_view)  # 2.11 - 2.15
+
+
 def batched_products_by_hint(stack: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
     from torch._inductor.lowering import lowerings
@@ -157,6 +177,33 @@ def _where_they_were_traced(save_collectives: Callable[..., None]) -> Callable[.
                     part.meta["partitioner_tag"] = "must_be_in_backward"
 
     return save
+
+
+def _unless_one_tensor(cat: Callable[..., object]) -> Callable[..., object]:
+    """A tensor that is joined with itself would be expanded and flattened."""
+
+    def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> object:
+        return NotImplemented if all(x is tensors[0] for x in tensors) and len(tensors) > 1 else cat(tensors, dim)
+
+    return joined
+
+
+def _unless_column_by_row(bmm: Callable[..., object]) -> Callable[..., object]:
+    """One column by one row would be a product by elements, made contiguous."""
+
+    def product(a: torch.Tensor, b: torch.Tensor, *args: object) -> object:
+        one = isinstance(a.shape[2], int) and a.shape[2] == 1
+        return NotImplemented if one else bmm(a, b, *args)
+
+    return product
+
+
+def _and_of_the_view(symbols: Callable[..., Any]) -> Callable[..., Any]:
+    def of_layout(layout: Any, unbacked_only: bool = False) -> Any:
+        """Those of the tensor that a part lies in, and those that say where."""
+        return symbols(layout, unbacked_only) | layout.view.get_free_symbol_uses(unbacked_only)
+
+    return of_layout
 
 
 def _unguarded(check: Callable[..., object]) -> Callable[..., object]:

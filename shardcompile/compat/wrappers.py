@@ -31,6 +31,7 @@ def ask_before_wrapping(
     as_whole: Callable[[Any], None],
     as_parameter: Callable[[Any, str], None],
     as_input: Callable[[Any, str], None],
+    as_data: Callable[[Any, Any], None],
 ) -> None:
     """Have these called in front of torch's wrappers; they raise where a tensor cannot be wrapped.
 
@@ -39,6 +40,7 @@ def ask_before_wrapping(
         as_whole: with what DTensor's `distribute_tensor` is given as the whole tensor.
         as_parameter: with each parameter that is about to be flattened or bucketed, and by what.
         as_input: with each input of a function that is about to be traced, and by what.
+        as_data: with a tensor, and with what is assigned to its ``data``.
 
     It is long because each of the patches says what it is for.
     """
@@ -132,7 +134,27 @@ def ask_before_wrapping(
             "2.11 - 2.15",
             _before((DistributedDataParallel, "__init__", of_ddp)),
         ),
+        Patch(
+            "data_of_plain_tensors",
+            "torch.Tensor.data",
+            "A plain tensor that gets a sharded one as its `data` is dispatched to a class that it is not of: the "
+            "process ends in a segmentation fault.",
+            "`plain.data = subclass` asks the plain tensor alone (`__torch_function__`), and `set_data` takes a "
+            "wrapper subclass for compatible: the next op on `plain` crashes. With a DTensor alike.",
+            "2.11 - 2.15",
+            lambda stack: replace(stack, torch.Tensor, "data", lambda data: _asking_for_data(data, as_data)),
+        ),
     )
+
+
+def _asking_for_data(data: Any, ask: Callable[[Any, Any], None]) -> property:
+    """The attribute ``data`` of tensors, which asks before something is assigned to it."""
+
+    def assign(tensor: Any, value: object) -> None:
+        ask(tensor, value)
+        data.__set__(tensor, value)
+
+    return property(data.__get__, assign, doc=data.__doc__)
 
 
 def _before(*places: tuple[object, str, Callable[..., None]]) -> Callable[[contextlib.ExitStack], None]:

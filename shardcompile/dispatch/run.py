@@ -145,11 +145,14 @@ class Local(Entry):
         self.fresh = not self.mutates and not self.aliases
         self.single = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
         self.mistold = mistold
+        self.whole = self.fresh and not self.exchanges and self.single and _is_whole(specs)
 
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         out = self._blocks(cls, args, kwargs)
         if self.mutates:
             return args[0]
+        if self.whole and type(out) is Tensor:
+            return cls._wrap(out, _as_stored(out, self.specs[0]))
         if self.fresh and (self.exchanges or not compat.is_traced()):
             out = all_in_order(out, self.specs)
         if self.single:
@@ -185,6 +188,17 @@ class Local(Entry):
         for out in outs:
             compat.share_storage(out, args[0])
         return wrapped
+
+
+def _is_whole(specs: Specs) -> bool:
+    """Whether a result has no cut dim, so that its block is computed as plain PyTorch computes the tensor."""
+    spec = specs[0] if specs else None
+    return isinstance(spec, Spec) and spec.is_plain and all(cut is None for cut in spec.layout.cuts)
+
+
+def _as_stored(out: Tensor, spec: Spec) -> Spec:
+    """The spec of a whole result, with the strides that the kernel gave: those of fake kernels are others at times."""
+    return spec if out.stride() == spec.stride else Spec.of(spec.layout, out.stride())
 
 
 def follow_all(wrapped: Any, op: OpOverload, args: tuple[object, ...], blocks: Callable[[], Any]) -> None:
@@ -239,6 +253,8 @@ class Direct(Local):
             blocks = in_one_order(self.record, blocks, spec.stride)
             return cls._wrap(in_order(self.function(*blocks, **kwargs), spec.stride), spec)
         out = self.function(*blocks, **kwargs)
+        if self.whole and type(out) is Tensor:
+            return cls._wrap(out, _as_stored(out, spec))
         # A kernel chooses the order by the strides of a block, of which one of few rows has others than the whole.
         if type(out) is Tensor and not (self.in_rows and out.is_contiguous()):
             out = in_order(out, spec.stride)

@@ -12,6 +12,7 @@ from shardcompile.ops.matmul import kernels as matmul_kernels
 from shardcompile.ops.matmul import rule as matmul_rule
 from shardcompile.ops.matmul import sharded as matmul
 from shardcompile.ops.norm import group_norm
+from shardcompile.ops.norm import kernels as norm_kernels
 from shardcompile.ops.norm import rule as norm_rule
 from shardcompile.ops.norm import sharded as norm
 from shardcompile.ops.pointwise import kernels as pointwise_kernels
@@ -51,6 +52,7 @@ __all__ = [
     "matmul_rule",
     "memory",
     "norm",
+    "norm_kernels",
     "norm_rule",
     "per_channel",
     "pointwise_kernels",

@@ -18,6 +18,7 @@ from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout
 from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import Promote, redistributed
+from shardcompile.tensor.repeated import promote
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _IN_PLACE_OPERATORS = {f"__i{name}__" for name in _OPERATORS}
@@ -56,7 +57,7 @@ def promoted(cls: type[Sharded], mesh: DeviceMesh, a: object) -> object:
             return cls.from_dtensor(a)
         if isinstance(a, cls) or not a.requires_grad or not torch.is_grad_enabled():
             return a
-        return Promote.apply(a, cls, mesh)
+        return promote(a, cls, mesh)
     if isinstance(a, (list, tuple)) and not isinstance(a, torch.Size):  # a graph has its own kind of list
         several = [promoted(cls, mesh, b) for b in a]
         return several if isinstance(a, list) else tuple(several)

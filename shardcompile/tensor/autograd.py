@@ -147,7 +147,7 @@ class ToLocal(torch.autograd.Function):
         """Unwrap the block."""
         ctx.cls = type(x)
         ctx.layout = grad_layout if grad_layout is not None else x._spec.layout.reduced()
-        return x._local_tensor.view_as(x._local_tensor)
+        return torch.ops.aten.alias.default(x._local_tensor)  # `view` would give other strides to extents of 1
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -161,16 +161,16 @@ class Promote(torch.autograd.Function):
     """From a plain tensor, the same on every rank, to a replicated one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cls: type[Sharded], mesh: DeviceMesh) -> Sharded:
-        """Wrap the whole value."""
-        ctx.cls = cls
+    def forward(ctx: Any, x: Tensor, cls: type[Sharded], mesh: DeviceMesh, completes: bool = True) -> Sharded:
+        """Wrap the whole value; `completes`: whether the gradient is completed here, or by who gets it."""
+        ctx.cls, ctx.completes = cls, completes
         x = _resolved(x)
         return cls._wrap(x, replicated_spec(mesh, x))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         """Complete the gradient before it leaves."""
-        if not isinstance(grad, ctx.cls):  # as in `sharded_gradient`
-            return grad, None, None
+        if not ctx.completes or not isinstance(grad, ctx.cls):  # as in `sharded_gradient`
+            return grad, None, None, None
         grad = redistributed(grad, grad._spec.layout.replicated())
-        return ToLocal.apply(grad, None), None, None
+        return ToLocal.apply(grad, None), None, None, None

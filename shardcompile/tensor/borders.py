@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardcompile.ops.view.rows import has_known_blocks
 from shardcompile.sharded import Sharded
-from shardcompile.tensor.autograd import redistributed
+from shardcompile.tensor.autograd import Redistribute, redistributed
 
 Rows = tuple[Tensor, Tensor]
 """In front of a tensor, and behind it."""
@@ -19,7 +19,7 @@ Rows = tuple[Tensor, Tensor]
 def _reflected(x: Tensor, dim: int, front: int, back: int) -> Rows:
     rows = x.shape[dim]
     ends = (x.narrow(dim, 1, front), x.narrow(dim, rows - 1 - back, back))
-    return tuple(_whole(end, dim).flip(dim) for end in ends)  # type: ignore[return-value]
+    return tuple(_gathered_back(_whole(end, dim).flip(dim)) for end in ends)  # type: ignore[return-value]
 
 
 def _repeated(x: Tensor, dim: int, front: int, back: int) -> Rows:
@@ -47,6 +47,11 @@ def _whole(x: Tensor, dim: int) -> Tensor:
     if not isinstance(x, Sharded) or x._spec.layout.cuts[dim] is None:
         return x
     return redistributed(x, x._spec.layout.gathered(dim))  # type: ignore[no-any-return]
+
+
+def _gathered_back(x: Any) -> Any:
+    """The same rows, whose gradient, which comes cut, becomes whole before it is turned."""
+    return Redistribute.apply(x, x._spec.layout, False, None) if isinstance(x, Sharded) else x
 
 
 def pad(

@@ -69,7 +69,17 @@ def guard_wrappers(sharded: type) -> None:
                 "tensors runs on sharded ones",
             )
 
-    ask_before_wrapping(as_block, as_whole, as_parameter, as_input)
+    def as_data(tensor: Tensor, value: object) -> None:
+        if isinstance(value, sharded) and not isinstance(tensor, sharded):
+            raise refusal(
+                "plain.data = sharded",
+                value._spec.layout.describe(),  # type: ignore[attr-defined]
+                f"a plain tensor of shape {tuple(tensor.shape)} cannot become a sharded one in place",
+                "Put a new parameter in its place, such as module.weight = nn.Parameter(sharded), or let "
+                "sc.distribute_module do so",
+            )
+
+    ask_before_wrapping(as_block, as_whole, as_parameter, as_input, as_data)
 
 
 @torch.compiler.allow_in_graph  # Dynamo, which traces DTensor's functions, would fail on our layouts in its own words

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardcompile import compat
+from shardcompile import compat, config
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.ops import state_function
 from shardcompile.sharded import Sharded
@@ -23,6 +23,7 @@ from shardcompile.tensor.core import ShardTensor
 from shardcompile.tensor.cumulative import cumprod
 from shardcompile.tensor.einsum import einsum
 from shardcompile.tensor.fourier import FOURIER_FUNCTIONS
+from shardcompile.tensor.grids import interpolate
 from shardcompile.tensor.higher_order import teach_higher_order_ops
 
 aten = torch.ops.aten
@@ -90,6 +91,8 @@ def _attend(
     """`scaled_dot_product_attention`: its fused kernels draw random numbers of their own."""
     if compat.is_compiling():
         _tell_equal_extents(query, key, value, attn_mask)
+        settings = config.ways_of_attention()
+        compat.add_guard(lambda _: config.ways_of_attention() == settings, "attention goes as it was set")
     dropout = kwargs.get("dropout_p", args[0] if args else 0.0)
     with contextlib.nullcontext() if dropout == 0.0 else sdpa_kernel(SDPBackend.MATH):
         return func(query, key, value, attn_mask, *args, **kwargs)
@@ -173,6 +176,7 @@ def _tensor_split(func: Callable[..., object], x: object, *args: object, **kwarg
 
 
 _Tensor: Any = torch.Tensor
+_OF_MODULES: Any = torch._C._nn  # what is left of `torch.nn.functional` in a graph of Dynamo's
 
 
 def _of_neighbours(run: Callable[..., object]) -> Callable[..., object]:
@@ -205,7 +209,8 @@ state_function(
     aten.scaled_dot_product_attention.default,
 )
 state_function([torch.nn.functional.embedding_bag], _of_neighbours(embedding_bag), aten._embedding_bag.default)
-state_function([torch.nn.functional.pad], _of_neighbours(pad), aten.pad.default)
+state_function([torch.nn.functional.pad, _OF_MODULES.pad], _of_neighbours(pad), aten.pad.default)
+state_function([torch.nn.functional.interpolate], interpolate)
 state_function([_Tensor.__getitem__], _of_neighbours(masks.getitem), when=lambda args: masks.is_mask(args[1]))
 state_function(
     [_Tensor.masked_select, torch.masked_select], _of_neighbours(masks.masked_select), aten.masked_select.default

@@ -165,7 +165,7 @@ def _(mesh: DeviceMesh) -> None:
     cut(numbers(7, 4), mesh, [5, 2]).share_memory_()
 
 
-@line("E4", "`p.data = sharded` on a plain p", processes=True, known="docs/limits.md")
+@line("E4", "`p.data = sharded` on a plain p", "cannot become a sharded one in place")
 def _(mesh: DeviceMesh) -> None:
     p = nn.Parameter(numbers(7, 4))
     p.data = cut(numbers(7, 4), mesh, [5, 2])

@@ -231,6 +231,27 @@ def test_strides_follow_those_of_a_dim_that_an_input_has_not_got() -> None:
     assert found(lines, [Input("a0", (5, 2, 5)), Input("a1", (5, 1), "R")]).kind == RIGHT
 
 
+def test_a_whole_value_keeps_the_strides_of_extents_of_1() -> None:
+    """They decide how what is computed from it is stored."""
+    lines = ["v0 = a0.unfold(0, 3, 1)", "v1 = whole(v0)", "v2 = v1 * v1.expand([1, 3, 3])"]
+    assert found(lines, [Input("a0", (3, 1), "R")]).kind == RIGHT
+
+
+@pytest.mark.parametrize(
+    ("line", "ways"),
+    [
+        ("F.linear(a0, weight(2, 1).to(a0.dtype))", ("gaps", "rows")),  # a batched product of a column and a row
+        ("torch.cat([a0, a0], -3)", ("rows",)),
+        ("torch.stack([a0, a0], 1)", ("rows",)),
+    ],
+)
+def test_what_inductor_decomposes_has_one_graph(line: str, ways: tuple[str, ...]) -> None:
+    """Its decompositions compared sizes of blocks: ranks compiled apart, and waited for one another."""
+    inputs = [Input("a0", (4, 7, 1), "S(1)", {0: [6, 1]}, grad=True, ways=ways)]
+    told = found([f"v0 = {line}", "v1 = v0 * 2"], inputs, (2,), "aot_eager_decomp_partition")
+    assert (told.kind, told.text) == (RIGHT, "2")
+
+
 def test_a_diagonal_of_an_expanded_tensor() -> None:
     inputs = [Input("a0", (1, 7, 5), "S(2)", {0: [0, 5, 0]}, grad=True)]
     assert found(["v0 = a0.expand([2, 7, -1])", "v1 = v0.diagonal(-1, 0, 1)"], inputs).kind == RIGHT

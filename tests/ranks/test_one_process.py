@@ -20,12 +20,13 @@ from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.graph import GraphLowering
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
 from shardcompile import config
 from shardcompile.compat.testing import graphs_compiled
-from shardcompile.testing import LocalRanks, once, rank, world_size
+from shardcompile.testing import LocalRanks, mesh, once, rank, world_size
 from shardcompile.testing.turns import RanksWaitError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -383,3 +384,16 @@ def test_arguments_are_a_ranks_own(where: list[int]) -> None:
 @pytest.mark.ranks(2, processes=False)
 def test_all_ranks_may_skip() -> None:
     pytest.skip("as on processes")
+
+
+@pytest.mark.ranks(2, processes=False)
+def test_comm_debug_mode_counts_what_its_own_rank_does() -> None:
+    model = once(lambda: nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 1)))
+    x = sc.ShardTensor.from_local(torch.ones(2 + rank(), 3), mesh(), [Shard(0)])
+    with CommDebugMode() as mode:
+        loss = model(x).sum()
+    assert mode.get_total_counts() == 0
+    with CommDebugMode() as mode:
+        loss.full_tensor()
+    assert mode.get_total_counts() == 1
+    model(x)

@@ -6,6 +6,7 @@ Where the second fails, torch no longer needs the patch (`shardcompile/compat/pa
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardcompile as sc
 from shardcompile.compat.caches import put_into_keys
-from shardcompile.compat.patch import left_out
+from shardcompile.compat.patch import LEFT_OUT, left_out
 from shardcompile.compat.patches import all_patches
 from shardcompile.testing import LocalRanks, rank
 
@@ -172,6 +173,34 @@ def values_of_state_dicts() -> str:
         return str(ranks(_values_of_state_dicts)[0])
 
 
+DATA_OF_A_PLAIN_TENSOR = """
+import contextlib, torch, shardcompile as sc
+from shardcompile.compat.patch import LEFT_OUT, left_out
+from shardcompile.testing import LocalRanks
+from torch.distributed.tensor.placement_types import Shard
+
+def assign(mesh):
+    plain = torch.nn.Parameter(torch.ones(5, 3))
+    sharded = sc.ShardTensor.from_local(torch.ones(5, 3), mesh, [Shard(0)])
+    try:
+        plain.data = sharded
+    except sc.UnsupportedOpError:
+        assert (plain.data * 2).sum() == 30
+    else:
+        print(plain * 2)
+
+with LocalRanks(1, processes=False) as ranks, left_out({name!r}) if {out} else contextlib.nullcontext():
+    ranks(assign)
+"""
+
+
+def data_of_a_plain_tensor() -> str:
+    name = "data_of_plain_tensors"
+    code = DATA_OF_A_PLAIN_TENSOR.format(name=name, out=name in LEFT_OUT)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    return f"ended by {ended.returncode}" if ended.returncode else RIGHT
+
+
 KERNEL, FACTOR, NOTHING = random(3, 2, 3, 3), random(2, 4, 5), random(5, 0)
 ROWS = [[3, 2], [1, 4]]
 SELECTED = Compiled(lambda x: x[:, 0].exp() + x.select(1, 2), lambda n: random(n, 3, 4), 0, ROWS)
@@ -213,6 +242,23 @@ SCENES: dict[str, Callable[[], str]] = {
         [Input("a1", (1,), "S(0)", {0: [0, 1, 0]}, grad=True)],
         3,
     ),
+    "saved_before_written": Fuzzed(
+        ["a1.sin_()", "v0 = a0[2:3, 0:1, None] / (a1.abs() + 0.5)", "v1, v2 = tuple(v0.topk(1, 0))"],
+        [Input("a0", (4, 2), "S(1)", {0: [1, 1]}, grad=True), Input("a1", (2, 4), "S(0)", {0: [2, 0]})],
+        2,
+    ),
+    "decompositions_ask_no_sizes": Fuzzed(
+        ["v0 = torch.stack([a0, a0], 1)", "v1 = v0 * 2"],
+        [Input("a0", (4, 7, 1), "S(1)", {0: [6, 1]}, grad=True)],
+        2,
+        "aot_eager_decomp_partition",
+    ),
+    "sizes_of_saved_products": Fuzzed(
+        ["v0 = a0[:, a1.reshape(-1).remainder(2)]"],
+        [Input("a0", (1, 2), grad=True), Input("a1", (2, 3), "S(0)", {0: [2, 0]}, "int64")],
+        2,
+        "inductor",
+    ),
     "parts_stay_apart": Fuzzed(
         ['v0 = to(a0, "S(1)")', "v1 = torch.cat([v0, v0], 1)", "v2 = v0.expand([-1, 4])"],
         [Input("a0", (5, 1), "R", grad=True)],
@@ -236,10 +282,12 @@ SCENES: dict[str, Callable[[], str]] = {
         lambda mesh, x: FullyShardedDataParallel(with_parameter(x), mesh.get_group(), device_id=torch.device("cpu"))
     ),
     "values_of_state_dicts": values_of_state_dicts,
+    "data_of_plain_tensors": data_of_a_plain_tensor,
 }
 """By patch, a program that needs it."""
 
 WITHOUT_A_PROGRAM = {
+    "places_of_parts": "a program of the fuzzer's of eleven lines (seed 6300019, inductor); none of its parts needs it",
     "no_donated_buffers": "torch before 2.15 does not repeat waits",
     "clamped_ends": "it was written for `test_modes_of_images_that_are_cut_along_their_height`; nothing smaller is known",
     "decisions_where_guards_are_suppressed": "not found: products, batched products, convolutions of both precisions, permuted blocks",

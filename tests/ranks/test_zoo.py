@@ -42,13 +42,13 @@ EACH_COMPILED = pytest.mark.parametrize("entry", _cases(compiled=True), ids=lamb
 @EACH
 @pytest.mark.ranks(3, timeout=300, processes=False)
 def test_eager_equals_one_process(entry: Entry) -> None:
-    check.compare(entry, compiled=False)
+    check.compare(entry)
 
 
 @EACH_COMPILED
 @pytest.mark.ranks(3, timeout=600, processes=False)
 def test_compiled_equals_one_process(entry: Entry) -> None:
-    check.compare(entry, compiled=True)
+    check.compare(entry, "aot_eager")
 
 
 @EACH

@@ -73,7 +73,7 @@ def _of_rows(
     block = moved(x, Layout.of(mesh, placements, of_x.shape, of_x.dtype, [rows, None]))
     where = placements if experts is not None else [Replicate()] * mesh.ndim
     own = moved(mats, Layout.of(mesh, where, of_mats.shape, of_mats.dtype, [experts, None, None]))
-    out = aten._grouped_mm.default(block, own, _ends_in_block(ends, rows, experts, mesh), None, dtype)
+    out = aten._grouped_mm.default(_in_rows(block, 0), own, _ends_in_block(ends, rows, experts, mesh), None, dtype)
     result = wrap(like, out, Layout.of(mesh, placements, shape, dtype, [rows, None]), contiguous_stride(shape))
     if home is rows or home is None or not compat.is_fake(ends):
         return result
@@ -101,13 +101,27 @@ def _of_sums(
     left = moved(x, Layout.of(mesh, placements[1], of_x.shape, of_x.dtype, [None, rows]))
     right = moved(mats, Layout.of(mesh, placements[0], of_mats.shape, of_mats.dtype, [rows, None]))
     experts = rows.named_rows(ends.shape[0])
-    out = aten._grouped_mm.default(left, right, _ends_in_block(ends, rows, experts, mesh), None, dtype)
+    out = aten._grouped_mm.default(
+        _in_rows(left, 1), _in_rows(right, 0), _ends_in_block(ends, rows, experts, mesh), None, dtype
+    )
     if experts is not None:
         layout = Layout.of(mesh, placements[0], shape, dtype, [experts, None, None])
     else:
         terms = [Partial("sum") if m in rows.mesh_dims else Replicate() for m in range(mesh.ndim)]
         layout = Layout.of(mesh, terms, shape, dtype, [None, None, None])
     return wrap(like, out, layout, contiguous_stride(shape))
+
+
+def _in_rows(block: Tensor, dim: int) -> Tensor:
+    """A block with strides that kernels take: they look at those of a single row as well, which may be anything.
+
+    Args:
+        block: the block.
+        dim: of the rows.
+    """
+    if type(block) is not Tensor or block.shape[dim] > 1:
+        return block
+    return block.movedim(dim, 0).clone(memory_format=torch.contiguous_format).movedim(0, dim)
 
 
 def rows_of_experts(ends: Tensor, experts: Cut, of_x: Layout) -> Cut:

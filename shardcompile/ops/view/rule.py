@@ -296,7 +296,20 @@ def _slice_locally(
     return args if outputs[0].cuts[dim] is None else (args[0], dim, 0, 2**63 - 1, 1)
 
 
+def _unfold(call: OpCall) -> Iterable[Strategy]:
+    ndim = call.tensors[0].ndim
+    dim = call.arg(1, "dimension", 0) % max(ndim, 1)
+    return passing(along([d], [d]) for d in range(ndim) if d != dim)
+
+
+def _unfold_back(call: OpCall) -> Iterable[Strategy]:
+    ndim = call.tensors[0].ndim - 1
+    return passing(along([d], [d]) for d in range(ndim) if d != call.args[2] % max(ndim, 1))
+
+
 register(aten.slice.Tensor, _slice, _slice_locally)
+register(aten.unfold.default, _unfold)
+register(aten.unfold_backward.default, _unfold_back, local_shape_at(1))
 register(aten.select.int, _other_dims(1, 0, removed=True))
 register(aten.unbind.int, _other_dims(1, 0, removed=True))
 register([aten.split.Tensor, aten.split_with_sizes.default], _other_dims(2, 0))

@@ -39,7 +39,14 @@ def _factors(coarse: Sequence[IntLike], fine: Sequence[IntLike], scales: Sequenc
     return found
 
 
-def _nearest(x: Tensor, output_size: Sequence[IntLike], *scales: float | None) -> Tensor:
+def nearest(x: Tensor, output_size: Sequence[IntLike], *scales: float | None) -> Tensor:
+    """``aten.upsample_nearest``, each element as often as the grid is finer.
+
+    Args:
+        x: the coarse grid.
+        output_size: extents of the fine grid.
+        scales: by which it is said to be finer.
+    """
     first = x.ndim - len(output_size)
     factors = _factors(x.shape[first:], output_size, scales)
     if factors is None or has_known_blocks(x):
@@ -175,12 +182,12 @@ _LINEAR_BACKWARD = (
     aten.upsample_bilinear2d_backward,
     aten.upsample_trilinear3d_backward,
 )
-state(aten.upsample_nearest1d.default, sharded=_nearest)
-state(aten.upsample_nearest2d.default, sharded=_nearest)
-state(aten.upsample_nearest3d.default, sharded=_nearest)
-state(aten._upsample_nearest_exact1d.default, sharded=_nearest)
-state(aten._upsample_nearest_exact2d.default, sharded=_nearest)
-state(aten._upsample_nearest_exact3d.default, sharded=_nearest)
+state(aten.upsample_nearest1d.default, sharded=nearest)
+state(aten.upsample_nearest2d.default, sharded=nearest)
+state(aten.upsample_nearest3d.default, sharded=nearest)
+state(aten._upsample_nearest_exact1d.default, sharded=nearest)
+state(aten._upsample_nearest_exact2d.default, sharded=nearest)
+state(aten._upsample_nearest_exact3d.default, sharded=nearest)
 state(aten.upsample_nearest1d_backward.default, sharded=_nearest_backward)
 state(aten.upsample_nearest2d_backward.default, sharded=_nearest_backward)
 state(aten.upsample_nearest3d_backward.default, sharded=_nearest_backward)

@@ -1,0 +1,133 @@
+"""What the forward pass saves for the backward pass. `patches` says why."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+
+import sympy
+import torch
+from torch import Tensor
+from torch._functorch import partitioners  # 2.11 - 2.15
+from torch._ops import OpOverload
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_symbols  # 2.11 - 2.15
+
+from shardcompile.compat.patch import replace
+
+
+def saved_before_written(stack: contextlib.ExitStack) -> None:
+    replace(stack, partitioners, "_extract_fwd_bwd_modules", _copying_what_is_written)  # 2.11 - 2.15
+
+
+def sizes_of_saved_products(stack: contextlib.ExitStack) -> None:
+    replace(stack, partitioners, "_extract_fwd_bwd_modules", _saving_symbols)  # 2.11 - 2.15
+
+
+def _saving_symbols(extract: Callable[..., object]) -> Callable[..., object]:
+    """Have the forward graph save the symbols of which the sizes of saved tensors are made, where nothing tells them.
+
+    The partitioner saves those that are inputs of the graph. The size of a block is none: the block is an input.
+    """
+
+    @functools.wraps(extract)
+    def extract_modules(joint: GraphModule, saved: list[Node], *args: object, **kwargs: object) -> object:
+        tangents = [n for n in joint.graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
+        find = partitioners.find_symbol_binding_fx_nodes  # 2.11 - 2.15
+
+        def find_more(graph: Graph) -> dict[sympy.Symbol, Node]:
+            found = find(graph)
+            untold = _untold([*saved, *tangents]) - found.keys()
+            return {**found, **_sizes(graph, untold)} if untold else found
+
+        with contextlib.ExitStack() as meanwhile:
+            replace(meanwhile, partitioners, "find_symbol_binding_fx_nodes", lambda _: find_more)
+            return extract(joint, saved, *args, **kwargs)
+
+    return extract_modules
+
+
+def _untold(saved: Sequence[Node]) -> set[sympy.Symbol]:
+    """The symbols in sizes and strides of saved tensors that are no size or stride themselves."""
+    numbers = [n for x in saved if isinstance(t := x.meta.get("val"), Tensor) for n in (*t.shape, *t.stride())]
+    terms = [n.node.expr for n in numbers if isinstance(n, torch.SymInt)]
+    return {s for t in terms for s in free_symbols(t)} - {t for t in terms if t.is_Symbol}
+
+
+def _sizes(graph: Graph, symbols: set[sympy.Symbol]) -> dict[sympy.Symbol, Node]:
+    """Nodes that ask inputs of a graph for sizes that are these symbols."""
+    found: dict[sympy.Symbol, Node] = {}
+    inputs = graph.find_nodes(op="placeholder")
+    with graph.inserting_after(inputs[-1]):
+        for x in inputs:
+            value = x.meta.get("val")
+            for dim, n in enumerate(value.shape if isinstance(value, Tensor) else ()):
+                symbol = n.node.expr if isinstance(n, torch.SymInt) else None
+                if symbol in symbols and symbol not in found:
+                    found[symbol] = graph.call_function(torch.ops.aten.sym_size.int, (x, dim))
+                    found[symbol].meta["val"] = n
+    return found
+
+
+def _copying_what_is_written(extract: Callable[..., tuple[GraphModule, GraphModule]]) -> Callable[..., object]:
+    """Have the forward graph save a copy of an input that it writes to afterwards, or of a view of one."""
+
+    @functools.wraps(extract)
+    def extract_modules(*args: object, num_fwd_outputs: int, **kwargs: object) -> tuple[GraphModule, GraphModule]:
+        forward, backward = extract(*args, num_fwd_outputs=num_fwd_outputs, **kwargs)
+        for name, copy in _copies(forward.graph, num_fwd_outputs).items():
+            for node in backward.graph.find_nodes(op="placeholder"):
+                if node.name == name:
+                    node.meta["val"] = copy.meta["val"]
+        forward.recompile()
+        return forward, backward
+
+    return extract_modules
+
+
+def _copies(graph: Graph, results: int) -> dict[str, Node]:
+    """Put copies in the place of what a forward graph saves and writes to.
+
+    Args:
+        graph: of the forward pass. Its last nodes write to inputs.
+        results: how many of its outputs are results; the others are saved.
+
+    Returns:
+        The copies by the name of what they are made of.
+    """
+    written = {
+        _source(node.args[0]) for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    }
+    if not written:
+        return {}
+    copies: dict[str, Node] = {}
+    output = graph.output_node()
+    outputs = output.args[0]
+    assert isinstance(outputs, (list, tuple)), "a forward graph returns several values"
+    saved = list(outputs)
+    for n, node in enumerate(outputs):
+        if n < results or not isinstance(node, Node) or _source(node) not in written:
+            continue
+        if node.name not in copies:
+            copies[node.name] = _copy(graph, node)
+        saved[n] = copies[node.name]
+    output.args = (tuple(saved), *output.args[1:])
+    return copies
+
+
+def _copy(graph: Graph, node: Node) -> Node:
+    after = node
+    while after.next.op == "placeholder":
+        after = after.next
+    with graph.inserting_after(after):
+        copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+    copy.meta["val"] = node.meta["val"].clone()
+    return copy
+
+
+def _source(node: object) -> object:
+    """The input, or the result of a kernel, whose memory a node shows."""
+    while isinstance(node, Node) and isinstance(node.target, OpOverload) and node.target.is_view:
+        node = node.args[0]
+    return node
