@@ -40,10 +40,12 @@ from shardcompile.collectives.reads import Window as Window
 from shardcompile.collectives.ring import PendingBlocks as PendingBlocks
 from shardcompile.collectives.ring import Ring as Ring
 from shardcompile.collectives.routes import OUT_OF_RANGE as OUT_OF_RANGE
+from shardcompile.collectives.routes import block_starts as block_starts
 from shardcompile.collectives.routes import cut_of_sizes as cut_of_sizes
 from shardcompile.collectives.routes import exchange_rows as exchange_rows
 from shardcompile.collectives.routes import gather_counts as gather_counts
 from shardcompile.collectives.routes import rows_from as rows_from
+from shardcompile.collectives.sorting import sort_rows as sort_rows
 from shardcompile.collectives.spans import documents_of as documents_of
 from shardcompile.collectives.spans import fetch_named as fetch_named
 from shardcompile.collectives.spans import fetch_reached as fetch_reached

@@ -27,8 +27,8 @@ from shardcompile.collectives.routes import (
 )
 from shardcompile.layout import Cut, IntLike
 
-Reduction = Literal["sum", "prod", "mean", "amax", "amin"]
-"""What becomes of several entries that are meant for one row, as ``torch.scatter_reduce`` names it."""
+Reduction = Literal["sum", "prod", "mean", "amax", "amin", "any"]
+"""What becomes of several entries that are meant for one row, as ``torch.scatter_reduce`` has it; any: one of them."""
 
 
 class Links(NamedTuple):
@@ -170,8 +170,9 @@ def named_rows(sent: Tensor, place: Tensor, block: IntLike, arriving: IntLike) -
         block: how many rows this rank has.
         arriving: how many of others it names.
     """
-    here = torch.zeros([block + arriving], dtype=torch.bool, device=place.device).scatter(0, place, True)
-    return here.narrow(0, 0, block).scatter(0, sent, True)
+    own: Any = block
+    here = torch.zeros([own + arriving], dtype=torch.bool, device=place.device).scatter(0, place, True)
+    return here.narrow(0, 0, own).scatter(0, sent, True)
 
 
 def reduce_rows(
@@ -200,14 +201,16 @@ def reduce_rows(
         arriving: how many of others it names.
         group_name: the ranks.
     """
+    size: Any = block
+    came: Any = arriving
     kind = "sum" if reduce == "mean" else reduce
     terms = [(values, kind)]
     if reduce == "mean":
         terms.append((torch.ones_like(place), "sum"))
-    own = [_reduced(v.new_full([block + arriving, *v.shape[1:]], _neutral(k, v.dtype)), place, v, k) for v, k in terms]
-    home = exchange_rows([o.narrow(0, block, arriving) for o in own], asked, sent.shape[0], group_name)
+    own = [_reduced(v.new_full([size + came, *v.shape[1:]], _neutral(k, v.dtype)), place, v, k) for v, k in terms]
+    home = exchange_rows([o.narrow(0, size, came) for o in own], asked, sent.shape[0], group_name)
     pairs = zip(own, home, terms, strict=True)
-    found, *counts = [_reduced(o.narrow(0, 0, block), sent, h, k) for o, h, (_, k) in pairs]
+    found, *counts = [_reduced(o.narrow(0, 0, size), sent, h, k) for o, h, (_, k) in pairs]
     named = named_rows(sent, place, block, arriving).view(_column(rows))
     if include_self:
         found = _COMBINE[kind](rows, found)
@@ -223,7 +226,7 @@ def _column(rows: Tensor) -> list[int]:
 
 def _reduced(rows: Tensor, place: Tensor, values: Tensor, reduce: str) -> Tensor:
     numbers = place.view([place.shape[0], *[1] * (values.ndim - 1)]).expand_as(values)
-    return rows.scatter_reduce(0, numbers, values, reduce)
+    return rows.scatter(0, numbers, values) if reduce == "any" else rows.scatter_reduce(0, numbers, values, reduce)
 
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -236,7 +239,7 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def _neutral(reduce: str, dtype: torch.dtype) -> float:
     """What changes nothing."""
-    if reduce in ("sum", "prod"):
+    if reduce in ("sum", "prod", "any"):
         return int(reduce == "prod")
     if dtype.is_floating_point:
         return -math.inf if reduce == "amax" else math.inf

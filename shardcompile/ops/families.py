@@ -7,6 +7,7 @@ from shardcompile.ops.index import added_rows, counts, in_range
 from shardcompile.ops.index import kernels as index_kernels
 from shardcompile.ops.index import rule as index_rule
 from shardcompile.ops.index import sharded as index
+from shardcompile.ops.matmul import grouped
 from shardcompile.ops.matmul import kernels as matmul_kernels
 from shardcompile.ops.matmul import rule as matmul_rule
 from shardcompile.ops.matmul import sharded as matmul
@@ -24,6 +25,7 @@ from shardcompile.ops.scan import kernels as scan_kernels
 from shardcompile.ops.scan import rule as scan_rule
 from shardcompile.ops.scan import sharded as scan
 from shardcompile.ops.sort import rule as sort_rule
+from shardcompile.ops.sort import sharded as sort
 from shardcompile.ops.view import diagonals, memory, rows, strided
 from shardcompile.ops.view import kernels as view_kernels
 from shardcompile.ops.view import rule as view_rule
@@ -39,6 +41,7 @@ __all__ = [
     "foreach",
     "fourier",
     "group_norm",
+    "grouped",
     "in_range",
     "index",
     "index_kernels",
@@ -62,6 +65,7 @@ __all__ = [
     "scan",
     "scan_kernels",
     "scan_rule",
+    "sort",
     "sort_rule",
     "strided",
     "view_kernels",

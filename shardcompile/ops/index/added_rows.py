@@ -76,7 +76,7 @@ def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
 
 
 def scatter_reduce(
-    x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: Any, *, include_self: bool = True
+    x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: Reduction, *, include_self: bool = True
 ) -> Tensor:
     """``aten.scatter_reduce`` of a source that is cut along `dim`, by numbers of whole rows."""
     if not index.ndim == source.ndim == x.ndim or not x.ndim or not _same(index.shape, source.shape):
@@ -89,26 +89,31 @@ def scatter_reduce(
 
 
 def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False) -> Tensor:
-    """``aten.index_put`` that adds, by numbers of one dim, or that writes one value where a mask says."""
+    """``aten.index_put`` by numbers of one dim, or that writes one value where a mask says."""
     at = [d for d, index in enumerate(indices) if index is not None]
     if at == [0] and indices[0].dtype is torch.bool and values.ndim == 0 and not accumulate and indices[0].ndim:
         mask = indices[0]
         if mask.ndim > x.ndim or not _same(mask.shape, x.shape[: mask.ndim]):
             return NotImplemented
         return torch.where(mask[(..., *[None] * (x.ndim - mask.ndim))], values.to(x.dtype), x)
-    if not accumulate or len(at) != 1 or not indices[at[0]].ndim:
+    if len(at) != 1 or not indices[at[0]].ndim:
         return NotImplemented
     dim, index = at[0], indices[at[0]]
     if index.dtype in (torch.bool, torch.uint8) or values.ndim != x.ndim + index.ndim - 1:
         return NotImplemented
     if not _same(values.shape[dim : dim + index.ndim], index.shape):
         return NotImplemented
-    if index.ndim > 1:
+    if index.ndim == 1:
+        values = _beside(values, dim, index)
+    else:
         index, values = index.flatten(), values.flatten(dim, dim + index.ndim - 1)
     if _is_alike(values, dim, x):
-        found = _combined(x, dim, index, values, wraps=True)
+        reduce: Reduction = "sum" if accumulate else "any"
+        found = _combined(x, dim, index, values, reduce, include_self=accumulate, wraps=True)
         if found is not NotImplemented:
             return found
+    if not accumulate:
+        return NotImplemented
     return index_add(x, dim, torch.where(index < 0, index + x.shape[dim], index), values)
 
 
@@ -121,6 +126,20 @@ def embedding_backward(grad: Tensor, indices: Tensor, rows: IntLike, padding: in
     flat, numbers = grad.flatten(0, -2), indices.flatten()
     zeros = grad.new_zeros([rows, grad.shape[-1]])
     return _combined(zeros, 0, numbers, flat)
+
+
+def _beside(values: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Values that every rank has, in the blocks of a cut index: each rank takes its own."""
+    cut = index._spec.layout.cuts[0] if isinstance(index, Sharded) else None
+    if cut is None or (isinstance(values, Sharded) and not values._spec.layout.is_replicated):
+        return values
+    assert isinstance(index, Sharded), "what is plain is not cut"
+    mesh = index._spec.layout.mesh
+    placements = [Shard(dim) if m in cut.mesh_dims else Replicate() for m in range(mesh.ndim)]
+    layout = Layout.of(
+        mesh, placements, tuple(values.shape), values.dtype, [cut if d == dim else None for d in range(values.ndim)]
+    )
+    return wrap(index, moved(values, layout), layout, contiguous_stride(layout.shape))
 
 
 def _same(a: Sequence[IntLike], b: Sequence[IntLike]) -> bool:
@@ -167,8 +186,7 @@ def _adds_to_rows(call: OpCall) -> bool:
 def _puts_into_rows(call: OpCall) -> bool:
     """`_is_of_rows` for ``index_put``."""
     at = [d for d, index in enumerate(call.args[1]) if index is not None]
-    added = len(at) == 1 and bool(call.arg(3, "accumulate", False))
-    return added and _is_of_rows(call.args[2], at[0], call.args[0].shape[at[0]])
+    return len(at) == 1 and _is_of_rows(call.args[2], at[0], call.args[0].shape[at[0]])
 
 
 def _is_of_table(call: OpCall) -> bool:

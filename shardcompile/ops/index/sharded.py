@@ -20,7 +20,7 @@ from shardcompile.collectives import block_size
 from shardcompile.compat import OpOverload
 from shardcompile.layout import Cut, IntLike, Layout
 from shardcompile.ops import state
-from shardcompile.ops.index.linked import column_of, filled, is_linked, taken
+from shardcompile.ops.index.linked import column_of, combined, filled, is_linked, taken
 from shardcompile.ops.support.blocks import padded
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import first_row, moved, reduced, wrap
@@ -236,7 +236,7 @@ def scatter_src(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     return _scatter(x, dim, index, aten.scatter.src, source)
 
 
-def _scatter(x: Tensor, dim: int, index: Tensor, op: OpOverload, source: Any) -> Tensor:
+def _scatter(x: Tensor, dim: int, index: Tensor, op: OpOverload, source: Tensor) -> Tensor:
     """Each rank writes the rows that it has; what belongs to others goes into a row of padding."""
     if not isinstance(x, Sharded) or not x.ndim or index.ndim != x.ndim:
         return NotImplemented
@@ -245,10 +245,13 @@ def _scatter(x: Tensor, dim: int, index: Tensor, op: OpOverload, source: Any) ->
     if cut is None or layout.is_partial:
         return NotImplemented
     meta = global_meta(op, (x, dim, index, source), {})
-    if op is aten.scatter.value:
-        column = column_of(index, dim, x.shape)
-        if column is not None and is_linked(column, cut):
+    column = column_of(index, dim, x.shape)
+    if column is not None and is_linked(column, cut):
+        if op is aten.scatter.value:
             return filled(x, dim, column, source, compat.retraced(meta.stride()))
+        found = combined(x, dim, column, source, cut, "any", include_self=False)
+        if found is not NotImplemented:
+            return found
     if sum(c is not None for c in layout.cuts) > 1:
         return NotImplemented
     given = [index, source] if op is aten.scatter.src else [index]
