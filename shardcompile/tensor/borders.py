@@ -49,7 +49,7 @@ def _whole(x: Tensor, dim: int) -> Tensor:
     return redistributed(x, x._spec.layout.gathered(dim))  # type: ignore[no-any-return]
 
 
-def _gathered_back(x: Any) -> Any:
+def _gathered_back(x: Tensor) -> Tensor:
     """The same rows, whose gradient, which comes cut, becomes whole before it is turned."""
     return Redistribute.apply(x, x._spec.layout, False, None) if isinstance(x, Sharded) else x
 
