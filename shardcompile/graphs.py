@@ -88,7 +88,7 @@ def link_rows(x: Tensor, index: Tensor) -> RowLinks:
 
     Raises:
         LayoutError: `x` is not cut along dim 0 by one mesh dim, or `index` holds no whole numbers.
-        CollectiveError: on every rank, before a row is moved, if an entry is out of range.
+        RowRangeError: on every rank, before a row is moved, if an entry is out of range.
     """
     return RowLinks(*_link(x, index))
 

@@ -100,7 +100,7 @@ def route_rows(x: Tensor, destination: Tensor, *also: Tensor, each: Sequence[Ten
 
     Raises:
         LayoutError: `x` is not cut along dim 0 by one mesh dim, or `destination` does not fit to it.
-        CollectiveError: on every rank, before any row is moved, if a destination is no rank of the mesh dim.
+        RowRangeError: on every rank, before any row is moved, if a destination is no rank of the mesh dim.
     """
     route = Route(*_route(x, destination))
     sent = _send(*route, 1 + len(also), x, *also, *each)

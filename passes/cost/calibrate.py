@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from shardcompile.collectives.gathers import ALL_GATHER_V, AllGatherV
 from shardcompile.errors import CollectiveError
 from shardcompile.layout import CHUNK_KEY, GroupCut
-from shardcompile.passes.cost.links import Link
+from shardcompile.machines import Link
 
 SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 23)
 """Bytes of the gathered and broadcast tensors."""

@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
-from shardcompile import compat
+from shardcompile import compat, machines
 from shardcompile.collectives.traffic import Member, Traffic, shares
-from shardcompile.passes.cost import links
-from shardcompile.passes.cost.links import Device, Link
+from shardcompile.machines import Device, Link
 from shardcompile.passes.graph import blocks
 from shardcompile.passes.graph.collective import WAIT, Collective, Seen, kind_of
 from shardcompile.passes.graph.ops import op_of
@@ -88,7 +87,7 @@ class CostModel:
     """
 
     device: Device
-    ranks_per_node: int = links.RANKS_PER_NODE
+    ranks_per_node: int = machines.RANKS_PER_NODE
     group_sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
     group_links: Mapping[str, Link] = field(default_factory=dict, hash=False)
 
@@ -96,11 +95,15 @@ class CostModel:
     def of(graph: Graph) -> CostModel:
         """What to reckon a graph's costs with where nothing is given: by the device type of its collectives.
 
+        Of a graph without any it is that of its tensors, not counting those on the CPU if there are others.
+
         Args:
             graph: any.
         """
         kinds = [t.device.type for c in map(Collective.of, graph.nodes) if c for t in blocks.tensors(c.payloads[0])]
-        return CostModel(links.device_of(kinds[0] if kinds else "cpu"))
+        if not kinds:
+            kinds = sorted({t.device.type for n in graph.nodes for t in blocks.tensors(n)}, key="cpu".__eq__)
+        return CostModel(machines.device_of(kinds[0] if kinds else "cpu"))
 
     def group_size(self, name: str) -> int | None:
         """Ranks in a group, or None."""
@@ -113,9 +116,9 @@ class CostModel:
         ranks = None if group_name in self.group_sizes else blocks.ranks_of_group(group_name)
         spread = None
         if ranks is not None:
-            spread = links.spans_nodes(ranks, dist.get_world_size(), self.ranks_per_node)
+            spread = machines.spans_nodes(ranks, dist.get_world_size(), self.ranks_per_node)
         size = self.group_size(group_name) or NOMINAL_RANKS
-        return links.link_of(self.device, size, self.ranks_per_node, spread)
+        return machines.link_of(self.device, size, self.ranks_per_node, spread)
 
     def collective_seconds(self, c: Collective, labels: Mapping[Node, set[str]] | None = None) -> float:
         """How long a collective is on its way that runs alone. What it copies before and after is not in it.

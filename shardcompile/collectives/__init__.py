@@ -25,8 +25,11 @@ from shardcompile.collectives.functional import receive_block as receive_block
 from shardcompile.collectives.functional import reduce_scatter_v as reduce_scatter_v
 from shardcompile.collectives.functional import send_blocks as send_blocks
 from shardcompile.collectives.links import Links as Links
+from shardcompile.collectives.links import Reduction as Reduction
 from shardcompile.collectives.links import add_rows as add_rows
 from shardcompile.collectives.links import find_links as find_links
+from shardcompile.collectives.links import named_rows as named_rows
+from shardcompile.collectives.links import reduce_rows as reduce_rows
 from shardcompile.collectives.links import take_rows as take_rows
 from shardcompile.collectives.nearest import nearest as nearest
 from shardcompile.collectives.pending import Decoded as Decoded
@@ -34,6 +37,7 @@ from shardcompile.collectives.pending import Pending as Pending
 from shardcompile.collectives.pending import wait as wait
 from shardcompile.collectives.reads import Reads as Reads
 from shardcompile.collectives.reads import Window as Window
+from shardcompile.collectives.ring import PendingBlocks as PendingBlocks
 from shardcompile.collectives.ring import Ring as Ring
 from shardcompile.collectives.routes import OUT_OF_RANGE as OUT_OF_RANGE
 from shardcompile.collectives.routes import cut_of_sizes as cut_of_sizes

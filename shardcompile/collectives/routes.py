@@ -23,7 +23,7 @@ from shardcompile.collectives import scratch, transport
 from shardcompile.collectives.descriptor import Descriptor
 from shardcompile.collectives.pending import wait
 from shardcompile.collectives.traffic import even_exchange, even_gather
-from shardcompile.errors import CollectiveError, LayoutError
+from shardcompile.errors import CollectiveError, LayoutError, RowRangeError
 from shardcompile.layout import Cut, GroupCut, IntLike, digest_of, write_cut
 from shardcompile.layout.arguments import cut_schema
 from shardcompile.watch import Call, enter
@@ -84,7 +84,7 @@ def gather_counts(mine: Tensor, group_name: str, wanted: str = "counts are not n
         wanted: what a rank that says `OUT_OF_RANGE` has not kept to, for the message.
 
     Raises:
-        CollectiveError: on every rank, if a rank has said `OUT_OF_RANGE`.
+        RowRangeError: on every rank, if a rank has said `OUT_OF_RANGE`.
     """
     return wait(GATHER_COUNTS.packet(mine, wanted, group_name))
 
@@ -210,7 +210,7 @@ def _gather_counts(a: GatherCounts) -> Tensor:
     _known_tables(a.group_name, counts.shape[1])[_digest(counts)] = None
     bad = (counts < 0).any(1).nonzero().view(-1).tolist()
     if bad:
-        raise CollectiveError(f"{a.wanted}; ranks {bad} of the group have others. No row was moved")
+        raise RowRangeError(f"{a.wanted}; ranks {bad} of the group have others. No row was moved")
     return counts
 
 

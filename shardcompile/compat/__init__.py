@@ -91,7 +91,8 @@ from shardcompile.compat.tracing import (
     refusing_unknown_shapes,
     untraced,
 )
-from shardcompile.compat.worlds import forget_with_world, note_trace, start_epoch, world_epoch
+from shardcompile.compat.values import once_for_value
+from shardcompile.compat.worlds import add_guard, forget_with_world, note_trace, start_epoch, world_epoch
 
 __all__ = [
     "UNKNOWN_OUTPUT_SHAPE",
@@ -99,6 +100,7 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "OpOverloadPacket",
+    "add_guard",
     "coordinate",
     "count_as_collective",
     "current_mesh",
@@ -145,6 +147,7 @@ __all__ = [
     "note_input_size",
     "note_trace",
     "noted",
+    "once_for_value",
     "once_in_trace",
     "outside_transforms",
     "preserve_node_ordering",

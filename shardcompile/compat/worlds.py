@@ -133,7 +133,7 @@ def _holds_in(epoch: int) -> Callable[[object], bool]:
 
 
 def add_guard(holds: Callable[[object], bool], text: str) -> None:
-    """Have what is being compiled run only while a condition holds.
+    """Have what Dynamo is compiling, if it is, run only while a condition holds.
 
     Args:
         holds: gets the function's variables.
@@ -143,8 +143,10 @@ def add_guard(holds: Callable[[object], bool], text: str) -> None:
     def create(builder: object, _: object) -> None:
         add_condition(builder, holds, text)
 
-    guards = TracingContext.get().guards_context.dynamo_guards  # 2.11 - 2.15
-    guards.add(Guard(GlobalStateSource(), create), collect_debug_stack=False)
+    context = TracingContext.try_get()
+    if context is not None:
+        guards = context.guards_context.dynamo_guards  # 2.11 - 2.15
+        guards.add(Guard(GlobalStateSource(), create), collect_debug_stack=False)
 
 
 def add_condition(builder: Any, holds: Callable[[object], bool], text: str) -> None:

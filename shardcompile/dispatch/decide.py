@@ -82,7 +82,7 @@ def _decide_functional(
             except compat.UNKNOWN_OUTPUT_SHAPE:
                 return fallback(call)
 
-        if form is None or not choice.communicates:
+        if form is None or not (choice.communicates or (form.preferred is not None and form.preferred(call))):
             return as_chosen(args, kwargs)
         return Composed(form.run, as_chosen, _strides_of_form(op, form, args, kwargs))
     if form is not None:

@@ -130,6 +130,7 @@ class Cut:
         carrier: while tracing, the tensor whose shape brought the key into the graph; not part of the value.
         origin: of the cut of a slice: the cut of what was sliced, first row and step. A gradient finds its way back.
         home: of the cut of a dim that was cut in place of another one: the cut that this other one had.
+        rows: of what was looked up by numbers of rows: their cut, which sums over them that are made anew take over.
         runs: of how many stretches of one extent the dim is made, one after the other, each divided in the same way;
             more than 1 where leading dims were flattened into the dim. A block then has rows of each of them.
     """
@@ -146,6 +147,7 @@ class Cut:
     carrier: object = field(default=None, compare=False, repr=False)
     origin: tuple[Cut, IntLike, int] | None = field(default=None, repr=False)
     home: Cut | None = field(default=None, repr=False)
+    rows: Cut | None = field(default=None, repr=False)
     runs: int = 1
 
     @staticmethod
@@ -188,13 +190,14 @@ class Cut:
 
     @property
     def has_symbols(self) -> bool:
-        """Whether it, or the cut that it remembers, is made of symbols.
+        """Whether it, or a cut that it remembers, is made of symbols.
 
         A chunk cut of a known extent knows its sizes, and in a trace also the symbol of this rank's block.
         """
         if self.blocks is None or isinstance(self.block, torch.SymInt):
             return True
-        return self.home is not None and (isinstance(self.home.extent, torch.SymInt) or self.home.has_symbols)
+        others = [c for c in (self.home, self.rows) if c is not None]
+        return any(isinstance(c.extent, torch.SymInt) or c.has_symbols for c in others)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -249,6 +252,15 @@ class Cut:
                 "first one is not cut. Take this of the tensor before it was flattened, or redistribute() it first"
             )
 
+    def naming(self, rows: Cut) -> Cut:
+        """The same blocks, of numbers of rows that are cut as `rows`, or of what was looked up by them."""
+        return replace(self, rows=replace(rows, rows=None, origin=None, home=None))
+
+    def named_rows(self, extent: IntLike) -> Cut | None:
+        """The cut of the rows that were looked up, if there are as many; None if there are not."""
+        found = self.rows
+        return found if found is not None and compat.surely(found.extent == extent) else None
+
     def joined(self, runs: int) -> Cut:
         """The cut of a dim into which a leading one was flattened, of extent `runs`."""
         return self if runs == 1 else replace(self.scaled(runs), runs=self.runs * runs, origin=None)
@@ -284,7 +296,8 @@ class Cut:
         if self.kind == "chunk":
             if blocks is None:
                 raise LayoutError("a chunk cut of a symbolic extent cannot be flattened with trailing dims")
-            return replace(Cut.of_sizes(self.mesh_dims, self.parts, blocks, "fixed"), home=self.home, runs=self.runs)
+            cut = Cut.of_sizes(self.mesh_dims, self.parts, blocks, "fixed")
+            return replace(cut, home=self.home, rows=self.rows, runs=self.runs)
         scale, origin = self.scale * factor, self._scaled_origin(factor)
         return replace(self, extent=self.extent * factor, blocks=blocks, block=block, scale=scale, origin=origin)
 
@@ -324,7 +337,7 @@ class Cut:
             return None
         kind: Kind = "fixed" if self.kind == "chunk" else self.kind
         cut = Cut.of_sizes(self.mesh_dims, self.parts, [b // factor for b in self.blocks], kind)
-        return replace(cut, home=self.home, runs=self.runs)
+        return replace(cut, home=self.home, rows=self.rows, runs=self.runs)
 
     def prefix(self, depth: int) -> Cut | None:
         """The cut over the first `depth` mesh dims only."""

@@ -71,11 +71,13 @@ class Form:
         run: the op; returns NotImplemented for what it does not serve.
         always: whether every call takes it. Otherwise those do for which the rule would have to send something.
         stored: which results get the strides that the op itself would give them; the others keep those they come with.
+        preferred: of a call, whether it takes it also where the rule has nothing to send.
     """
 
     run: Run
     always: bool = False
     stored: Literal["all", "first", "none"] = "all"
+    preferred: Callable[[OpCall], bool] | None = None
 
 
 def always(run: Run, stored: Literal["all", "first", "none"] = "none") -> Form:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shardcompile.reports.data import GraphReport, IssuedCollective, ReportData
-from shardcompile.reports.text import columns, in_bytes, in_seconds, named_ranks, plural, reason_of
+from shardcompile.reports.text import columns, named_ranks, plural, reason_of
+from shardcompile.units import in_bytes, in_seconds
 
 
 @dataclass(frozen=True)

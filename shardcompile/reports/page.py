@@ -19,8 +19,9 @@ from string import Template
 from shardcompile.passes.schedule.simulator import COMPUTE
 from shardcompile.reports.advice import advice
 from shardcompile.reports.data import Compilation, GraphReport, IssuedCollective, ReportData, TracedCollective
-from shardcompile.reports.text import as_text, in_bytes, in_seconds, named_ranks, percent, place_of, plural, reason_of
+from shardcompile.reports.text import as_text, named_ranks, percent, place_of, plural, reason_of
 from shardcompile.reports.timeline import lanes, waiting
+from shardcompile.units import in_bytes, in_seconds
 
 _MOST_ROWS = 6
 """Of a table in a notebook."""
@@ -66,6 +67,7 @@ def _data(report: ReportData) -> dict[str, object]:
         "torch": report.torch,
         "predictedFor": report.predicted_for,
         "notes": report.notes,
+        "ways": list(dict.fromkeys(f"{g.side}: {way}" for g in report.graphs for way in g.ways)),
         "error": report.error,
         "graphBreaks": report.graph_breaks,
         "recompiles": report.recompiles,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardcompile import compat
+from shardcompile import compat, config
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.ops import state_function
 from shardcompile.sharded import Sharded
@@ -91,6 +91,8 @@ def _attend(
     """`scaled_dot_product_attention`: its fused kernels draw random numbers of their own."""
     if compat.is_compiling():
         _tell_equal_extents(query, key, value, attn_mask)
+        settings = config.ways_of_attention()
+        compat.add_guard(lambda _: config.ways_of_attention() == settings, "attention goes as it was set")
     dropout = kwargs.get("dropout_p", args[0] if args else 0.0)
     with contextlib.nullcontext() if dropout == 0.0 else sdpa_kernel(SDPBackend.MATH):
         return func(query, key, value, attn_mask, *args, **kwargs)

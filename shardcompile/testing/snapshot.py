@@ -14,7 +14,8 @@ from typing import Any
 
 from shardcompile.reports import GraphReport, IssuedCollective, Report, explain
 from shardcompile.reports.diff import signature
-from shardcompile.reports.text import in_seconds, plural, reason_of
+from shardcompile.reports.text import plural, reason_of
+from shardcompile.units import in_seconds
 
 UPDATE = "SHARDCOMPILE_UPDATE_SNAPSHOTS"
 """Environment variable: a folder, where snapshots are to be accepted; new inline ones are noted down there."""

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from shardcompile.passes.cost import links
+from shardcompile import machines
+from shardcompile.machines import CPU_CORE, H100, Device, Link
 from shardcompile.passes.cost import model as cost
-from shardcompile.passes.cost.links import CPU_CORE, H100, Device, Link
 from shardcompile.passes.cost.model import NOMINAL_BYTES, CostModel, Prices
 from shardcompile.passes.graph.blocks import labels, rank_dependent
 from shardcompile.passes.graph.collective import WAIT, Collective, add_node
@@ -152,12 +152,12 @@ def test_latency_grows_with_the_group() -> None:
 
 
 def test_links_follow_from_what_all_ranks_share() -> None:
-    assert links.link_of(H100, 8) is links.NVLINK4
-    assert links.link_of(H100, 9) is links.INFINIBAND_NDR
-    assert links.link_of(H100, 8, ranks_per_node=4) is links.INFINIBAND_NDR
-    assert links.link_of(links.device_of("cpu"), 4) is links.GLOO_LOOPBACK
-    assert links.device_of("cuda") is H100
-    assert all(d.flops[torch.float32] > 0 for d in links.DEVICES.values())
+    assert machines.link_of(H100, 8) is machines.NVLINK4
+    assert machines.link_of(H100, 9) is machines.INFINIBAND_NDR
+    assert machines.link_of(H100, 8, ranks_per_node=4) is machines.INFINIBAND_NDR
+    assert machines.link_of(machines.device_of("cpu"), 4) is machines.GLOO_LOOPBACK
+    assert machines.device_of("cuda") is H100
+    assert all(d.flops[torch.float32] > 0 for d in machines.DEVICES.values())
 
 
 def test_the_settings_of_a_model_are_in_its_repr() -> None:
@@ -345,7 +345,7 @@ def step(sizes: Sequence[int], columns: Sequence[int], rank: int) -> Graph:
 
 
 def prices_of(graph: Graph) -> list[tuple[str, float, int]]:
-    prices = Prices.of(graph, model(links.NVLINK4))
+    prices = Prices.of(graph, model(machines.NVLINK4))
     return [(n.name, prices.seconds[n], prices.nbytes[n]) for n in graph.nodes]
 
 
@@ -359,7 +359,7 @@ def test_every_rank_finds_the_same_prices(sizes: list[int], columns: list[int]) 
     first, *others = [prices_of(g) for g in graphs]
     for rank, found in enumerate(others, 1):
         assert [(a, b) for a, b in zip(first, found, strict=True) if a != b] == [], rank
-    plans = [Prices.of(g, model(links.NVLINK4)) for g in graphs]
+    plans = [Prices.of(g, model(machines.NVLINK4)) for g in graphs]
     totals = {(simulate(list(g.nodes), p).total, lower_bound(g, p)) for g, p in zip(graphs, plans, strict=True)}
     assert len(totals) == 1
 
@@ -367,7 +367,7 @@ def test_every_rank_finds_the_same_prices(sizes: list[int], columns: list[int]) 
 def test_the_test_above_can_fail() -> None:
     """Were the numbers in the graph read, the ranks' prices would differ."""
     graphs = [step([30, 1, 5], [4, 4, 4], rank) for rank in range(3)]
-    read = [[m.compute_seconds(n, {}) for n in g.nodes] for g in graphs for m in [model(links.NVLINK4)]]
+    read = [[m.compute_seconds(n, {}) for n in g.nodes] for g in graphs for m in [model(machines.NVLINK4)]]
     assert read[0] != read[1] != read[2]
 
 
@@ -458,4 +458,4 @@ def test_a_halo_makes_even_blocks_uneven() -> None:
     ],
 )
 def test_whether_a_group_is_in_one_node_is_told_by_its_ranks(ranks: list[int], world: int, spread: bool) -> None:
-    assert links.spans_nodes(list(ranks), world) is spread
+    assert machines.spans_nodes(list(ranks), world) is spread

@@ -22,7 +22,7 @@ from shardcompile.collectives.gathers import ALL_GATHER_V
 from shardcompile.collectives.of_torch import SHARD_DIM_ALLTOALL
 from shardcompile.collectives.traffic import Traffic, blocks_to_all, gathered
 from shardcompile.layout import GroupCut, IntLike
-from shardcompile.passes.cost.links import H100
+from shardcompile.machines import H100
 from shardcompile.passes.cost.model import CostModel
 from shardcompile.passes.graph.collective import WAIT, Collective, collectives
 

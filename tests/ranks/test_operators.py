@@ -44,7 +44,7 @@ class _Sent(CollectiveWatch):
     """Whether anything was sent, by the names of collectives alone."""
 
     NOTHING = ("wait_tensor", "take_block", "place_block", "derive_cut", "random_block", "block_starts", "rows_of_span",
-               "convolution", "attend", "max_pool", "sum_pool", "joined_rows", "cut_of_sizes")  # fmt: skip
+               "convolution", "attend", "max_pool", "sum_pool", "cut_of_sizes")  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,8 +19,10 @@ EMBEDDINGS = (
 PRODUCTS = ("einsum(f'b h i", KEYS[1])
 NORMS = ("merge_reductions", "needed: a norm's sums, of all ranks in one gather in place of several sums")
 NODES = (
-    ("index", "needed here: edges are cut as they come, and name nodes of all ranks; `sc.link_rows` fetches each once"),
-    ("scatter", "needed here: likewise"),
+    (
+        "scatter",
+        "needed here: the norm of GCN adds plain ones up by the numbers of the edges, and has them whole for that",
+    ),
 )
 MARGINS = ("nn.pad(", "needed: the few rows at both ends that a margin repeats, and their gradient")
 PARTS = (

@@ -38,7 +38,6 @@ _LIBRARY.define(
     "SymInt shift, float scale) -> (Tensor, Tensor)",
     tags=_TAGS,
 )
-_LIBRARY.define("joined_rows(Tensor key, Tensor value) -> Tensor", tags=_TAGS)
 Shape = Sequence[int]
 _FLASH_FEATURES = 256
 _ALIGNED_SCORES = 16
@@ -315,26 +314,12 @@ def _fake_attend_more(out: Tensor, denominator: Tensor, *_: object) -> tuple[Ten
     return _by_rows(out, out.shape[-1], out.shape[2]), denominator.new_empty(denominator.shape)
 
 
-def _joined_rows(key: Tensor, value: Tensor) -> Tensor:
-    out = _fake_joined_rows(key, value)
-    out[..., : key.shape[-1]] = key.movedim(2, 0)
-    out[..., key.shape[-1] :] = value.movedim(2, 0)
-    return out
-
-
-def _fake_joined_rows(key: Tensor, value: Tensor) -> Tensor:
-    batch, heads, rows, features = key.shape
-    return key.new_empty([rows, batch, heads, features + value.shape[-1]])
-
-
 _LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
 _LIBRARY.impl("attend_backward", _attend_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("shardcompile::attend", _fake_attend, lib=_LIBRARY)
 torch.library.register_fake("shardcompile::attend_backward", _fake_attend_backward, lib=_LIBRARY)
 _LIBRARY.impl("attend_more", _attend_more, "CompositeExplicitAutograd")
-_LIBRARY.impl("joined_rows", _joined_rows, "CompositeExplicitAutograd")
 torch.library.register_fake("shardcompile::attend_more", _fake_attend_more, lib=_LIBRARY)
-torch.library.register_fake("shardcompile::joined_rows", _fake_joined_rows, lib=_LIBRARY)
 
 attend = torch.ops.shardcompile.attend.default
 """From query [batch, heads, rows, features], key and value (which may have fewer heads), a mask that is added to the
@@ -349,15 +334,6 @@ result and the logarithm may be those of more keys than these: gradients of bloc
 attend_more = torch.ops.shardcompile.attend_more.default
 """From the results of `attend` over some keys, the first one in the dtype of the second, and the arguments of `attend`
 with other keys: the results over all of them."""
-
-joined_rows = torch.ops.shardcompile.joined_rows.default
-"""A block of keys and one of values, [batch, heads, rows, features], as one of rows that travel together: [rows, batch,
-heads, features of both]."""
-
-
-def separate_rows(rows: Tensor, features: IntLike) -> tuple[Tensor, Tensor]:
-    """The keys and values of `joined_rows`, as views."""
-    return rows[..., :features].permute(1, 2, 0, 3), rows[..., features:].permute(1, 2, 0, 3)
 
 
 def _counted(shapes: Sequence[Sequence[int]], products: int) -> int:

@@ -1,8 +1,9 @@
 """Rows that are added to rows by their numbers, where the rows to be added are cut: sums over edges, and gradients of
 lookups.
 
-Each rank adds what it has into zeros; the ranks' sums are then added up where the target's rows are. Rows stay with
-their ranks, at the price of a reduction of the target's size, which is why larger targets are left to the rules.
+Where it is known how the target's rows are cut, sums travel home to them (`linked`). Elsewhere each rank adds what it
+has into zeros; the ranks' sums are then added up where the target's rows are. Rows stay with their ranks, at the price
+of a reduction of the target's size, which is why larger targets are left to the rules.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from shardcompile import compat
+from shardcompile.collectives import Reduction
 from shardcompile.layout import IntLike, Layout, contiguous_stride
-from shardcompile.ops import state
+from shardcompile.ops import Form, OpCall, TensorArg, state
+from shardcompile.ops.index.linked import column_of, combined, target_cut
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.sharded import Sharded
 
@@ -29,6 +32,10 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: floa
     if index.ndim != 1 or source.ndim != x.ndim or not x.ndim:
         return NotImplemented
     dim = dim % x.ndim
+    if _is_alike(source, dim, x):
+        found = _combined(x, dim, index, source if alpha == 1 else source * alpha)
+        if found is not NotImplemented:
+            return found
     if not _fits(source, dim, x):
         return NotImplemented
     added = reduced(source)
@@ -41,16 +48,45 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: floa
     )
 
 
+def _combined(
+    x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: Reduction = "sum", *, include_self: bool = True,
+    wraps: bool = False,
+) -> Tensor:  # fmt: skip
+    """`linked.combined`, where it is known how the rows are cut."""
+    cut = target_cut(x, dim, source)
+    if cut is None:
+        return NotImplemented
+    return combined(x, dim, index, source, cut, reduce, include_self=include_self, wraps=wraps)
+
+
 def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     """``aten.scatter_add`` of a source that is cut along `dim`."""
     if not index.ndim == source.ndim == x.ndim or not x.ndim or not _same(index.shape, source.shape):
         return NotImplemented
     dim = dim % x.ndim
+    column = column_of(index, dim, x.shape) if _is_alike(source, dim, x) else None
+    if column is not None:
+        found = _combined(x, dim, column, source)
+        if found is not NotImplemented:
+            return found
     if not _fits(source, dim, x):
         return NotImplemented
     added = reduced(source)
     numbers = moved(index, added._spec.layout)
     return _sums(x, dim, added, lambda zeros: aten.scatter_add.default(zeros, dim, numbers, added._local_tensor))
+
+
+def scatter_reduce(
+    x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: Any, *, include_self: bool = True
+) -> Tensor:
+    """``aten.scatter_reduce`` of a source that is cut along `dim`, by numbers of whole rows."""
+    if not index.ndim == source.ndim == x.ndim or not x.ndim or not _same(index.shape, source.shape):
+        return NotImplemented
+    dim = dim % x.ndim
+    if not _is_alike(source, dim, x) or (reduce == "mean" and not x.dtype.is_floating_point) or x.dtype.is_complex:
+        return NotImplemented
+    column = column_of(index, dim, x.shape)
+    return NotImplemented if column is None else _combined(x, dim, column, source, reduce, include_self=include_self)
 
 
 def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False) -> Tensor:
@@ -61,26 +97,48 @@ def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: boo
         if mask.ndim > x.ndim or not _same(mask.shape, x.shape[: mask.ndim]):
             return NotImplemented
         return torch.where(mask[(..., *[None] * (x.ndim - mask.ndim))], values.to(x.dtype), x)
-    if not accumulate or len(at) != 1 or indices[at[0]].ndim != 1:
+    if not accumulate or len(at) != 1 or not indices[at[0]].ndim:
         return NotImplemented
-    index = indices[at[0]]
-    if index.dtype in (torch.bool, torch.uint8) or values.ndim != x.ndim:
+    dim, index = at[0], indices[at[0]]
+    if index.dtype in (torch.bool, torch.uint8) or values.ndim != x.ndim + index.ndim - 1:
         return NotImplemented
-    if not _same(values.shape[at[0] : at[0] + 1], index.shape):
+    if not _same(values.shape[dim : dim + index.ndim], index.shape):
         return NotImplemented
-    return index_add(x, at[0], torch.where(index < 0, index + x.shape[at[0]], index), values)
+    if index.ndim > 1:
+        index, values = index.flatten(), values.flatten(dim, dim + index.ndim - 1)
+    if _is_alike(values, dim, x):
+        found = _combined(x, dim, index, values, wraps=True)
+        if found is not NotImplemented:
+            return found
+    return index_add(x, dim, torch.where(index < 0, index + x.shape[dim], index), values)
+
+
+def embedding_backward(grad: Tensor, indices: Tensor, rows: IntLike, padding: int, by_frequency: bool) -> Tensor:
+    """The gradient of a table, cut as the table from which the gradient's rows were looked up."""
+    if by_frequency or not isinstance(grad, Sharded) or not indices.ndim or grad.ndim < 2:
+        return NotImplemented
+    if padding >= 0:
+        grad = grad.masked_fill((indices == padding).unsqueeze(-1), 0)
+    flat, numbers = grad.flatten(0, -2), indices.flatten()
+    zeros = grad.new_zeros([rows, grad.shape[-1]])
+    return _combined(zeros, 0, numbers, flat)
 
 
 def _same(a: Sequence[IntLike], b: Sequence[IntLike]) -> bool:
     return all(compat.same_symbol(m, n) for m, n in zip(a, b, strict=True))
 
 
-def _fits(source: Tensor, dim: int, x: Tensor) -> TypeGuard[Sharded]:
-    """Whether the source is cut along `dim`, fits the target otherwise, and is no smaller than it."""
+def _is_alike(source: Tensor, dim: int, x: Tensor) -> TypeGuard[Sharded]:
+    """Whether the source is cut along `dim`, and has the target's dtype and its extents otherwise."""
     if not isinstance(source, Sharded) or source._spec.layout.cuts[dim] is None or x.dtype is not source.dtype:
         return False
     others = [d for d in range(x.ndim) if d != dim]
-    if x.dtype is torch.bool or not _same([x.shape[d] for d in others], [source.shape[d] for d in others]):
+    return x.dtype is not torch.bool and _same([x.shape[d] for d in others], [source.shape[d] for d in others])
+
+
+def _fits(source: Tensor, dim: int, x: Tensor) -> TypeGuard[Sharded]:
+    """Whether the source is cut along `dim`, fits the target otherwise, and is no smaller than it."""
+    if not _is_alike(source, dim, x):
         return False
     return math.prod(map(compat.size_hint, x.shape)) <= math.prod(map(compat.size_hint, source.shape))
 
@@ -95,7 +153,33 @@ def _sums(x: Tensor, dim: int, source: Sharded, add: Callable[[Tensor], Tensor])
     return x + wrap(source, sums, pending, contiguous_stride(x.shape))
 
 
-state(aten.index_add.default, sharded=index_add)
-state(aten.index_put.default, sharded=index_put)
-state(aten.scatter_add.default, sharded=scatter_add)
+def _is_of_rows(source: object, dim: int, extent: IntLike) -> bool:
+    """Whether what is added was looked up in rows that are cut, of which there are as many as in the target."""
+    cut = source.layout.cuts[dim] if isinstance(source, TensorArg) and 0 <= dim < source.ndim else None
+    return cut is not None and cut.named_rows(extent) is not None
+
+
+def _adds_to_rows(call: OpCall) -> bool:
+    """`_is_of_rows` for ops that take a target, a dim, an index and a source."""
+    target, dim = call.args[0], call.args[1] % max(call.args[0].ndim, 1)
+    return bool(target.ndim) and _is_of_rows(call.args[3], dim, target.shape[dim])
+
+
+def _puts_into_rows(call: OpCall) -> bool:
+    """`_is_of_rows` for ``index_put``."""
+    at = [d for d, index in enumerate(call.args[1]) if index is not None]
+    added = len(at) == 1 and bool(call.arg(3, "accumulate", False))
+    return added and _is_of_rows(call.args[2], at[0], call.args[0].shape[at[0]])
+
+
+def _is_of_table(call: OpCall) -> bool:
+    """`_is_of_rows` for the gradient of an embedding."""
+    return any(_is_of_rows(call.args[0], d, call.args[2]) for d in range(call.args[0].ndim - 1))
+
+
+state(aten.index_add.default, sharded=Form(index_add, preferred=_adds_to_rows))
+state(aten.index_put.default, sharded=Form(index_put, preferred=_puts_into_rows))
+state(aten.scatter_add.default, sharded=Form(scatter_add, preferred=_adds_to_rows))
+state(aten.scatter_reduce.two, sharded=Form(scatter_reduce, preferred=_adds_to_rows))
+state(aten.embedding_dense_backward.default, sharded=Form(embedding_backward, preferred=_is_of_table))
 state(aten.index_add.default, not_decomposed="torch's fails for an index of 0 dims")

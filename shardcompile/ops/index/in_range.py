@@ -18,6 +18,7 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.errors import IndexRangeError
 from shardcompile.ops import OpRecord, state
+from shardcompile.ops.index.linked import is_linked
 from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
@@ -115,6 +116,8 @@ def _bounds(cls: type[Sharded], found: Indexed) -> tuple[int, int]:
         return 0, -1
     if layout is not None and layout.is_partial:
         return 0, -1
+    if type(found.x) is cls and is_linked(index, found.x._spec.layout.cuts[found.dim]):
+        return 0, -1  # looked at where ranks tell one another which rows they name: then it is an error on all of them
     if found.ignored is not None:
         block = block[block != found.ignored]
     least, most = (int(n) for n in torch.aminmax(block)) if block.numel() else (0, -1)

@@ -20,6 +20,7 @@ from shardcompile.collectives import block_size
 from shardcompile.compat import OpOverload
 from shardcompile.layout import Cut, IntLike, Layout
 from shardcompile.ops import state
+from shardcompile.ops.index.linked import column_of, filled, is_linked, taken
 from shardcompile.ops.support.blocks import padded
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import first_row, moved, reduced, wrap
@@ -120,6 +121,11 @@ def embedding(weight: Sharded, indices: Tensor, *options: object) -> Tensor:
         return NotImplemented
     weight = reduced(weight)
     meta = global_meta(aten.embedding.default, (weight, indices, *options), {})
+    if is_linked(indices, cut):
+        shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
+        found = taken(weight, 0, indices, shape, stride, wraps=False)
+        if found is not NotImplemented:
+            return found
     layout = weight._spec.layout
     other, index = _whole_along(indices, cut.mesh_dims, layout.mesh)
     ndim = indices.ndim
@@ -167,6 +173,11 @@ def _index(x: Sharded, indices: Sequence[Any], op: OpOverload, args: tuple[objec
     cut = layout.cut_of(dim)
     meta = global_meta(op, args, {})
     shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
+    numbers = indices[dim]
+    if len(at) == 1 and is_linked(numbers, cut):
+        found = taken(x, dim, numbers, shape, stride, wraps=op is aten.index.Tensor)
+        if found is not NotImplemented:
+            return found
     rank = len(shape) - (x.ndim - len(at))
     if not _is_worth_it(x, shape) or (len(at) > 1 and len({indices[d].ndim for d in at}) > 1):
         return NotImplemented
@@ -187,13 +198,21 @@ def _index(x: Sharded, indices: Sequence[Any], op: OpOverload, args: tuple[objec
 
 def gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
     """``aten.gather`` along a cut dim of a tensor that is not cut otherwise."""
-    if not isinstance(x, Sharded) or not x.ndim or index.ndim != x.ndim or not _is_worth_it(x, index.shape):
+    if not isinstance(x, Sharded) or not x.ndim or index.ndim != x.ndim:
         return NotImplemented
     dim, layout = dim % x.ndim, x._spec.layout
     cut = layout.cuts[dim]
-    if cut is None or layout.is_partial or sum(c is not None for c in layout.cuts) > 1:
+    if cut is None or layout.is_partial:
         return NotImplemented
     meta = global_meta(aten.gather.default, (x, dim, index), {})
+    column = column_of(index, dim, x.shape)
+    if column is not None and is_linked(column, cut):
+        shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
+        found = taken(x, dim, column, shape, stride, wraps=False)
+        if found is not NotImplemented:
+            return found
+    if sum(c is not None for c in layout.cuts) > 1 or not _is_worth_it(x, index.shape):
+        return NotImplemented
     other, whole = _whole_along(index, cut.mesh_dims, layout.mesh)
     if not other.is_replicated:
         return NotImplemented
@@ -217,15 +236,21 @@ def scatter_src(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     return _scattered(x, dim, index, aten.scatter.src, source)
 
 
-def _scattered(x: Tensor, dim: int, index: Tensor, op: OpOverload, source: Tensor) -> Tensor:
+def _scattered(x: Tensor, dim: int, index: Tensor, op: OpOverload, source: Any) -> Tensor:
     """Each rank writes the rows that it has; what belongs to others goes into a row of padding."""
     if not isinstance(x, Sharded) or not x.ndim or index.ndim != x.ndim:
         return NotImplemented
     dim, layout = dim % x.ndim, x._spec.layout
     cut = layout.cuts[dim]
-    if cut is None or layout.is_partial or sum(c is not None for c in layout.cuts) > 1:
+    if cut is None or layout.is_partial:
         return NotImplemented
     meta = global_meta(op, (x, dim, index, source), {})
+    if op is aten.scatter.value:
+        column = column_of(index, dim, x.shape)
+        if column is not None and is_linked(column, cut):
+            return filled(x, dim, column, source, compat.retraced(meta.stride()))
+    if sum(c is not None for c in layout.cuts) > 1:
+        return NotImplemented
     given = [index, source] if op is aten.scatter.src else [index]
     whole = [_whole_along(t, cut.mesh_dims, layout.mesh) for t in given]
     if not all(other.is_replicated for other, _ in whole):

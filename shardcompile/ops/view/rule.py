@@ -414,11 +414,22 @@ register([aten.tril.default, aten.triu.default], _triangle)
 
 
 def _new(call: OpCall) -> Iterable[Strategy]:
-    """Cut like the tensor where the shape is that of the tensor, whole elsewhere; its values do not matter."""
+    """Cut like the tensor where the shape is that of the tensor, whole elsewhere; its values do not matter.
+
+    As many rows as those that the tensor was looked up in are cut like these, and a column beside what was looked up
+    as that is.
+    """
     src, shape = call.tensors[0].shape, call.args[1]
     alike = len(src) == len(shape)
-    for dim in range(len(src)):
-        yield along([dim], [dim if alike and compat.surely(src[dim] == shape[dim]) else None])
+    for dim, cut in enumerate(call.tensors[0].layout.cuts):
+        at = dim if alike else 0
+        named = cut is not None and cut.rows is not None and (alike or len(shape) == 1)
+        if (alike or named) and compat.surely(src[dim] == shape[at]):
+            yield along([dim], [at])
+        elif named and cut is not None and cut.named_rows(shape[at]) is not None:
+            yield along([dim], [at], on_cut=lambda cut: cut.rows)
+        else:
+            yield along([dim], [None])
     yield from (partial([op], [None]) for op in REDUCE_OPS)
 
 
