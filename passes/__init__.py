@@ -23,7 +23,7 @@ from shardcompile.passes.foreign.normalise import NormaliseChains
 from shardcompile.passes.graph.collective import Collective, collectives
 from shardcompile.passes.pipeline import Pass, Pipeline, Step, default_passes
 from shardcompile.passes.schedule.bounds import bucket_bound, lower_bound
-from shardcompile.passes.schedule.hold import HoldOrder
+from shardcompile.passes.schedule.hold_order import HoldOrder
 from shardcompile.passes.schedule.overlap import ScheduleOverlap
 from shardcompile.passes.schedule.simulator import Timeline, perfetto, simulate
 

@@ -16,13 +16,14 @@ fallback: Literal["replicate", "warn", "error"] = "replicate"
 (``replicate``: logged once per op; ``warn``: with a Python warning; ``error``: refused)."""
 
 attention: Literal["auto", "ring", "gather", "heads"] = "auto"
-"""How `scaled_dot_product_attention` runs where the sequence is cut. ``ring``: rows stay, and keys and values come a
-block at a time, the next one under way while one is computed, and again in the backward pass; a rank never holds more
-than two blocks of others. ``gather``: rows of the query stay, each rank gathers the keys and values. ``heads``: each
-rank takes part of the heads for all rows. ``auto``: what sends the fewest bytes of all but a ring; or a ring of at most
-`ring_steps` ranks where that is predicted to be faster, or the other way holds more than `attention_bytes`. Where the
-way that is set is not possible, it is as if this were ``auto``. `explain` prints which way was taken, and why. Set it
-on all ranks alike; compiled functions are compiled again if it has changed."""
+"""How `scaled_dot_product_attention` runs where the sequence is cut. ``ring``: rows stay. Keys and values come a
+block at a time, the next one under way while one is computed, and again in the backward pass; a rank never holds
+more than two blocks of others. ``gather``: rows of the query stay, each rank gathers the keys and values. ``heads``:
+each rank takes part of the heads for all rows. ``auto``: what sends the fewest bytes of all but a ring; or a ring of
+at most `ring_steps` ranks where that is predicted to be faster, or the other way holds more than `attention_bytes`.
+Where the way that is set is not possible, it is as if this were ``auto``. `explain` prints which way was taken, and
+why. Set it on all ranks alike; compiled functions are compiled again if it has changed.
+"""
 
 ring_steps: int = 8
 """How many ranks a ring may have that ``attention = "auto"`` takes. A graph has the nodes of each step, and is compiled

@@ -142,11 +142,11 @@ def balanced_cut(lengths: Sequence[int], world_size: int, *, causal: bool = True
     costs = itertools.chain.from_iterable((row_cost + (i + 1 if causal else n) for i in range(n)) for n in lengths)
     done = list(itertools.accumulate(costs, initial=0.0))
     low, high = done[-1] / world_size, done[-1]
-    best = _filled(done, world_size, high)
+    best = _fill(done, world_size, high)
     assert best is not None, "one rank can do all"
     while high - low > 1e-9 * max(high, 1.0):
         limit = (low + high) / 2
-        found = _filled(done, world_size, limit)
+        found = _fill(done, world_size, limit)
         if found is None:
             low = limit
         else:
@@ -154,7 +154,7 @@ def balanced_cut(lengths: Sequence[int], world_size: int, *, causal: bool = True
     return best
 
 
-def _filled(done: Sequence[float], ranks: int, limit: float) -> list[int] | None:
+def _fill(done: Sequence[float], ranks: int, limit: float) -> list[int] | None:
     """Rows of each rank if none works more than a limit and each as much as it may; None if rows are left.
 
     Args:

@@ -165,8 +165,8 @@ def device_of(kind: str) -> Device:
 def link_of(device: Device, group_size: int, ranks_per_node: int = RANKS_PER_NODE, spread: bool | None = None) -> Link:
     """The link that limits a group: within a node if the group is in one.
 
-    Reads nothing that could differ between ranks. Between nodes a rank is taken to have an adapter of its own, whatever
-    the number of ranks of its node that are in the group.
+    Reads nothing that could differ between ranks. Between nodes each rank is assumed to have an adapter of its own,
+    however many ranks of its node are in the group.
 
     Args:
         device: of every rank.
@@ -183,7 +183,7 @@ def spans_nodes(ranks: Sequence[int], world_size: int, ranks_per_node: int = RAN
     """Whether a group has ranks on several nodes, or could have: the same for all groups along a mesh dim.
 
     Ranks are numbered node by node. The groups along a mesh dim have the same number of ranks, at the same distance
-    from each other, so that none crosses the border of a node if their reach divides a node. Otherwise some do, and all
+    from each other. So none crosses the border of a node if their reach divides a node. Otherwise some do, and all
     ranks have to reckon with the slower link. So they do for a group whose ranks are not at equal distances.
 
     Args:

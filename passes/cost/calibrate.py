@@ -64,9 +64,9 @@ def measure_link(group: ProcessGroup | None = None, sizes: Sequence[int] = SIZES
 def fit(samples: Sequence[Sample]) -> tuple[float, float]:
     """Latency in seconds and seconds per byte that fit the samples best, both positive.
 
-    Least squares of relative errors: of each sample its distance from the line, over the geometric mean of what was
-    measured and what the line says, so that twice too much weighs as half too little. Where noise would make one of the
-    two negative, it is a hundredth of the least that a sample allows.
+    Least squares of relative errors. The error of a sample is its distance from the line, divided by the geometric mean
+    of the sample and the line. So twice too much weighs as half too little. Where noise would make one of the two
+    negative, it is a hundredth of the least that a sample allows.
     """
     least_latency = min(s.seconds for s in samples) / 100
     least_per_byte = min(s.seconds / s.wire_bytes for s in samples) / 100

@@ -181,7 +181,7 @@ class CostModel:
             return 0.0
         dependent = node in labels or any(i in labels for i in node.all_input_nodes)
         nominal = NOMINAL_BYTES if dependent else None
-        reads = [i for i in node.all_input_nodes if blocks.tensors(i) and not _fused(_behind_views(i), node)]
+        reads = [i for i in node.all_input_nodes if blocks.tensors(i) and not _are_fused(_behind_views(i), node)]
         writes = not _passes_on(node)
         traffic = _traffic_of(node, reads, writes, nominal)
         flops = NOMINAL_FLOPS * (_formula(node) is not None) if dependent else _flops(node)
@@ -192,8 +192,8 @@ class CostModel:
 def readable(c: Collective, members: Sequence[Member], labels: Mapping[Node, set[str]]) -> bool:
     """Whether all ranks, those of other groups as well, find the same bytes in a collective's arguments.
 
-    Within its group they do by the meaning of the collective, except where its cut is not known and a payload is put in
-    as it is.
+    Within its group they do, by the meaning of the collective. The exception is a payload that is put in as it is, by a
+    cut that is not known.
     """
     if any(labels.get(p, set()) - {c.group_name} for p in c.payloads):
         return False
@@ -366,7 +366,7 @@ def _behind_views(node: Node) -> Node:
     return node
 
 
-def _fused(producer: Node, reader: Node) -> bool:
+def _are_fused(producer: Node, reader: Node) -> bool:
     """Whether Inductor computes both in one kernel."""
     return _is_loop(producer) and (_is_loop(reader) or op_of(reader).reduces)
 
@@ -383,7 +383,7 @@ def _passes_on(node: Node) -> bool:
 
 
 def _stays(producer: Node, user: Node) -> bool:
-    return all(_stays(producer, u) for u in user.users) if _is_view(user) else _fused(producer, user)
+    return all(_stays(producer, u) for u in user.users) if _is_view(user) else _are_fused(producer, user)
 
 
 def _traffic_of(node: Node, reads: Sequence[Node], writes: bool, nominal: int | None) -> int:
@@ -407,11 +407,11 @@ def _flops(node: Node) -> float:
     if formula is None:
         return 0.0
     named = tuple((k, _numbers(v)) for k, v in node.kwargs.items())
-    return _counted(formula, str(node.target), _numbers(node.args), named, _numbers(node.meta.get("val")))
+    return _count_flops(formula, str(node.target), _numbers(node.args), named, _numbers(node.meta.get("val")))
 
 
 @functools.lru_cache(maxsize=4096)
-def _counted(formula: Any, op: str, args: Any, kwargs: tuple[tuple[str, Any], ...], result: Any) -> float:
+def _count_flops(formula: Any, op: str, args: Any, kwargs: tuple[tuple[str, Any], ...], result: Any) -> float:
     """What a formula says. The layers of a model ask for the same."""
     try:
         return float(formula(*args, **dict(kwargs), out_val=result))
@@ -432,7 +432,9 @@ def _numbers(value: object) -> Any:
 
 
 def _dtype(node: Node) -> torch.dtype:
-    """Of the numbers that are multiplied: a kernel of half precision may read and give sums in single precision."""
+    """The dtype of the numbers that are multiplied. A kernel of half precision may read and give sums in single
+    precision.
+    """
     values = [t.dtype for n in (node, *node.all_input_nodes) for t in blocks.tensors(n)]
     floating = [d for d in values if d.is_floating_point or d.is_complex]
     return min(floating, key=lambda d: d.itemsize) if floating else (values or [torch.float32])[0]

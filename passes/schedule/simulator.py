@@ -32,7 +32,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a schedule comes to. Times in seconds, memory in bytes.
+    """The outcome of a schedule. Times in seconds, memory in bytes.
 
     Attributes:
         total: until everything has ended, collectives that nobody waits for included.
@@ -136,8 +136,9 @@ def _check_order(order: Sequence[Node], prices: Prices) -> None:
 def peak_memory(order: Sequence[Node], prices: Prices) -> int:
     """The most bytes that are held at any time.
 
-    A tensor is held from the node that makes it to the last node that reads it or one of its views, a collective's
-    payload also until the collective is first awaited (the last node, if it never is), inputs throughout.
+    A tensor is held from the node that makes it to the last node that reads it or one of its views. A collective's
+    payload is held until the collective is first awaited (to the last node, if it never is). Inputs are held
+    throughout.
 
     Args:
         order: all nodes of a graph, each after its inputs.
@@ -158,7 +159,7 @@ def peak_memory(order: Sequence[Node], prices: Prices) -> int:
 
 
 def known_peak(graph: Graph, prices: Prices) -> int:
-    """`peak_memory` of a graph as it came to the first pass that asked, which later ones are measured by as well.
+    """`peak_memory` of a graph as the first pass found it. Later passes are measured by the same number.
 
     Args:
         graph: in a valid order.

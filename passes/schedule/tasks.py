@@ -1,4 +1,4 @@
-"""A graph as schedules are searched for: only what takes time or memory, by number.
+"""A graph for the search of schedules: only what takes time or memory, by number.
 
 Nodes that take neither (views, parts of results, sizes) are left out; what depends on one depends on what it depends
 on. `nodes_in_order` puts them back. Collectives can be joined here before they are in the graph, so that many ways to

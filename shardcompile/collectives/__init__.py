@@ -1,8 +1,8 @@
 """Functional collectives on blocks of any size.
 
-Each one is an op of the namespace ``shardcompile``: it returns a new tensor, complete after a wait like
-those of ``_c10d_functional``, has a fake and an autograd implementation, and stays one node in a graph. Its descriptor
-says all of it: `shardcompile.collectives.descriptor`. Importing its module makes the op, and has passes know it.
+Each one is an op of the namespace ``shardcompile``: it returns a new tensor, which is complete after a wait, as with
+``_c10d_functional``. It has a fake and an autograd implementation, and stays one node in a graph. Its descriptor says
+all of it: `shardcompile.collectives.descriptor`. Importing its module registers the op and tells the passes about it.
 """
 
 import shardcompile.collectives.mirrors

@@ -12,7 +12,7 @@ from shardcompile import compat
 from shardcompile.collectives.blocks import check_block
 from shardcompile.collectives.descriptor import Descriptor
 from shardcompile.collectives.pending import wait
-from shardcompile.collectives.traffic import Member, Side, even_gather, is_number
+from shardcompile.collectives.traffic import GroupBlocks, Member, even_gather, is_number
 from shardcompile.errors import CollectiveError
 from shardcompile.layout import Cut, IntLike, digest_of
 
@@ -102,7 +102,7 @@ GATHER_CUT = Descriptor(
     GatherCut,
     _gather,
     fake=lambda a: a.input.new_empty([2], dtype=torch.int64),
-    members=lambda a, n: [Member(Side(None, is_number(a.input.shape[a.dim])), None, 16)],
+    members=lambda a, n: [Member(GroupBlocks(None, is_number(a.input.shape[a.dim])), None, 16)],
     traffic=even_gather,
     of_one_rank=True,
     told=True,

@@ -137,8 +137,8 @@ def add_rows(
     asked: Tensor,
     sent: Tensor,
     place: Tensor,
-    block: Any,
-    arriving: Any,
+    block: IntLike,
+    arriving: IntLike,
     group_name: str,
 ) -> list[Tensor]:
     """Sums of what is meant for each row, at home, those of all tensors by one exchange. Differentiable.
@@ -161,7 +161,7 @@ def add_rows(
     return [s.narrow(0, 0, block).index_add(0, sent, h) for s, h in zip(sums, home, strict=True)]
 
 
-def named_rows(sent: Tensor, place: Tensor, block: Any, arriving: Any) -> Tensor:
+def named_rows(sent: Tensor, place: Tensor, block: IntLike, arriving: IntLike) -> Tensor:
     """Which of this rank's rows an index names on any rank: [block], bool. Nothing travels.
 
     Args:
@@ -182,8 +182,8 @@ def reduce_rows(
     asked: Tensor,
     sent: Tensor,
     place: Tensor,
-    block: Any,
-    arriving: Any,
+    block: IntLike,
+    arriving: IntLike,
     group_name: str,
 ) -> Tensor:
     """Rows, each reduced with what is meant for it, at home, by one exchange.

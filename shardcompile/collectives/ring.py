@@ -21,7 +21,7 @@ from shardcompile.collectives.blocks import blocks_of, check_block, sizes_of
 from shardcompile.collectives.derived_cuts import block_size, derive
 from shardcompile.collectives.descriptor import Descriptor
 from shardcompile.collectives.pending import wait
-from shardcompile.collectives.traffic import Member, Side, Traffic, nbytes_with, size_with
+from shardcompile.collectives.traffic import GroupBlocks, Member, Traffic, nbytes_with, size_with
 from shardcompile.layout import DERIVATIONS, Cut, GroupCut, IntLike
 
 
@@ -172,7 +172,7 @@ def _fake(a: RingStep) -> Tensor:
     return a.inputs[0].new_empty([sum(_numel(a))])
 
 
-def _away(a: RingStep, side: Side) -> Side:
+def _away(a: RingStep, side: GroupBlocks) -> GroupBlocks:
     """Blocks that are on other ranks than their own: they do not know their cut."""
     if side.sizes is None:
         return side
@@ -183,7 +183,7 @@ def _members(a: RingStep, n: int | None, *, back: bool) -> list[Member]:
     """Blocks that go where their cut says, and away from there, or back."""
     members = []
     for x, dim in zip(a.inputs, a.dims, strict=True):
-        put, get = Side.of(a.cut, a.total, x.shape[dim], n), Side.of(a.cut, a.total, a.block, n)
+        put, get = GroupBlocks.of(a.cut, a.total, x.shape[dim], n), GroupBlocks.of(a.cut, a.total, a.block, n)
         sides = (_away(a, put), get) if back else (put, _away(a, get))
         members.append(Member(*sides, nbytes_with(x, dim, a.total)))
     return members
@@ -193,7 +193,7 @@ def _whole(a: RingStep) -> object:
     return sum(size_with(x, dim, a.total) for x, dim in zip(a.inputs, a.dims, strict=True))  # type: ignore[misc]
 
 
-def _traffic(nbytes: int, own: Side | None, away: Side | None, n: int) -> Traffic:
+def _traffic(nbytes: int, own: GroupBlocks | None, away: GroupBlocks | None, n: int) -> Traffic:
     """What ranks have of other ranks' blocks has come, or goes back."""
     assert own is not None and away is not None
     if own.sizes is None or away.sizes is None:

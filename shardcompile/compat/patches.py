@@ -45,8 +45,8 @@ from shardcompile.compat.saved_inputs import saved_before_written, sizes_of_save
 def trace_size_obliviously() -> None:
     """Make the compilation that is running trace without specialising on sizes of 0 and 1.
 
-    The switch is torch's own (`backed_size_oblivious`), is read all through a compilation, and goes back to what it was
-    when the compilation ends, and so do the patches.
+    The switch is torch's own (`backed_size_oblivious`). It is read all through a compilation, and goes back to what it
+    was when the compilation ends. So do the patches.
     """
     context = TracingContext.try_get()
     if context is not None and context.fake_mode is not None:

@@ -49,7 +49,7 @@ def views_by_stride(stack: contextlib.ExitStack) -> None:
 
 
 def overlap_by_hint(stack: contextlib.ExitStack) -> None:
-    replace(stack, torch, "_debug_has_internal_overlap", _unguarded)
+    replace(stack, torch, "_debug_has_internal_overlap", _answer_by_hint)
 
 
 def no_donated_buffers(stack: contextlib.ExitStack) -> None:
@@ -57,7 +57,7 @@ def no_donated_buffers(stack: contextlib.ExitStack) -> None:
 
 
 def memory_format_by_hint(stack: contextlib.ExitStack) -> None:
-    replace(stack, torch._C, "_conv_determine_backend_memory_format", _unguarded)  # 2.11 - 2.15
+    replace(stack, torch._C, "_conv_determine_backend_memory_format", _answer_by_hint)  # 2.11 - 2.15
 
 
 def channels_last_by_hint(stack: contextlib.ExitStack) -> None:
@@ -101,7 +101,7 @@ def fill_order_by_hint(stack: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
     from torch._inductor import ir
 
-    replace(stack, ir, "get_fill_order", _sorted_by_hint)  # 2.11 - 2.15
+    replace(stack, ir, "get_fill_order", _sort_by_hint)  # 2.11 - 2.15
 
 
 def asserts_of_known_sizes(stack: contextlib.ExitStack) -> None:
@@ -143,7 +143,7 @@ def batched_products_by_hint(stack: contextlib.ExitStack) -> None:
 
     bmm = torch.ops.aten.bmm.default
     found = lowerings[bmm]
-    lowerings[bmm] = _lowered_by_hint(found)  # 2.11 - 2.15
+    lowerings[bmm] = _lower_by_hint(found)  # 2.11 - 2.15
     stack.callback(lowerings.__setitem__, bmm, found)
 
 
@@ -168,8 +168,8 @@ def _where_they_were_traced(save_collectives: Callable[..., None]) -> Callable[.
     """Have the backward graph hold the collectives of the backward pass, those that depend on no gradient included.
 
     The partitioner would move such a one to the forward graph or not, by the sizes of what is to be saved: ranks that
-    know their own blocks as numbers would decide otherwise, and wait for one another. It moved one and left the other
-    copy in the backward graph, too, where nothing reads it, since nothing that waits is taken for dead code.
+    know their own blocks as numbers would decide otherwise, and wait for one another. It moved one copy and left the
+    other in the backward graph, where nothing reads it: nothing that waits is taken for dead code.
     """
 
     def save(joint: GraphModule) -> None:
@@ -223,7 +223,7 @@ def _and_of_the_view(symbols: Callable[..., Any]) -> Callable[..., Any]:
     return of_layout
 
 
-def _unguarded(check: Callable[..., object]) -> Callable[..., object]:
+def _answer_by_hint(check: Callable[..., object]) -> Callable[..., object]:
     """A question about a tensor, answered by hints without guards, which would hold on some ranks only.
 
     For a check that can only raise: Inductor copies blocks where it lowers `select`. And for the memory format of a
@@ -259,7 +259,7 @@ def _with_numbers_of_symbols(init: Callable[..., None]) -> Callable[..., None]:
     return made
 
 
-def _lowered_by_hint(lowering: Callable[..., object]) -> Callable[..., object]:
+def _lower_by_hint(lowering: Callable[..., object]) -> Callable[..., object]:
     """Have Inductor lower an op by hints, without guards.
 
     On CPUs it asks of the factors of a batched product whether they have one row, to copy those that the kernel would
@@ -342,7 +342,7 @@ def _without_comparing(stride_of_view: Callable[..., object]) -> Callable[..., o
     return strides
 
 
-def _sorted_by_hint(fill_order: Callable[..., Any]) -> Callable[..., object]:
+def _sort_by_hint(fill_order: Callable[..., Any]) -> Callable[..., object]:
     """Have Inductor sort strides by their hints, which are the same on every rank and larger than 1.
 
     It would compare them, and leave guards that a block of one row breaks. Where a dim has extent 0 or 1, its stride

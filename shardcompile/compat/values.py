@@ -44,6 +44,8 @@ class _Memo:
             return node
         if target.namespace != "aten" or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
             return node
+        if target in _PARTS and _is_of_known_size(node.meta.get("val")):
+            return node  # of a block of known size other parts may be the same on some ranks only
 
         def value(a: object) -> object:
             if isinstance(a, torch.fx.Node):
@@ -66,12 +68,15 @@ _MEMOS: weakref.WeakKeyDictionary[Any, _Memo] = weakref.WeakKeyDictionary()
 def once_for_value(x: torch.Tensor, what: tuple[object, ...], make: Callable[[], _T]) -> _T:
     """What follows from a tensor's values: in a trace worked out once for all tensors that surely hold the same.
 
+    Ranks have to agree on which tensors these are. They do where the size of `x` is a symbol, which is the same on
+    all of them; where it is a number it may be that of this rank's block, and then nothing is shared.
+
     Args:
         x: the tensor.
         what: names what is worked out.
         make: works it out.
     """
-    mode = get_proxy_mode()
+    mode = None if _is_of_known_size(x) else get_proxy_mode()
     node = None if mode is None else _node_of(x, mode.tracer)
     if node is None or mode is None:
         return make()
@@ -81,6 +86,16 @@ def once_for_value(x: torch.Tensor, what: tuple[object, ...], make: Callable[[],
         memo.made[key] = make()
     return memo.made[key]  # type: ignore[no-any-return]
 
+
+def _is_of_known_size(x: object) -> bool:
+    return not isinstance(x, torch.Tensor) or all(isinstance(n, int) for n in x.shape)
+
+
+_PARTS = (
+    *(aten.slice.Tensor, aten.select.int, aten.narrow.default, aten.as_strided.default, aten.diagonal.default),
+    *(aten.split.Tensor, aten.split_with_sizes.default, aten.index_select.default, aten.roll.default),
+    *(aten.constant_pad_nd.default, aten.arange.start_step),
+)
 
 _REARRANGED = (
     *(aten.view.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default, aten.clone.default),

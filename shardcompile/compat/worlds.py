@@ -40,8 +40,8 @@ def forget_with_world(clear: Callable[[], None]) -> None:
 def world_epoch() -> int:
     """A number that changes when the default process group does, and with `start_epoch`.
 
-    Meshes are equal by their ranks alone. What is kept by mesh is kept by this number as well, so that a mesh whose
-    process groups are gone does not stand in for a new one.
+    Meshes are equal by their ranks alone. What is kept by mesh is kept by this number as well. So a mesh whose process
+    groups are gone does not stand in for a new one.
     """
     global _world
     world = _present_world()
@@ -169,7 +169,7 @@ def _forget_compiled() -> None:
     if CompileContext.try_get() is not None or not compile_lock.acquire(blocking=False):
         return
     try:
-        running = _running()
+        running = _codes_that_run()
         for at in [at for at in _COMPILED if at not in running]:
             code = _COMPILED.pop(at)()
             if code is not None:
@@ -178,7 +178,7 @@ def _forget_compiled() -> None:
         compile_lock.release()
 
 
-def _running() -> set[int]:
+def _codes_that_run() -> set[int]:
     """Ids of code that a thread is in; where that is a compiled version, of what was compiled."""
     running = set()
     for frame in sys._current_frames().values():

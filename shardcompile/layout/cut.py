@@ -1,7 +1,6 @@
 """Cuts: how one tensor dim is divided into blocks over one or several mesh dims.
 
-A cut is the same object on every rank: it holds the sizes of *all* blocks. It comes in three kinds, because tracing
-treats them differently:
+A cut is the same object on every rank: it holds the sizes of *all* blocks. Tracing has three kinds of them:
 
 * ``chunk``: what `torch.chunk` gives for the extent; no sizes are stored and the extent may be symbolic;
 * ``fixed``: Python ints, part of what a compiled graph is specialised on;
@@ -128,11 +127,11 @@ class Cut:
         inner: the number of neighbouring blocks of `key` that make one block of this cut.
         scale: elements of this dim for one of `key`'s; more than 1 where trailing dims were flattened into the dim.
         carrier: while tracing, the tensor whose shape brought the key into the graph; not part of the value.
-        origin: of the cut of a slice: the cut of what was sliced, first row and step. A gradient finds its way back.
-        home: of the cut of a dim that was cut in place of another one: the cut that this other one had.
-        rows: of what was looked up by numbers of rows: their cut, which sums over them that are made anew take over.
-        runs: of how many stretches of one extent the dim is made, one after the other, each divided in the same way;
-            more than 1 where leading dims were flattened into the dim. A block then has rows of each of them.
+        origin: for the cut of a slice: the cut of what was sliced, first row and step, by which a gradient gets back.
+        home: for a dim that was cut in place of another one: the cut that the other one had.
+        rows: for what was looked up by numbers of rows: their cut, which new sums over them take over.
+        runs: how many equal stretches the dim has, each divided alike: more than 1 if leading dims were flattened into
+            it.
     """
 
     kind: Kind
@@ -231,8 +230,8 @@ class Cut:
             return self.block
         if self.blocks is not None:
             return self.blocks[self.block_index(coordinate)]
-        # Not even of a chunk cut: as a formula of the extent it would name the rank in the graph, and comparisons with
-        # it would be guards that hold on some ranks only.
+        # Not for a chunk cut either. A formula of the extent would name the rank in the graph. Comparisons with it
+        # would be guards that hold on some ranks only.
         raise LayoutError(f"the size of this rank's block of mesh dims {self.mesh_dims} has no symbol in the trace")
 
     def offset(self, coordinate: Sequence[int]) -> int:
@@ -349,14 +348,13 @@ class Cut:
     def same_blocks(self, other: Cut | None, coordinate: Sequence[int] | None = None) -> bool:
         """Whether both divide a dim into the same blocks on the same ranks.
 
-        Inside a trace the answer for two dynamic cuts compares their keys, which installs a guard. Keys that only
-        become known when the graph runs, and a dynamic cut and one of another kind, such as one whose sizes the program
-        states, count as different there, which costs an exchange that moves nothing if they were the same.
+        Inside a trace the answer for two dynamic cuts compares their keys, which installs a guard. Keys that a run
+        gives, and a dynamic cut beside one of another kind, count as different: that may cost an exchange.
 
         Args:
             other: the other cut.
-            coordinate: of this rank in the mesh. Inside a trace the block of a cut that turns out to be a known one,
-                as that of a parameter, is then known as well, so that both fit into one op.
+            coordinate: of this rank in the mesh. Inside a trace a cut may turn out to be a known one, as that of a
+                parameter. Then its block is known as well, so that both fit into one op.
         """
         if self is other:
             return True
@@ -389,13 +387,13 @@ class Cut:
             return GroupCut(list(self.blocks[first : first + count]), CHUNK_KEY, [])
         if self.kind == "chunk":
             return GroupCut([], CHUNK_KEY, [])
-        nest = [self.inner, first, self.scale]
-        return GroupCut([], self.key, nest if nest != [1, 0, 1] else [])
+        grouping = [self.inner, first, self.scale]
+        return GroupCut([], self.key, grouping if grouping != [1, 0, 1] else [])
 
     def __reduce__(self) -> tuple[object, ...]:
         """The sizes that the key stands for come along: another process may not know them."""
         known = _TABLE.find(self.key) if self.kind == "dynamic" and isinstance(self.key, int) else None
-        return _restored, (known, *(getattr(self, f.name) for f in fields(self)))
+        return _restore, (known, *(getattr(self, f.name) for f in fields(self)))
 
     def describe(self) -> str:
         """Sizes as text, e.g. ``[3,5]``; ``[?]`` while tracing."""
@@ -403,7 +401,7 @@ class Cut:
         return f"{runs}[?]" if self.blocks is None else f"{runs}[{','.join(str(b // self.runs) for b in self.blocks)}]"
 
 
-def _restored(known: tuple[int, ...] | None, *values: Any) -> Cut:
+def _restore(known: tuple[int, ...] | None, *values: Any) -> Cut:
     if known is not None:
         _TABLE.key_of(known)
     return Cut(*values)
@@ -416,27 +414,29 @@ class GroupCut:
     Attributes:
         sizes: block sizes in group order; empty if `key` tells.
         key: key of the whole cut, `CHUNK_KEY` for torch.chunk of what the group holds together.
-        nest: empty, or (number of blocks of `key` that make one block here, index of the group's first block,
+        grouping: empty, or (number of blocks of `key` that make one block here, index of the group's first block,
             elements here for one of `key`'s).
     """
 
     sizes: list[int]
     key: IntLike
-    nest: list[int]
+    grouping: list[int]
 
     def blocks(self, total: int, ranks: int) -> tuple[int, ...]:
         """Block sizes in group order, at run time; see `resolve`."""
-        return GroupCut.resolve(total, self.sizes, self.key, self.nest, ranks)  # type: ignore[arg-type]
+        return GroupCut.resolve(total, self.sizes, self.key, self.grouping, ranks)  # type: ignore[arg-type]
 
     @staticmethod
-    def resolve(total: int, sizes: Sequence[int], key: int, nest: Sequence[int], world_size: int) -> tuple[int, ...]:
+    def resolve(
+        total: int, sizes: Sequence[int], key: int, grouping: Sequence[int], world_size: int
+    ) -> tuple[int, ...]:
         """Block sizes in group order, at run time.
 
         Args:
             total: what the group's blocks add up to.
             sizes: as in `GroupCut`.
             key: as in `GroupCut`.
-            nest: as in `GroupCut`.
+            grouping: as in `GroupCut`.
             world_size: number of ranks in the group.
         """
         if sizes:
@@ -444,7 +444,7 @@ class GroupCut:
         if key == CHUNK_KEY:
             return chunk_sizes(total, world_size)
         blocks = _TABLE.sizes_of(key)
-        if not nest:
+        if not grouping:
             return blocks[:world_size]  # of a nested cut, the first group's
-        inner, first, scale = nest
+        inner, first, scale = grouping
         return tuple(sum(blocks[(first + i) * inner : (first + i + 1) * inner]) * scale for i in range(world_size))

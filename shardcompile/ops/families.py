@@ -3,7 +3,7 @@
 from shardcompile.ops.attention import sharded as attention
 from shardcompile.ops.foreach import sharded as foreach
 from shardcompile.ops.fourier import sharded as fourier
-from shardcompile.ops.index import additions, counts, in_range
+from shardcompile.ops.index import added_rows, counts, in_range
 from shardcompile.ops.index import kernels as index_kernels
 from shardcompile.ops.index import rule as index_rule
 from shardcompile.ops.index import sharded as index
@@ -32,7 +32,7 @@ from shardcompile.ops.window import rule as window_rule
 from shardcompile.ops.window import sharded as window
 
 __all__ = [
-    "additions",
+    "added_rows",
     "attention",
     "counts",
     "diagonals",

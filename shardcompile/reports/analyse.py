@@ -15,7 +15,7 @@ from shardcompile.passes.cost.model import CostModel, Prices
 from shardcompile.passes.graph import blocks
 from shardcompile.passes.graph.collective import Collective, collectives, kind_of, notes_of, origins
 from shardcompile.passes.schedule.bounds import lower_bound
-from shardcompile.passes.schedule.hold import ANCHORS
+from shardcompile.passes.schedule.hold_order import ANCHORS
 from shardcompile.passes.schedule.simulator import COMPUTE, Timeline, simulate
 from shardcompile.reports.data import IssuedCollective, Span, TracedCollective
 

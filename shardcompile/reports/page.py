@@ -86,13 +86,13 @@ def _compilation(compilation: Compilation) -> dict[str, object]:
 def _graphs(report: ReportData, lines: dict[str, int]) -> Iterator[dict[str, object]]:
     names = (name for name, _ in report.named_graphs())
     for i, compilation in enumerate(report.compilations):
-        captured = [(stage, _numbered(text, lines)) for stage, text in compilation.stages.items()]
+        captured = [(stage, _number(text, lines)) for stage, text in compilation.stages.items()]
         for graph in compilation.graphs:
-            stages = [*captured, *((stage, _numbered(text, lines)) for stage, text in graph.stages.items())]
+            stages = [*captured, *((stage, _number(text, lines)) for stage, text in graph.stages.items())]
             yield {"name": next(names), "compilation": i, "stages": stages, **_graph(graph)}
 
 
-def _numbered(text: str, lines: dict[str, int]) -> list[int]:
+def _number(text: str, lines: dict[str, int]) -> list[int]:
     return [lines.setdefault(line, len(lines)) for line in text.removesuffix("\n").split("\n")]
 
 
@@ -115,13 +115,13 @@ def _graph(graph: GraphReport) -> dict[str, object]:
             for s in graph.spans
         ],
         "waiting": list(waiting(graph)),
-        "traced": [_traced(c) for c in graph.traced],
-        "issued": [_issued(c) for c in graph.issued],
+        "traced": [_traced_as_json(c) for c in graph.traced],
+        "issued": [_issued_as_json(c) for c in graph.issued],
     }
 
 
-def _traced(c: TracedCollective) -> dict[str, object]:
-    return _shared(c) | {
+def _traced_as_json(c: TracedCollective) -> dict[str, object]:
+    return _shared_as_json(c) | {
         "dim": c.mesh_dim,
         "reason": reason_of(c),
         "op": c.op,
@@ -133,8 +133,8 @@ def _traced(c: TracedCollective) -> dict[str, object]:
     }
 
 
-def _issued(c: IssuedCollective) -> dict[str, object]:
-    return _shared(c) | {
+def _issued_as_json(c: IssuedCollective) -> dict[str, object]:
+    return _shared_as_json(c) | {
         "members": c.members,
         "start": c.start,
         "end": c.end,
@@ -144,7 +144,7 @@ def _issued(c: IssuedCollective) -> dict[str, object]:
     }
 
 
-def _shared(c: TracedCollective | IssuedCollective) -> dict[str, object]:
+def _shared_as_json(c: TracedCollective | IssuedCollective) -> dict[str, object]:
     return {
         "name": c.name,
         "kind": c.kind,

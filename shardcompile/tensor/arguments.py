@@ -1,4 +1,4 @@
-"""Arguments of torch's functions above autograd: what is plain is promoted where it wants a gradient.
+"""Arguments of torch's functions above autograd. A plain tensor that wants a gradient is promoted to a replicated one.
 
 The gradient of a plain tensor is complete on every rank, and that of a sharded one comes in its own layout.
 """
@@ -30,11 +30,11 @@ IN_PLACE = {
 """Functions that write to their first argument."""
 
 TAKES_LEAVES = {torch.autograd.grad, torch.autograd.backward}
-"""Functions to which a plain tensor is a place in the autograd graph, not a value."""
+"""Functions that take a plain tensor as a place in the autograd graph, not as a value."""
 
 
 def survey(cls: type[Sharded], values: Iterable[object]) -> tuple[DeviceMesh | None, bool]:
-    """The mesh of the first sharded tensor, and whether there is one to promote."""
+    """The mesh of the first sharded tensor, and whether there is a tensor to promote."""
     mesh: DeviceMesh | None = None
     plain = False
     for a in values:
@@ -51,7 +51,7 @@ def survey(cls: type[Sharded], values: Iterable[object]) -> tuple[DeviceMesh | N
 
 
 def promoted(cls: type[Sharded], mesh: DeviceMesh, a: object) -> object:
-    """An argument as a function gets it: plain tensors that want a gradient, and DTensors, as sharded ones."""
+    """An argument as a function gets it. Plain tensors that want a gradient become sharded ones, and so do DTensors."""
     if isinstance(a, Tensor):
         if _is_dtensor(a):
             return cls.from_dtensor(a)

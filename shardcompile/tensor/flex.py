@@ -1,8 +1,7 @@
 """`flex_attention` on sharded tensors: functions of scores and masks see the numbers of the whole tensors.
 
-Ranks keep their rows of the query, or parts of batch and heads. Of keys and values they fetch the rows from the first
-to the last block of keys that the block mask names for their queries. Scores are computed as torch's
-unfused kernel does.
+Ranks keep their rows of the query, or parts of batch and heads. They fetch keys and values from the first to the last
+block of keys that the block mask names for their queries. Scores are computed as torch's unfused kernel does.
 """
 
 from __future__ import annotations
@@ -28,7 +27,9 @@ from shardcompile.tensor.of_rows import on_mesh, wrapped
 aten = torch.ops.aten
 _BATCH, _HEADS, _ROWS = range(3)
 _SPARE = 2
-"""Rows behind those along dims that may be empty: functions are mapped over one or more, and code for one differs."""
+"""Rows that are added along dims that may be empty. Functions are mapped over two or more rows, since code for one
+row differs.
+"""
 
 
 def attend(
@@ -43,7 +44,8 @@ def attend(
     of_score: Sequence[object] = (),
     of_mask: Sequence[object] = (),
 ) -> tuple[Tensor, ...]:
-    """What the higher-order op gives: the result, and logarithm of the denominator and largest score by base 2.
+    """What the higher-order op gives: the result, and (to base 2) the logarithm of the denominator and the largest
+    score.
 
     Args:
         query: [batch, heads, rows, features].
@@ -61,11 +63,11 @@ def attend(
     """
     mesh = next(x for x in (query, key, value) if isinstance(x, ShardTensor))._spec.layout.mesh
     query, key, value = (on_mesh(x, mesh) for x in (query, key, value))
-    layout = _kept(query, key)
+    layout = _layout_to_keep(query, key)
     q = _block(query, layout)
     k, v, first_key = _keys(key, value, layout, block_mask)
     others = [[_whole(x, layout) if isinstance(x, Tensor) else x for x in xs] for xs in (of_score, of_mask)]
-    q, k, v = (_padded(x, layout, d == 0) for d, x in enumerate((q, k, v)))
+    q, k, v = (_pad(x, layout, d == 0) for d, x in enumerate((q, k, v)))
     numbers = [_numbers(layout, d, q.shape[d]) for d in (_BATCH, _HEADS, _ROWS)]
     columns: Any = torch.arange(k.shape[_ROWS], device=k.device)
     numbers.append((columns + first_key).clamp(max=key.shape[_ROWS] - 1))
@@ -76,10 +78,10 @@ def attend(
     scores = scores.to(_precision(q)).masked_fill(is_seen.logical_not(), -math.inf)
     results = _averages(scores, v, q.dtype)
     shapes = ((*layout.shape[:3], value.shape[3]), layout.shape[:3], layout.shape[:3])
-    return tuple(_laid_out(x, layout, s) for x, s in zip(results, shapes, strict=True))
+    return tuple(_lay_out(x, layout, s) for x, s in zip(results, shapes, strict=True))
 
 
-def _kept(query: Any, key: Any) -> Layout:
+def _layout_to_keep(query: Any, key: Any) -> Layout:
     """The layout of the query, with whole features, and whole batch and heads where keys have fewer."""
     now = query._spec.layout.reduced()
     if now.cuts[_ROWS] is not None and len(now.cuts[_ROWS].mesh_dims) > 1:
@@ -124,7 +126,9 @@ def _keys(key: Any, value: Any, layout: Layout, block_mask: tuple[Any, ...]) -> 
 
 
 def _whole(x: Any, layout: Layout) -> Tensor:
-    """All of a tensor that a function reads. Each rank finds the part of its gradient that its scores have."""
+    """The whole of a tensor that a function reads. Each rank finds the part of its gradient that comes from its own
+    scores.
+    """
     if not isinstance(x, ShardTensor):
         if not x.requires_grad:
             return x
@@ -134,7 +138,7 @@ def _whole(x: Any, layout: Layout) -> Tensor:
     return ToLocal.apply(whole, gradient_layout(whole._spec.layout, parts))  # type: ignore[no-any-return]
 
 
-def _padded(x: Tensor, layout: Layout, is_query: bool) -> Tensor:
+def _pad(x: Tensor, layout: Layout, is_query: bool) -> Tensor:
     """With rows of zeros behind those along dims that may be empty."""
     dims = [d for d in (_BATCH, _HEADS) if layout.cuts[d] is not None]
     if not is_query or layout.cuts[_ROWS] is not None:
@@ -143,7 +147,7 @@ def _padded(x: Tensor, layout: Layout, is_query: bool) -> Tensor:
 
 
 def _numbers(layout: Layout, dim: int, rows: IntLike) -> Tensor:
-    """The number in the whole tensor of each row along a dim; of a row that was padded one that there is."""
+    """The number in the whole tensor of each row along a dim. A padded row gets a number that exists."""
     device = layout.mesh.device_type
     numbers: Any = torch.arange(rows, device=device)  # type: ignore[arg-type]
     cut = layout.cuts[dim]
@@ -171,7 +175,7 @@ def _averages(scores: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
     return out, denominator / math.log(2), scores.detach().amax(-1) / math.log(2)
 
 
-def _laid_out(x: Tensor, layout: Layout, shape: tuple[IntLike, ...]) -> Any:
+def _lay_out(x: Tensor, layout: Layout, shape: tuple[IntLike, ...]) -> Any:
     """A result without what was padded, in the layout of the query."""
     cuts = layout.cuts[: len(shape)]
     for d, cut in enumerate(cuts):

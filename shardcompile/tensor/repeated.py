@@ -7,7 +7,6 @@ is: they add it up into the small tensor's gradient, of which the sums are reduc
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +32,7 @@ def promote(x: Tensor, cls: type[Sharded], mesh: DeviceMesh) -> Sharded:
     return Promote.apply(x, cls, mesh, not passes)  # type: ignore[no-any-return]
 
 
-def _completed(gradients: Sequence[Tensor], _: object) -> tuple[Tensor, ...]:
+def _completed(gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
     """The gradients that a node of plain tensors hands out: whole, and plain."""
     return tuple(_whole(g) if isinstance(g, Sharded) else g for g in gradients)
 

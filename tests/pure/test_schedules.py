@@ -32,7 +32,7 @@ from shardcompile.passes.graph.collective import WAIT, Collective, collectives
 from shardcompile.passes.graph.dependencies import needed_first
 from shardcompile.passes.schedule.bounds import lower_bound
 from shardcompile.passes.schedule.edges import Edges
-from shardcompile.passes.schedule.hold import HoldOrder
+from shardcompile.passes.schedule.hold_order import HoldOrder
 from shardcompile.passes.schedule.outline import Outline
 from shardcompile.passes.schedule.overlap import ScheduleOverlap, best_order
 from shardcompile.passes.schedule.scheduler import Scheduler

@@ -101,7 +101,8 @@ class RingAttention:
     def _blocks(
         self, key: Tensor, value: Tensor, mask: Tensor | None, first: Tensor | None, done: Sequence[Tensor]
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, IntLike]]:
-        """One block of keys and values after the other, the own one first; what it needs of the mask; its shift.
+        """Yield one block of keys and values after the other, the rank's own first, each with its part of the mask and
+        its shift.
 
         Args:
             key: this rank's.

@@ -1,8 +1,9 @@
 """Torch's fused attention ops on sharded tensors.
 
 Where nothing is cut the fused kernel itself runs. Otherwise it runs on blocks: a rank attends from its own part of the
-batch, of the heads, or of the query's rows, for which it gathers the keys and values; or over its own part of the keys,
-where the query is whole, and the ranks' results are merged. Scores are never held, except for the gradient of a mask.
+batch or of the heads, or from its own rows of the query. In the last case it gathers the keys and values. Where the
+query is whole, a rank attends over its own part of the keys, and the results are merged. Scores are never held, except
+for the gradient of a mask.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return cls.__torch_dispatch__(aten.matmul.default, (), (a, b), {})
 
 
-def _sharded(values: Iterable[object]) -> Sharded:
+def _first_sharded(values: Iterable[object]) -> Sharded:
     """The first sharded tensor."""
     return next(x for x in values if isinstance(x, Sharded))
 
@@ -97,7 +98,7 @@ def _sharded(values: Iterable[object]) -> Sharded:
 # On blocks
 
 
-def _returned(layout: Layout, like: Layout) -> Layout:
+def _layout_of_result(layout: Layout, like: Layout) -> Layout:
     """Where a result is left: cut as the input that it has the shape of, if a way was chosen that cuts other dims."""
     pairs = list(zip(layout.placements, like.placements, strict=True))
     same_shape = all(a is b or a == b for a, b in zip(layout.shape, like.shape, strict=True))
@@ -109,7 +110,7 @@ def _returned(layout: Layout, like: Layout) -> Layout:
 def _return(local: Tensor, layout: Layout, like: Tensor) -> tuple[Tensor, Layout]:
     if not isinstance(like, Sharded):
         return local, layout
-    target = _returned(layout, like._spec.layout)
+    target = _layout_of_result(layout, like._spec.layout)
     return run_plan(find_plan(layout, target), local), target
 
 
@@ -133,7 +134,7 @@ def _is_by_rows(x: Sharded) -> bool:
 @contextlib.contextmanager
 def _on_blocks(tensors: Sequence[Tensor], a: _Attention, backward: bool) -> Iterator[tuple[Way, list[Tensor]]]:
     """How a rank attends, and the blocks that it needs for it. What is traced inside says why it goes this way."""
-    mesh = _sharded(tensors)._spec.layout.mesh
+    mesh = _first_sharded(tensors)._spec.layout.mesh
     layouts = tuple(layout_of(x, mesh) for x in tensors)
     way = find_way(Question(layouts, a.mask is not None, a.causal, backward))
     locals_ = [x._local_tensor if isinstance(x, Sharded) else x for x in tensors]
@@ -166,16 +167,16 @@ def _forward_on_blocks(a: _Attention) -> tuple[Tensor, Tensor]:
         layout = choice.outputs[0].layout(query, shape, out.dtype)
         of_denominator = choice.outputs[1].layout(query, shape[:3], denominator.dtype)
         if layout.is_partial:
-            out, denominator = _merged(out, denominator, layout, of_denominator)
+            out, denominator = _merge(out, denominator, layout, of_denominator)
             layout, of_denominator = layout.reduced(), of_denominator.reduced()
         out, layout = _return(out, layout, a.query)
-    like = _sharded(a.tensors)
+    like = _first_sharded(a.tensors)
     result = wrap(like, out, layout, _stride_by_rows(shape))
     return result, wrap(like, denominator, of_denominator, contiguous_stride(shape[:3]))
 
 
-def _merged(out: Tensor, denominator: Tensor, layout: Layout, of_denominator: Layout) -> tuple[Tensor, Tensor]:
-    """From what ranks found for their keys what all keys give: a mean weighted by the softmax's denominators."""
+def _merge(out: Tensor, denominator: Tensor, layout: Layout, of_denominator: Layout) -> tuple[Tensor, Tensor]:
+    """Merge what ranks found for their own keys: a mean weighted by the softmax's denominators."""
     over = [m for m, p in enumerate(layout.placements) if isinstance(p, Partial)]
     parts = [layout.mesh.shape[m] for m in over]
     one_each = Cut.of_sizes(over, parts, [1] * math.prod(parts), "fixed")
@@ -211,7 +212,7 @@ def _backward_on_blocks(a: _Attention, grad: Tensor, out: Tensor, denominator: T
             if way.ring is not None and i > 0:
                 layout = in_blocks(layout, way.ring, key.cut_of(ROWS))
             returned, layout = _return(local, layout, x)
-            wrapped.append(wrap(_sharded(tensors), returned, layout, _stride_by_rows(x.shape)))
+            wrapped.append(wrap(_first_sharded(tensors), returned, layout, _stride_by_rows(x.shape)))
     return wrapped
 
 
@@ -224,7 +225,7 @@ def _is_whole(attention: _Attention) -> bool:
 
 def _on_whole_values(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> tuple[object, ...]:
     """The fused kernel on every rank, on full values."""
-    sharded = _sharded([*args, *kwargs.values()])
+    sharded = _first_sharded([*args, *kwargs.values()])
     cls, like = type(sharded), sharded._spec.layout.replicated()
 
     def whole(x: object) -> object:

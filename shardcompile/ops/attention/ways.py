@@ -1,7 +1,7 @@
 """Which way attention goes on sharded tensors, decided by layouts and settings, so that every rank decides alike.
 
-A rank attends from its part of the batch, of the heads, or of the query's rows, for which it gathers the keys and
-values or has them come a block at a time; or over its own part of the keys, where the query is whole. Each way is
+A rank attends from its part of the batch, of the heads, or of the query's rows. For rows it gathers the keys and
+values, or has them come a block at a time; or over its own part of the keys, where the query is whole. Each way is
 priced: bytes that are sent, what a rank holds for it, and a predicted time, by the constants of
 `shardcompile.machines`. Blocks are taken for ones that balance the work, as sizes are not known while tracing. No
 tensors here.

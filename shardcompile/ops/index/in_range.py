@@ -1,9 +1,9 @@
 """Indices that are out of range: an error before anything is sent.
 
 A kernel raises on the rank whose block of rows the index would be in, and the others would wait for it. In eager mode
-on CPUs indices are looked at first. An index that every rank has is judged alike on all of them. Of one that is cut
-each rank looks at its part: an exchange would cost many times what a lookup does, and `shardcompile.watch` tells the
-others why they wait in vain. On other devices, and inside graphs, kernels assert as they do for plain tensors.
+on CPUs indices are looked at first. An index that every rank has is judged alike on all of them. Of a cut index each
+rank looks at its part: an exchange would cost many times what a lookup does, and `shardcompile.watch` tells the others
+why they wait in vain. On other devices, and inside graphs, kernels assert as they do for plain tensors.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def check_indices(cls: type[Sharded], record: OpRecord, args: Sequence[object], 
 
 
 def _bounds(cls: type[Sharded], found: Indexed) -> tuple[int, int]:
-    """The smallest and the largest number that this rank has; of none, or of those left to kernels, 0 and -1."""
+    """The smallest and the largest number that this rank has. 0 and -1 if it has none, or if kernels check them."""
     index = found.index
     layout = index._spec.layout if type(index) is cls else None
     block = index if layout is None else index._local_tensor

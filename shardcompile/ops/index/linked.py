@@ -3,7 +3,7 @@ it, and sums of what is added to it travel the same way home.
 
 Which rows travel is worked out once for an index: in a trace for all lookups and additions by it, those of the backward
 pass included. What is looked up remembers how the rows are cut (`Cut.rows`): a tensor of as many rows that is made on
-the way, as the sums over the edges of a graph are, is cut like them.
+the way is cut like them, such as the sums over a graph's edges.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ aten = torch.ops.aten
 def _may_divide(source: TensorArg, dim: int, indices: Sequence[TensorArg]) -> bool:
     """Whether to offer that a dim which is not indexed is cut.
 
-    Not where that would take the indices away from their cut: a result with many features for each index would go with
-    them, and what comes next mostly wants it back.
+    Not where that would take the indices away from their cut. A result with many features for each index would go with
+    them, and the next op mostly wants it back.
     """
     if any(isinstance(p, Shard) and p.dim == dim for p in source.layout.placements):
         return True

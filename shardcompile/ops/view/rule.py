@@ -196,7 +196,7 @@ def _permutation(order: Callable[[OpCall], Sequence[int]]) -> Any:
     return lambda call: passing(along([d], [at]) for at, d in enumerate(order(call)))
 
 
-def _swapped(call: OpCall) -> list[int]:
+def _swap(call: OpCall) -> list[int]:
     ndim = call.tensors[0].ndim
     order = list(range(ndim))
     if ndim:
@@ -206,7 +206,7 @@ def _swapped(call: OpCall) -> list[int]:
 
 
 register(aten.permute.default, _permutation(lambda call: [d % call.tensors[0].ndim for d in call.args[1]]))
-register([aten.transpose.int], _permutation(_swapped))
+register([aten.transpose.int], _permutation(_swap))
 register(aten.t.default, _permutation(lambda call: list(reversed(range(call.tensors[0].ndim)))))
 
 
@@ -416,8 +416,8 @@ register([aten.tril.default, aten.triu.default], _triangle)
 def _new(call: OpCall) -> Iterable[Strategy]:
     """Cut like the tensor where the shape is that of the tensor, whole elsewhere; its values do not matter.
 
-    As many rows as those that the tensor was looked up in are cut like these, and a column beside what was looked up
-    as that is.
+    A tensor with as many rows as the one that was looked up in is cut like that one. A column beside what was looked up
+    is cut like what was looked up.
     """
     src, shape = call.tensors[0].shape, call.args[1]
     alike = len(src) == len(shape)

@@ -80,10 +80,11 @@ def _nearest_backward(
 
 
 def _places(rows: Tensor, coarse: Any, fine: Any, align: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Of rows of a grid the two rows of another between which they are, and how far from the first one, of 1.
+    """For each row of a grid: the two rows of another grid on either side of it, and how far it is from the first one,
+    from 0 to 1.
 
-    As torch has it: with `align` the first rows of both grids are in one place, and the last ones. Otherwise the edges
-    of the first and the last cell are, and rows in front of the first row or behind the last one get its value.
+    As torch has it. With `align` the first rows of both grids are in one place, and so are the last ones. Otherwise the
+    outer edges of the first and of the last cell are; rows beyond the first or last row get its value.
     """
     if align:
         place, unit = rows * (coarse - 1), fine - 1

@@ -1,5 +1,4 @@
-"""Rows that are added to rows by their numbers, where the rows to be added are cut: sums over edges, and gradients of
-lookups.
+"""Adds rows of a cut tensor to the rows that an index names: sums over edges, and gradients of lookups.
 
 Where it is known how the target's rows are cut, sums travel home to them (`linked`). Elsewhere each rank adds what it
 has into zeros; the ranks' sums are then added up where the target's rows are. Rows stay with their ranks, at the price

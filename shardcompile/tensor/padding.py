@@ -16,13 +16,13 @@ Rows = tuple[Tensor, Tensor]
 """In front of a tensor, and behind it."""
 
 
-def _reflected(x: Tensor, dim: int, front: int, back: int) -> Rows:
+def _reflect(x: Tensor, dim: int, front: int, back: int) -> Rows:
     rows = x.shape[dim]
     ends = (x.narrow(dim, 1, front), x.narrow(dim, rows - 1 - back, back))
     return tuple(_gathered_back(_whole(end, dim).flip(dim)) for end in ends)  # type: ignore[return-value]
 
 
-def _repeated(x: Tensor, dim: int, front: int, back: int) -> Rows:
+def _repeat(x: Tensor, dim: int, front: int, back: int) -> Rows:
     def times(row: Tensor, count: int) -> Tensor:
         return row.expand([count if d == dim else -1 for d in range(x.ndim)])
 
@@ -35,8 +35,8 @@ def _around(x: Tensor, dim: int, front: int, back: int) -> Rows:
 
 
 _BORDERS: dict[str, Callable[[Tensor, int, int, int], Rows]] = {
-    "reflect": _reflected,
-    "replicate": _repeated,
+    "reflect": _reflect,
+    "replicate": _repeat,
     "circular": _around,
 }
 """By mode, the rows in front and behind."""
