@@ -10,9 +10,13 @@ from torch.autograd.graph import Node
 
 from shardcompile.compat.sizes import size_hint
 
+_REPEAT = {"EmbeddingBackward0", "ExpandBackward0", "RepeatBackward0", "AddBackward0", "SubBackward0"}
+
 
 def last_repetition(x: Tensor) -> tuple[Node, int] | None:
-    """The node that has repeated a small tensor, as lookups in a table and expansions do, and elements of that tensor.
+    """The node that has repeated a small tensor, as lookups in a table do, and the elements of that tensor.
+
+    Expansions repeat, and sums with a larger tensor that has no gradient.
 
     Args:
         x: a plain tensor.
@@ -25,9 +29,10 @@ def last_repetition(x: Tensor) -> tuple[Node, int] | None:
     node: Any = x.grad_fn
     while node is not None and node.name() == "UnsqueezeBackward0":
         node = node.next_functions[0][0]
-    name = "" if node is None else node.name()
-    if name == "EmbeddingBackward0" and not node._saved_sparse:
-        return node, size_hint(node._saved_weight_sym_argsize_0) * size_hint(x.shape[-1])
-    if name in ("ExpandBackward0", "RepeatBackward0"):
-        return node, math.prod(map(size_hint, node._saved_self_sym_sizes))
-    return None
+    if node is None or node.name() not in _REPEAT or getattr(node, "_saved_sparse", False):
+        return None
+    sources = [(source, i) for source, i in node.next_functions if source is not None]
+    if len(sources) != 1:
+        return None
+    ((source, i),) = sources
+    return node, math.prod(map(size_hint, source._input_metadata[i].shape))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
@@ -16,7 +17,7 @@ from torch._functorch import compile_utils, partitioners  # 2.11 - 2.15
 from torch._functorch import config as _functorch_config  # 2.11 - 2.15
 from torch._guards import detect_fake_mode  # 2.11 - 2.15
 from torch._inductor.virtualized import V  # 2.11 - 2.15
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 from torch.utils._sympy.functions import (
     Max,  # 2.11 - 2.15
@@ -29,6 +30,7 @@ from torch.utils._sympy.symbol import (
 
 from shardcompile.compat.late_sizes import tracing_again
 from shardcompile.compat.patch import replace
+from shardcompile.compat.sizes import is_unbacked, size_hint
 
 
 def without_guards(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
@@ -115,7 +117,12 @@ def decompositions_ask_no_sizes(stack: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
     from torch._inductor import decomposition  # 2.11 - 2.15
 
-    changed = {torch.ops.aten.cat.default: _unless_one_tensor, torch.ops.aten.bmm.default: _unless_column_by_row}
+    aten = torch.ops.aten
+    changed = {
+        aten.cat.default: _unless_one_tensor,
+        aten.bmm.default: _unless_column_by_row,
+        aten.add.Tensor: _unless_a_run_gives_sizes,
+    }
     for table in (decomposition.decompositions, decomposition.fast_random_decomps()):
         for op, by in changed.items():
             stack.callback(table.__setitem__, op, table[op])
@@ -198,6 +205,16 @@ def _unless_column_by_row(bmm: Callable[..., object]) -> Callable[..., object]:
     return product
 
 
+def _unless_a_run_gives_sizes(add: Callable[..., object]) -> Callable[..., object]:
+    """A sum of complex numbers would be one of pairs, viewed as complex numbers: of no rows that is refused."""
+
+    def total(x: object, y: object, **options: object) -> object:
+        unknown = any(isinstance(t, torch.Tensor) and any(map(is_unbacked, t.shape)) for t in (x, y))
+        return NotImplemented if unknown else add(x, y, **options)
+
+    return total
+
+
 def _and_of_the_view(symbols: Callable[..., Any]) -> Callable[..., Any]:
     def of_layout(layout: Any, unbacked_only: bool = False) -> Any:
         """Those of the tensor that a part lies in, and those that say where."""
@@ -246,14 +263,26 @@ def _lower_by_hint(lowering: Callable[..., object]) -> Callable[..., object]:
     """Have Inductor lower an op by hints, without guards.
 
     On CPUs it asks of the factors of a batched product whether they have one row, to copy those that the kernel would
-    copy. Either answer is right for all sizes.
+    copy. Either answer is right for all sizes. Of sizes that only a run gives it could not be told: the factors that it
+    looks at have numbers in their place.
     """
 
     def lower(*args: object, **kwargs: object) -> object:
-        with V.graph.sizevars.shape_env.suppress_guards():
+        factors = [node for node in V.graph.current_node.args if isinstance(node, Node)]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(V.graph.sizevars.shape_env.suppress_guards())
+            for node in factors:
+                stack.enter_context(mock.patch.dict(node.meta, val=_of_hinted_sizes(node.meta["val"])))
             return lowering(*args, **kwargs)
 
     return lower
+
+
+def _of_hinted_sizes(x: torch.Tensor) -> torch.Tensor:
+    if not any(map(is_unbacked, (*x.shape, *x.stride()))):
+        return x
+    size, stride = (list(map(size_hint, numbers)) for numbers in (x.shape, x.stride()))
+    return torch.empty_strided(size, stride, dtype=x.dtype, device="meta")
 
 
 def _one_of_two_if_known(formula: Any, which: int) -> Callable[..., object]:

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from shardcompile import compat
+from shardcompile.layout import IntLike
 from shardcompile.ops.window.interpolation import nearest as spread
 from shardcompile.sharded import Sharded
 
 
 def interpolate(
     func: Callable[..., object],
-    input: Any,
-    size: Sequence[Any] | int | None = None,
+    input: Tensor,
+    size: Sequence[IntLike] | IntLike | None = None,
     scale_factor: Sequence[float] | float | None = None,
     mode: str = "nearest",
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> object:
     """``torch.nn.functional.interpolate``; grids that are not finer by whole factors are left to torch."""
     plain = not args and all(v is None or v is False for v in kwargs.values())
@@ -28,7 +31,7 @@ def interpolate(
     return func(input, size, scale_factor, mode, *args, **kwargs)
 
 
-def _finer(x: Sharded, size: Sequence[Any] | int | None, scale: Sequence[float] | float | None) -> object:
+def _finer(x: Sharded, size: Sequence[IntLike] | IntLike | None, scale: Sequence[float] | float | None) -> object:
     spatial = x.ndim - 2
     if (size is None) == (scale is None):
         return NotImplemented

@@ -1,4 +1,4 @@
-"""Plain tensors that repeat a small one: rows of a table that plain numbers look up, a row that a batch shares.
+"""Plain tensors that repeat a small one: rows of a table that plain numbers look up, a row or bias that a batch shares.
 
 Their gradient comes cut. In place of being gathered for autograd's nodes of plain tensors it goes through them as it
 is: they add it up into the small tensor's gradient, of which the sums are reduced.
@@ -7,7 +7,6 @@ is: they add it up into the small tensor's gradient, of which the sums are reduc
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,5 +37,5 @@ def _completed(gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor 
     return tuple(_whole(g) if isinstance(g, Sharded) else g for g in gradients)
 
 
-def _whole(grad: Any) -> Tensor:
+def _whole(grad: Sharded) -> Tensor:
     return ToLocal.apply(redistributed(grad, grad._spec.layout.replicated()), None)  # type: ignore[no-any-return]

@@ -16,7 +16,10 @@ from shardcompile.testing import assert_matches_single_device
 
 
 class Tokens(nn.Module):
-    """Words with a kind each, of which plain numbers look up two, behind a first row that the batch shares."""
+    """Words with a kind each, of which plain numbers look up two, behind a first row that the batch shares.
+
+    The first row is also in a sum of plain tensors, as the bias of an attention with a mask is.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +27,7 @@ class Tokens(nn.Module):
         self.mix = nn.Linear(4, 4)
 
     def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
-        x = self.mix(x) + self.kinds(kinds)
+        x = self.mix(x) + self.kinds(kinds) + (self.first + kinds.unsqueeze(-1))
         return torch.cat([self.first.expand(x.shape[0], -1, -1), x], 1).sin()
 
 

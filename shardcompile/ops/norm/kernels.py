@@ -15,7 +15,7 @@ from shardcompile.ops.support.blocks import unguarded
 from shardcompile.ops.support.precision import widened
 
 aten = torch.ops.aten
-_PLAIN = unguarded(aten.native_layer_norm_backward.default)
+_PLAIN: Any = unguarded(aten.native_layer_norm_backward.default)
 
 
 def _layer_norm_backward(
@@ -27,7 +27,7 @@ def _layer_norm_backward(
     weight: Tensor | None,
     bias: Tensor | None,
     wanted: Sequence[bool],
-) -> Any:
+) -> Sequence[Tensor | None]:
     """`native_layer_norm_backward`; torch's asks whether a block has rows, which of some sizes only a run knows."""
     if not any(map(compat.is_unbacked, x.shape)):
         return _PLAIN(grad, x, shape, mean, scale, weight, bias, wanted)
