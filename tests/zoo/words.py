@@ -29,3 +29,10 @@ PARTS = (
     "scaled_dot_product_attention(G",
     "needed: by these numbers the ranks' parts of a softmax over all points are merged",
 )
+MODES = ("compl_mul2d", "needed: the gradient of a plain weight, of which each rank has that of some modes")
+TABLE = ("pos_embed", "needed: the gradient of a plain table, of which each rank has that of some rows")
+PLACED = (
+    ("kept_modes", "not needed: what is written into some rows of another tensor could be sent to their ranks"),
+    TABLE,
+    ("+ bias", "not needed: the rows that go around the modes, whole only since these were gathered"),
+)
