@@ -373,6 +373,7 @@ def _on_rank_of(tracker: type, name: str) -> Callable[..., object]:
 
 
 def _entering(tracker: type) -> Callable[..., object]:
+    """Have a tracker remember the rank that enters its mode."""
     enter = vars(tracker)["__enter__"]
 
     @functools.wraps(enter)

@@ -175,7 +175,7 @@ def values_of_state_dicts() -> str:
 
 DATA_OF_A_PLAIN_TENSOR = """
 import contextlib, torch, shardcompile as sc
-from shardcompile.compat.patch import LEFT_OUT, left_out
+from shardcompile.compat.patch import left_out
 from shardcompile.testing import LocalRanks
 from torch.distributed.tensor.placement_types import Shard
 
