@@ -65,20 +65,25 @@ def measure(ranks: int, rows: int, rounds: int, even: bool) -> tuple[Times, dict
     def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return nnf.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    def step(compiled: Any, inputs: list[Tensor]) -> None:
-        for x in inputs:
-            x.grad = None
-        compiled(*inputs).sum().backward()
+    def step(compiled: Any, inputs: list[Tensor], way: str) -> None:
+        with sc.config.patch(attention=way):
+            for x in inputs:
+                x.grad = None
+            compiled(*inputs).sum().backward()
+
+    def forward(compiled: Any, inputs: list[Tensor], way: str) -> None:
+        with sc.config.patch(attention=way):
+            compiled(*inputs)
 
     ways = {"ring": (ring, cut), "gathered": (gathered, cut), "one rank": (alone, whole)}
     calls: dict[str, Call] = {}
     peaks: dict[str, int] = {}
     for name, (function, inputs) in ways.items():
-        sc.config.attention = "ring" if name == "ring" else "auto"
+        way = "ring" if name == "ring" else "gather"
         compiled = torch.compile(function, fullgraph=True, backend="shardcompile")
-        calls[name] = partial(step, compiled, inputs)
+        calls[name] = partial(step, compiled, inputs, way)
         calls[name]()
-        peaks[name] = peak_of(partial(compiled, *inputs))
+        peaks[name] = peak_of(partial(forward, compiled, inputs, way))
     return median_times(calls, rounds), peaks
 
 

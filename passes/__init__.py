@@ -9,6 +9,7 @@ that order. No pass is needed for correctness: each takes a valid graph and retu
 same, and each can be switched off by its name.
 """
 
+from shardcompile.machines import Device, Link
 from shardcompile.passes.backend import compile_with_passes, inductor_options
 from shardcompile.passes.bucket.buckets import BucketAllGathers, BucketAllReduces, BucketAllToAlls, BucketReduceScatters
 from shardcompile.passes.bucket.lower import LowerEvenGathers
@@ -17,13 +18,12 @@ from shardcompile.passes.cleanup.own_blocks import ReduceThenSlice, SpreadOwnBlo
 from shardcompile.passes.cleanup.round_trips import CancelRoundTrips, DropOwnSlice
 from shardcompile.passes.cleanup.unneeded import DropRepeatedWaits, ShareEqualCollectives
 from shardcompile.passes.cost.calibrate import measure_link
-from shardcompile.passes.cost.links import Device, Link
 from shardcompile.passes.cost.model import CostModel, Prices
 from shardcompile.passes.foreign.normalise import NormaliseChains
 from shardcompile.passes.graph.collective import Collective, collectives
 from shardcompile.passes.pipeline import Pass, Pipeline, Step, default_passes
 from shardcompile.passes.schedule.bounds import bucket_bound, lower_bound
-from shardcompile.passes.schedule.hold import HoldOrder
+from shardcompile.passes.schedule.hold_order import HoldOrder
 from shardcompile.passes.schedule.overlap import ScheduleOverlap
 from shardcompile.passes.schedule.simulator import Timeline, perfetto, simulate
 

@@ -25,7 +25,7 @@ from shardcompile.passes.cleanup.unneeded import DropRepeatedWaits, ShareEqualCo
 from shardcompile.passes.cost.model import CostModel, keeping_prices
 from shardcompile.passes.foreign.normalise import NormaliseChains
 from shardcompile.passes.graph.collective import Seen, collectives, forget_origins
-from shardcompile.passes.schedule.hold import HoldOrder
+from shardcompile.passes.schedule.hold_order import HoldOrder
 from shardcompile.passes.schedule.overlap import ScheduleOverlap
 from shardcompile.passes.verify import agreed, is_record, record_of, verify
 
@@ -149,12 +149,12 @@ class Pipeline(compat.CustomGraphPass):
             watcher.begun(graph)
         seen = None
         for graph_pass in self.passes:
-            before = _described(graph) if self.record else None
+            before = _describe(graph) if self.record else None
             seen = _call(graph_pass, graph, seen)
             for watcher in watchers:
                 watcher.passed(graph, graph_pass.name)
             if before is not None:
-                self.history[-1].append(_step(graph_pass.name, before, _described(graph)))
+                self.history[-1].append(_step(graph_pass.name, before, _describe(graph)))
         for watcher in watchers:
             watcher.ended(graph)
         if not self.final:
@@ -238,8 +238,8 @@ def watching(watcher: Watcher) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Have no garbage collected meanwhile: a process that has loaded torch looks through millions of objects each time,
-    and passes over large graphs make enough of them for that to take a quarter of their time.
+    """Have no garbage collected meanwhile. A process that has loaded torch looks through millions of objects each time.
+    Passes over large graphs make enough objects for that to take a quarter of their time.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -278,7 +278,7 @@ def _place(error: Exception) -> str:
 _Described = tuple[int, int, str]
 
 
-def _described(graph: Graph) -> _Described:
+def _describe(graph: Graph) -> _Described:
     return len(graph.nodes), len(collectives(graph)), str(graph)
 
 

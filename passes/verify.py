@@ -2,8 +2,8 @@
 
 Each rank writes down the collectives of its graph: kind, dtype, bytes of the global tensor and reduction, in their
 order. For every process group the ranks of it compare what they wrote, through the key-value store of the default
-process group; nothing is sent over the groups themselves. Of collectives on other groups those count that all of the
-group's ranks take part in, so that an exchanged order of two groups is found as well.
+process group; nothing is sent over the groups themselves. Collectives on another group count if all ranks of this group
+take part in them. So an exchanged order of two groups is found as well.
 
 What was written down is kept beside the compiled code, in the compiler's caches too. Ranks compare it when the code
 runs for the first time since it was compiled or loaded: the program calls its graphs in one order on every rank, but
@@ -120,7 +120,7 @@ def _compare_by_group(record: Record) -> None:
 
 
 def agreed(lines: Sequence[str]) -> list[str]:
-    """Those of some lines that every rank has, in this rank's order.
+    """The lines that every rank has, in this rank's order.
 
     For decisions that one rank's graph cannot tell to be the same on the others. Every rank of the default process
     group has to call this, as often as the others; what it compiles may not come out of a cache.
@@ -129,7 +129,7 @@ def agreed(lines: Sequence[str]) -> list[str]:
         return list(lines)
     progress = _progress()
     key = f"shardcompile/agree/{progress.failures}/{progress.graphs['']}"  # no group has an empty name
-    everywhere = [json.loads(text) for text in _exchanged(key, range(dist.get_world_size()), json.dumps(list(lines)))]
+    everywhere = [json.loads(text) for text in _exchange(key, range(dist.get_world_size()), json.dumps(list(lines)))]
     progress.graphs[""] += 1
     return [line for line in lines if all(line in one for one in everywhere)]
 
@@ -160,11 +160,11 @@ def _compare(group_name: str, ranks: Sequence[int], lines: Sequence[str]) -> Non
     number = f"{progress.failures}/{progress.graphs[group_name]}"
     key = f"shardcompile/verify/{','.join(map(str, ranks))}/{group_name}/{number}"
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
-    digests = _exchanged(f"{key}/digest", ranks, digest)
+    digests = _exchange(f"{key}/digest", ranks, digest)
     progress.graphs[group_name] += 1
     if len(set(digests)) == 1:
         return
-    texts = [text.split("\n") if text else [] for text in _exchanged(f"{key}/text", ranks, "\n".join(lines))]
+    texts = [text.split("\n") if text else [] for text in _exchange(f"{key}/text", ranks, "\n".join(lines))]
     other = next(i for i, d in enumerate(digests) if d != digests[0])
     raise PassError(_difference(ranks[0], texts[0], ranks[other], texts[other]))
 
@@ -182,7 +182,7 @@ def _difference(rank: int, lines: Sequence[str], other_rank: int, others: Sequen
     )
 
 
-def _exchanged(key: str, ranks: Sequence[int], value: str) -> list[str]:
+def _exchange(key: str, ranks: Sequence[int], value: str) -> list[str]:
     """What each rank has set, in the order of `ranks`."""
     store, progress = compat.store(), _progress()
     failed = _failure_key(progress)

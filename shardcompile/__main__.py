@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Commands and their options."""
     parser = argparse.ArgumentParser(prog="shardcompile", description="Sharded tensors under torch.compile.")
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     calibrate.add_argument("--ranks", type=_positive, default=2, help="number of processes")
     calibrate.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="as for the demo")
+    calibrate.add_argument("--compute", action="store_true", help="also what CPUs compute with; the file has a device")
     calibrate.add_argument("--out", type=Path, default=Path("link.json"), help="file to save to")
     return parser
 
@@ -175,15 +177,18 @@ def _calibrate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         parser.error("a link joins at least 2 ranks")
     # Torch takes seconds, and --help needs none of it.
     from shardcompile.demo.launch import RankFailedError, launch
-    from shardcompile.passes.cost.calibrate import measure_link, save
+    from shardcompile.machines import Link
+    from shardcompile.passes.cost.calibrate import measure_device, measure_link, save
 
     backend = _backend(parser, options.backend, options.ranks)
+    measure = measure_device if options.compute else measure_link
     try:
-        link = launch(measure_link, None, options.ranks, backend)[0]
+        measured = launch(measure, None, options.ranks, backend)[0]
     except RankFailedError as error:
         print(error, file=sys.stderr)
         return 1
-    save(link, options.out)
+    save(measured, options.out)
+    link = measured if isinstance(measured, Link) else measured.intra
     latency, bandwidth = 1e6 * link.latency(options.ranks), link.bandwidth / 1e9
     print(f"{options.ranks} ranks, {backend}: latency {latency:.0f} us, {bandwidth:.2f} GB/s; saved to {options.out}")
     return 0

@@ -32,7 +32,7 @@ def _layout(
     dtype: torch.dtype,
     sharding_shapes: SizesByMeshDim | None,
 ) -> Layout:
-    """The layout that is asked for, torch.chunk's where no sizes are stated."""
+    """The layout that is asked for. Without sizes the cut is torch.chunk's."""
     wanted = normalize_placements(_or_replicate(placements, mesh), mesh, len(shape))
     if any(isinstance(p, Partial) for p in wanted):
         raise LayoutError(f"Partial cannot be a target: {list(wanted)}; use Replicate or Shard")
@@ -55,7 +55,7 @@ def scatter_tensor(
     *,
     sharding_shapes: SizesByMeshDim | None = None,
 ) -> ShardTensor:
-    """Spread a tensor that one rank holds; every other rank receives its own part only.
+    """Spread a tensor that one rank holds. Every other rank receives its own block only.
 
     Args:
         tensor: the whole tensor on the source rank; ignored elsewhere.
@@ -79,7 +79,7 @@ def scatter_tensor(
     if dtype is not None and dtype != found:
         raise LayoutError(f"rank {global_src} holds {found}, not the stated {dtype}")
     layout = _layout(mesh, placements, shape, found, sharding_shapes)
-    local = _scattered(tensor, source, layout)
+    local = _scatter(tensor, source, layout)
     return ShardTensor(local, Spec.of(layout, contiguous_stride(layout.shape)), requires_grad)
 
 
@@ -90,8 +90,8 @@ def _coordinate_of(mesh: DeviceMesh, global_rank: int) -> tuple[int, ...]:
     return tuple(places[0])
 
 
-def _scattered(tensor: Tensor | None, source: tuple[int, ...], layout: Layout) -> Tensor:
-    """This rank's block: sent to one rank of each block first, then broadcast along the mesh dims that replicate."""
+def _scatter(tensor: Tensor | None, source: tuple[int, ...], layout: Layout) -> Tensor:
+    """Send each block to one rank, then broadcast it along the mesh dims that replicate; returns this rank's block."""
     mesh = layout.mesh
     me = tuple(_here(mesh))
     copies = [m for m, p in enumerate(layout.placements) if isinstance(p, Replicate)]
@@ -155,7 +155,7 @@ def distribute_tensor(
     shape, dtype = agreed_metadata(tensor, source, mesh, request, everywhere=True)
     _require_leaf(tensor)
     layout = _layout(mesh, placements, shape, dtype, sharding_shapes)
-    local = _scattered(tensor, source, layout)
+    local = _scatter(tensor, source, layout)
     return ShardTensor(local, Spec.of(layout, contiguous_stride(layout.shape)), tensor.requires_grad)
 
 
@@ -176,8 +176,8 @@ def distribute_module(
     Args:
         module: changed in place and returned.
         device_mesh: the mesh; the current one by default.
-        partition_fn: ``(name, submodule, mesh)``, replaces parameters of each submodule. Those that it leaves plain
-            stay plain: a plain parameter is the same on every rank and gets a whole gradient.
+        partition_fn: ``(name, submodule, mesh)``, replaces parameters of each submodule. What it leaves plain stays
+            plain: a plain parameter is the same on every rank and gets a whole gradient.
         input_fn: ``(module, inputs, mesh)``, called before `forward`.
         output_fn: ``(module, outputs, mesh)``, called after it.
     """
@@ -205,7 +205,7 @@ _FILLS: dict[str, Callable[[ShardTensor], object]] = {
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
-def _made(
+def _make(
     name: str,
     shape: Sequence[int],
     dtype: torch.dtype,
@@ -216,18 +216,18 @@ def _made(
     mesh = compat.mesh_itself(mesh)
     laid_out = _layout(mesh, placements, shape, dtype, sharding_shapes)
     with torch.no_grad():
-        tensor = _taken(laid_out) if laid_out.is_traced else _allocated(laid_out)
+        tensor = _allocate_in_graph(laid_out) if laid_out.is_traced else _allocate(laid_out)
         _FILLS[name](tensor)
     return tensor
 
 
-def _allocated(layout: Layout) -> ShardTensor:
+def _allocate(layout: Layout) -> ShardTensor:
     local = torch.empty(layout.local_shape(_here(layout.mesh)), dtype=layout.dtype, device=layout.mesh.device_type)
     return ShardTensor(local, Spec.of(layout, contiguous_stride(layout.shape)))
 
 
-def _taken(layout: Layout) -> ShardTensor:
-    """In a graph for all extents, where a block has the size that a step of a redistribution gives it."""
+def _allocate_in_graph(layout: Layout) -> ShardTensor:
+    """Allocate in a graph for all extents: a step of a redistribution tells the size of the block."""
     one = torch.empty((), dtype=layout.dtype, device=layout.mesh.device_type)
     whole = ShardTensor(one.expand(layout.shape), Spec.of(layout.replicated(), contiguous_stride(layout.shape)))
     taken: ShardTensor = redistributed(whole, layout)
@@ -251,7 +251,7 @@ def _factory(name: str) -> Callable[..., ShardTensor]:
             )
         shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(size)
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        tensor = _made(name, shape, dtype, device_mesh, placements, sharding_shapes)
+        tensor = _make(name, shape, dtype, device_mesh, placements, sharding_shapes)
         if requires_grad:
             tensor.requires_grad_()
         return tensor
@@ -285,10 +285,10 @@ def full(size: Sequence[int], fill_value: Any, *, dtype: torch.dtype | None = No
 def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the legal placements of an op, as in `torch.distributed.tensor.experimental`.
 
-    The decorated function gets the op's arguments, with an object that has ``shape``, ``ndim``, ``dtype`` and
-    ``layout`` for each tensor, and returns a list of pairs ``(output placements, input placements)`` that are legal
-    along one mesh dim; None stands for an argument that is no tensor. Inputs that are sharded are cut alike, and so are
-    sharded outputs. A rule of ours for the op is replaced.
+    The decorated function gets the op's arguments. Each tensor is an object that has ``shape``, ``ndim``, ``dtype`` and
+    ``layout``. It returns a list of pairs ``(output placements, input placements)`` that are legal along one mesh dim.
+    None stands for an argument that is no tensor. Inputs that are sharded are cut alike, and so are sharded outputs. A
+    rule of ours for the op is replaced.
 
     Args:
         op: an overload, or a list of them.
@@ -320,11 +320,11 @@ def _strategy(call: OpCall, outputs: Sequence[Any], inputs: Sequence[Any]) -> St
                 f"register_sharding of {call.op}: {placement} of a result counts from its last dim, which is not known "
                 "before the op has run; count from the first"
             )
-    counted = tuple(_counted_from_first(call, p, t) for p, t in zip(kept, call.tensors, strict=True))
+    counted = tuple(_count_from_first(call, p, t) for p, t in zip(kept, call.tensors, strict=True))
     return Strategy(counted, tuple(outputs))
 
 
-def _counted_from_first(call: OpCall, placement: object, tensor: TensorArg) -> Any:
+def _count_from_first(call: OpCall, placement: object, tensor: TensorArg) -> Any:
     if not isinstance(placement, Shard):
         return placement
     if not -tensor.ndim <= placement.dim < tensor.ndim:
@@ -344,8 +344,8 @@ def local_map(
 
     Args:
         func: gets this rank's blocks, and keyword arguments as they are; returns blocks.
-        out_placements: placements of the result, or a tuple of them for several results. A result that is sharded is
-            taken to be cut like the inputs that the same mesh dims cut, of which all must be cut alike.
+        out_placements: placements of the result, or a tuple of them for several results. A sharded result takes its cut
+            from the inputs that the same mesh dims cut. All of these must be cut alike.
         in_placements: required placements of each argument, None for what is no sharded tensor.
         device_mesh: the mesh of the result; the inputs' by default.
         redistribute_inputs: bring inputs to `in_placements`, instead of raising if they differ.
@@ -363,7 +363,7 @@ def local_map(
                 )
         wanted = [None] * len(args) if in_placements is None else in_placements
         placed = [
-            _placed(a, w, redistribute_inputs) if isinstance(a, ShardTensor) and w is not None else a
+            _place(a, w, redistribute_inputs) if isinstance(a, ShardTensor) and w is not None else a
             for a, w in zip(args, wanted, strict=True)
         ]
         results = func(*[a.to_local() if isinstance(a, ShardTensor) else a for a in placed], **kwargs)
@@ -379,11 +379,11 @@ def local_map(
     return mapped
 
 
-# For Dynamo one node each; what is between them, the user's function, it traces as if it stood alone.
+# Dynamo sees one node for each of these. It traces what is between them, the user's function, as if that stood alone.
 
 
 @torch.compiler.allow_in_graph
-def _placed(a: ShardTensor, wanted: Sequence[Placement], may_redistribute: bool) -> ShardTensor:
+def _place(a: ShardTensor, wanted: Sequence[Placement], may_redistribute: bool) -> ShardTensor:
     target = normalize_placements(wanted, a.device_mesh, a.ndim)
     if a.placements == target:
         return a.view_as(a)  # type: ignore[return-value]
@@ -396,9 +396,9 @@ def _placed(a: ShardTensor, wanted: Sequence[Placement], may_redistribute: bool)
 
 
 def _cut_of_inputs(sources: Sequence[ShardTensor], mesh_dims: tuple[int, ...]) -> Cut | None:
-    """The cut by these mesh dims that all inputs have that are cut by them.
+    """The cut of all inputs that these mesh dims cut.
 
-    Of two cuts one may fit the result's block on this rank, and the other on another rank.
+    All have to be cut alike: of two cuts one might fit the result's block on this rank, and the other on another rank.
     """
     found = [c for s in sources for c in s.sharding.cuts if c is not None and c.mesh_dims == mesh_dims]
     return found[0] if found and all(found[0].same_blocks(c) for c in found) else None

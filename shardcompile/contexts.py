@@ -30,8 +30,8 @@ def context_parallel(
     """Cut tensors along their sequences in place, as `torch.distributed.tensor.experimental.context_parallel` does.
 
     Inside, each buffer *is* a sharded tensor of the same global shape, wherever the program has a reference to it. So a
-    model that is given one runs on blocks without a change: positions that it counts are those of the whole sequence,
-    labels may be shifted across blocks, attention goes along the cut as `shardcompile.config.attention` says, and plain
+    model that is given one runs on blocks without a change. Positions that it counts are those of the whole sequence,
+    and labels may be shifted across blocks. Attention goes along the cut as `shardcompile.config.attention` says. Plain
     parameters get complete gradients. (In torch's version buffers become plain blocks: positions have to be handed
     over, and gradients are those of the block.) Nothing is sent when the context begins or ends.
 
@@ -56,7 +56,7 @@ def context_parallel(
     dims = [] if buffer_seq_dims is None else list(buffer_seq_dims)
     kept = [] if no_restore_buffers is None else list(no_restore_buffers)
     _check(mesh, buffers, dims, kept)
-    cut = _cutting(mesh.size(), sizes, row_cost)
+    cut = _cutter(mesh.size(), sizes, row_cost)
     # All are cut before the first one is exchanged, so that none is if one does not fit.
     pairs = [(x, _blocks(x, dim, mesh, cut(x.shape[dim]))) for x, dim in zip(buffers, dims, strict=True)]
     for x, blocks in pairs:
@@ -102,7 +102,7 @@ def _problem(x: Tensor, dim: int) -> str | None:
     return None
 
 
-def _cutting(ranks: int, sizes: Sequence[int] | None, row_cost: float | None) -> Callable[[int], list[int] | None]:
+def _cutter(ranks: int, sizes: Sequence[int] | None, row_cost: float | None) -> Callable[[int], list[int] | None]:
     """From a number of rows to those of each rank; None is torch.chunk's cut."""
     if sizes is not None and row_cost is not None:
         raise LayoutError("context_parallel: sizes say how rows are cut, and so does row_cost; give one of them")

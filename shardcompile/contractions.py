@@ -1,7 +1,7 @@
 """The functions that packages look for in the package of a tensor's class.
 
-`opt_einsum` takes the first part of the name of a class's module for the library that contracts it, and asks that for
-`tensordot`, `transpose` and `einsum`; where it has none, it takes the tensor for an array of numpy's.
+`opt_einsum` derives a library's name from the first part of a class's module. It asks that library for `tensordot`,
+`transpose` and `einsum`; where it has none, it takes the tensor for an array of numpy's.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def _on_blocks(query: Any, key: Any, value: Any, cu_seqlens: Any, causal: bool, 
     return wrapped(out, Layout.of(mesh, layout.placements, shape, out.dtype, layout.cuts))
 
 
-def _rows_and_heads(query: Any, key: Any) -> Layout:
+def _rows_and_heads(query: ShardTensor, key: ShardTensor) -> Layout:
     """The layout of the query, with whole features, and whole heads where those of the keys are fewer."""
     now = query._spec.layout.reduced()
     if now.cuts[0] is not None and len(now.cuts[0].mesh_dims) > 1:
@@ -111,7 +111,7 @@ def _rows_and_heads(query: Any, key: Any) -> Layout:
     return Layout.of(now.mesh, placements, now.shape, now.dtype, kept)
 
 
-def _like(layout: Layout, x: Any) -> Layout:
+def _like(layout: Layout, x: Tensor) -> Layout:
     return Layout.of(layout.mesh, layout.placements, tuple(x.shape), x.dtype, layout.cuts)
 
 
@@ -142,11 +142,11 @@ def balanced_cut(lengths: Sequence[int], world_size: int, *, causal: bool = True
     costs = itertools.chain.from_iterable((row_cost + (i + 1 if causal else n) for i in range(n)) for n in lengths)
     done = list(itertools.accumulate(costs, initial=0.0))
     low, high = done[-1] / world_size, done[-1]
-    best = _filled(done, world_size, high)
+    best = _fill(done, world_size, high)
     assert best is not None, "one rank can do all"
     while high - low > 1e-9 * max(high, 1.0):
         limit = (low + high) / 2
-        found = _filled(done, world_size, limit)
+        found = _fill(done, world_size, limit)
         if found is None:
             low = limit
         else:
@@ -154,7 +154,7 @@ def balanced_cut(lengths: Sequence[int], world_size: int, *, causal: bool = True
     return best
 
 
-def _filled(done: Sequence[float], ranks: int, limit: float) -> list[int] | None:
+def _fill(done: Sequence[float], ranks: int, limit: float) -> list[int] | None:
     """Rows of each rank if none works more than a limit and each as much as it may; None if rows are left.
 
     Args:

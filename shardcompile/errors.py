@@ -33,6 +33,10 @@ class CollectiveError(ShardError):
     """The arguments of a collective disagree with the layout it was given."""
 
 
+class RowRangeError(CollectiveError, IndexRangeError):
+    """A number of a row, or the rank that a row is sent to, is out of range on some rank; raised on all of them."""
+
+
 class PassError(ShardError):
     """A graph pass is unknown, or cannot be applied to a graph."""
 

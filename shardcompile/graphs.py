@@ -39,8 +39,8 @@ class RowLinks(NamedTuple):
             on the CPU. What a rank names of its own rows is not counted: it does not travel.
         wanted: the numbers of the rows that come to a rank, each once: [b], int64, cut by what comes.
         sent: of the rows that a rank sends their numbers in its block: [a], int64, cut by what is sent.
-        place: of each entry of the index its row among those of the rank, then those that come to it, int64, in the
-            shape of the index.
+        place: where the row of each entry of the index is: among the rank's own rows, then those that come to it.
+            int64, in the shape of the index.
     """
 
     degree: Tensor
@@ -88,7 +88,7 @@ def link_rows(x: Tensor, index: Tensor) -> RowLinks:
 
     Raises:
         LayoutError: `x` is not cut along dim 0 by one mesh dim, or `index` holds no whole numbers.
-        CollectiveError: on every rank, before a row is moved, if an entry is out of range.
+        RowRangeError: on every rank, before a row is moved, if an entry is out of range.
     """
     return RowLinks(*_link(x, index))
 

@@ -43,27 +43,27 @@ def halo_map(fn: Callable[..., object], *xs: Tensor, halo: Halo, fill: float | N
         What `fn` returns of all blocks, cut as the first tensor. Plain if all of `xs` are.
 
     Raises:
-        LayoutError: a dim of the halo is cut by several mesh dims, tensors do not fit, or a result has not the rows
-            that it has to have.
+        LayoutError: a dim of the halo is cut by several mesh dims, tensors do not fit, or a result has a wrong number
+            of rows.
     """
     if not xs:
         raise LayoutError("halo_map needs a tensor to run the function on")
     first = next((x for x in xs if isinstance(x, ShardTensor)), None)
-    reach = tuple((d, *_checked(d, halo[d], xs)) for d in sorted(halo))
+    reach = tuple((d, *_check(d, halo[d], xs)) for d in sorted(halo))
     if first is None:
-        given = [_filled(x, reach, fill) for x in xs]
+        given = [_fill(x, reach, fill) for x in xs]
         result = fn(*given)
         outs = result if isinstance(result, tuple) else (result,)
         kept = tuple(_inner(o, xs[0], reach, fill, crop) for o in outs)
         return kept if isinstance(result, tuple) else kept[0]
-    extended = _extended(reach, fill, *xs)
+    extended = _extend(reach, fill, *xs)
     result = fn(*extended)
     outs = result if isinstance(result, tuple) else (result,)
-    kept = tuple(_cropped(reach, fill, crop, o, *xs) for o in outs)
+    kept = tuple(_crop(reach, fill, crop, o, *xs) for o in outs)
     return kept if isinstance(result, tuple) else kept[0]
 
 
-def _checked(dim: int, rows: tuple[int, int], xs: Sequence[Tensor]) -> tuple[int, int]:
+def _check(dim: int, rows: tuple[int, int], xs: Sequence[Tensor]) -> tuple[int, int]:
     if not all(0 <= dim < x.ndim for x in xs):
         raise LayoutError(f"halo_map: there is no dim {dim} in all of {[tuple(x.shape) for x in xs]}; count from 0")
     before, after = rows
@@ -114,7 +114,7 @@ class _Reach:
     def extend(self, x: Tensor) -> Tensor:
         """A block with the rows around it."""
         if self.cut is None:
-            return _padded(x, self.dim, self.before, self.after, self.fill)
+            return _pad(x, self.dim, self.before, self.after, self.fill)
         if not (self.before or self.after) and self.fill is not None:
             return x
         (mesh_dim,) = self.cut.mesh_dims
@@ -137,15 +137,15 @@ class _Reach:
         return torch.narrow_copy(torch.cat([rows, spare], self.dim), self.dim, 0, shown)
 
 
-def _padded(x: Tensor, dim: int, before: int, after: int, fill: float | None) -> Tensor:
+def _pad(x: Tensor, dim: int, before: int, after: int, fill: float | None) -> Tensor:
     if fill is None:
         return x
     return torch.nn.functional.pad(x, [*[0, 0] * (x.ndim - 1 - dim), before, after], value=fill)
 
 
-def _filled(x: Tensor, reach: Sequence[tuple[int, int, int]], fill: float | None) -> Tensor:
+def _fill(x: Tensor, reach: Sequence[tuple[int, int, int]], fill: float | None) -> Tensor:
     for dim, before, after in reach:
-        x = _padded(x, dim, before, after, fill)
+        x = _pad(x, dim, before, after, fill)
     return x
 
 
@@ -168,7 +168,7 @@ def _check_rows(out: Tensor, dim: int, rows: IntLike) -> None:
         )
 
 
-def _laid_out(reach: Sequence[tuple[int, int, int]], fill: float | None, xs: Sequence[object]) -> tuple[Layout, Any]:
+def _lay_out(reach: Sequence[tuple[int, int, int]], fill: float | None, xs: Sequence[object]) -> tuple[Layout, Any]:
     """The layout of the first tensor that is sharded, without pending sums, and what is given along each dim."""
     layout = next(x for x in xs if isinstance(x, ShardTensor))._spec.layout.reduced()
     found = []
@@ -183,18 +183,18 @@ def _laid_out(reach: Sequence[tuple[int, int, int]], fill: float | None, xs: Seq
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; what follows, the user's function, it traces as if it stood alone
-def _extended(reach: Sequence[tuple[int, int, int]], fill: float | None, *xs: object) -> tuple[Tensor, ...]:
-    layout, found = _laid_out(reach, fill, xs)
+def _extend(reach: Sequence[tuple[int, int, int]], fill: float | None, *xs: object) -> tuple[Tensor, ...]:
+    layout, found = _lay_out(reach, fill, xs)
     blocks = []
     for x in xs:
-        block = ToLocal.apply(_alike(x, layout), None)
+        block = ToLocal.apply(_in_layout(x, layout), None)
         for r in found:
             block = r.extend(block)
         blocks.append(block)
     return tuple(blocks)
 
 
-def _alike(x: Any, layout: Layout) -> Any:
+def _in_layout(x: Any, layout: Layout) -> Any:
     """A tensor in the cuts of a layout, which has as many rows along all dims that are cut."""
     x = on_mesh(x, layout.mesh)
     dims = [d for d, c in enumerate(layout.cuts) if c is not None]
@@ -205,8 +205,8 @@ def _alike(x: Any, layout: Layout) -> Any:
 
 
 @torch.compiler.allow_in_graph
-def _cropped(reach: Sequence[tuple[int, int, int]], fill: float | None, crop: bool, out: Tensor, *xs: object) -> Any:
-    layout, found = _laid_out(reach, fill, xs)
+def _crop(reach: Sequence[tuple[int, int, int]], fill: float | None, crop: bool, out: Tensor, *xs: object) -> Any:
+    layout, found = _lay_out(reach, fill, xs)
     for r in found:
         block = layout.shape[r.dim] if r.cut is None else block_size(r.cut, layout.mesh)
         outside = r.before + r.after if r.fill is not None else 0

@@ -1,8 +1,9 @@
 """Plans: the cheapest way from one layout to another, as data.
 
 A plan is a list of steps, each on one mesh dim. The search is Dijkstra's algorithm over layouts; the cost of a step is
-the bytes that it moves between ranks, which depends on the real block sizes, then the number of messages' rounds. It
-reads global shapes and cuts only, so that every rank finds the same plan. Pure: no tensors, no process groups.
+the bytes that it moves between ranks, which depends on the real block sizes. Rounds of messages decide between equal
+costs. It reads global shapes and cuts only, so that every rank finds the same plan. Pure: no tensors, no process
+groups.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Plan:
         reductions = [s for s in self.steps if s.kind == "all_reduce"]
         if len(reductions) > 1:
             first, worlds = reductions[0], [s.src.mesh.shape[s.mesh_dim] for s in reductions]
-            # The others' copies are in the first one's bytes: of each all ranks of the other mesh dims have one.
+            # The first step's bytes are those of all its groups: there is one for each rank of the other mesh dims.
             per_group = first.nbytes // (math.prod(worlds[1:]) * (worlds[0] - 1))
             total, bound = sum(s.nbytes for s in reductions), per_group * (math.prod(worlds) - 1)
             yield (
@@ -247,7 +248,7 @@ class _Planner:
         assert cut is not None, "a sharded dim has a cut"
         if cut.mesh_dims[-1] != mesh_dim:
             return  # only the innermost mesh dim can move: the others' blocks are not contiguous
-        shrunk = _replaced(cuts, dim, (origin if depth > 1 else 0, depth - 1))
+        shrunk = _replace(cuts, dim, (origin if depth > 1 else 0, depth - 1))
         yield self._step("all_gather_v", mesh_dim, state, shrunk, Replicate())
         for other in range(len(cuts)):
             grown = None if other == dim else self._grow(shrunk, other, mesh_dim)
@@ -265,7 +266,7 @@ class _Planner:
             return None
         if depth and not self._is_targets(dim, origin, depth):
             return None
-        return _replaced(cuts, dim, (1, depth + 1))
+        return _replace(cuts, dim, (1, depth + 1))
 
     def _step(
         self,
@@ -275,12 +276,12 @@ class _Planner:
         cuts: tuple[tuple[int, int], ...],
         placement: Placement,
     ) -> tuple[Step, _State]:
-        after: _State = (cuts, _replaced(state[1], mesh_dim, placement))
+        after: _State = (cuts, _replace(state[1], mesh_dim, placement))
         src, dst = self.layout(state), self.layout(after)
         return Step(kind, mesh_dim, src, dst, moved_bytes(kind, mesh_dim, src, dst)), after
 
 
-def _replaced(values: tuple[_T, ...], index: int, value: _T) -> tuple[_T, ...]:
+def _replace(values: tuple[_T, ...], index: int, value: _T) -> tuple[_T, ...]:
     return (*values[:index], value, *values[index + 1 :])
 
 

@@ -37,7 +37,7 @@ def run_plan(plan: Plan, local: Tensor, *, async_op: bool = False) -> Tensor:
             local = _take_block(step, local)
             continue
         unfinished = async_op and step is plan.steps[-1]
-        pending = _run_noted(step, local) if compat.is_traced() else _start(step, local)
+        pending = _run_with_note(step, local) if compat.is_traced() else _start(step, local)
         local = pending.result() if unfinished else pending.wait()
     return local
 
@@ -47,16 +47,16 @@ def _run_apart(plan: Plan, apart: Apart, local: Tensor) -> Tensor:
     if not plan.steps:
         return local
     src, dst = apart.layout(plan.src), apart.layout(plan.dst)
-    moved = run_plan(Plan(src, dst, plan.steps), _reshaped(local, apart.shape(local.shape)))
-    return _reshaped(moved, block_shape(plan.dst))
+    moved = run_plan(Plan(src, dst, plan.steps), _reshape(local, apart.shape(local.shape)))
+    return _reshape(moved, block_shape(plan.dst))
 
 
-def _reshaped(x: Tensor, shape: Sequence[int | torch.SymInt]) -> Tensor:
+def _reshape(x: Tensor, shape: Sequence[int | torch.SymInt]) -> Tensor:
     """In a trace `reshape` asks for the sizes of blocks."""
     return torch.ops.aten.view.default(x.clone(memory_format=torch.contiguous_format), list(shape))
 
 
-def _run_noted(step: Step, x: Tensor) -> Pending | Decoded:
+def _run_with_note(step: Step, x: Tensor) -> Pending | Decoded:
     """A step in a trace: its collective's node says what it is for."""
     mesh, m = step.src.mesh, step.mesh_dim
     move = f"{step.src.describe_placements()} -> {step.dst.describe_placements()}"

@@ -72,7 +72,7 @@ class Route(NamedTuple):
                 1 by default.
 
         Returns:
-            For each of `rows` [n, ...], cut as `destination`. Of rows that were dropped: zeros. One tensor if one was
+            For each of `rows` [n, ...], cut as `destination`. Rows that were dropped get zeros. One tensor if one was
             given.
 
         Raises:
@@ -95,12 +95,12 @@ def route_rows(x: Tensor, destination: Tensor, *also: Tensor, each: Sequence[Ten
         each: tensors [n, k, ...] with an entry for each copy of a row, which travel with them, too.
 
     Returns:
-        The rows of `x` that arrive, [m, ...], cut along dim 0 by what arrives where, in the order of the rank that
+        The rows that arrive, [m, ...], cut along dim 0 by what arrives where. They are in the order of the rank that
         they come from, of its rows, and of their copies; the same of each of `also` and `each`; and the route.
 
     Raises:
         LayoutError: `x` is not cut along dim 0 by one mesh dim, or `destination` does not fit to it.
-        CollectiveError: on every rank, before any row is moved, if a destination is no rank of the mesh dim.
+        RowRangeError: on every rank, before any row is moved, if a destination is no rank of the mesh dim.
     """
     route = Route(*_route(x, destination))
     sent = _send(*route, 1 + len(also), x, *also, *each)

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from shardcompile import compat
 from shardcompile.collectives.descriptor import descriptor_of
 from shardcompile.collectives.of_torch import SHARD_DIM_ALLTOALL
-from shardcompile.passes.foreign.chains import EXCHANGE, exchange_of
+from shardcompile.passes.foreign.padded_chains import EXCHANGE, exchange_of
 from shardcompile.passes.graph.collective import KINDS, WAIT, Collective, add_node, collectives
 
 _c10d = torch.ops._c10d_functional

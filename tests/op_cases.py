@@ -628,12 +628,47 @@ def _selection() -> list[Case]:
         case("index_put broadcast", lambda x, i, s: x.index_put((i,), s, accumulate=True), table, I(6, 9), F(4)),
         case("segment sum", lambda x, i: torch.zeros(3, 4, dtype=x.dtype).index_add(0, i, x), F(7, 4), I(3, 7)),
         case("segment mean", _segment_mean, F(7, 4), I(3, 7)),
+        *_by_rows(),
         case("one_hot", lambda i: nnf.one_hot(i, 6), I(6, 5)),
         case("bincount", lambda i: torch.bincount(i, minlength=7), I(6, 5)),
         case("isin", lambda i: torch.isin(i, torch.tensor([1, 3])), I(6, 5)),
         case("searchsorted", lambda x: torch.searchsorted(torch.linspace(-2, 2, 9, dtype=x.dtype), x), F(5, 4)),
         case("unique", lambda i: torch.unique(i), I(3, 7)),
     ]  # fmt: skip
+
+
+def _by_rows() -> list[Case]:
+    """Lookups and additions by numbers of whole rows, as graph networks have them."""
+    table, source, index = F(6, 4), F(9, 4), I(6, 9)
+
+    def over(index: Tensor, like: Tensor) -> Tensor:
+        return index.unsqueeze(1).expand_as(like)
+
+    def looked_up(x: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        rows = x.index_select(0, i).sin()
+        sums = rows.new_zeros(6, 4).scatter_add_(0, over(j, rows), rows)
+        most = rows.new_zeros(6, 4).scatter_reduce_(0, over(j, rows), rows, "amax", include_self=False)
+        counts = rows.new_zeros(6).scatter_add_(0, j, torch.ones_like(rows[:, 0]))
+        return sums / counts.clamp(min=1).unsqueeze(1) + most
+
+    return [
+        case("gather rows", lambda x, i: x.gather(0, i[:, None].expand(-1, 4)), table, index),
+        case("gather columns", lambda x, i: x.gather(1, i.expand(6, -1)), table, I(4, 9)),
+        case("scatter_add rows", lambda x, i, s: x.scatter_add(0, over(i, s), s), table, index, source),
+        case("scatter number rows", lambda x, i: x.scatter(0, i[:, None].expand(-1, 4), 2.5), table, index),
+        *[
+            case(
+                f"scatter_reduce rows {r} {own}",
+                lambda x, i, s, r=r, own=own: x.scatter_reduce(0, over(i, s), s, r, include_self=own),
+                *(table, index, source),
+            )
+            for r in ("sum", "mean", "prod", "amax", "amin")
+            for own in (True, False)
+        ],
+        case("index_put 2-D", lambda x, i, s: x.index_put((i,), s, accumulate=True), table, I(6, 5, 2), F(5, 2, 4)),
+        case("rows looked up and added", looked_up, table, index, index),
+        case("embedding of cut rows", lambda i, w: nnf.embedding(i, w, padding_idx=2).sin(), I(6, 9), table),
+    ]
 
 
 def _bags() -> list[Case]:

@@ -187,7 +187,7 @@ def _check_what_ranks_are_told(layout: Layout, mesh_dim: int, group: Sequence[Co
     sizes = tuple(layout.local_shape(c)[dim] for c in group)
     for c in group:
         ref = cut.group_ref(c)
-        told = GroupCut.resolve(int(sum(sizes)), ref.sizes, int(ref.key), ref.nest, len(group))
+        told = GroupCut.resolve(int(sum(sizes)), ref.sizes, int(ref.key), ref.grouping, len(group))
         assert told == sizes, f"{c} is told {told}, but the group holds {sizes}"
 
 

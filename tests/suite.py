@@ -25,9 +25,9 @@ from torch.fx import Graph, GraphModule, Node
 
 import shardcompile as sc
 from shardcompile.demo.model import PointTransformer, relative_l2
+from shardcompile.machines import H100, link_of
 from shardcompile.offline import OfflineWorld, trace_step
 from shardcompile.passes import Pipeline
-from shardcompile.passes.cost.links import H100, link_of
 
 aten = torch.ops.aten
 _ours = torch.ops.shardcompile

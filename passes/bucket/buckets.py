@@ -1,12 +1,12 @@
 """Buckets: many collectives in one.
 
-A small collective costs its latency, so that the gradients of a model's parameters, reduced one by one, cost a
-multiple of what their bytes do; the same holds for the gathers of parameters that are kept in blocks. Torch's own even
-collectives meet as ours do, and each other.
+A small collective costs little but its latency. The gradients of a model's parameters, reduced one by one, cost a
+multiple of what their bytes do. So do gathers of parameters that are kept in blocks. Torch's own even collectives meet
+as ours do, and each other.
 
-What meets in a bucket follows from the program and from sizes that all ranks of a group share, never from the bytes of
-this rank's block: see `shardcompile.passes.bucket.choice`. A bucket is issued where its last member was, or before what
-reads the first member's result, together with all that its payloads need.
+What meets in a bucket follows from the program and from sizes that all ranks of a group share. It never depends on the
+bytes of this rank's block: see `shardcompile.passes.bucket.choice`. A bucket is issued where its last member was, or
+before what reads the first member's result, together with all that its payloads need.
 """
 
 from __future__ import annotations
@@ -125,10 +125,9 @@ class BucketAllReduces(Bucketing):
 
         all_reduce(a); all_reduce(b)   ->   all_reduce(cat(a, b)), split
 
-    Legal because an all-reduce works element by element. Members have one group, one reduction and one dtype. The
-    order in which a backend adds up the ranks' terms may depend on the length of the message, so floats can differ in
-    their last bit from those without the bucket (seen with three and more ranks; two terms add up the same in either
-    order).
+    Legal because an all-reduce works element by element. Members have one group, one reduction and one dtype. A
+    backend's order of summation may depend on the length of the message. So floats can differ in their last bit from
+    those without the bucket (seen with three and more ranks; two terms add up the same in either order).
     """
 
     name = "bucket_all_reduces"
@@ -173,7 +172,7 @@ class BucketAllGathers(Bucketing):
         return gathered_in_a_bucket(load)
 
     def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
-        inputs, dims, totals, cuts = _joined(members)
+        inputs, dims, totals, cuts = _join_arguments(members)
         group_name = members[-1].group_name
         start = add_call(
             graph, ALL_GATHER_BUCKET, inputs=inputs, dims=dims, totals=totals, cuts=cuts, group_name=group_name
@@ -191,9 +190,9 @@ class BucketReduceScatters(Bucketing):
 
     Legal because the reduction works element by element. Members have one group, one reduction and one dtype. Ours
     reduce in rank order, in a bucket as alone: the results are the same bit for bit. Even ones of torch's stay torch's
-    as long as they meet no others; the order in which a backend adds up the ranks' terms may depend on the length of
-    the message, so floats can differ in their last bit from those without the bucket, and from those of torch's where
-    an even one meets uneven ones. Two terms add up the same in either order.
+    as long as they meet no others. A backend's order of summation may depend on the length of the message. So floats
+    can differ in their last bit from those without the bucket; they can also differ from torch's where an even one
+    meets uneven ones. Two terms add up the same in either order.
     """
 
     name = "bucket_reduce_scatters"
@@ -215,7 +214,7 @@ class BucketReduceScatters(Bucketing):
         if all(map(_is_even, members)):
             start = _even_scatter(graph, members)
         else:
-            inputs, dims, blocks, cuts = _joined(members)
+            inputs, dims, blocks, cuts = _join_arguments(members)
             start = add_call(
                 graph,
                 REDUCE_SCATTER_BUCKET,
@@ -248,7 +247,7 @@ class BucketAllToAlls(Bucketing):
         return exchanged_in_a_bucket(load)
 
     def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
-        inputs, dims, extents, cuts = _joined(members)
+        inputs, dims, extents, cuts = _join_arguments(members)
         group_name = members[-1].group_name
         start = add_call(
             graph, ALL_TO_ALL_BUCKET, inputs=inputs, dims=dims, extents=extents, cuts=cuts, group_name=group_name
@@ -271,7 +270,7 @@ def _is_even(c: Collective) -> bool:
     return c.descriptor.run is None
 
 
-def _joined(members: Sequence[Collective]) -> tuple[list[Any], list[int], list[Any], list[GroupCut]]:
+def _join_arguments(members: Sequence[Collective]) -> tuple[list[Any], list[int], list[Any], list[GroupCut]]:
     """Payloads, dims, extents and cuts of members, as the arguments of a bucket."""
     inputs: list[Any] = []
     dims: list[int] = []

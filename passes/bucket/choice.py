@@ -2,11 +2,11 @@
 
 A bucket saves the latency of all its members but one. It costs copies, to pack and to unpack, and overlap: it starts
 when the last of its payloads is ready, and what needs its first member waits for all of them. Which of the two weighs
-more cannot be told from a collective alone, so the buckets are tried: collectives of one kind and group are divided by
-how long a bucket may transfer, the tasks of the graph are joined accordingly (`Tasks.joined`), scheduled within the
-limit of memory, and the division that comes out fastest is taken. Buckets are smaller at the start, where nothing is
-there yet to hide them behind, and at the end, where nothing is left: each transfers no longer than all before it, and
-no longer than all after it.
+more cannot be told from a collective alone, so the buckets are tried. Collectives of one kind and group are divided by
+how long a bucket may transfer. The tasks of the graph are joined accordingly (`Tasks.joined`) and scheduled within the
+limit of memory. The fastest division is taken. Buckets are smaller at the start, where nothing is there yet to hide
+them behind, and at the end, where nothing is left: each transfers no longer than all before it, and no longer than all
+after it.
 
 All of it reads `Prices` only, which are the same on every rank.
 """
@@ -23,7 +23,8 @@ from torch.fx import Graph, Node
 
 from shardcompile.collectives.buckets import ALL_GATHER_BUCKET
 from shardcompile.collectives.traffic import Load, Traffic
-from shardcompile.passes.cost.model import NOMINAL_BYTES, CostModel, Price, Prices, readable
+from shardcompile.machines import Price
+from shardcompile.passes.cost.model import NOMINAL_BYTES, CostModel, Prices, readable
 from shardcompile.passes.graph import blocks
 from shardcompile.passes.graph.collective import Collective
 from shardcompile.passes.graph.dependencies import Closure
@@ -35,22 +36,22 @@ from shardcompile.passes.schedule.search import NARROWER, quick_plan
 from shardcompile.passes.schedule.tasks import WAIT, Bucket, Tasks
 
 FIRST_SPAN = 16.0
-"""For how many latencies a bucket may transfer, the first that is tried: latency is then a 17th of its time."""
+"""How long a bucket may transfer, in latencies, at the first attempt. Latency is then a 17th of its time."""
 
 STEP = 4.0
-"""By what that is multiplied or divided to find a better one."""
+"""The factor between one attempt and the next."""
 
 EARLY = 1.0
-"""A payload that is ready after so many latencies counts as ready at the start, such as a weight that is cast."""
+"""A payload that is ready within so many latencies counts as ready at the start, such as a weight that is cast."""
 
 DEADLINES = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 3.0)
-"""When all should be done, relative to when they could be if buckets cost nothing, the first that is tried."""
+"""The first deadlines that are tried, relative to the least time if buckets cost nothing."""
 
 CONTENTION = 0.01
-"""How much a running collective slows the compute down that hides it, an estimate: less of them is better."""
+"""An estimate of how much a running collective slows down the compute that hides it."""
 
 WORTH = 1e-3
-"""Of a schedule's time: what the latencies of a kind and group have to come to for buckets to be tried."""
+"""Buckets are tried where the latencies of a kind and group come to this part of a schedule's time."""
 
 Score = tuple[float, float]
 """Bytes that a schedule holds beyond the limit of memory, and its seconds, `CONTENTION` included."""
@@ -205,7 +206,7 @@ class Choice:
                 return
 
     def _least(self, candidates: Sequence[Candidate]) -> float:
-        """The least time in which all could be done, if collectives had no latency and buckets cost nothing."""
+        """The least time for all work if collectives had no latency and buckets cost nothing."""
         early, least = _are_early(candidates), 0.0
         kinds: set[str] = set()
         ordered = candidates if early else sorted(candidates, key=_from_the_end)
@@ -231,7 +232,7 @@ class Choice:
         return True
 
     def _score(self, divided: Divided) -> Score:
-        """Of a division; of one that is sure to be worse than the best one, something that is worse as well."""
+        """The score of a division. If it is sure to be worse than the best one, any score that is worse."""
         buckets = [Bucket(tuple(c.task for c in bucket), self._price(bucket)) for bucket in divided]
         outline = Outline(self.tasks.joined(buckets))
         return self._scored(outline, quick_plan(outline, self.limit, self.longest_first))
@@ -314,7 +315,7 @@ class Choice:
         return self._price_of(bucket[0].collective.group_name, kinds, load)
 
     def _price_of(self, group_name: str, kinds: Set[str], load: Load | None) -> Price:
-        """Of a bucket of such members, with this load of all of them."""
+        """The price of a bucket of such members, which have this load in all."""
         if group_name not in self._prices:
             self._prices[group_name] = self.model.pricing(group_name)
         if load is None:

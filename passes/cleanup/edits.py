@@ -37,7 +37,7 @@ _VIEWS = {
     aten.unbind.int,
     aten.unsqueeze.default,
 }
-"""Ops whose result may be their argument's memory."""
+"""Ops whose result may share their argument's memory."""
 
 
 def at(start: Node) -> Collective:
@@ -78,7 +78,7 @@ def replace(graph: Graph, node: Node, by: Node) -> None:
 
 
 def erase_unused(graph: Graph, node: Node) -> None:
-    """Erase a node that nobody reads, nor what views and copies make of it."""
+    """Erase a node, with its views and copies, if nothing reads any of them."""
     for user in list(node.users):
         if user.target in _VIEWS or user.target in COPIES:
             erase_unused(graph, user)

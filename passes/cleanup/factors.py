@@ -1,12 +1,12 @@
 """Which factors of a sum over ranks can be taken out of it.
 
-A value is looked at as ``factor * base``, where the factor is the same along all that is summed. The walk goes from a
-reduction's payload back to what must not be waited for, and keeps of each value on its way the base and the factors.
+A value is looked at as ``factor * base``, where the factor is the same along all that is summed. The walk goes back
+from a reduction's payload to what must not be waited for. On its way it keeps the base and the factors of each value.
 Nothing is added to the graph until the walk has succeeded.
 
-Why it is right: sums, products of matrices, casts and changes of shape are linear in each argument, so that a factor
-that does not vary along the summed dims moves in front of them: ``sum_n f[i] b[n, i] = f[i] sum_n b[n, i]``. The order
-of roundings changes, the value does not.
+Why it is right: sums, products of matrices, casts and changes of shape are linear in each argument. So a factor that
+does not vary along the summed dims moves in front of them: ``sum_n f[i] b[n, i] = f[i] sum_n b[n, i]``. The order of
+roundings changes, the value does not.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Factors:
         inner = None if change is None else self.term(node.args[0])  # type: ignore[arg-type]
         if change is None or inner is None:
             return None
-        factors = [_moved(f, change(node, f.axes), node) for f in inner.factors]
+        factors = [_move(f, change(node, f.axes), node) for f in inner.factors]
         if any(f is None for f in factors):
             return None
         base = Call(target, (inner.base, *node.args[1:]), tuple(node.kwargs.items()))
@@ -165,7 +165,7 @@ class Factors:
         return is_tensor and self._is_open(node) and self.is_uniform(node)
 
     def _sum(self, node: Node) -> Term | None:
-        """Of two values with the same factors."""
+        """The sum of two values with the same factors."""
         if len(node.args) != 2 or node.kwargs or not all(_same_shape(a, node) for a in node.args):
             return None
         left, right = (self.term(a) for a in node.args)  # type: ignore[arg-type]
@@ -174,7 +174,9 @@ class Factors:
         return Term(Call(node.target, (left.base, right.base)), left.factors)
 
     def _contraction(self, node: Node) -> Term | None:
-        """Of two matrices, of which one may have factors: not along what is summed. It must not be computed twice."""
+        """The product of two matrices. One may have factors, but not along the summed dim, and must not be computed
+        twice.
+        """
         if len(node.users) > 1:
             return None
         left, right = (self.term(a) for a in node.args)  # type: ignore[arg-type]
@@ -304,7 +306,7 @@ def _broadcast_axes(factor: Node, value: Node) -> Axes:
     return ((),) * (value.meta["val"].ndim - len(shape)) + tuple(own)
 
 
-def _moved(factor: Factor, axes: Axes | None, value: Node) -> Factor | None:
+def _move(factor: Factor, axes: Axes | None, value: Node) -> Factor | None:
     if axes is None:
         return None
     sizes, own = value.meta["val"].shape, factor.source.meta["val"].shape
@@ -317,31 +319,31 @@ def _dims(node: Node, dims: Any) -> list[int]:
     return [d % ndim for d in ([dims] if isinstance(dims, int) else dims)]
 
 
-def _kept(node: Node, axes: Axes) -> Axes | None:
+def _keep(node: Node, axes: Axes) -> Axes | None:
     return axes
 
 
-def _permuted(node: Node, axes: Axes) -> Axes | None:
+def _permute(node: Node, axes: Axes) -> Axes | None:
     return tuple(axes[d] for d in _dims(node, node.args[1]))
 
 
-def _expanded(node: Node, axes: Axes) -> Axes | None:
+def _expand(node: Node, axes: Axes) -> Axes | None:
     return ((),) * (node.meta["val"].ndim - len(axes)) + axes
 
 
-def _unsqueezed(node: Node, axes: Axes) -> Axes | None:
+def _unsqueeze(node: Node, axes: Axes) -> Axes | None:
     at = node.args[1] % node.meta["val"].ndim  # type: ignore[operator]
     return (*axes[:at], (), *axes[at:])
 
 
-def _squeezed(node: Node, axes: Axes) -> Axes | None:
+def _squeeze(node: Node, axes: Axes) -> Axes | None:
     gone = _dims(node, node.args[1])
     if any(axes[d] or not _is_one(node.args[0].meta["val"].shape[d]) for d in gone):  # type: ignore[union-attr]
         return None
     return tuple(a for d, a in enumerate(axes) if d not in gone)
 
 
-def _summed(node: Node, axes: Axes) -> Axes | None:
+def _sum_over(node: Node, axes: Axes) -> Axes | None:
     dims = node.args[1] if len(node.args) > 1 else None
     gone = _dims(node, dims) if dims else list(range(len(axes)))
     if any(axes[d] for d in gone):
@@ -351,7 +353,7 @@ def _summed(node: Node, axes: Axes) -> Axes | None:
     return tuple(a for d, a in enumerate(axes) if d not in gone)
 
 
-def _reshaped(node: Node, axes: Axes) -> Axes | None:
+def _reshape(node: Node, axes: Axes) -> Axes | None:
     """Where dims become one or are parted: a factor runs along all of what becomes one, or along nothing of it."""
     old, new = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
     if equal(old, new):
@@ -367,13 +369,13 @@ def _reshaped(node: Node, axes: Axes) -> Axes | None:
     if not any(middle):
         changed: Axes | None = ((),) * len(wanted)
     elif all(a or _is_one(s) for a, s in zip(middle, sizes, strict=True)):
-        changed = _regrouped([d for a in middle for d in a], middle, sizes, wanted)
+        changed = _regroup([d for a in middle for d in a], middle, sizes, wanted)
     else:
         changed = None
     return None if changed is None else (*axes[:first], *changed, *axes[len(axes) - last :])
 
 
-def _regrouped(dims: list[int], middle: Axes, sizes: Sequence[object], wanted: Sequence[object]) -> Axes | None:
+def _regroup(dims: list[int], middle: Axes, sizes: Sequence[object], wanted: Sequence[object]) -> Axes | None:
     """The dims of a factor, all of which are there, as other extents group them: all in one, or each for itself."""
     wide = [i for i, s in enumerate(wanted) if not _is_one(s)]
     if len(wide) == 1:
@@ -384,15 +386,15 @@ def _regrouped(dims: list[int], middle: Axes, sizes: Sequence[object], wanted: S
 
 
 _CHANGES: dict[Any, Callable[[Node, Axes], Axes | None]] = {
-    **dict.fromkeys((*_SAME, *_CASTS, aten.neg.default), _kept),
-    **dict.fromkeys(RESHAPES, _reshaped),
-    aten.permute.default: _permuted,
-    aten.expand.default: _expanded,
-    aten.unsqueeze.default: _unsqueezed,
-    aten.squeeze.dims: _squeezed,
-    aten.squeeze.dim: _squeezed,
-    aten.sum.dim_IntList: _summed,
-    aten.sum.default: _summed,
+    **dict.fromkeys((*_SAME, *_CASTS, aten.neg.default), _keep),
+    **dict.fromkeys(RESHAPES, _reshape),
+    aten.permute.default: _permute,
+    aten.expand.default: _expand,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.dims: _squeeze,
+    aten.squeeze.dim: _squeeze,
+    aten.sum.dim_IntList: _sum_over,
+    aten.sum.default: _sum_over,
 }
 """By op that is linear in its first argument: where the dims of a factor go, or None if it stays behind."""
 

@@ -1,6 +1,7 @@
 """Maxima over ranks, as graphs have them: of floats, or of integers in the order of floats.
 
-The collectives of this library reduce floats as integers, see `shardcompile.collectives.extrema`, so that a NaN wins.
+The collectives of this library reduce floats as integers, so that a NaN wins: see
+`shardcompile.collectives.ordered_ints`.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ class Maximum:
         """What a collective is, or None if it is no maximum of one tensor's elements along kept dims."""
         if reduction_of(c) != "max" or len(c.waits) != len(c.node.users):
             return None
-        payload = _flattened(c.payload)
-        largest = payload if payload.meta["val"].is_floating_point() else _encoded(payload)
+        payload = _flatten(c.payload)
+        largest = payload if payload.meta["val"].is_floating_point() else _find_floats(payload)
         if largest is None or largest.target is not aten.amax.default or largest.args[2:3] != (True,):
             return None
-        results = tuple(c.waits) if largest is payload else _decoded(c, largest.meta["val"].dtype)
+        results = tuple(c.waits) if largest is payload else _find_decoded(c, largest.meta["val"].dtype)
         of, order = origin(largest.args[0])  # type: ignore[arg-type]
         if of.target is aten.constant_pad_nd.default and order == tuple(sorted(order)):
             padded_with = of.args[2] if len(of.args) > 2 else 0
@@ -71,14 +72,14 @@ def _is_full(node: Node) -> bool:
     return node.target in (aten.full.default, aten.full_like.default, aten.scalar_tensor.default)
 
 
-def _flattened(node: Node) -> Node:
+def _flatten(node: Node) -> Node:
     while node.target in RESHAPES or node.target is aten.clone.default:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
-def _encoded(ordered: Node) -> Node | None:
-    """The floats that `extrema.encode` has made integers of, for a maximum."""
+def _find_floats(ordered: Node) -> Node | None:
+    """The floats that `ordered_ints.encode` has made integers of, for a maximum."""
     match _parts(ordered, aten.where.self):
         case (is_nan, limit, turned):
             pass
@@ -92,8 +93,8 @@ def _encoded(ordered: Node) -> Node | None:
     return floats
 
 
-def _decoded(c: Collective, dtype: torch.dtype) -> tuple[Node, ...]:
-    """Where `extrema.decode` has made floats again; none if the integers are read in another way."""
+def _find_decoded(c: Collective, dtype: torch.dtype) -> tuple[Node, ...]:
+    """Where `ordered_ints.decode` has made floats again; none if the integers are read in another way."""
     found: list[Node] = []
     for value in _in_shape(c):
         turned = {u for user in value.users for u in (user, *user.users) if u.target is aten.where.self}

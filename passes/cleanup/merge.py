@@ -99,8 +99,8 @@ class MergeReductions:
     that floats differ in their last bits. What is awaited only after the graph has written to memory is left alone, see
     `shardcompile.passes.cleanup.rewrite.usual`.
 
-    To be run on the graph of forward and backward together, where the backward pass finds what the forward pass has,
-    and again on what is compiled.
+    It runs on the graph of forward and backward together, where the backward pass finds what the forward pass has. It
+    runs again on what is compiled.
 
     Args:
         model: the costs, the same on every rank; None for those of the device that a graph runs on.
@@ -186,10 +186,10 @@ def _delay_factors(graph: Graph) -> None:
     for start in starts:
         found: Node | None = start
         while found is not None:
-            found = _delayed(graph, found, level)
+            found = _delay(graph, found, level)
 
 
-def _delayed(graph: Graph, start: Node, level: _Levels) -> Node | None:
+def _delay(graph: Graph, start: Node, level: _Levels) -> Node | None:
     """The new start of a reduction of which a factor was taken out, or None."""
     c = Collective.of(start)
     assert c is not None
@@ -262,7 +262,7 @@ def _send_together(graph: Graph, prices: GatherPrices) -> None:
         most = None if c is None else Maximum.found(c)
         if c is None or most is None:
             continue
-        found = _weighted(most, summed, place, after)
+        found = _find_weighted(most, summed, place, after)
         parts = [most.largest, *(s.value for s in found)]
         if found and prices.pays([c], [s.collective for s in found], parts):
             _gather(graph, most, found, place, after)
@@ -310,7 +310,7 @@ class _After:
                 stack += [u for u in node.users if u in self._bits]
 
 
-def _weighted(most: Maximum, summed: Set[Node], place: Mapping[Node, float], after: _After) -> list[Sum]:
+def _find_weighted(most: Maximum, summed: Set[Node], place: Mapping[Node, float], after: _After) -> list[Sum]:
     """The sums whose terms have exponentials as factors, of which a maximum was subtracted."""
     start, name = most.collective.node, most.collective.group_name
 
@@ -335,7 +335,7 @@ def _weighted(most: Maximum, summed: Set[Node], place: Mapping[Node, float], aft
 
     factors = Factors(lambda node: after(start, node), name, exponential)
     found: list[Sum] = []
-    for node in sorted(_reached(most) & summed, key=place.__getitem__):
+    for node in sorted(_find_reached(most) & summed, key=place.__getitem__):
         c = Collective.of(node)
         if c is None or c.group_name != name:
             continue
@@ -346,7 +346,7 @@ def _weighted(most: Maximum, summed: Set[Node], place: Mapping[Node, float], aft
     return found
 
 
-def _reached(most: Maximum) -> set[Node]:
+def _find_reached(most: Maximum) -> set[Node]:
     """The collectives that could reduce exponentials of which a maximum was subtracted: `Factors` walk no further."""
     shifts, exponentials = list(most.results), set[Node]()
     for shift in shifts:  # which gets longer
@@ -388,7 +388,7 @@ def _gather(graph: Graph, most: Maximum, sums: Sequence[Sum], place: Mapping[Nod
     for s, column in zip(sums, columns, strict=True):
         with graph.inserting_before(min(s.collective.waits)):
             (factor,) = s.term.factors
-            merged = _merged(graph, factor, results.get(factor.source, factor.source), largest, column)
+            merged = _merge(graph, factor, results.get(factor.source, factor.source), largest, column)
             flat_sum = flat(graph, cast(graph, merged, s.value.meta["val"].dtype), s.collective.payload)
         replace_results(s.collective, flat_sum)
         replaced.append(flat_sum)
@@ -398,7 +398,7 @@ def _gather(graph: Graph, most: Maximum, sums: Sequence[Sum], place: Mapping[Nod
         after.tell(node)
 
 
-def _merged(graph: Graph, factor: Factor, shift: Node, largest: Node, column: Node) -> Node:
+def _merge(graph: Graph, factor: Factor, shift: Node, largest: Node, column: Node) -> Node:
     """The sum over ranks of what each sent, by its weight."""
     weight = add_node(graph, aten.exp.default, add_node(graph, aten.sub.Tensor, largest, shift))
     weight = laid_out(graph, weight, factor.axes, column, leading=1)

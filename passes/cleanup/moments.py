@@ -112,16 +112,16 @@ def merge_moments(graph: Graph, prices: GatherPrices) -> None:
         s = sum_r s_r,   q = sum_r q_r + 2 (m_r - m) e_r + n_r (m_r - m)^2
 
     which is how Chan, Golub and LeVeque add up variances ("Updating formulae and a pairwise algorithm for computing
-    sample variances", 1979), but for ``e_r``: it is what the rounding of ``m_r`` leaves, and with it the result is as
+    sample variances", 1979), but for ``e_r``, which is what the rounding of ``m_r`` leaves. With it the result is as
     exact as by two passes, also where the mean is much larger than the deviation. It holds for any m. A rank without
-    rows has ``m_r = 0`` and the weight 0. What scales the sums, such as a division by the number of all rows, goes with
-    them: a rank sends two numbers more, by which its sum becomes its mean, and a square the scaled sum of as many equal
-    squares as it has rows.
+    rows has ``m_r = 0`` and the weight 0. What scales the sums goes with them, such as a division by the number of all
+    rows. A rank then sends two numbers more: the first makes a mean of its sum; the second scales a square to the sum
+    of as many equal squares as it has rows.
     """
     place: dict[Node, float] | None = None
     for start in [c.node for c in sums(graph)]:
         c = Collective.of(start)
-        found = None if c is None else _found(c)
+        found = None if c is None else _find(c)
         if found is None:
             continue
         steps = [found.first], [found.second]
@@ -132,9 +132,9 @@ def merge_moments(graph: Graph, prices: GatherPrices) -> None:
         sort(graph, place)
 
 
-def _found(c: Collective) -> _Moments | None:
+def _find(c: Collective) -> _Moments | None:
     squares = _Sum.found(shaped(c.payload))
-    left = None if squares is None else _squared(squares.of)
+    left = None if squares is None else _square_root_of(squares.of)
     if squares is None or left is None or left.target is not aten.sub.Tensor or len(left.args) != 2 or left.kwargs:
         return None
     x, mean = left.args
@@ -144,7 +144,7 @@ def _found(c: Collective) -> _Moments | None:
     total = None if first is None else _Sum.found(shaped(first.payload))
     if first is None or total is None or first.group_name != c.group_name or total.dims != squares.dims:
         return None
-    same = origin(total.of) == origin(x) and _kept(x, squares.dims, mean)
+    same = origin(total.of) == origin(x) and _is_mean_kept(x, squares.dims, mean)
     dtypes = {n.meta["val"].dtype for n in (x, mean, first.payload, c.payload)}
     if (
         not same
@@ -156,7 +156,7 @@ def _found(c: Collective) -> _Moments | None:
     return _Moments(first, c, mean, total, squares) if c.payload.meta["val"].ndim == 1 else None
 
 
-def _squared(node: Node) -> Node | None:
+def _square_root_of(node: Node) -> Node | None:
     """What a node is the square of."""
     if node.target is aten.mul.Tensor and node.args[0] is node.args[1]:
         return node.args[0]  # type: ignore[return-value]
@@ -174,7 +174,7 @@ def _reduction_behind(mean: Node) -> Collective | None:
     return c if c is not None and reduction_of(c) == "sum" and len(c.waits) == len(c.node.users) else None
 
 
-def _kept(x: Node, dims: tuple[int, ...], mean: Node) -> bool:
+def _is_mean_kept(x: Node, dims: tuple[int, ...], mean: Node) -> bool:
     """Whether a value has one element for each sum over `dims` of `x`, and is broadcast along these."""
     shape = [1 if d in dims else s for d, s in enumerate(x.meta["val"].shape)]
     own = list(mean.meta["val"].shape)
@@ -187,13 +187,13 @@ def _merge(graph: Graph, m: _Moments) -> None:
     with graph.inserting_before(sum_.node):
         count = _count(graph, m.total.of, m.total.dims)
         to_mean = _to_mean(graph, m.total, count)
-        to_square = _scaled(graph, m.squares, count)
+        to_square = _scale(graph, m.squares, count)
         own = add_node(graph, aten.mul.Tensor, sum_.payload, to_mean)
-        x: Any = _squared(m.squares.of).args[0]  # type: ignore[union-attr]
+        x: Any = _square_root_of(m.squares.of).args[0]  # type: ignore[union-attr]
         sizes = extents(graph, x)  # not the mean's: it comes from the sum
         own = add_node(graph, aten.view.default, own, [1 if d in m.total.dims else n for d, n in enumerate(sizes)])
         mine = add_node(graph, aten.sub.Tensor, x, own)
-        rest, squares = _summed(graph, m, mine), _summed(graph, m, add_node(graph, aten.mul.Tensor, mine, mine))
+        rest, squares = _summand(graph, m, mine), _summand(graph, m, add_node(graph, aten.mul.Tensor, mine, mine))
         parts = [sum_.payload, squares, rest, to_mean, to_square]
         total, squares, rest, to_mean, to_square = exchanged(graph, parts, [sum_, square])
         whole = add_node(graph, aten.sum.dim_IntList, total, [0])
@@ -220,7 +220,7 @@ def _count(graph: Graph, x: Node, dims: tuple[int, ...]) -> Node:
     return count
 
 
-def _scaled(graph: Graph, sum_: _Sum, value: Node) -> Node:
+def _scale(graph: Graph, sum_: _Sum, value: Node) -> Node:
     for op, number in sum_.scales:
         value = add_node(graph, op, value, number)
     return value
@@ -228,11 +228,11 @@ def _scaled(graph: Graph, sum_: _Sum, value: Node) -> Node:
 
 def _to_mean(graph: Graph, total: _Sum, count: Node) -> Node:
     """By what a scaled sum of this rank becomes its mean: 0 where it has no rows."""
-    inverse = add_node(graph, aten.reciprocal.default, _scaled(graph, total, count))
+    inverse = add_node(graph, aten.reciprocal.default, _scale(graph, total, count))
     return add_node(graph, aten.where.ScalarOther, add_node(graph, aten.gt.Scalar, count, 0), inverse, 0.0)
 
 
-def _summed(graph: Graph, m: _Moments, value: Node) -> Node:
+def _summand(graph: Graph, m: _Moments, value: Node) -> Node:
     """The payload of the second sum, of another value than the squares."""
     path = m.squares.path
     total: Any = path[0].args[0] if path else shaped(m.second.payload)

@@ -53,8 +53,8 @@ class SpreadOwnBlock:
 
         take_block(expand(x, [rows, ...]) / n, cut)   ->   expand(x, [rows of the block, ...]) / n
 
-    That is what the backward pass of a mean asks for: the gradient of each row is the same. Legal because rows that are
-    made of one row element by element are all alike, so that it does not matter which of them a rank takes. Saves the
+    That is what the backward pass of a mean asks for: the gradient of each row is the same. Legal because all rows are
+    made of one row, element by element. They are equal, so it does not matter which of them a rank takes. Saves the
     memory of the whole tensor. What is written to meanwhile is left alone.
     """
 

@@ -44,7 +44,7 @@ def multiply_sums(graph: Graph) -> None:
         return
     for start in [c.node for c in sums(graph)]:
         c = Collective.of(start)
-        result = None if c is None else _multiplied(graph, c, known)
+        result = None if c is None else _multiply(graph, c, known)
         if c is not None and result is not None:
             replace_results(c, result)
             erase(graph, c)
@@ -66,10 +66,10 @@ def _operand(node: Any) -> tuple[Node, tuple[int, ...]]:
     return origin(node)
 
 
-def _multiplied(graph: Graph, c: Collective, known: dict[Any, _Product]) -> Node | None:
+def _multiply(graph: Graph, c: Collective, known: dict[Any, _Product]) -> Node | None:
     """The result of a reduction by a product, flat, at the reduction's first wait; or None."""
     value = shaped(c.payload)
-    kept = _summed(value)
+    kept = _find_sum(value)
     if kept is None:
         return None
     total, axis = kept
@@ -84,7 +84,7 @@ def _multiplied(graph: Graph, c: Collective, known: dict[Any, _Product]) -> Node
     return None
 
 
-def _summed(value: Node) -> tuple[Node, int] | None:
+def _find_sum(value: Node) -> tuple[Node, int] | None:
     """The sum over one dim that a value has the elements of, in their order, and that dim."""
     node, order = origin(value)
     if node.target is not aten.sum.dim_IntList or order != tuple(sorted(order)) or len(node.args[1]) != 1:  # type: ignore[arg-type]

@@ -30,10 +30,10 @@ class DropOwnSlice:
 
         take_block(wait(all_gather_v(x, cut)), cut)   ->   clone(x)
 
-    Legal because a rank's block of the gathered tensor, along the same dim, by the same cut, in the same group, is what
-    it put in. The clone is made where the gather starts, before anything can write to `x`; `take_block` makes one,
-    too. The gather goes if nothing else reads it. `take_block` says that every rank takes its own block, so all ranks
-    drop the same gathers; a slice with numbers does not say so, and is left alone.
+    Legal because a rank's block of the gathered tensor is what it put in: same dim, same cut, same group. The clone is
+    made where the gather starts, before anything can write to `x`; `take_block` makes one, too. The gather goes if
+    nothing else reads it. `take_block` says that every rank takes its own block, so all ranks drop the same gathers; a
+    slice with numbers does not say so, and is left alone.
     """
 
     name = "drop_own_slice"
@@ -91,7 +91,7 @@ def _takes(node: Node, gather: Node) -> bool:
 
 
 def _rows(c: Collective) -> tuple[int, list[Any]]:
-    """Of one of our collectives the dim whose rows come first in its flat result, and the shape with that dim first."""
+    """The dim whose rows come first in the flat result of one of our collectives, and the shape with that dim first."""
     assert c.descriptor.extents is not None, f"{c.kind} gives rows"
     shape, dim = rows_of(c.value.shape, c.descriptor.extents(c.values))
     return dim, list(shape)

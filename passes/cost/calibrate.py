@@ -1,4 +1,4 @@
-"""Measures the link of a process group, for the cost model."""
+"""Measures what ranks compute with, and the link of a process group, for the cost model."""
 
 from __future__ import annotations
 
@@ -16,16 +16,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardcompile.collectives import wait
 from shardcompile.collectives.gathers import ALL_GATHER_V, AllGatherV
+from shardcompile.collectives.reductions import ALL_REDUCE
 from shardcompile.errors import CollectiveError
 from shardcompile.layout import CHUNK_KEY, GroupCut
-from shardcompile.passes.cost.links import Link
+from shardcompile.machines import Device, Link
 
 SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 23)
-"""Bytes of the gathered and broadcast tensors."""
+"""Bytes of the tensors that are gathered, broadcast and reduced."""
 
-REPEATS = 10
+REPEATS = 15
 """The fastest of so many runs counts, after one that warms up: other work on the machine only ever adds."""
+
+_EXTENT, _NUMBERS = 512, 1 << 22
+"""Of square matrices that are multiplied; of tensors that are added, which are too large for caches."""
+
+_LAYERS, _KERNELS = (2, 12), 5
+"""Of two compiled functions, which differ in how often they launch kernels; and how often a layer of them does."""
 
 
 class Sample(NamedTuple):
@@ -38,9 +46,9 @@ class Sample(NamedTuple):
 def measure_link(group: ProcessGroup | None = None, sizes: Sequence[int] = SIZES, repeats: int = REPEATS) -> Link:
     """Latency and bandwidth of a group, measured; every rank of the group has to call it and gets the same numbers.
 
-    All-gathers of the library, of equal blocks, and broadcasts are timed from start to end of the wait. Of each size
-    the slowest rank counts, so that all ranks fit a line to the same points. From one group size one cannot tell the
-    launch from the growth with the group: the latency is divided equally over the launch and each doubling.
+    All-gathers of the library, of equal blocks, broadcasts and all-reduces are timed from start to end of the wait. Of
+    each size the slowest rank counts, so that all ranks fit a line to the same points. From one group size one cannot
+    tell the launch from the growth with the group: the latency is divided equally over the launch and each doubling.
 
     Args:
         group: of two ranks or more; the default process group if left out.
@@ -57,16 +65,51 @@ def measure_link(group: ProcessGroup | None = None, sizes: Sequence[int] = SIZES
     latency, per_byte = fit(samples)
     share = latency / (1 + math.log2(group.size()))
     backend = group.name()
-    medium = "shared" if backend == "gloo" else "ports"
-    return Link(f"{backend}, {group.size()} ranks, measured", share, share, 1 / per_byte, medium)  # type: ignore[arg-type]
+    name = f"{backend}, {group.size()} ranks, measured"
+    if backend != "gloo":
+        return Link(name, share, share, 1 / per_byte)
+    host, busy = min(_host(group, repeats), latency), _busy(group, repeats)
+    return Link(name, share, share, 1 / per_byte, "shared", host, busy)
+
+
+def measure_device(group: ProcessGroup | None = None, repeats: int = REPEATS) -> Device:
+    """What ranks compute with on the CPU, measured while all of them compute; and their link, see `measure_link`.
+
+    Every rank of the group has to call it and gets the same numbers, those of the slowest rank. Two small functions
+    are compiled for it, which takes some seconds: the seconds that a kernel and a run of a graph take are those of
+    Inductor's code, Python between kernels included.
+
+    Args:
+        group: of two ranks or more, on CPUs; the default process group if left out.
+        repeats: runs of each measurement.
+
+    Raises:
+        CollectiveError: the group has one rank only, or its tensors are not on CPUs.
+    """
+    link = measure_link(group, repeats=repeats)
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    if group.name() == "nccl":
+        raise CollectiveError("what GPUs compute with is not measured; take one of shardcompile.machines")
+    flops = {}
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        a = torch.ones(_EXTENT, _EXTENT, dtype=dtype)
+        flops[dtype] = 2 * _EXTENT**3 / _slowest_rank(functools.partial(torch.mm, a, a), group, a.device, repeats)
+    x, out = torch.ones(_NUMBERS), torch.empty(_NUMBERS)
+    adding = _slowest_rank(functools.partial(torch.add, x, x, out=out), group, x.device, repeats)
+    functions = _slowest_rank(functools.partial(torch.exp, x, out=out), group, x.device, repeats)
+    kernel, call = _launches(group, repeats)
+    name = f"a core of {group.size()}, measured"
+    memory = 3 * x.nbytes / adding
+    return Device(name, "cpu", flops, memory, 1.0, kernel, link, link, functions / _NUMBERS, call)
 
 
 def fit(samples: Sequence[Sample]) -> tuple[float, float]:
     """Latency in seconds and seconds per byte that fit the samples best, both positive.
 
-    Least squares of relative errors: of each sample its distance from the line, over the geometric mean of what was
-    measured and what the line says, so that twice too much weighs as half too little. Where noise would make one of the
-    two negative, it is a hundredth of the least that a sample allows.
+    Least squares of relative errors. The error of a sample is its distance from the line, divided by the geometric mean
+    of the sample and the line. So twice too much weighs as half too little. Where noise would make one of the two
+    negative, it is a hundredth of the least that a sample allows.
     """
     least_latency = min(s.seconds for s in samples) / 100
     least_per_byte = min(s.seconds / s.wire_bytes for s in samples) / 100
@@ -88,14 +131,24 @@ def _weighted_line(samples: Sequence[Sample], weights: Sequence[float]) -> tuple
     return (sy - slope * sx) / sw, slope
 
 
-def save(link: Link, path: Path | str) -> None:
-    """Write a link as JSON."""
-    Path(path).write_text(json.dumps(dataclasses.asdict(link), indent=2) + "\n")
+def save(measured: Link | Device, path: Path | str) -> None:
+    """Write a link or a device as JSON."""
+    found = dataclasses.asdict(measured)
+    if isinstance(measured, Device):
+        found["flops"] = {str(dtype).removeprefix("torch."): rate for dtype, rate in measured.flops.items()}
+    Path(path).write_text(json.dumps(found, indent=2) + "\n")
 
 
 def load(path: Path | str) -> Link:
-    """Read what `save` wrote. All ranks have to read the same file."""
+    """Read a link that `save` wrote. All ranks have to read the same file."""
     return Link(**json.loads(Path(path).read_text()))
+
+
+def load_device(path: Path | str) -> Device:
+    """Read a device that `save` wrote. All ranks have to read the same file."""
+    found = json.loads(Path(path).read_text())
+    found["flops"] = {getattr(torch, name): rate for name, rate in found["flops"].items()}
+    return Device(**(found | {side: Link(**found[side]) for side in ("intra", "inter")}))
 
 
 def _samples(group: ProcessGroup, sizes: Sequence[int], repeats: int) -> list[Sample]:
@@ -104,12 +157,16 @@ def _samples(group: ProcessGroup, sizes: Sequence[int], repeats: int) -> list[Sa
     samples = []
     for nbytes in sizes:
         block = max(nbytes // (4 * n), 1)
-        for collective, length in ((_gather, block), (_broadcast, n * block)):
+        whole = 4 * n * block
+        through = 1 if group.name() != "gloo" else (n - 1) / n  # broadcasts are pipelined elsewhere
+        for collective, length, share in (
+            (_gather, block, (n - 1) / n),
+            (_broadcast, n * block, through),
+            (_reduce, n * block, 2 * (n - 1) / n),
+        ):
             x = torch.zeros(length, device=device)
             seconds = _slowest_rank(functools.partial(collective, x, group), group, device, repeats)
-            whole = 4 * n * block
-            pipelined = collective is _broadcast and group.name() != "gloo"
-            samples.append(Sample(whole if pipelined else (n - 1) / n * whole, seconds))
+            samples.append(Sample(share * whole, seconds))
     return samples
 
 
@@ -122,7 +179,69 @@ def _broadcast(x: Tensor, group: ProcessGroup) -> None:
     torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.broadcast(x, 0, group.group_name))
 
 
-def _slowest_rank(run: Callable[[], None], group: ProcessGroup, device: torch.device, repeats: int) -> float:
+def _reduce(x: Tensor, group: ProcessGroup) -> None:
+    wait(ALL_REDUCE.target(x, "sum", group.group_name))
+
+
+def _host(group: ProcessGroup, repeats: int) -> float:
+    """Seconds until a collective that moves nearly nothing has been started."""
+    x, spent = torch.zeros(1), []
+    for _ in range(1 + repeats):
+        dist.barrier(group)
+        start = time.perf_counter()
+        begun = ALL_REDUCE.target(x, "sum", group.group_name)
+        spent.append(time.perf_counter() - start)
+        wait(begun)
+    return _most(min(spent[1:]), group, x.device)
+
+
+def _busy(group: ProcessGroup, repeats: int) -> float:
+    """How much of a transfer is missing to the compute beside it: 0 if they run side by side, 1 if in turns."""
+    x, a = torch.zeros(SIZES[-1] // 4), torch.ones(_EXTENT, _EXTENT)
+
+    moving = _slowest_rank(functools.partial(_reduce, x, group), group, x.device, repeats)
+    product = _slowest_rank(functools.partial(torch.mm, a, a), group, x.device, repeats)
+    products = max(round(moving / product), 1)
+
+    def computes() -> None:
+        for _ in range(products):
+            torch.mm(a, a)
+
+    def both() -> None:
+        begun = ALL_REDUCE.target(x, "sum", group.group_name)
+        computes()
+        wait(begun)
+
+    computing = _slowest_rank(computes, group, x.device, repeats)
+    together = _slowest_rank(both, group, x.device, repeats)
+    return min(max((together - max(moving, computing)) / min(moving, computing), 0.0), 1.0)
+
+
+def _layers(x: Tensor, *weights: Tensor) -> Tensor:
+    for w in weights:
+        x = torch.tanh(x @ w)
+    return x
+
+
+def _launches(group: ProcessGroup, repeats: int) -> tuple[float, float]:
+    """Seconds that Inductor's code takes for one more kernel, and for a graph without any."""
+    took = []
+    for number in _LAYERS:
+        weights = [torch.zeros(8, 8, requires_grad=True) for _ in range(number)]
+        x = torch.zeros(8, 8, requires_grad=True)
+        compiled = torch.compile(_layers, fullgraph=True, dynamic=True)
+
+        def step(run: Callable[..., Tensor] = compiled, inputs: Sequence[Tensor] = (x, *weights)) -> None:
+            torch.autograd.grad(run(*inputs).sum(), inputs)
+
+        step()
+        took.append(_slowest_rank(step, group, x.device, 4 * repeats))
+    few, many = _LAYERS
+    kernel = max(took[1] - took[0], took[1] / 100) / (_KERNELS * (many - few))
+    return kernel, max(took[0] - few * _KERNELS * kernel, 0.0) / 2
+
+
+def _slowest_rank(run: Callable[[], object], group: ProcessGroup, device: torch.device, repeats: int) -> float:
     times = []
     for _ in range(1 + repeats):
         dist.barrier(group)
@@ -131,7 +250,12 @@ def _slowest_rank(run: Callable[[], None], group: ProcessGroup, device: torch.de
         run()
         _finish(device)
         times.append(time.perf_counter() - start)
-    slowest = torch.tensor(min(times[1:]), dtype=torch.float64, device=device)
+    return _most(min(times[1:]), group, device)
+
+
+def _most(seconds: float, group: ProcessGroup, device: torch.device) -> float:
+    """The largest of the ranks' numbers."""
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     return float(slowest)
 

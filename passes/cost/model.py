@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,10 +20,9 @@ import torch.distributed as dist
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
-from shardcompile import compat
+from shardcompile import compat, machines
 from shardcompile.collectives.traffic import Member, Traffic, shares
-from shardcompile.passes.cost import links
-from shardcompile.passes.cost.links import Device, Link
+from shardcompile.machines import Device, Link, Price
 from shardcompile.passes.graph import blocks
 from shardcompile.passes.graph.collective import WAIT, Collective, Seen, kind_of
 from shardcompile.passes.graph.ops import op_of
@@ -49,30 +49,17 @@ _LIKE = {
 }
 """Ops that torch's registry of operations does not have, by one that costs the same."""
 
+_FORMULAS = {aten._grouped_mm: lambda a, b, *rest, **named: 2 * math.prod(a) * b[-1]}
+"""Operations of products that are missing there as well."""
+
 _LOOKUPS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
 """Ops that read as much as they write."""
 
-
-@dataclass(frozen=True)
-class Price:
-    """Seconds of a collective.
-
-    Attributes:
-        latency: that it takes however little it moves.
-        transfer: that its bytes take on the link.
-        packing: of compute before it starts.
-        unpacking: of compute when it is awaited.
-    """
-
-    latency: float
-    transfer: float
-    packing: float = 0.0
-    unpacking: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """From start to end."""
-        return self.latency + self.transfer
+_FUNCTIONS = {
+    *(aten.exp.default, aten.log.default, aten.tanh.default, aten.erf.default, aten.sigmoid.default),
+    *(aten.sin.default, aten.cos.default, aten.pow.Tensor_Tensor, aten.pow.Scalar),
+}
+"""Pointwise ops that take longer to compute than a product or a sum does, where few cores do it."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +75,7 @@ class CostModel:
     """
 
     device: Device
-    ranks_per_node: int = links.RANKS_PER_NODE
+    ranks_per_node: int = machines.RANKS_PER_NODE
     group_sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
     group_links: Mapping[str, Link] = field(default_factory=dict, hash=False)
 
@@ -96,11 +83,15 @@ class CostModel:
     def of(graph: Graph) -> CostModel:
         """What to reckon a graph's costs with where nothing is given: by the device type of its collectives.
 
+        Of a graph without any it is that of its tensors, not counting those on the CPU if there are others.
+
         Args:
             graph: any.
         """
         kinds = [t.device.type for c in map(Collective.of, graph.nodes) if c for t in blocks.tensors(c.payloads[0])]
-        return CostModel(links.device_of(kinds[0] if kinds else "cpu"))
+        if not kinds:
+            kinds = sorted({t.device.type for n in graph.nodes for t in blocks.tensors(n)}, key="cpu".__eq__)
+        return CostModel(machines.device_of(kinds[0] if kinds else "cpu"))
 
     def group_size(self, name: str) -> int | None:
         """Ranks in a group, or None."""
@@ -113,9 +104,9 @@ class CostModel:
         ranks = None if group_name in self.group_sizes else blocks.ranks_of_group(group_name)
         spread = None
         if ranks is not None:
-            spread = links.spans_nodes(ranks, dist.get_world_size(), self.ranks_per_node)
+            spread = machines.spans_nodes(ranks, dist.get_world_size(), self.ranks_per_node)
         size = self.group_size(group_name) or NOMINAL_RANKS
-        return links.link_of(self.device, size, self.ranks_per_node, spread)
+        return machines.link_of(self.device, size, self.ranks_per_node, spread)
 
     def collective_seconds(self, c: Collective, labels: Mapping[Node, set[str]] | None = None) -> float:
         """How long a collective is on its way that runs alone. What it copies before and after is not in it.
@@ -154,12 +145,14 @@ class CostModel:
         """What it costs to move things over a group, for who asks often."""
         n = self.group_size(group_name) or NOMINAL_RANKS
         link = self.link(group_name)
-        by_rank, latency = link.medium == "ports", link.seconds(0, n)
+        by_rank, latency, busy = link.medium == "ports", link.seconds(0, n), link.busy
         rate = self.device.memory * self.device.share
 
         def price(traffic: Traffic) -> Price:
-            seconds = link.seconds(traffic.busiest if by_rank else traffic.total / n, n)
-            return Price(latency, seconds - latency, traffic.packed / rate, traffic.unpacked / rate)
+            transfer = link.seconds(traffic.busiest if by_rank else traffic.total / n, n) - latency
+            held = link.host + busy * transfer
+            copies = traffic.packed / rate, traffic.unpacked / rate
+            return Price(latency - link.host, (1 - busy) * transfer, *copies, held)
 
         return price
 
@@ -178,19 +171,20 @@ class CostModel:
             return 0.0
         dependent = node in labels or any(i in labels for i in node.all_input_nodes)
         nominal = NOMINAL_BYTES if dependent else None
-        reads = [i for i in node.all_input_nodes if blocks.tensors(i) and not _fused(_behind_views(i), node)]
+        reads = [i for i in node.all_input_nodes if blocks.tensors(i) and not _are_fused(_behind_views(i), node)]
         writes = not _passes_on(node)
         traffic = _traffic_of(node, reads, writes, nominal)
         flops = NOMINAL_FLOPS * (_formula(node) is not None) if dependent else _flops(node)
-        seconds = self.device.compute_seconds(flops, traffic, _dtype(node))
+        elements = blocks.nbytes_of(node) / _dtype(node).itemsize if node.target in _FUNCTIONS and not dependent else 0
+        seconds = self.device.compute_seconds(flops, traffic, _dtype(node), elements)
         return seconds if writes else seconds - self.device.kernel
 
 
 def readable(c: Collective, members: Sequence[Member], labels: Mapping[Node, set[str]]) -> bool:
     """Whether all ranks, those of other groups as well, find the same bytes in a collective's arguments.
 
-    Within its group they do by the meaning of the collective, except where its cut is not known and a payload is put in
-    as it is.
+    Within its group they do, by the meaning of the collective. The exception is a payload that is put in as it is, by a
+    cut that is not known.
     """
     if any(labels.get(p, set()) - {c.group_name} for p in c.payloads):
         return False
@@ -214,6 +208,7 @@ class Prices:
         latency: by collective: the part of its seconds in which it uses no link; left out where it is none.
         link: by group: the name of the link that it uses; left out where it has one for itself.
         labels: of the nodes whose extents may differ between ranks, see `shardcompile.passes.graph.blocks.labels`.
+        call: before the first node runs.
     """
 
     seconds: Mapping[Node, float]
@@ -226,6 +221,7 @@ class Prices:
     latency: Mapping[Node, float] = field(default_factory=dict)
     link: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[Node, set[str]] = field(default_factory=dict)
+    call: float = 0.0
 
     @staticmethod
     def of(graph: Graph, model: CostModel) -> Prices:
@@ -269,13 +265,14 @@ class Prices:
                 continue
             price = model.price(c, labels)
             seconds[node], latency[node], group[node] = price.seconds, price.latency, c.group_name
-            if price.packing:
-                packing[node] = price.packing
+            if price.before:
+                packing[node] = price.before
             if price.unpacking and c.waits:
                 seconds[c.waits[0]] = price.unpacking
             awaits.update(dict.fromkeys(c.waits, node))
         link = {name: model.link(name).name for name in group.values()}
-        return Prices(seconds, nbytes, storage, group, awaits, inputs, packing, latency, link, labels)
+        call = model.device.call
+        return Prices(seconds, nbytes, storage, group, awaits, inputs, packing, latency, link, labels, call)
 
 
 @dataclass
@@ -363,7 +360,7 @@ def _behind_views(node: Node) -> Node:
     return node
 
 
-def _fused(producer: Node, reader: Node) -> bool:
+def _are_fused(producer: Node, reader: Node) -> bool:
     """Whether Inductor computes both in one kernel."""
     return _is_loop(producer) and (_is_loop(reader) or op_of(reader).reduces)
 
@@ -380,7 +377,7 @@ def _passes_on(node: Node) -> bool:
 
 
 def _stays(producer: Node, user: Node) -> bool:
-    return all(_stays(producer, u) for u in user.users) if _is_view(user) else _fused(producer, user)
+    return all(_stays(producer, u) for u in user.users) if _is_view(user) else _are_fused(producer, user)
 
 
 def _traffic_of(node: Node, reads: Sequence[Node], writes: bool, nominal: int | None) -> int:
@@ -393,9 +390,9 @@ def _traffic_of(node: Node, reads: Sequence[Node], writes: bool, nominal: int | 
     return sum(map(blocks.nbytes_of, reads)) + written * writes
 
 
-def _formula(node: Node) -> object:
+def _formula(node: Node) -> Callable[..., float] | None:
     packet: Any = getattr(node.target, "overloadpacket", node.target)
-    return flop_registry.get(_LIKE.get(packet, packet))
+    return _FORMULAS.get(packet) or flop_registry.get(_LIKE.get(packet, packet))
 
 
 def _flops(node: Node) -> float:
@@ -404,11 +401,17 @@ def _flops(node: Node) -> float:
     if formula is None:
         return 0.0
     named = tuple((k, _numbers(v)) for k, v in node.kwargs.items())
-    return _counted(formula, str(node.target), _numbers(node.args), named, _numbers(node.meta.get("val")))
+    return _count_flops(formula, str(node.target), _numbers(node.args), named, _numbers(node.meta.get("val")))
 
 
 @functools.lru_cache(maxsize=4096)
-def _counted(formula: Any, op: str, args: Any, kwargs: tuple[tuple[str, Any], ...], result: Any) -> float:
+def _count_flops(
+    formula: Callable[..., float],
+    op: str,
+    args: tuple[object, ...],
+    kwargs: tuple[tuple[str, object], ...],
+    result: object,
+) -> float:
     """What a formula says. The layers of a model ask for the same."""
     try:
         return float(formula(*args, **dict(kwargs), out_val=result))
@@ -429,7 +432,9 @@ def _numbers(value: object) -> Any:
 
 
 def _dtype(node: Node) -> torch.dtype:
-    """Of the numbers that are multiplied: a kernel of half precision may read and give sums in single precision."""
+    """The dtype of the numbers that are multiplied. A kernel of half precision may read and give sums in single
+    precision.
+    """
     values = [t.dtype for n in (node, *node.all_input_nodes) for t in blocks.tensors(n)]
     floating = [d for d in values if d.is_floating_point or d.is_complex]
     return min(floating, key=lambda d: d.itemsize) if floating else (values or [torch.float32])[0]

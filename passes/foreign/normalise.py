@@ -12,8 +12,8 @@ from shardcompile.collectives.gathers import ALL_GATHER_V, REDUCE_SCATTER_V
 from shardcompile.collectives.of_torch import ALL_GATHER, REDUCE_SCATTER
 from shardcompile.collectives.turns import ALL_TO_ALL_V
 from shardcompile.layout import CHUNK_KEY, GroupCut
-from shardcompile.passes.foreign.chains import Chain, chains, exchange_of, padded_from
-from shardcompile.passes.foreign.pieces import arguments_of, is_tracked
+from shardcompile.passes.foreign.padded_chains import Chain, exchange_of, find_chains, padded_from
+from shardcompile.passes.foreign.provenance import arguments_of, is_tracked
 from shardcompile.passes.graph.collective import WAIT, Collective, add_call, add_node, inherit
 
 aten = torch.ops.aten
@@ -29,29 +29,30 @@ class NormaliseChains:
         pad(x) -> shard_dim_alltoall -> slice                                           =>   all_to_all_v(x) -> wait
 
     These are the chains of DTensor (`Shard` to `Replicate` and back, `Partial` to `Shard`, `Shard` to `Shard`) and of
-    hand-written code. A chain is not matched node by node: from the even collective the pass follows which of its
-    elements reach which values (`shardcompile.passes.foreign.pieces`), and asks whether what is read is one range at
+    hand-written code. A chain is not matched node by node. From the even collective the pass follows which of its
+    elements reach which values (`shardcompile.passes.foreign.provenance`). It asks whether what is read is one range at
     the start of every rank's block, in the order of the ranks.
 
     Legal for a gather because nothing reads what is left out: not the padding, whatever its value. The payload is the
-    part of the padded tensor that is read, however the padding was made, and is nothing but `x` where that can be
-    seen. Legal for a scatter because what is left out is zeros on every rank, and their sum is put back for who reads
-    it. Results of gathers are the same bit for bit. Those of scatters are sums in rank order, where a backend may take
-    another: with three and more ranks the last bit may differ, and so may the sign of a zero. Legal for an exchange
-    as for a gather, if the others take their turn of the other dim too; the padding of that one is left out where it is
+    part of the padded tensor that is read, however the padding was made. It is nothing but `x` where that can be seen.
+    Legal for a scatter because what is left out is zeros on every rank, and their sum is put back for who reads it.
+    Results of gathers are the same bit for bit. Those of scatters are sums in rank order, where a backend may take
+    another: with three and more ranks the last bit may differ, and so may the sign of a zero. Legal for an exchange as
+    for a gather, if the others take their turn of the other dim too; the padding of that one is left out where it is
     zeros, and put back for who reads it.
 
     Which chains are rewritten, and into what, follows from what all ranks see: of a gather from the blocks that are
     read, of a scatter from the blocks that are sent. Never from the padding of this rank's own block, which the rank
-    with the largest one has not got. This presumes that all ranks run one program. Where each reads its own part of an
-    even gather (a halo, or to assemble the whole on rank 0 only), the graph of one rank can be that of a padded gather
-    node by node; nothing that this rank knows tells them apart. The comparison of the ranks' collectives finds it out,
-    and `agree` prevents it. What others take of an even gather is seen by nobody: without `agree` none becomes an
+    with the largest one has not got. This presumes that all ranks run one program. Ranks may each read their own part
+    of an even gather: a halo, or the whole on rank 0 only. Then one rank's graph can equal that of a padded gather,
+    node by node, and nothing that this rank knows tells them apart. The comparison of the ranks' collectives finds it
+    out, and `agree` prevents it. A rank cannot see what others take of an even gather: without `agree` none becomes an
     exchange. Where a gather may be a padded one as well, the ranks are asked about both.
 
     To be run on the graph of forward and backward together (``joint_custom_pre_pass``): what is saved in between is
-    chosen later, and can be the padded tensor, or on one rank nothing because its own block is a constant. On the
-    graphs of a forward or a backward alone it finds what is left, and nothing where the padded tensor leaves the graph.
+    chosen later. That can be the padded tensor; on one rank it can be nothing, because its own block is a constant. On
+    the graphs of a forward or a backward alone it finds what is left, and nothing where the padded tensor leaves the
+    graph.
 
     Left alone: even gathers of the whole and even scatters; gathers of which one rank's block is read only, which is
     how a rank takes its own; tensors with symbolic sizes.
@@ -85,7 +86,7 @@ class NormaliseChains:
     def _chains(self, index: int, node: Node) -> dict[str, Chain]:
         """The chains that a node may be the middle of, the best first, by the lines that describe them."""
         c = _collective(node)
-        found = [] if c is None else [x for x in chains(c) if self._is_wanted(x)]
+        found = [] if c is None else [x for x in find_chains(c) if self._is_wanted(x)]
         return {f"{index}: {chain}": chain for chain in found}
 
     def _is_wanted(self, chain: Chain) -> bool:
@@ -112,7 +113,7 @@ def _rewrite(graph: Graph, chain: Chain) -> None:
     with graph.inserting_before(c.node):
         if chain.new_cut is not None:
             to_dim, to_sizes = chain.new_cut
-            block = _unpadded(graph, c, {dim: sizes[me], to_dim: sum(to_sizes)})
+            block = _unpad(graph, c, {dim: sizes[me], to_dim: sum(to_sizes)})
             to_cut = GroupCut(list(to_sizes), CHUNK_KEY, [])
             shape[dim], shape[to_dim] = sum(sizes), to_sizes[me]
             start = add_call(
@@ -128,7 +129,7 @@ def _rewrite(graph: Graph, chain: Chain) -> None:
                 group_name=c.group_name,
             )
         elif c.descriptor is ALL_GATHER:
-            block = _unpadded(graph, c, {dim: sizes[me]})
+            block = _unpad(graph, c, {dim: sizes[me]})
             shape[dim] = sum(sizes)
             start = add_call(
                 graph, ALL_GATHER_V, input=block, dim=dim, total=sum(sizes), cut=cut, group_name=c.group_name
@@ -148,7 +149,7 @@ def _rewrite(graph: Graph, chain: Chain) -> None:
                 group_name=c.group_name,
             )
     inherit(start, [c])
-    result = _awaited(graph, c, start, dim, shape)
+    result = _await(graph, c, start, dim, shape)
     replaced: list[Node] = []
     if chain.new_cut is not None:
         replaced = _replace_padded(graph, chain.whole, result, chain.new_cut[0])
@@ -161,7 +162,7 @@ def _rewrite(graph: Graph, chain: Chain) -> None:
     _erase_unused(graph, payload)
 
 
-def _awaited(graph: Graph, c: Collective, start: Node, dim: int, shape: Sequence[int]) -> Node:
+def _await(graph: Graph, c: Collective, start: Node, dim: int, shape: Sequence[int]) -> Node:
     """The wait for a flat result, and the result in its shape; contiguous, so that it can be viewed as a slice can."""
     rest = [s for d, s in enumerate(shape) if d != dim]
     with graph.inserting_before(min(c.waits)):
@@ -175,7 +176,7 @@ def _awaited(graph: Graph, c: Collective, start: Node, dim: int, shape: Sequence
     return result
 
 
-def _unpadded(graph: Graph, c: Collective, extents: dict[int, int]) -> Node:
+def _unpad(graph: Graph, c: Collective, extents: dict[int, int]) -> Node:
     """What is no padding of this rank's block: what was padded, where that can be seen and has not changed since."""
     for node in padded_from(c, extents):
         if all(node.meta["val"].shape[dim] == n for dim, n in extents.items()):

@@ -71,14 +71,15 @@ def rank_dependent(graph: Graph, group_sizes: Mapping[str, int] | None = None) -
 def labels(graph: Graph, group_sizes: Mapping[str, int] | None = None) -> dict[Node, set[str]]:
     """For the nodes whose extents may differ between ranks, the names of the groups along which they may.
 
-    Found in the graph's structure alone, so that it is the same on every rank: what is put into or got from a
-    collective with uneven blocks, and all that is connected with it through ops, in either direction, up to the
-    collectives of the group in question, which say themselves whether their other side is uneven. A tensor without
-    dims connects nothing, nor does one that has its extents from a collective whose results are alike on all ranks.
+    The graph's structure alone tells, so that the answer is the same on every rank. It begins with what is put into or
+    got from a collective with uneven blocks. It adds all that is connected with that through ops, in either direction.
+    It ends at the collectives of the group in question, which say themselves whether their other side is uneven. A
+    tensor without dims connects nothing, nor does one that has its extents from a collective whose results are alike on
+    all ranks.
 
-    It finds more than need be (a weight that is multiplied with blocks that are gathered afterwards), and what meets
-    no collective with a known cut it cannot find: static inputs of different extents of which the graph does not tell.
-    The library makes its blocks symbols with common hints where they come in, so that these are none of its own.
+    It finds more than need be: a weight that is multiplied with blocks that are gathered afterwards. It cannot find
+    what meets no collective with a known cut: static inputs of different extents, of which the graph does not tell. The
+    library gives its blocks symbols with common hints where they come in, so its own inputs are none of these.
 
     Args:
         graph: any.
@@ -91,7 +92,7 @@ def labels(graph: Graph, group_sizes: Mapping[str, int] | None = None) -> dict[N
             seeds.setdefault(label, []).extend(nodes)
     found: dict[Node, set[str]] = {}
     for label, start in seeds.items():
-        for node in _connected(graph, label, start, edges):
+        for node in _connect(graph, label, start, edges):
             found.setdefault(node, set()).add(label)
     return found
 
@@ -150,11 +151,13 @@ def ranks_of_group(name: str) -> list[int] | None:
         return None
 
 
-def _connected(graph: Graph, label: str, seeds: Sequence[Node], edges: Mapping[Node, _Boundary]) -> set[Node]:
+def _connect(graph: Graph, label: str, seeds: Sequence[Node], edges: Mapping[Node, _Boundary]) -> set[Node]:
     def bounds(node: Node) -> bool:
         return node in edges and edges[node].group_name == label
 
-    alike = _alike(graph, bounds_result={n: not b.uneven_result for n, b in edges.items() if b.group_name == label})
+    alike = _equal_on_all_ranks(
+        graph, bounds_result={n: not b.uneven_result for n, b in edges.items() if b.group_name == label}
+    )
     found = set(seeds)
     todo = list(found)
     while todo:
@@ -169,7 +172,7 @@ def _connected(graph: Graph, label: str, seeds: Sequence[Node], edges: Mapping[N
     return found
 
 
-def _alike(graph: Graph, bounds_result: Mapping[Node, bool]) -> set[Node]:
+def _equal_on_all_ranks(graph: Graph, bounds_result: Mapping[Node, bool]) -> set[Node]:
     """Nodes that have their extents from collectives whose results are alike on all ranks of the group."""
     alike: set[Node] = set()
     for node in graph.nodes:

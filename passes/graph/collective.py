@@ -157,7 +157,7 @@ class Collective:
         if source is None:
             return None
         total, cut = source
-        hinted = GroupCut([_hint(s) for s in cut.sizes], _hint(cut.key), cut.nest)
+        hinted = GroupCut([_hint(s) for s in cut.sizes], _hint(cut.key), cut.grouping)
         try:
             return hinted.blocks(_hint(total), self.group_size)
         except (LookupError, ShardError):  # the key of another process
@@ -169,7 +169,7 @@ class Collective:
     @property
     def backward(self) -> bool:
         """Whether it is part of a backward pass."""
-        return bool(self.node.meta.get("autograd_backward")) or self.node.meta.get("partitioner_tag") == "is_backward"
+        return _is_backward(self.node)
 
     @property
     def source(self) -> str:
@@ -181,8 +181,7 @@ class Collective:
     @property
     def notes(self) -> dict[str, str]:
         """Why it is there: ``redistribution``, ``mesh_dim``, ``gathered_for``, as far as they are known."""
-        key = f"{NOTES}_backward" if self.backward else NOTES
-        return dict(self.node.meta.get("custom", {}).get(key, {}))
+        return notes_of(self.node)
 
     @property
     def module(self) -> str:
@@ -193,6 +192,16 @@ class Collective:
     def __str__(self) -> str:
         side = "backward" if self.backward else "forward"
         return f"{self.kind} {self.node.name} ({self.global_bytes} B, group {self.group_name}, {side})"
+
+
+def notes_of(node: Node) -> dict[str, str]:
+    """What was noted down where a node was traced, see `shardcompile.compat.noted`."""
+    key = f"{NOTES}_backward" if _is_backward(node) else NOTES
+    return dict(node.meta.get("custom", {}).get(key, {}))
+
+
+def _is_backward(node: Node) -> bool:
+    return bool(node.meta.get("autograd_backward")) or node.meta.get("partitioner_tag") == "is_backward"
 
 
 def kind_of(node: Node) -> str | None:

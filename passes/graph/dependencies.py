@@ -145,7 +145,7 @@ def needed_first(
                 continue
             assert len(stack) <= len(items), "what is needed closes a circle"
             top = stack[-1][-1]
-            missing = [] if top in done else _missing(top, before, done)
+            missing = [] if top in done else _find_missing(top, before, done)
             if missing:
                 stack.append(sorted(missing, key=place.__getitem__, reverse=True))
                 continue
@@ -156,7 +156,7 @@ def needed_first(
     return order
 
 
-def _missing(item: T, before: Callable[[T], Iterable[T]], done: set[T]) -> set[T]:
+def _find_missing(item: T, before: Callable[[T], Iterable[T]], done: set[T]) -> set[T]:
     """What an item needs, also indirectly, and has not come."""
     found: set[T] = set()
     pending = [item]

@@ -50,7 +50,7 @@ def op_of(node: Node) -> Op:
     target: Any = node.target
     found = _KNOWN.get(id(target))
     if found is None:
-        found = _KNOWN[id(target)] = _looked_up(target)  # which keeps the target, so that no other has its id
+        found = _KNOWN[id(target)] = _look_up(target)  # which keeps the target, so that no other has its id
     return found
 
 
@@ -58,7 +58,7 @@ _NONE = Op(None)
 _KNOWN: dict[int, Op] = {}
 
 
-def _looked_up(target: object) -> Op:
+def _look_up(target: object) -> Op:
     tags, schema = getattr(target, "tags", ()), getattr(target, "_schema", None)
     return Op(
         target,
@@ -67,11 +67,11 @@ def _looked_up(target: object) -> Op:
         torch.Tag.pointwise in tags,
         torch.Tag.reduction in tags,
         target in _ALLOCATIONS,
-        _shared(target, schema),
+        _share(target, schema),
     )
 
 
-def _shared(target: Any, schema: Any) -> int | str | None:
+def _share(target: object, schema: torch.FunctionSchema | None) -> int | str | None:
     if target in (WAIT, operator.getitem, aten._unsafe_view.default):
         return 0
     if schema is None or not schema.returns or schema.returns[0].alias_info is None:

@@ -25,10 +25,10 @@ def lower_bound(graph: Graph, prices: Prices) -> float:
 
     * the longest path through the graph, where a collective's time lies between its start and its waits: a node starts
       after its inputs, and after the collective that it awaits;
-    * of the compute stream, of each group's, and of each link that several groups share: its work, one piece at a
-      time, none before the longest path to it and the last one before the longest path from it. With preemption allowed
-      (and it is not), this is solved exactly by Jackson's rule (Carlier, "The one-machine sequencing problem", 1982),
-      so that it is at least the sum of the work, the whole compute and a group's whole communication.
+    * of the compute stream, of each group's, and of each link that several groups share: its work, one piece at a time,
+      none before the longest path to it and the last one before the longest path from it. With preemption allowed
+      (which it is not), Jackson's rule solves this exactly (Carlier, "The one-machine sequencing problem", 1982). So it
+      is at least the whole compute, and a group's whole communication.
     """
     heads, tails = _heads(graph, prices), tails_of(graph, prices)
     jobs = _compute_jobs(graph, prices, heads, tails)
@@ -38,17 +38,17 @@ def lower_bound(graph: Graph, prices: Prices) -> float:
             jobs.setdefault(group, []).append((start, prices.seconds[node], tails[node]))
     path = max((sum(job) for work in jobs.values() for job in work), default=0.0)
     links = _link_jobs(prices, heads, tails)
-    return max([path, *map(_one_machine_bound, jobs.values()), *map(_one_machine_bound, links.values())])
+    return prices.call + max([path, *map(_one_machine_bound, jobs.values()), *map(_one_machine_bound, links.values())])
 
 
 def bucket_bound(graph: Graph, prices: Prices, model: CostModel) -> float:
     """Seconds that no order of a graph can beat in `simulate`, whichever of its collectives share buckets.
 
     As `lower_bound`, but of latencies only those count that no bucket saves: those along a path, one before the first
-    transfer of each link, and one for each kind of collective of a group. What buckets copy is free. And a bucket of
-    uneven blocks takes as long as the rank that has most of all its members, which may be less than they take one by
-    one. So links and compute are bounded by what a single rank has of all collectives of one kind and group: no bucket
-    is faster than any of its ranks. It is the rank that has most.
+    transfer of each link, and one for each kind of collective of a group. What buckets copy is free. A bucket of uneven
+    blocks takes as long as the rank that has most of all its members. That may be less than they take one by one. So
+    links and compute are bounded by what a single rank has of all collectives of one kind and group: no bucket is
+    faster than any of its ranks. It is the rank that has most.
 
     Args:
         graph: in a valid order.
@@ -60,7 +60,7 @@ def bucket_bound(graph: Graph, prices: Prices, model: CostModel) -> float:
     ends = [heads[n] + prices.seconds[n] + tails[n] for n in prices.group]
     fewest = _of_one_rank(graph, prices, model)
     work = [*_compute_jobs(graph, fewest, heads, tails).values(), *_link_jobs(fewest, heads, tails).values()]
-    return max([path, *ends, *map(_one_machine_bound, work), *_once_each(fewest)])
+    return prices.call + max([path, *ends, *map(_one_machine_bound, work), *_once_each(fewest)])
 
 
 def _of_one_rank(graph: Graph, prices: Prices, model: CostModel) -> Prices:

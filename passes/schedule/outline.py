@@ -1,4 +1,6 @@
-"""What schedules of the same tasks have in common, what a scheduler goes by, and what it makes."""
+"""What all schedules of the same tasks share (`Outline`), what a scheduler decides by (`Plan`), and its result
+(`Schedule`).
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,14 @@ import numpy as np
 from shardcompile.passes.schedule.tasks import START, WAIT, WORK, Tasks
 
 LEADS = 4.0
-"""A collective leads if so many times its own time is left to do after it: then the path through it matters."""
+"""A collective leads if the work after it takes at least so many times its own time: then the path through it
+matters.
+"""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a scheduler goes by.
+    """What a scheduler decides by.
 
     Attributes:
         rank: by task: of two at work that could be next, the one of lower rank is taken.

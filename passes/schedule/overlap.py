@@ -69,7 +69,7 @@ def best_order(graph: Graph, prices: Prices, memory_limit: float = MEMORY_LIMIT)
     limit = byte_limit(graph, prices, memory_limit)
     edges = Edges.of(graph)
     tasks = Tasks.of(edges, prices)
-    found = search(tasks, limit, lower_bound(graph, prices))
+    found = search(tasks, limit, lower_bound(graph, prices) - prices.call)
     order = nodes_in_order(edges, tasks, found.order)
     timeline = simulate(order, prices)
     if (timeline.peak_bytes > limit, timeline.total, timeline.peak_bytes) < (

@@ -1,9 +1,9 @@
-"""List scheduling of tasks: goes through time, and takes of those that could be next the best one.
+"""List scheduling of tasks: goes through time, and always takes the best task that could be next.
 
 Collectives start as soon as their group is free and memory allows, the most urgent first. How much memory an early
 start may take is told by a curve: by how far the compute has come, what is held if every collective starts just when it
-is needed. A result that comes early is held from its start to its first use, and is allowed where the curve leaves
-room for it all that time, so that compute is not held up later. A payload that waits for its reduction counts too, and
+is needed. A result that comes early is held from its start to its first use. It is allowed where the curve leaves room
+for it all that time, so that compute is not held up later. A payload that waits for its reduction counts too, and
 compute waits for reductions where it would go beyond the limit.
 """
 
@@ -23,7 +23,7 @@ from shardcompile.passes.schedule.tasks import START, WAIT, WORK
 _AT_ONCE = 1e-12
 
 _ROUNDING = 1e-9
-"""What sums of seconds may be wrong by, relative to them."""
+"""The relative error that sums of seconds may have."""
 
 
 class Scheduler:
@@ -113,7 +113,7 @@ class Scheduler:
             self._run_collective(n)
         self.order.append(n)
         self._taken[n] = True
-        self._hold(n)
+        self._count_memory(n)
         if n in self.outline.prepares:
             return  # nothing waited for it
         missing = self._missing
@@ -145,7 +145,7 @@ class Scheduler:
                 until = bisect_left(outline.clock, outline.clock[here] + end - self.now)
                 self._curve[here:until] += outline.payload[n]
 
-    def _hold(self, n: int) -> None:
+    def _count_memory(self, n: int) -> None:
         """Count the memory."""
         tasks = self.tasks
         alloc, made = tasks.alloc[n], tasks.makes[n]
@@ -238,7 +238,7 @@ class Scheduler:
         return False
 
     def _horizon(self) -> float:
-        """Until when the compute has something to do, or to wait for: what could start later is decided upon then."""
+        """When the compute next has nothing to do or waits. What could start later than that is decided then."""
         while self._work and self._taken[self._work[0][2]]:
             heapq.heappop(self._work)
         if self._work:
@@ -250,7 +250,7 @@ class Scheduler:
         return self.now if wait is None else max(self.now, self._waits[0][0]) + self.tasks.seconds[wait]
 
     def _best(self, growing: list[tuple[float, int]], shrinking: list[tuple[float, int]]) -> int | None:
-        """The more urgent of the two that are at the front, the first one only if there is memory for it."""
+        """The more urgent of the two at the front. The first counts only if there is memory for it."""
         for heap in (growing, shrinking):
             while heap and self._taken[heap[0][1]]:
                 heapq.heappop(heap)
@@ -295,7 +295,9 @@ class Scheduler:
         return True
 
     def _next_work(self) -> int:
-        """The best task at work that is ready; where memory is scarce, what frees some, or the first that is left."""
+        """The best task on the compute stream that is ready. Where memory is scarce, one that frees some, or the
+        first one left.
+        """
         while self._work and self._taken[self._work[0][2]]:
             heapq.heappop(self._work)
         while self._fill and self._taken[self._fill[0][1]]:

@@ -9,36 +9,37 @@ from shardcompile.passes.schedule.outline import Outline, Plan, Schedule
 from shardcompile.passes.schedule.scheduler import Scheduler
 from shardcompile.passes.schedule.tasks import START, Tasks
 
-HASTE = (math.inf, 1.0)
+EARLINESS = (math.inf, 1.0)
 """How much earlier a collective is started than just in time, in multiples of the time that it takes."""
 
-HASTE_OF_LEADING = (2.0, 8.0, 32.0)
+EARLINESS_OF_LEADING = (2.0, 8.0, 32.0)
 """The same where fillers are left for gaps: the compute gets further ahead then, in its order."""
 
 WINDOWS = (4, 16, 64, 256)
 """How far tasks may overtake others, in places of the original order, where the compute is reordered as well."""
 
 JUSTIFICATIONS = 3
-"""How often the best schedule is made anew from the latest times at which it could have done everything."""
+"""How often the best schedule is justified (see `search`)."""
 
-QUICK_WINDOW, QUICK_HASTE = 16, 8.0
+QUICK_WINDOW, QUICK_EARLINESS = 16, 8.0
 """Those of them that are taken where a few attempts have to do."""
 
 NARROWER = (1.0, 0.985, 0.96, 0.9)
-"""What a scheduler is told the limit is, relative to it: what it decides early can take more than the curve says."""
+"""The limit that a scheduler is given, relative to the real one: what it decides early can take more than the curve
+says.
+"""
 
 CLOSE = 1e-3
-"""A schedule that is so close to the bound, relative to it, is good enough to look no further."""
+"""A schedule so close to the bound, relative to it, ends the search."""
 
 
 def search(tasks: Tasks, limit: float, bound: float) -> Schedule:
     """The fastest schedule that was found within a limit of memory; if none is within it, the one with least memory.
 
-    First the compute keeps its order, then it is reordered within windows, the longest path first, with tasks that no
-    later one waits for as fillers of gaps or without, and at last the best
-    schedule is justified: all tasks are put as late as they could be without anything ending later, and those that
-    had to be first are taken first (Valls, Ballestin, Quintanilla, "Justification and RCPSP: a technique that pays",
-    2005).
+    First the compute keeps its order. Then it is reordered within windows, the longest path first; tasks that no later
+    one waits for fill gaps, or do not. At last the best schedule is justified: all tasks are put as late as they could
+    be without anything ending later, and those that had to be first are taken first (Valls, Ballestin, Quintanilla,
+    "Justification and RCPSP: a technique that pays", 2005).
 
     Args:
         tasks: of a graph.
@@ -48,12 +49,12 @@ def search(tasks: Tasks, limit: float, bound: float) -> Schedule:
     finder = _Finder(Outline(tasks), limit, bound)
     outline = finder.outline
     place, needed = _places(tasks), _needed(outline)
-    for haste in HASTE:
-        finder.attempt(Plan(place, needed, due_times(outline, haste), 1, limit))
+    for earliness in EARLINESS:
+        finder.attempt(Plan(place, needed, due_times(outline, earliness), 1, limit))
     urgent = [-tail for tail in outline.tails]
-    for leads, hastes in ((True, HASTE_OF_LEADING), (False, HASTE[:1])):
-        for haste in hastes:
-            finder.widen(Plan(urgent, needed, due_times(outline, haste), 1, limit, leads))
+    for leads, levels in ((True, EARLINESS_OF_LEADING), (False, EARLINESS[:1])):
+        for earliness in levels:
+            finder.widen(Plan(urgent, needed, due_times(outline, earliness), 1, limit, leads))
     for _ in range(JUSTIFICATIONS):
         late = latest(tasks, finder.best)
         if not finder.attempt(replace(finder.plan, rank=late, urgency=late)):
@@ -125,20 +126,20 @@ def quick_plan(outline: Outline, limit: float, longest_first: bool) -> Plan:
     if not longest_first:
         return Plan(_places(outline.tasks), needed, due_times(outline, math.inf), 1, limit)
     urgent = [-tail for tail in outline.tails]
-    return Plan(urgent, needed, due_times(outline, QUICK_HASTE), QUICK_WINDOW, limit, leads=True)
+    return Plan(urgent, needed, due_times(outline, QUICK_EARLINESS), QUICK_WINDOW, limit, leads=True)
 
 
-def due_times(outline: Outline, haste: float) -> list[float]:
+def due_times(outline: Outline, earliness: float) -> list[float]:
     """By task: how far the compute has to have come before it may start, if it is a collective that grows.
 
     Args:
         outline: of the tasks.
-        haste: how much earlier than just in time that is, in multiples of the collective's own time.
+        earliness: how much earlier than just in time that is, in multiples of the collective's own time.
     """
     due = [-math.inf] * len(outline.tasks.nodes)
-    if not math.isinf(haste):
+    if not math.isinf(earliness):
         for start, place in outline.first_use.items():
-            due[start] = outline.clock[place] - (1 + haste) * outline.tasks.price[start].seconds
+            due[start] = outline.clock[place] - (1 + earliness) * outline.tasks.price[start].seconds
     return due
 
 

@@ -32,11 +32,11 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a schedule comes to. Times in seconds, memory in bytes.
+    """The outcome of a schedule. Times in seconds, memory in bytes.
 
     Attributes:
         total: until everything has ended, collectives that nobody waits for included.
-        compute: the compute stream's work.
+        compute: the compute stream's work, and what the call of the graph takes before it.
         communication: by group, its stream's work.
         exposed: how long the compute stream has nothing to do.
         stalls: by collective, how long the compute stream waits for it.
@@ -67,7 +67,7 @@ def simulate(order: Sequence[Node], prices: Prices) -> Timeline:
     communication: dict[str, float] = {}
     ended: dict[Node, float] = {}
     stalls: dict[Node, float] = {}
-    now = compute = 0.0
+    now = compute = prices.call
     for node in order:
         took = seconds[node]
         stream = group.get(node)
@@ -136,8 +136,9 @@ def _check_order(order: Sequence[Node], prices: Prices) -> None:
 def peak_memory(order: Sequence[Node], prices: Prices) -> int:
     """The most bytes that are held at any time.
 
-    A tensor is held from the node that makes it to the last node that reads it or one of its views, a collective's
-    payload also until the collective is first awaited (the last node, if it never is), inputs throughout.
+    A tensor is held from the node that makes it to the last node that reads it or one of its views. A collective's
+    payload is held until the collective is first awaited (to the last node, if it never is). Inputs are held
+    throughout.
 
     Args:
         order: all nodes of a graph, each after its inputs.
@@ -158,7 +159,7 @@ def peak_memory(order: Sequence[Node], prices: Prices) -> int:
 
 
 def known_peak(graph: Graph, prices: Prices) -> int:
-    """`peak_memory` of a graph as it came to the first pass that asked, which later ones are measured by as well.
+    """`peak_memory` of a graph as the first pass found it. Later passes are measured by the same number.
 
     Args:
         graph: in a valid order.
@@ -210,7 +211,7 @@ def chrome_events(process: int, name: str, streams: Mapping[str, str], bars: Ite
     """
     thread = {stream: i for i, stream in enumerate(streams)}
 
-    def said(kind: str, tid: int, **args: object) -> dict[str, Any]:
+    def said(kind: str, tid: int, **args: object) -> dict[str, object]:
         return {"ph": "M", "name": kind, "pid": process, "tid": tid, "args": args}
 
     described = [said("process_name", 0, name=name), said("process_sort_index", 0, sort_index=process)]

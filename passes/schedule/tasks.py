@@ -1,4 +1,4 @@
-"""A graph as schedules are searched for: only what takes time or memory, by number.
+"""A graph for the search of schedules: only what takes time or memory, by number.
 
 Nodes that take neither (views, parts of results, sizes) are left out; what depends on one depends on what it depends
 on. `nodes_in_order` puts them back. Collectives can be joined here before they are in the graph, so that many ways to
@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
-from shardcompile.passes.cost.model import Price, Prices, computes_nothing
+from shardcompile.machines import Price
+from shardcompile.passes.cost.model import Prices, computes_nothing
 from shardcompile.passes.graph.dependencies import needed_first
 from shardcompile.passes.schedule.edges import Edges
 
@@ -190,7 +191,7 @@ class _Joining:
         new.nodes = [old.nodes[n] for n in order]
         new.kind, new.idle = [old.kind[n] for n in order], [old.idle[n] for n in order]
         new.seconds = [
-            self.prices[n].packing if n in self.prices else self.unpacks.get(n, old.seconds[n]) for n in order
+            self.prices[n].before if n in self.prices else self.unpacks.get(n, old.seconds[n]) for n in order
         ]
         new.before = [[number[b] for b in before[n]] for n in order]
         new.after = [[] for _ in order]

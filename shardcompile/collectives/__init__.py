@@ -1,8 +1,8 @@
 """Functional collectives on blocks of any size.
 
-Each one is an op of the namespace ``shardcompile``: it returns a new tensor, complete after a wait like
-those of ``_c10d_functional``, has a fake and an autograd implementation, and stays one node in a graph. Its descriptor
-says all of it: `shardcompile.collectives.descriptor`. Importing its module makes the op, and has passes know it.
+Each one is an op of the namespace ``shardcompile``: it returns a new tensor, which is complete after a wait, as with
+``_c10d_functional``. It has a fake and an autograd implementation, and stays one node in a graph. Its descriptor says
+all of it: `shardcompile.collectives.descriptor`. Importing its module registers the op and tells the passes about it.
 """
 
 import shardcompile.collectives.mirrors
@@ -25,8 +25,11 @@ from shardcompile.collectives.functional import receive_block as receive_block
 from shardcompile.collectives.functional import reduce_scatter_v as reduce_scatter_v
 from shardcompile.collectives.functional import send_blocks as send_blocks
 from shardcompile.collectives.links import Links as Links
+from shardcompile.collectives.links import Reduction as Reduction
 from shardcompile.collectives.links import add_rows as add_rows
 from shardcompile.collectives.links import find_links as find_links
+from shardcompile.collectives.links import named_rows as named_rows
+from shardcompile.collectives.links import reduce_rows as reduce_rows
 from shardcompile.collectives.links import take_rows as take_rows
 from shardcompile.collectives.nearest import nearest as nearest
 from shardcompile.collectives.pending import Decoded as Decoded
@@ -34,12 +37,15 @@ from shardcompile.collectives.pending import Pending as Pending
 from shardcompile.collectives.pending import wait as wait
 from shardcompile.collectives.reads import Reads as Reads
 from shardcompile.collectives.reads import Window as Window
+from shardcompile.collectives.ring import PendingBlocks as PendingBlocks
 from shardcompile.collectives.ring import Ring as Ring
 from shardcompile.collectives.routes import OUT_OF_RANGE as OUT_OF_RANGE
+from shardcompile.collectives.routes import block_starts as block_starts
 from shardcompile.collectives.routes import cut_of_sizes as cut_of_sizes
 from shardcompile.collectives.routes import exchange_rows as exchange_rows
 from shardcompile.collectives.routes import gather_counts as gather_counts
 from shardcompile.collectives.routes import rows_from as rows_from
+from shardcompile.collectives.sorting import sort_rows as sort_rows
 from shardcompile.collectives.spans import documents_of as documents_of
 from shardcompile.collectives.spans import fetch_named as fetch_named
 from shardcompile.collectives.spans import fetch_reached as fetch_reached

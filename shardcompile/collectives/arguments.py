@@ -1,4 +1,4 @@
-"""The arguments of an op by their names: a named tuple says the op's signature, and carries a call's arguments.
+"""The arguments of an op by name. A named tuple is the op's signature, and holds the arguments of a call.
 
 One such record serves everywhere: at run time with tensors and numbers in it, in a trace with fake tensors and symbols,
 in a graph with nodes.
@@ -98,13 +98,13 @@ def _schema(name: str, hint: object) -> str:
 
 
 def map_arguments(function: Callable[[Any], object], record: A) -> A:
-    """A record with a function's results in place of what is in it, in lists and cuts as well."""
-    return type(record)(*(_mapped(function, field) for field in record))
+    """A record with a function applied to all that is in it, in lists and cuts as well."""
+    return type(record)(*(_map(function, field) for field in record))
 
 
-def _mapped(function: Callable[[Any], Any], field: Any) -> Any:
+def _map(function: Callable[[Any], Any], field: Any) -> Any:
     if isinstance(field, GroupCut):
-        return GroupCut(_mapped(function, field.sizes), function(field.key), field.nest)
+        return GroupCut(_map(function, field.sizes), function(field.key), field.grouping)
     if isinstance(field, (list, tuple)):
-        return [_mapped(function, f) for f in field]
+        return [_map(function, f) for f in field]
     return function(field)

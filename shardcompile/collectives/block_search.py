@@ -19,7 +19,7 @@ _TILE = 1 << 18
 """How many distances are held at a time."""
 
 _TREE_TILE = 1 << 15
-"""The same, where trees give candidates: small beside a block of points, since a dozen tensors are made of them."""
+"""The same, where trees give candidates. A dozen tensors are made of them, so it is small beside a block of points."""
 
 _FEW_DIMS = 8
 """Trees visit most of the points in spaces of more dims."""
@@ -119,11 +119,11 @@ def search(found: Found, block: Block, queries: Tensor, reach: float) -> None:
     step = max(1, _TREE_TILE // ((count + 1) * 4) if by_tree else _TILE // many)
     for start in range(0, queries.shape[0], step):
         rows = slice(start, min(start + step, queries.shape[0]))
-        some = queries[rows].to(_compared_in(queries))
+        some = queries[rows].to(_dtype_to_compare(queries))
         found.merge(rows, *(_by_tree if by_tree else _by_all)(block, some, count, reach))
 
 
-def _compared_in(x: Tensor) -> torch.dtype:
+def _dtype_to_compare(x: Tensor) -> torch.dtype:
     if x.device.type == "cpu":
         return torch.float64
     return torch.float32 if x.dtype.itemsize < 4 else x.dtype
@@ -168,7 +168,7 @@ def _by_tree(block: Block, queries: Tensor, count: int, reach: float) -> tuple[T
         level = told[:, -1].isfinite() & (told[:, -1] <= told[:, -2] * (1 + 1e-12))
         crowded = level.nonzero().flatten()
         if len(crowded):
-            distances, at = _widened(block, queries, crowded, distances, at, told[crowded, -1], reach)
+            distances, at = _widen(block, queries, crowded, distances, at, told[crowded, -1], reach)
         if math.isfinite(reach):
             full = (within > count).nonzero().flatten()
             if len(full):
@@ -180,17 +180,17 @@ def _by_tree(block: Block, queries: Tensor, count: int, reach: float) -> tuple[T
 
 
 def _of_candidates(block: Block, queries: Tensor, at: Tensor, reach: float) -> Tensor:
-    """Distances to candidates, infinite beyond reach and where a tree has given none."""
+    """Distances to candidates. They are infinite beyond reach, and where a tree has given none."""
     many = block.points.shape[0]
     points = block.points[at.clamp(max=many - 1)]
     distances = _distances(queries.unsqueeze(1), points).squeeze(1)
     return torch.where((at < many) & (distances <= reach), distances, math.inf)
 
 
-def _widened(
+def _widen(
     block: Block, queries: Tensor, crowded: Tensor, distances: Tensor, at: Tensor, told: Tensor, reach: float
 ) -> tuple[Tensor, Tensor]:
-    """Candidates with all that are as far away as the last one, for some queries."""
+    """Candidates for some queries, and all points that are as far away as the last one."""
     many = block.points.shape[0]
     lists = block.tree.query_ball_point(queries[crowded].numpy(), (told * (1 + 1e-9)).numpy())
     wide = max(at.shape[1], *map(len, lists))

@@ -1,4 +1,4 @@
-"""What the collectives on blocks have in common at run time: where blocks are, and room for what arrives."""
+"""What collectives on blocks share at run time: where blocks are, and memory for what arrives."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 What the passes put in place of single collectives. Each rank packs its blocks one after the other, whatever their
 sizes, so that nothing is padded; the result holds the members one after the other, each as its own collective would
-have given it, flat and rows first. Of all-gathers of several dtypes the bytes are gathered. No gradients: passes run
-when these are traced.
+have given it, flat and rows first. All-gathers of several dtypes are gathered as bytes. No gradients: passes run when
+these are traced.
 
 The cuts of all members are one list, see `shardcompile.layout.arguments`.
 """
@@ -110,7 +110,7 @@ _Key = tuple[tuple[int, ...], int, tuple[int, ...]]
 
 
 def _keys(cuts: Sequence[GroupCut]) -> tuple[_Key, ...]:
-    return tuple([(tuple(c.sizes), int(c.key), tuple(c.nest)) for c in cuts])
+    return tuple([(tuple(c.sizes), int(c.key), tuple(c.grouping)) for c in cuts])
 
 
 @functools.lru_cache(maxsize=512)
@@ -141,8 +141,8 @@ def _plan_of(
         holder: this rank, if the inputs are its blocks.
     """
     counts = []
-    for n, (shape, dim, (sizes, key, nest)) in enumerate(zip(shapes, dims, cuts, strict=True)):
-        cut = GroupCut(list(sizes), key, list(nest))
+    for n, (shape, dim, (sizes, key, grouping)) in enumerate(zip(shapes, dims, cuts, strict=True)):
+        cut = GroupCut(list(sizes), key, list(grouping))
         blocks = blocks_of(shape[dim] if totals is None else totals[n], dim, cut, ranks, what)
         if holder is not None:
             check_block(shape, dim, blocks[holder], holder, what)
@@ -157,7 +157,7 @@ def _plan_of(
 
 
 def _order(counts: Sequence[Sequence[int]], unit: int) -> Tensor:
-    """Of pieces [rank][member] one after the other the units' numbers, member after member and rank after rank."""
+    """Numbers of units in the order of members, then ranks, where pieces lie in the order of ranks, then members."""
     lengths = torch.tensor(counts, device="cpu") // unit
     by_rank = lengths.t().reshape(-1)
     starts = (by_rank.cumsum(0) - by_rank).view(lengths.t().shape).t().reshape(-1)
@@ -172,7 +172,7 @@ def _rows(x: Tensor, dim: int) -> Tensor:
     return transport.rows_first(x, dim).view(-1)
 
 
-def _turned(pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _transpose(pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Pieces [a][b] as one list in the order (b, a)."""
     return [piece for column in zip(*pieces, strict=True) for piece in column]
 
@@ -198,19 +198,19 @@ def _gather(a: AllGatherBucket) -> Tensor:
         borrowed = []
     else:
         rows = [_rows(x, d) for x, d in zip(inputs, a.dims, strict=True)]
-        packed = _packed([x if x.dtype == dtype else x.view(dtype) for x in rows], share)
+        packed = _pack([x if x.dtype == dtype else x.view(dtype) for x in rows], share)
         borrowed = [packed]
     gathered = scratch.borrow(sum(plan.shares), packed)
     borrowed.append(gathered)
     call = ALL_GATHER_BUCKET.enter(group, packed.dtype, tuple(plan.shares))
     if plan.order is not None and packed.device.type == "cpu":
         works = transport.gather_rows(call, packed, plan.shares, gathered)
-        return _ordered_later(call, works, gathered, plan.order, plan.unit, borrowed)
+        return _order_later(call, works, gathered, plan.order, plan.unit, borrowed)
     works = transport.gather_rows(call, packed, plan.shares, gathered, keep_own=False)
-    return _unpacked_later(call, works, packed, gathered, plan.shares, plan.by_rank, borrowed)
+    return _unpack_later(call, works, packed, gathered, plan.shares, plan.by_rank, borrowed)
 
 
-def _packed(pieces: list[Tensor], numel: int) -> Tensor:
+def _pack(pieces: list[Tensor], numel: int) -> Tensor:
     """Flat pieces one after the other, borrowed.
 
     Args:
@@ -220,7 +220,7 @@ def _packed(pieces: list[Tensor], numel: int) -> Tensor:
     return torch.cat(pieces, out=scratch.borrow(numel, pieces[0]))
 
 
-def _unpacked_later(
+def _unpack_later(
     call: Call,
     works: Sequence[Work],
     own: Tensor,
@@ -243,24 +243,24 @@ def _unpacked_later(
     out = torch.empty_like(received)
     blocks = list(received.split(shares))
     blocks[call.group.rank()] = own
-    pieces = _turned([block.split(counts) for block, counts in zip(blocks, by_rank, strict=True)])
+    pieces = _transpose([block.split(counts) for block, counts in zip(blocks, by_rank, strict=True)])
 
-    return _filled_later(out, call, works, lambda: torch.cat(pieces, out=out), borrowed)
+    return _fill_later(out, call, works, lambda: torch.cat(pieces, out=out), borrowed)
 
 
-def _ordered_later(
+def _order_later(
     call: Call, works: Sequence[Work], received: Tensor, order: Tensor, unit: int, borrowed: Sequence[Tensor]
 ) -> Tensor:
-    """As `_unpacked_later`, by the units' numbers: one call, whatever the number of pieces."""
+    """As `_unpack_later`, by the units' numbers: one call, whatever the number of pieces."""
     out = torch.empty_like(received)
 
     def unpack() -> None:
         torch.index_select(received.view(-1, unit), 0, order, out=out.view(-1, unit))
 
-    return _filled_later(out, call, works, unpack, borrowed)
+    return _fill_later(out, call, works, unpack, borrowed)
 
 
-def _filled_later(
+def _fill_later(
     out: Tensor, call: Call, works: Sequence[Work], fill: Callable[[], object], borrowed: Sequence[Tensor]
 ) -> Tensor:
     """A tensor that is complete after its wait: works done, it is filled, and what was borrowed goes back."""
@@ -289,7 +289,7 @@ def _scatter(a: ReduceScatterBucket) -> Tensor:
         None,
     )
     members = [_rows(x, d).split(counts) for x, d, counts in zip(inputs, a.dims, plan.counts, strict=True)]
-    packed = _packed(_turned(members), sum(plan.shares))
+    packed = _pack(_transpose(members), sum(plan.shares))
     own = plan.shares[group.rank()]
     out = packed.new_empty([own])
     parts = scratch.borrow(group.size() * own, out)
@@ -300,7 +300,7 @@ def _scatter(a: ReduceScatterBucket) -> Tensor:
     def reduce() -> None:
         transport.reduce_rows(parts.view(group.size(), own), a.reduce_op, out)
 
-    return _filled_later(out, call, works, reduce, [packed, parts])
+    return _fill_later(out, call, works, reduce, [packed, parts])
 
 
 def _exchange(a: AllToAllBucket) -> Tensor:
@@ -324,11 +324,11 @@ def _exchange(a: AllToAllBucket) -> Tensor:
     to_peers = transport.running_ends([sum(p.numel() for p in row) for row in sent])
     shares = [sum(row) for row in received]
     parts = scratch.borrow(sum(shares), inputs[0])
-    packed = _packed([p for row in sent for p in row], to_peers[-1][1])
+    packed = _pack([p for row in sent for p in row], to_peers[-1][1])
     call = ALL_TO_ALL_BUCKET.enter(group, packed.dtype, tuple(stated))
     works = transport.send_ranges(call, packed, to_peers, parts, transport.running_ends(shares), keep_own=False)
     own = packed[slice(*to_peers[me])]
-    return _unpacked_later(call, works, own, parts, shares, received, [packed, parts])
+    return _unpack_later(call, works, own, parts, shares, received, [packed, parts])
 
 
 def _fake_gather(a: AllGatherBucket) -> Tensor:
@@ -344,7 +344,7 @@ def _fake_scatter(a: ReduceScatterBucket) -> Tensor:
 
 
 def _turns(a: AllToAllBucket) -> list[tuple[Tensor, list[int], list[Any], list[GroupCut]]]:
-    """Of each member its tensor, dims, extents and cuts."""
+    """The tensor, dims, extents and cuts of each member."""
     return [
         (x, a.dims[i : i + 2], a.extents[i : i + 2], a.cuts[i : i + 2])
         for i, x in zip(range(0, len(a.dims), 2), a.inputs, strict=True)

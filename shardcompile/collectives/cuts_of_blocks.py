@@ -12,7 +12,7 @@ from shardcompile import compat
 from shardcompile.collectives.blocks import check_block
 from shardcompile.collectives.descriptor import Descriptor
 from shardcompile.collectives.pending import wait
-from shardcompile.collectives.traffic import Member, Side, even_gather, is_number
+from shardcompile.collectives.traffic import GroupBlocks, Member, even_gather, is_number
 from shardcompile.errors import CollectiveError
 from shardcompile.layout import Cut, IntLike, digest_of
 
@@ -68,7 +68,7 @@ def symbolic_cut(x: Tensor, dim: int, sizes: Sequence[IntLike] | None, group_nam
 
 
 def _gather(a: GatherCut) -> Tensor:
-    """Global extent and key: [2], int64."""
+    """Global extent and key: [2], int64, on the CPU."""
     group, x, dim = compat.process_group(a.group_name), a.input, a.dim
     rest = [x.ndim, *(s for d, s in enumerate(x.shape) if d != dim)]
     mine = torch.tensor([x.shape[dim], digest_of(repr((str(x.dtype), dim, rest)))], device=x.device)
@@ -80,29 +80,34 @@ def _gather(a: GatherCut) -> Tensor:
             f"the blocks do not belong together: dtype or extents other than that of dim {dim} are not the same on "
             f"ranks 0 and {other} of the group; here {x.dtype}, {tuple(x.shape)}"
         )
-    return _extent_and_key([r[0] for r in rows], x)
+    return _extent_and_key([r[0] for r in rows])
 
 
 def _state(a: StateCut) -> Tensor:
-    """Global extent and key: [2], int64."""
+    """Global extent and key: [2], int64, on the CPU."""
     group, sizes = compat.process_group(a.group_name), [int(n) for n in a.sizes]
     if len(sizes) != group.size():
         raise CollectiveError(f"sharding_shapes has {len(sizes)} sizes for a mesh dim of {group.size()} ranks: {sizes}")
     check_block(a.input.shape, a.dim, (0, sizes[group.rank()]), group.rank(), "from_local")
-    return _extent_and_key(sizes, a.input)
+    return _extent_and_key(sizes)
 
 
-def _extent_and_key(sizes: list[int], like: Tensor) -> Tensor:
+def _extent_and_key(sizes: list[int]) -> Tensor:
+    """On the CPU, where they are read: on a GPU the host would have to wait for it."""
     cut = Cut.of_sizes([0], [len(sizes)], sizes)
-    return torch.tensor([cut.extent, cut.key], device=like.device)
+    return torch.tensor([cut.extent, cut.key], device="cpu")
+
+
+def _fake(a: GatherCut | StateCut) -> Tensor:
+    return a.input.new_empty([2], dtype=torch.int64, device="cpu")
 
 
 GATHER_CUT = Descriptor(
     "gather_cut",
     GatherCut,
     _gather,
-    fake=lambda a: a.input.new_empty([2], dtype=torch.int64),
-    members=lambda a, n: [Member(Side(None, is_number(a.input.shape[a.dim])), None, 16)],
+    fake=_fake,
+    members=lambda a, n: [Member(GroupBlocks(None, is_number(a.input.shape[a.dim])), None, 16)],
     traffic=even_gather,
     of_one_rank=True,
     told=True,
@@ -113,6 +118,6 @@ STATE_CUT = Descriptor(
     "state_cut",
     StateCut,
     _state,
-    fake=lambda a: a.input.new_empty([2], dtype=torch.int64),
+    fake=_fake,
     communicates=False,
 )

@@ -49,7 +49,7 @@ def derive(
         return replace(cut, home=like.home), rows[cut.block_index(compat.coordinate(mesh) or ())]
     groups = ",".join(compat.group_name_of(mesh, m) for m in like.mesh_dims)
     code = [n for c in cuts for n in _code(c)]
-    # What makes this part of a trace. Of a chunk cut that may be the block alone, where the extent is known.
+    # What makes this part of a trace. For a chunk cut with a known extent that may be the block alone.
     symbols = [
         n for n in (*code, *numbers, *(c.block for c in cuts if isinstance(c, Cut))) if isinstance(n, torch.SymInt)
     ]
@@ -82,7 +82,7 @@ def block_shape(layout: Layout) -> tuple[IntLike, ...]:
 def note_block(cut: Cut, mesh: DeviceMesh) -> None:
     """Inside a trace: have `block_size` use the block of this chunk cut, which is that of an input.
 
-    Not of a gradient that has the size of a block which the trace itself has made: the forward graph comes before it.
+    A gradient is no such input if the trace itself has made a block of its size: the forward graph comes before it.
     """
     if isinstance(cut.block, torch.SymInt) and not compat.is_unbacked(cut.block):
         compat.note_input_size(_name_of_block(cut, mesh), cut.block)
@@ -103,7 +103,7 @@ def _code(cut: Cut | IntLike) -> list[IntLike]:
     return [_SIZES, len(cut.sizes), *cut.sizes]
 
 
-def _decoded(code: list[int], parts: list[int]) -> list[tuple[int, ...]]:
+def _decode(code: list[int], parts: list[int]) -> list[tuple[int, ...]]:
     cuts: list[tuple[int, ...]] = []
     rest = iter(code)
     for kind in rest:
@@ -131,14 +131,14 @@ def _symbols(
     for size in (block, row):
         torch._check(size >= 0)
     if isinstance(extent, int) or compat.expression_of(extent).is_symbol:
-        # Of a formula Inductor may not know the symbols when it writes the check down: no tensor of a block has them.
+        # Inductor may not know the symbols of a formula when it writes the check down: no tensor of a block has them.
         torch._check(block <= extent)
     return key, block, row
 
 
 def _derive_cut(how: str, numbers: list[int], cuts: list[int], parts: list[int], group_names: str) -> Tensor:
     """Key of the derived cut, this rank's block size and row number: [3], int64, on the CPU."""
-    sizes, rows = DERIVATIONS[how](_decoded(cuts, parts), *numbers)
+    sizes, rows = DERIVATIONS[how](_decode(cuts, parts), *numbers)
     index = 0
     for count, name in zip(parts, group_names.split(","), strict=True):
         index = index * count + compat.process_group(name).rank()

@@ -1,10 +1,10 @@
 """One descriptor for each functional collective: all that the rest of the library knows about it.
 
 Conventions. Extents of outputs are passed as symbols, so that no op has to invent one. The payload comes first and the
-group's name last, as Inductor expects of a collective. Results are complete after a wait. Where a result is like the
-payload but for the extents of some dims, it is one flat tensor, the rows of the first of these dims one after the
-other, so that rows arrive in place; `Pending` gives it its shape after the wait. (With a shape, Inductor would have to
-compare symbolic strides at the wait, and would specialise on the size of this rank's block.)
+group's name last, as Inductor expects of a collective. Results are complete after a wait. Many results are like the
+payload but for the extents of some dims. Such a result is one flat tensor, the rows of the first of these dims one
+after the other, so that rows arrive in place. `Pending` gives it its shape after the wait. (With a shape, Inductor
+would have to compare symbolic strides at the wait, and would specialise on the size of this rank's block.)
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class Joins(Generic[A]):
 class Descriptor(Generic[A]):
     """A collective, or an op on blocks that goes with collectives.
 
-    Functions of arguments get a record as `arguments` says. Those of passes get fake tensors and symbols in it, but
-    `inverse` a graph's nodes, and where a bucket is made `extents` and `Joins.cuts` nodes in place of symbols.
+    Functions of arguments get a record as `arguments` says. When passes call them, it holds fake tensors and symbols.
+    There are two exceptions: `inverse` gets nodes of a graph; `extents` and `Joins.cuts` get nodes in place of symbols
+    while a bucket is made.
 
     Attributes:
         kind: its name.
@@ -222,14 +223,14 @@ def _define(descriptor: Descriptor[A]) -> object:
     torch.library.register_fake(f"shardcompile::{name}", traced, lib=_LIBRARY)
     if descriptor.adjoint is not None:
         torch.library.register_autograd(
-            f"shardcompile::{name}", _backward(descriptor), setup_context=_keeping(descriptor), lib=_LIBRARY
+            f"shardcompile::{name}", _backward(descriptor), setup_context=_context_saver(descriptor), lib=_LIBRARY
         )
     if descriptor.communicates:
         compat.count_as_collective([op.overloadpacket])
     return op
 
 
-def _keeping(descriptor: Descriptor[A]) -> Callable[..., None]:
+def _context_saver(descriptor: Descriptor[A]) -> Callable[..., None]:
     """What a call leaves for its backward pass: the payload's shape, and the other arguments."""
     tensors = [at for at in descriptor.signature.tensors if at]  # known once for all calls: eager ones are short
 

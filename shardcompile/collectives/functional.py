@@ -1,7 +1,7 @@
 """The collectives for direct use: sizes as Python ints, a process group instead of its name, awaited or not.
 
-Those that take a process group and no rank are differentiable, also twice, where the reduction is sum or avg, and
-trace into one node and its wait.
+Those that take a process group and no rank trace into one node and its wait. They are differentiable, also twice, where
+the reduction is sum or avg.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _ops = torch.ops.shardcompile
 _P = TypeVar("_P", bound=Pending | Decoded)
 
 
-def _checked(sizes: Sequence[int], group: ProcessGroup) -> list[int]:
+def _check(sizes: Sequence[int], group: ProcessGroup) -> list[int]:
     if len(sizes) != group.size() or any(s < 0 for s in sizes):
         raise CollectiveError(f"a group of {group.size()} ranks needs as many sizes of at least 0, got {sizes}")
     return list(sizes)
 
 
-def _normalized(x: Tensor, dim: int) -> int:
+def _normalize(x: Tensor, dim: int) -> int:
     if not -x.ndim <= dim < x.ndim:
         raise CollectiveError(f"dim {dim} is out of range for a tensor of {x.ndim} dims")
     return dim % x.ndim
@@ -62,7 +62,7 @@ def all_gather_v(
     Raises:
         CollectiveError: `x` is not of the stated size, or the number of sizes is wrong.
     """
-    sizes, dim = _checked(sizes, group), _normalized(x, dim)
+    sizes, dim = _check(sizes, group), _normalize(x, dim)
     out = _ops.all_gather_v(x, dim, sum(sizes), sizes, CHUNK_KEY, [], group.group_name)
     return _finish(Pending.of(out, x.shape, dim, sum(sizes)), async_op)
 
@@ -91,7 +91,7 @@ def reduce_scatter_v(
     Raises:
         CollectiveError: `x` is not of extent sum(sizes), or there is no such reduction of this dtype.
     """
-    sizes, dim = _checked(sizes, group), _normalized(x, dim)
+    sizes, dim = _check(sizes, group), _normalize(x, dim)
     out = _ops.reduce_scatter_v(x, dim, sizes[group.rank()], reduce_op, sizes, CHUNK_KEY, [], group.group_name)
     return _finish(Pending.of(out, x.shape, dim, sizes[group.rank()]), async_op)
 
@@ -119,8 +119,8 @@ def all_to_all_v(
         group: the process group.
         async_op: return at once; the result is what `Pending.wait` returns.
     """
-    src_sizes, dst_sizes = _checked(src_sizes, group), _checked(dst_sizes, group)
-    src_dim, dst_dim = _normalized(x, src_dim), _normalized(x, dst_dim)
+    src_sizes, dst_sizes = _check(src_sizes, group), _check(dst_sizes, group)
+    src_dim, dst_dim = _normalize(x, src_dim), _normalize(x, dst_dim)
     if src_dim == dst_dim:
         raise CollectiveError(
             f"all_to_all_v needs two different dims, got dim {src_dim} twice; fetch_ranges changes the cut of one dim"
@@ -152,8 +152,8 @@ def fetch_ranges(
 ) -> Tensor | Pending:
     """Give every rank its block of another cut of the same dim, widened by a halo if asked for.
 
-    Each rank holds rows of the global extent as `src_sizes` says and fetches those of `dst_sizes`, `before` rows
-    more in front and `after` rows more behind, as far as the global extent goes. Empty blocks get no halo.
+    Each rank holds `src_sizes[rank]` rows and fetches those of its block of `dst_sizes`. It also gets `before` rows in
+    front and `after` rows behind, as far as the global extent goes. Empty blocks get no halo.
 
     Backward: every row's gradients go back to its owner and are added there.
 
@@ -170,7 +170,7 @@ def fetch_ranges(
     Raises:
         CollectiveError: the two cuts have different sums.
     """
-    src_sizes, dst_sizes, dim = _checked(src_sizes, group), _checked(dst_sizes, group), _normalized(x, dim)
+    src_sizes, dst_sizes, dim = _check(src_sizes, group), _check(dst_sizes, group), _normalize(x, dim)
     if sum(src_sizes) != sum(dst_sizes):
         raise CollectiveError(f"the cuts {src_sizes} and {dst_sizes} hold different numbers of rows")
     start, end = transport.running_ends(dst_sizes)[group.rank()]

@@ -8,8 +8,9 @@ The two are each other's adjoint. What a rank names of its own rows does not tra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from shardcompile.collectives.routes import (
     gather_counts,
 )
 from shardcompile.layout import Cut, IntLike
+
+Reduction = Literal["sum", "prod", "mean", "amax", "amin", "any"]
+"""What becomes of several entries that are meant for one row, as ``torch.scatter_reduce`` has it; any: one of them."""
 
 
 class Links(NamedTuple):
@@ -47,18 +51,21 @@ class Links(NamedTuple):
     came_cut: Cut
 
 
-def find_links(index: Tensor, cut: Cut, mesh: DeviceMesh, about: IntLike, *, may_miss: bool = False) -> Links:
+def find_links(
+    index: Tensor, cut: Cut, mesh: DeviceMesh, about: IntLike, *, wraps: bool = True, may_miss: bool = False
+) -> Links:
     """Which rows of a cut dim have to travel. Two collectives: how many, and their numbers.
 
     Args:
-        index: this rank's entries: [e]; numbers of rows in the whole dim, negative ones from its end.
+        index: this rank's entries: [e]; numbers of rows in the whole dim.
         cut: of the dim, over one mesh dim.
         mesh: the mesh.
         about: how many entries there are on all ranks, as a rule.
+        wraps: negative numbers count from the end of the dim; otherwise they are out of range.
         may_miss: an entry may also be the extent of the dim, which names no row: it is placed behind all rows.
 
     Raises:
-        CollectiveError: on every rank, before a row is moved, if an entry is out of range on some rank.
+        RowRangeError: on every rank, before a row is moved, if an entry is out of range on some rank.
     """
     (mesh_dim,) = cut.mesh_dims
     group_name, ranks = compat.group_name_of(mesh, mesh_dim), mesh.shape[mesh_dim]
@@ -66,7 +73,7 @@ def find_links(index: Tensor, cut: Cut, mesh: DeviceMesh, about: IntLike, *, may
     extent: Any = cut.extent
     block: Any = block_size(cut, mesh)
     first: Any = derive("located", [cut], [], extent, mesh)[1]
-    number = torch.where(index < 0, index + extent, index).long()
+    number = (torch.where(index < 0, index + extent, index) if wraps else index).long()
     bad = (number < 0) | (number > extent if may_miss else number >= extent)
     mine = (number >= first) & (number < first + block)
     away = torch.where(mine | bad, extent, number)
@@ -130,8 +137,8 @@ def add_rows(
     asked: Tensor,
     sent: Tensor,
     place: Tensor,
-    block: Any,
-    arriving: Any,
+    block: IntLike,
+    arriving: IntLike,
     group_name: str,
 ) -> list[Tensor]:
     """Sums of what is meant for each row, at home, those of all tensors by one exchange. Differentiable.
@@ -152,3 +159,89 @@ def add_rows(
     away = [s.narrow(0, block, arriving) for s in sums]
     home = exchange_rows(away, asked, sent.shape[0], group_name)
     return [s.narrow(0, 0, block).index_add(0, sent, h) for s, h in zip(sums, home, strict=True)]
+
+
+def named_rows(sent: Tensor, place: Tensor, block: IntLike, arriving: IntLike) -> Tensor:
+    """Which of this rank's rows an index names on any rank: [block], bool. Nothing travels.
+
+    Args:
+        sent: as in `Links`.
+        place: as in `Links`.
+        block: how many rows this rank has.
+        arriving: how many of others it names.
+    """
+    own: Any = block
+    here = torch.zeros([own + arriving], dtype=torch.bool, device=place.device).scatter(0, place, True)
+    return here.narrow(0, 0, own).scatter(0, sent, True)
+
+
+def reduce_rows(
+    rows: Tensor,
+    values: Tensor,
+    reduce: Reduction,
+    include_self: bool,
+    asked: Tensor,
+    sent: Tensor,
+    place: Tensor,
+    block: IntLike,
+    arriving: IntLike,
+    group_name: str,
+) -> Tensor:
+    """Rows, each reduced with what is meant for it, at home, by one exchange.
+
+    Args:
+        rows: this rank's: [block, ...].
+        values: for each entry of the index: [e, ...].
+        reduce: the reduction.
+        include_self: whether a row that something is meant for counts itself; one that nothing is meant for stays.
+        asked: as in `Links`.
+        sent: as in `Links`.
+        place: as in `Links`.
+        block: how many rows this rank has.
+        arriving: how many of others it names.
+        group_name: the ranks.
+    """
+    size: Any = block
+    came: Any = arriving
+    kind = "sum" if reduce == "mean" else reduce
+    terms = [(values, kind)]
+    if reduce == "mean":
+        terms.append((torch.ones_like(place), "sum"))
+    own = [_reduced(v.new_full([size + came, *v.shape[1:]], _neutral(k, v.dtype)), place, v, k) for v, k in terms]
+    home = exchange_rows([o.narrow(0, size, came) for o in own], asked, sent.shape[0], group_name)
+    pairs = zip(own, home, terms, strict=True)
+    found, *counts = [_reduced(o.narrow(0, 0, size), sent, h, k) for o, h, (_, k) in pairs]
+    named = named_rows(sent, place, block, arriving).view(_column(rows))
+    if include_self:
+        found = _COMBINE[kind](rows, found)
+    if counts:
+        found = found / (counts[0] + int(include_self)).view(_column(rows))
+    return torch.where(named, found, rows)
+
+
+def _column(rows: Tensor) -> list[int]:
+    """The shape of one number for each row."""
+    return [rows.shape[0], *[1] * (rows.ndim - 1)]
+
+
+def _reduced(rows: Tensor, place: Tensor, values: Tensor, reduce: str) -> Tensor:
+    numbers = place.view([place.shape[0], *[1] * (values.ndim - 1)]).expand_as(values)
+    return rows.scatter(0, numbers, values) if reduce == "any" else rows.scatter_reduce(0, numbers, values, reduce)
+
+
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "amax": torch.maximum,
+    "amin": torch.minimum,
+}
+
+
+def _neutral(reduce: str, dtype: torch.dtype) -> float:
+    """What changes nothing."""
+    if reduce in ("sum", "prod", "any"):
+        return int(reduce == "prod")
+    if dtype.is_floating_point:
+        return -math.inf if reduce == "amax" else math.inf
+    limits = torch.iinfo(dtype)
+    return limits.min if reduce == "amax" else limits.max

@@ -12,7 +12,7 @@ from shardcompile import compat
 from shardcompile.collectives import transport
 from shardcompile.collectives.blocks import as_rows, new_rows, other_extents
 from shardcompile.collectives.descriptor import Descriptor
-from shardcompile.collectives.traffic import Member, Side, Traffic, is_number, nbytes_of
+from shardcompile.collectives.traffic import GroupBlocks, Member, Traffic, is_number, nbytes_of
 from shardcompile.layout import IntLike
 
 
@@ -52,7 +52,7 @@ def _adjoint(a: MirrorBlocks, shape: torch.Size, grad: Tensor) -> Tensor:
 
 
 def _members(a: MirrorBlocks, n: int | None) -> list[Member]:
-    put, get = (Side(None, is_number(extent)) for extent in (a.input.shape[a.dim], a.block))
+    put, get = (GroupBlocks(None, is_number(extent)) for extent in (a.input.shape[a.dim], a.block))
     return [Member(put, get, nbytes_of(a.input))]
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from shardcompile.collectives.descriptor import Descriptor, Joins, payloads_of
 from shardcompile.collectives.traffic import (
+    GroupBlocks,
     Load,
     Member,
-    Side,
     Traffic,
     even_exchange,
     even_gather,
@@ -85,17 +85,17 @@ def _of_rows(rows: IntLike, ranks: int) -> tuple[int, GroupCut] | None:
     return (rows * ranks, _even(rows, ranks)) if isinstance(rows, int) else None
 
 
-def _gathered(a: AllGather) -> tuple[int, GroupCut] | None:
+def _gathered_cut(a: AllGather) -> tuple[int, GroupCut] | None:
     return _of_rows(_rows(a), a.group_size) if len(payloads_of(a)) == 1 else None
 
 
-def _scattered(a: ReduceScatter) -> tuple[int, GroupCut] | None:
+def _scattered_cut(a: ReduceScatter) -> tuple[int, GroupCut] | None:
     return _of_rows(_rows(a) // a.group_size, a.group_size) if len(payloads_of(a)) == 1 else None
 
 
 def _exchange_members(a: AllToAll, n: int | None) -> list[Member]:
     splits = (a.input_split_sizes, a.output_split_sizes)
-    put, get = (Side(None, any(map(is_number, sizes))) for sizes in splits)
+    put, get = (GroupBlocks(None, any(map(is_number, sizes))) for sizes in splits)
     return [Member(put, get, nbytes_of(a.input))]
 
 
@@ -111,7 +111,7 @@ ALL_GATHER = Descriptor(
     extents=lambda a: {0: a.group_size * a.input.shape[0]},
     traffic=even_gather,
     whole=lambda a: a.group_size * sum(size_of(x) for x in payloads_of(a)),
-    source=_gathered,
+    source=_gathered_cut,
     joins=Joins("all_gather_bucket", lambda a: [_even(a.input.shape[0], a.group_size)], Load.of_even_blocks),
     overloads=(
         _c10d.all_gather_into_tensor.default,
@@ -125,7 +125,7 @@ REDUCE_SCATTER = Descriptor(
     ReduceScatter,
     extents=lambda a: {0: a.input.shape[0] // a.group_size},
     traffic=even_scatter,
-    source=_scattered,
+    source=_scattered_cut,
     joins=Joins("reduce_scatter_bucket", lambda a: [_even(a.input.shape[0] // a.group_size, a.group_size)]),
     moves_rows=False,
     overloads=(_c10d.reduce_scatter_tensor.default, _c10d.reduce_scatter_tensor_coalesced.default),

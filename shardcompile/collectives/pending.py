@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardcompile.collectives import extrema
+from shardcompile.collectives import ordered_ints
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Decoded:
     def wait(self) -> Tensor:
         """Complete the collective."""
         out = self.pending.wait()
-        return (out if self.encoded is None else extrema.decode(out, self.encoded)).to(self.dtype)
+        return (out if self.encoded is None else ordered_ints.decode(out, self.encoded)).to(self.dtype)
 
     result = wait
     """What is decoded has been read, so that there is nothing to give before the wait."""

@@ -16,7 +16,7 @@ from shardcompile.collectives import scratch, transport
 from shardcompile.collectives.arguments import A
 from shardcompile.collectives.blocks import as_rows, blocks_of, check_block, ends_of, new_rows, other_extents, sizes_of
 from shardcompile.collectives.descriptor import Descriptor
-from shardcompile.collectives.traffic import Member, Side, Traffic, nbytes_with, size_with
+from shardcompile.collectives.traffic import GroupBlocks, Member, Traffic, nbytes_with, size_with
 from shardcompile.collectives.transport import Range
 from shardcompile.layout import GroupCut, IntLike, chunk_sizes
 
@@ -49,7 +49,7 @@ class Ranges(NamedTuple):
     group_name: str
 
 
-def _wanted(a: Ranges, ranks: int, what: str) -> list[Range]:
+def _read_ranges(a: Ranges, ranks: int, what: str) -> list[Range]:
     """The range of rows that each rank wants."""
     if not a.reach:
         wanted = blocks_of(int(a.total), a.dim, a.dst, ranks, what)
@@ -66,13 +66,15 @@ def _wanted(a: Ranges, ranks: int, what: str) -> list[Range]:
 def _fetch(a: Ranges) -> Tensor:
     group, what = compat.process_group(a.group_name), FETCH_RANGES.kind
     held = blocks_of(int(a.total), a.dim, a.src, group.size(), what)
-    return fetch_wanted(FETCH_RANGES, a.input, a.dim, held, _wanted(a, group.size(), what), int(a.block), group, a.fill)
+    return fetch_wanted(
+        FETCH_RANGES, a.input, a.dim, held, _read_ranges(a, group.size(), what), int(a.block), group, a.fill
+    )
 
 
 def _return(a: Ranges) -> Tensor:
     group, what = compat.process_group(a.group_name), RETURN_RANGES.kind
     held = blocks_of(int(a.total), a.dim, a.src, group.size(), what)
-    return return_wanted(RETURN_RANGES, a.input, a.dim, held, _wanted(a, group.size(), what), int(a.block), group)
+    return return_wanted(RETURN_RANGES, a.input, a.dim, held, _read_ranges(a, group.size(), what), int(a.block), group)
 
 
 def _pieces(x: Tensor, dim: int, to_peers: Sequence[Range], me: int) -> list[tuple[int, Tensor]]:
@@ -197,12 +199,12 @@ def _return_members(a: Ranges, n: int | None) -> list[Member]:
     return [Member(put, get, nbytes_with(a.input, a.dim, a.total))]
 
 
-def _wanted_side(a: Ranges, extent: IntLike, n: int | None) -> Side:
+def _wanted_side(a: Ranges, extent: IntLike, n: int | None) -> GroupBlocks:
     """What ranks want of the rows that others hold: blocks, or what rows of theirs read."""
     if not a.reach:
-        return Side.of(a.dst, a.total, extent, n)
+        return GroupBlocks.of(a.dst, a.total, extent, n)
     count, num, den, before, after = map(compat.size_hint, a.reach)
-    side = Side.of(a.dst, count, extent, n)
+    side = GroupBlocks.of(a.dst, count, extent, n)
     rows = compat.size_hint(a.total)
     sizes, halo = side.sizes, -(-(before + after) // den)
     if sizes is None:
@@ -211,8 +213,8 @@ def _wanted_side(a: Ranges, extent: IntLike, n: int | None) -> Side:
     return replace(side, sizes=tuple(b - a for a, b in itertools.pairwise([0, *ends, rows])), halo=halo)
 
 
-def _held_side(a: Ranges, extent: IntLike, n: int | None, wanted: Side) -> Side:
-    side = Side.of(a.src, a.total, extent, n)
+def _held_side(a: Ranges, extent: IntLike, n: int | None, wanted: GroupBlocks) -> GroupBlocks:
+    side = GroupBlocks.of(a.src, a.total, extent, n)
     return replace(side, assumed=wanted.assumed) if side.sizes is None else side
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from shardcompile import compat
-from shardcompile.collectives import extrema, transport
+from shardcompile.collectives import ordered_ints, transport
 from shardcompile.collectives.descriptor import Descriptor, Joins
 from shardcompile.collectives.pending import Decoded, Pending, wait
 from shardcompile.collectives.traffic import Member, Traffic, even_scatter
@@ -110,7 +110,7 @@ def all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Pending | Decoded:
     transport.check_reduction(reduce_op, x.dtype)
     if reduce_op in ("max", "min") and x.is_floating_point():
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-        return Decoded(_start(extrema.encode(wide, reduce_op), reduce_op, group_name), wide.dtype, x.dtype)
+        return Decoded(_start(ordered_ints.encode(wide, reduce_op), reduce_op, group_name), wide.dtype, x.dtype)
     if x.is_complex() and reduce_op == "product":
         raise CollectiveError(
             f"torch has no all-reduce of products of {x.dtype}; redistribute the terms to Shard, then to Replicate"

@@ -22,11 +22,13 @@ from shardcompile import compat
 from shardcompile.collectives import scratch, transport
 from shardcompile.collectives.descriptor import Descriptor
 from shardcompile.collectives.pending import wait
-from shardcompile.collectives.traffic import even_exchange, even_gather
-from shardcompile.errors import CollectiveError, LayoutError
+from shardcompile.collectives.traffic import even_exchange, even_gather, is_number, of_any_rows
+from shardcompile.errors import CollectiveError, LayoutError, RowRangeError
 from shardcompile.layout import Cut, GroupCut, IntLike, digest_of, write_cut
 from shardcompile.layout.arguments import cut_schema
 from shardcompile.watch import Call, enter
+
+_NOMINAL_ROWS = 64
 
 OUT_OF_RANGE = -1
 """What a rank says in place of each of its counts if one of its destinations is no rank of the group."""
@@ -84,7 +86,7 @@ def gather_counts(mine: Tensor, group_name: str, wanted: str = "counts are not n
         wanted: what a rank that says `OUT_OF_RANGE` has not kept to, for the message.
 
     Raises:
-        CollectiveError: on every rank, if a rank has said `OUT_OF_RANGE`.
+        RowRangeError: on every rank, if a rank has said `OUT_OF_RANGE`.
     """
     return wait(GATHER_COUNTS.packet(mine, wanted, group_name))
 
@@ -191,13 +193,13 @@ def _cut_of_sizes(sizes: Tensor, parts: list[int], extent: int, block: int, grou
     return torch.tensor([cut.extent, cut.key, size], device="cpu")
 
 
-def _block_starts(total: int, sizes: list[int], key: int, nest: list[int], group_name: str) -> Tensor:
+def _block_starts(total: int, sizes: list[int], key: int, grouping: list[int], group_name: str) -> Tensor:
     ranks = compat.process_group(group_name).size()
-    blocks = GroupCut(sizes, key, nest).blocks(total, ranks)
+    blocks = GroupCut(sizes, key, grouping).blocks(total, ranks)
     return torch.tensor([a for a, _ in transport.running_ends(blocks)], device="cpu")
 
 
-def _fake_starts(total: int, sizes: list[int], key: int, nest: list[int], group_name: str) -> Tensor:
+def _fake_starts(total: int, sizes: list[int], key: int, grouping: list[int], group_name: str) -> Tensor:
     return torch.empty([compat.process_group(group_name).size()], dtype=torch.int64, device="cpu")
 
 
@@ -210,7 +212,7 @@ def _gather_counts(a: GatherCounts) -> Tensor:
     _known_tables(a.group_name, counts.shape[1])[_digest(counts)] = None
     bad = (counts < 0).any(1).nonzero().view(-1).tolist()
     if bad:
-        raise CollectiveError(f"{a.wanted}; ranks {bad} of the group have others. No row was moved")
+        raise RowRangeError(f"{a.wanted}; ranks {bad} of the group have others. No row was moved")
     return counts
 
 
@@ -322,6 +324,16 @@ def _fake_counts(a: GatherCounts) -> Tensor:
     return torch.empty([ranks, a.input.shape[0]], dtype=torch.int64, device="cpu")
 
 
+def _whole(a: ExchangeRows) -> object:
+    """As many rows from each rank as the symbol says that this rank sends or gets; it has one hint on all of them.
+
+    A number would be that of this rank alone.
+    """
+    rows = next((n for n in (a.inputs[0].shape[0], a.block) if not is_number(n)), _NOMINAL_ROWS)
+    width = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in a.inputs)
+    return compat.process_group(a.group_name).size() * rows * width
+
+
 def _exchange_adjoint(
     a: ExchangeRows, shapes: Sequence[torch.Size], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
@@ -350,7 +362,9 @@ EXCHANGE_ROWS = Descriptor(
     _exchange_rows,
     fake=_fake_exchange,
     adjoint=_exchange_adjoint,
+    members=lambda a, n: [of_any_rows(x, a.block) for x in a.inputs],
     traffic=even_exchange,
+    whole=_whole,
     states=("rows", "route", "row"),
     of_one_rank=True,
     returns="Tensor[]",

@@ -1,7 +1,7 @@
 """Memory for messages on the CPU, kept from one collective to the next.
 
-The CPU has no caching allocator: large pieces of memory go back to the system when they are freed, and whoever takes
-the next one pays for every page at the first touch, which can take longer than to send what is in it.
+The CPU has no caching allocator: large pieces of memory go back to the system when they are freed. Whoever takes the
+next one pays for every page at the first touch. That can take longer than to send what is in it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def borrow(numel: int, like: Tensor) -> Tensor:
     if like.device.type != "cpu" or not _SMALLEST <= nbytes <= LIMIT:
         return like.new_empty([numel])
     size = 1 << (nbytes - 1).bit_length()
-    storage = _taken(size)
+    storage = _take(size)
     x = like.new_empty([0]).set_(torch.UntypedStorage(size) if storage is None else storage, 0, [numel], [1])
     setattr(x, _LENT, True)
     return x
@@ -59,7 +59,7 @@ def give_back(*borrowed: Tensor) -> None:
                 _free[storage.nbytes()].append(storage)
 
 
-def _taken(size: int) -> torch.UntypedStorage | None:
+def _take(size: int) -> torch.UntypedStorage | None:
     global _kept
     with _lock:
         if not _free[size]:

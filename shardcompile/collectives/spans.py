@@ -18,7 +18,7 @@ from shardcompile import compat
 from shardcompile.collectives.blocks import blocks_of
 from shardcompile.collectives.descriptor import Descriptor
 from shardcompile.collectives.ranges import fetch_wanted, return_wanted
-from shardcompile.collectives.traffic import even_exchange
+from shardcompile.collectives.traffic import even_exchange, of_any_rows
 from shardcompile.collectives.transport import Range
 from shardcompile.errors import LayoutError
 from shardcompile.layout import Cut, GroupCut, IntLike, write_cut
@@ -96,7 +96,7 @@ def fetch_reached(rows: Tensor, ends: Tensor, causal: bool, cut: Cut, mesh: Devi
     """
     held, group_name = _group(cut, mesh)
     spans = _ops.spans_of_documents(ends.detach(), causal, cut.extent, *write_cut(held), group_name)
-    return _fetched(rows, spans, cut, mesh)
+    return _fetch_rows(rows, spans, cut, mesh)
 
 
 def fetch_named(
@@ -121,7 +121,7 @@ def fetch_named(
     counts, indices = ([x for x in block_mask[i:6:2] if x is not None] for i in (2, 3))  # of partial and of full blocks
     size = block_mask[-3:-1]
     spans = _ops.spans_of_blocks(counts, indices, *size, of_query.extent, cut.extent, *write_cut(held), group_name)
-    return _fetched(rows, spans, cut, mesh)
+    return _fetch_rows(rows, spans, cut, mesh)
 
 
 def _group(cut: Cut, mesh: DeviceMesh) -> tuple[GroupCut, str]:
@@ -129,7 +129,7 @@ def _group(cut: Cut, mesh: DeviceMesh) -> tuple[GroupCut, str]:
     return cut.group_ref(compat.coordinate(mesh) or ()), compat.group_name_of(mesh, mesh_dim)
 
 
-def _fetched(rows: Tensor, spans: Tensor, cut: Cut, mesh: DeviceMesh) -> tuple[Tensor, IntLike]:
+def _fetch_rows(rows: Tensor, spans: Tensor, cut: Cut, mesh: DeviceMesh) -> tuple[Tensor, IntLike]:
     held, group_name = _group(cut, mesh)
     with compat.unrecorded_symbols(rows):
         first, count = _numbers(_ops.rows_of_span(spans, group_name))
@@ -144,10 +144,10 @@ def _numbers(x: Tensor) -> list[Any]:
 
 
 def _spans_of_documents(
-    ends: Tensor, causal: bool, total: int, sizes: list[int], key: int, nest: list[int], group_name: str
+    ends: Tensor, causal: bool, total: int, sizes: list[int], key: int, grouping: list[int], group_name: str
 ) -> Tensor:
     group = compat.process_group(group_name)
-    blocks = blocks_of(total, 0, GroupCut(sizes, key, nest), group.size(), "varlen_attention")
+    blocks = blocks_of(total, 0, GroupCut(sizes, key, grouping), group.size(), "varlen_attention")
     documents = documents_of(ends, total)
     spans = []
     for a, b in blocks:
@@ -165,12 +165,12 @@ def _spans_of_blocks(
     keys: int,
     sizes: list[int],
     key: int,
-    nest: list[int],
+    grouping: list[int],
     group_name: str,
 ) -> Tensor:
     """From how many blocks of keys rows of blocks see, and which, to the rows of keys that ranks need."""
     group = compat.process_group(group_name)
-    blocks = blocks_of(total, 0, GroupCut(sizes, key, nest), group.size(), "flex_attention")
+    blocks = blocks_of(total, 0, GroupCut(sizes, key, grouping), group.size(), "flex_attention")
     first, last = _ends_of_blocks(counts, indices)
     spans = []
     for a, b in blocks:
@@ -228,6 +228,7 @@ FETCH_SPANS: Descriptor[Spans] = Descriptor(
     _fetch,
     extents=lambda a: {0: a.block},
     adjoint=_adjoint(lambda: RETURN_SPANS),
+    members=lambda a, n: [of_any_rows(a.input, a.block)],
     traffic=even_exchange,
     states=("dim", "in blocks of", "to dim", "in", "other extents"),
     of_one_rank=True,
@@ -239,6 +240,7 @@ RETURN_SPANS: Descriptor[Spans] = Descriptor(
     _return,
     extents=lambda a: {0: a.block},
     adjoint=_adjoint(lambda: FETCH_SPANS),
+    members=lambda a, n: [of_any_rows(a.input, a.block)],
     traffic=even_exchange,
     states=("dim", "in blocks of", "to dim", "in", "other extents"),
     of_one_rank=True,

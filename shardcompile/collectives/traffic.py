@@ -1,14 +1,14 @@
 """What the ranks put into a collective and get out of it, and what it moves: numbers, the same on every rank.
 
-From a collective's cuts follow the bytes that move, and whether the block of this rank may be larger or smaller than
-that of another: if the sizes are known and not all equal. The block's own size is never asked, because it may happen to
-be equal to another's on some ranks only.
+A collective's cuts tell the bytes that move, and whether blocks may differ between ranks: they may if the sizes are
+known and not all equal. The block's own size is never asked, because it may happen to be equal to another's on some
+ranks only.
 
 An even collective moves what a ring or pairwise exchange does, which is the least possible (Thakur, Rabenseifner,
 Gropp, "Optimization of collective communication operations in MPICH", 2005; nccl-tests, PERFORMANCE.md). Uneven blocks
-are sent directly, as `shardcompile.collectives.transport` does: a rank sends its block to each of the n-1 others, so
-that the owner of the largest one decides where every rank has its own link, with (n-1) max(block); that is also what a
-gather padded to the largest block moves. Where all share one the sum decides.
+are sent directly, as `shardcompile.collectives.transport` does: a rank sends its block to each of the n-1 others. Where
+every rank has its own link, the owner of the largest block decides, with (n-1) max(block). A gather padded to the
+largest block moves as much. Where all ranks share one link, the sum decides.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OUTER = "outer"
 
 
 @dataclass(frozen=True)
-class Side:
+class GroupBlocks:
     """The blocks that the ranks of a group put in, or get.
 
     Attributes:
@@ -48,7 +48,7 @@ class Side:
     assumed: tuple[int, ...] | None = None
 
     @staticmethod
-    def of(cut: GroupCut, total: object, extent: object, ranks: int | None, halo: int = 0) -> Side:
+    def of(cut: GroupCut, total: object, extent: object, ranks: int | None, halo: int = 0) -> GroupBlocks:
         """The blocks of a cut.
 
         Args:
@@ -58,8 +58,8 @@ class Side:
             ranks: in the group; None if that is not known.
             halo: see above.
         """
-        nested = bool(cut.nest) and not cut.sizes and is_number(cut.key)
-        return Side(_known_sizes(cut, total, ranks), is_number(extent), halo, nested)
+        nested = bool(cut.grouping) and not cut.sizes and is_number(cut.key)
+        return GroupBlocks(_known_sizes(cut, total, ranks), is_number(extent), halo, nested)
 
     @property
     def uneven(self) -> bool:
@@ -83,9 +83,20 @@ class Member:
         nbytes: of the whole tensor, by hints; those of the payload for what has no cut.
     """
 
-    put: Side | None
-    get: Side | None
+    put: GroupBlocks | None
+    get: GroupBlocks | None
     nbytes: int
+
+
+def of_any_rows(payload: Tensor, block: object) -> Member:
+    """Rows of which the data says where they go: what other ranks put in and get is not known while compiling.
+
+    Args:
+        payload: what this rank puts in.
+        block: how many rows it gets.
+    """
+    put, get = GroupBlocks(None, is_number(payload.shape[0])), GroupBlocks(None, is_number(block))
+    return Member(put, get, nbytes_of(payload))
 
 
 def is_number(size: object) -> bool:
@@ -130,7 +141,7 @@ def size_with(value: Tensor, dim: int, extent: Any) -> object:
     return math.prod((extent, *(s for d, s in enumerate(value.shape) if d != dim))) * value.dtype.itemsize
 
 
-def shares(side: Side | None, ranks: int) -> list[float]:
+def shares(side: GroupBlocks | None, ranks: int) -> list[float]:
     """The part of a whole that each rank holds; equal parts where the sizes are not known while compiling."""
     if side is None or side.sizes is None or len(side.sizes) != ranks or not sum(side.sizes):
         return [1 / ranks] * ranks
@@ -143,12 +154,12 @@ def shares(side: Side | None, ranks: int) -> list[float]:
 
 def gathered(x: Tensor, dim: int, total: object, cut: GroupCut, ranks: int | None) -> Member:
     """Blocks become whole."""
-    return Member(Side.of(cut, total, x.shape[dim], ranks), None, nbytes_with(x, dim, total))
+    return Member(GroupBlocks.of(cut, total, x.shape[dim], ranks), None, nbytes_with(x, dim, total))
 
 
 def scattered(x: Tensor, dim: int, block: object, cut: GroupCut, ranks: int | None) -> Member:
     """A whole becomes blocks."""
-    return Member(None, Side.of(cut, x.shape[dim], block, ranks), nbytes_of(x))
+    return Member(None, GroupBlocks.of(cut, x.shape[dim], block, ranks), nbytes_of(x))
 
 
 def turned(
@@ -156,8 +167,8 @@ def turned(
 ) -> Member:
     """Blocks of one dim become blocks of another."""
     (src_dim, dst_dim), (total, block), (src, dst) = dims, extents, cuts
-    put = Side.of(src, total, x.shape[src_dim], ranks)
-    get = Side.of(dst, x.shape[dst_dim], block, ranks)
+    put = GroupBlocks.of(src, total, x.shape[src_dim], ranks)
+    get = GroupBlocks.of(dst, x.shape[dst_dim], block, ranks)
     return Member(put, get, nbytes_with(x, src_dim, total))
 
 
@@ -190,7 +201,8 @@ class Load:
 
     @staticmethod
     def of_blocks(members: Sequence[Member], n: int, times: int = 1) -> Load:
-        """Of blocks that become whole, or of a whole that becomes blocks; what has none counts as divided evenly.
+        """The traffic of blocks that become whole, or of a whole that becomes blocks. A member without blocks counts as
+        divided evenly.
 
         Args:
             members: of a collective.
@@ -201,27 +213,27 @@ class Load:
 
     @staticmethod
     def of_even_blocks(members: Sequence[Member], n: int) -> Load:
-        """Of blocks of one size: `nbytes` of a member are those of a block."""
+        """The traffic of blocks of one size. `nbytes` of a member are those of a block."""
         return Load.of_blocks(members, n, n)
 
     @staticmethod
     def of_exchange(members: Sequence[Member], n: int) -> Load:
-        """Of blocks of one dim that become blocks of another."""
+        """The traffic of blocks of one dim that become blocks of another."""
         return Load(np.array(sent_and_received(members, n)))
 
     @staticmethod
     def together(loads: Sequence[Load]) -> Load:
-        """Of several collectives."""
+        """The traffic of several collectives."""
         return Load(np.sum([load.nbytes for load in loads], axis=0))
 
     @property
     def largest(self) -> float:
-        """Of the rank that has most."""
+        """The bytes of the rank that has most."""
         return float(self.nbytes.max())
 
     @property
     def whole(self) -> float:
-        """Of all ranks."""
+        """The bytes of all ranks."""
         return float(self.nbytes[0].sum())
 
     @property
@@ -284,6 +296,6 @@ def even_scatter(members: Sequence[Member], n: int) -> Traffic:
 
 
 def even_exchange(members: Sequence[Member], n: int) -> Traffic:
-    """Of its payload each rank keeps one part in n."""
+    """The traffic of an even exchange: each rank keeps one part in n of its payload."""
     payload = sum(m.nbytes for m in members)
     return Traffic((n - 1) / n * payload, (n - 1) * payload)

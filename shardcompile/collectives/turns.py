@@ -59,12 +59,12 @@ def _run(a: AllToAllV) -> Tensor:
     return out
 
 
-def _swapped(a: AllToAllV, input: Tensor, total: IntLike, block: IntLike) -> AllToAllV:
+def _swap(a: AllToAllV, input: Tensor, total: IntLike, block: IntLike) -> AllToAllV:
     return AllToAllV(input, a.dst_dim, a.src_dim, total, block, a.dst, a.src, a.group_name)
 
 
 def _adjoint(a: AllToAllV, shape: torch.Size, grad: Tensor) -> Tensor:
-    return ALL_TO_ALL_V.start(_swapped(a, grad, shape[a.dst_dim], shape[a.src_dim])).wait()
+    return ALL_TO_ALL_V.start(_swap(a, grad, shape[a.dst_dim], shape[a.src_dim])).wait()
 
 
 def _traffic(members: Sequence[Member], n: int) -> Traffic:
@@ -78,7 +78,7 @@ ALL_TO_ALL_V = Descriptor(
     _run,
     extents=lambda a: {a.src_dim: a.total, a.dst_dim: a.block},
     adjoint=_adjoint,
-    inverse=lambda a, back: _swapped(a, back.input, back.total, back.block),
+    inverse=lambda a, back: _swap(a, back.input, back.total, back.block),
     members=lambda a, n: [turned(a.input, (a.src_dim, a.dst_dim), (a.total, a.block), (a.src, a.dst), n)],
     traffic=_traffic,
     whole=lambda a: size_with(a.input, a.src_dim, a.total),

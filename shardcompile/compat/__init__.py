@@ -45,6 +45,7 @@ from shardcompile.compat.memory import (
     shares_storage,
     without_base,
 )
+from shardcompile.compat.nodes import last_repetition
 from shardcompile.compat.patches import keep_ranks_alike, trace_size_obliviously
 from shardcompile.compat.replacements import without_guards
 from shardcompile.compat.sizes import (
@@ -90,7 +91,8 @@ from shardcompile.compat.tracing import (
     refusing_unknown_shapes,
     untraced,
 )
-from shardcompile.compat.worlds import forget_with_world, note_trace, start_epoch, world_epoch
+from shardcompile.compat.values import once_for_value
+from shardcompile.compat.worlds import add_guard, forget_with_world, note_trace, start_epoch, world_epoch
 
 __all__ = [
     "UNKNOWN_OUTPUT_SHAPE",
@@ -98,6 +100,7 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "OpOverloadPacket",
+    "add_guard",
     "coordinate",
     "count_as_collective",
     "current_mesh",
@@ -135,6 +138,7 @@ __all__ = [
     "keep_symbol",
     "kept_with",
     "kernel_of",
+    "last_repetition",
     "let_comm_debug_mode_see_through",
     "lowered_when_traced",
     "mark_static",
@@ -143,6 +147,7 @@ __all__ = [
     "note_input_size",
     "note_trace",
     "noted",
+    "once_for_value",
     "once_in_trace",
     "outside_transforms",
     "preserve_node_ordering",

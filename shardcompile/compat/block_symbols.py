@@ -127,8 +127,8 @@ class _Symbols:
     def _of_block(self, value: Any, source: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Along a cut dim a symbol of its own: blocks that are alike on this rank need not be so on others.
 
-        Along another dim what the whole tensor has. Dynamo would give it a symbol of its own where it was of another
-        size in an earlier call, in another layout, and would not know that both are equal.
+        Along another dim what the whole tensor has. Dynamo would give it a symbol of its own where an earlier call, in
+        another layout, had another size. It would not know that both are equal.
         """
         whole = self._extents.get(TensorPropertySource(source.base.base, TensorProperty.SIZE, source.idx))
         if whole is not None and source.idx not in self._hints and value == self._value(whole):

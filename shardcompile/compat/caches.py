@@ -21,8 +21,8 @@ def tag_compiler_caches() -> None:
 def put_into_keys(part: str, on: bool) -> None:
     """Have the keys of the caches contain a text, or no longer contain it, whichever thread compiles.
 
-    What is assigned to a setting of torch holds in the thread that assigns it (2.13 - 2.15), so that one that the user
-    starts would look for code without it. The default holds in all of them.
+    A setting of torch holds in the thread that assigns it (2.13 - 2.15). Another thread, which the user starts, would
+    look for code without it. The default holds in all of them.
     """
     settings: Any = torch.compiler.config
     tag = settings.cache_key_tag.replace(part, "") + (part if on else "")

@@ -32,9 +32,9 @@ def leave_note(graph: Graph, note: object) -> None:
 def look_at_notes(look: Look) -> None:
     """From now on keep the notes, and have them looked at with each graph that is compiled or comes out of a cache.
 
-    The compiled graph is the one object that the caches of FX graphs and of AOTAutograd store, locally or remote, so
-    that what it holds cannot be lost without the code. All ways to it end in `post_compile`, once for each time that it
-    is compiled or loaded.
+    The compiled graph is the one object that the caches of FX graphs and of AOTAutograd store, locally or remote. What
+    it holds cannot be lost without the code. All ways to it end in `post_compile`, once for each time that it is
+    compiled or loaded.
 
     Args:
         look: gets a note for each of the graph's modules that has one. If it raises, the graph is not used; if what it

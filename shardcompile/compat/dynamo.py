@@ -47,8 +47,8 @@ def has_guarded_address(x: torch.Tensor) -> bool:
 def keep_from_dynamo(function: Callable[..., object]) -> None:
     """Have Dynamo run this function and all that it calls as they are, where it does not trace them into a caller.
 
-    Where a user's frame cannot be compiled, as around a graph break inside of a ``with``, Dynamo tries to compile every
-    frame that is called from it on its own, those below a tensor's dispatch included.
+    Where a user's frame cannot be compiled, Dynamo tries to compile every frame below it on its own, those of a
+    tensor's dispatch included. That happens around a graph break inside of a ``with``.
     """
     set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
 

@@ -1,8 +1,8 @@
 """Traces that learn a size in the backward pass. Private names of torch 2.11 to 2.15.
 
 AOTAutograd traces the forward pass twice: alone, to count what it returns, then together with the backward pass. Sizes
-of a sharded result that are symbols are results of their own. Where the backward pass finds that a symbol is a number
-(the halves of a `glu` have to add up to its input), the second trace returns fewer results than were counted, and the
+of a sharded result that are symbols are results of their own. The backward pass may find that a symbol is a number: the
+halves of a `glu` have to add up to its input. Then the second trace returns fewer results than were counted. The
 partitioner takes gradients for results of the forward pass ("Node ... was invalid, but is output"). DTensor has the
 same fault. What was learnt holds from then on, so that another pair of traces agrees.
 """
@@ -42,7 +42,7 @@ def tracing_again(aot: Callable[..., Any]) -> Callable[..., object]:
         partition = kwargs.get("partition_fn") or default_partition
         for _ in range(MOST_TRACES - 1):
             try:
-                return aot(mod, args, *rest, **{**kwargs, "partition_fn": _checked(partition)})
+                return aot(mod, args, *rest, **{**kwargs, "partition_fn": _check(partition)})
             except _LearntLate:
                 continue
         return aot(mod, args, *rest, **kwargs)
@@ -50,7 +50,7 @@ def tracing_again(aot: Callable[..., Any]) -> Callable[..., object]:
     return traced
 
 
-def _checked(partition: Callable[..., object]) -> Callable[..., object]:
+def _check(partition: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(partition)
     def checked(joint: GraphModule, inputs: Sequence[object], **kwargs: object) -> object:
         if _forward_results(joint) not in (None, kwargs.get("num_fwd_outputs")):

@@ -27,8 +27,8 @@ def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 def forbid_writes_with_gradients(view: torch.Tensor) -> None:
     """Have autograd refuse to write to a view, and to what it is a view of, where gradients are wanted.
 
-    For one that was turned in place: autograd knows by which view op it came, not where it lies in memory, and would
-    repeat that op after a write, as if the view had not been turned. What it says then is what it says of views that
+    For one that was turned in place: autograd knows by which view op it came, not where it lies in memory. After a
+    write it would repeat that op as if the view had not been turned. What it says then is what it says of views that
     `split` returns: the write is to be replaced by a function that returns its result.
     """
     torch._C._autograd._set_creation_meta(view, torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE)  # 2.11 - 2.15

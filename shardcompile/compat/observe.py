@@ -57,13 +57,13 @@ def _watch_compilations(patches: contextlib.ExitStack) -> None:
     def call_user_compiler(self: Any, gm: GraphModule, example_inputs: Any) -> object:
         with contextlib.ExitStack() as told:
             for observer in _OBSERVERS.here():
-                told.enter_context(observer.captured(*_named(self.root_tx.f_code), gm))
+                told.enter_context(observer.captured(*_name(self.root_tx.f_code), gm))
             return call(self, gm, example_inputs)
 
     @functools.wraps(aot)
     def aot_module_simplified(mod: Any, args: Any, *rest: Any, **kwargs: Any) -> object:
         for observer in _OBSERVERS.here():
-            kwargs = _observed(observer, kwargs)
+            kwargs = _observe(observer, kwargs)
         return aot(mod, args, *rest, **kwargs)
 
     def rewritten(code: types.CodeType, new_code: types.CodeType) -> types.CodeType | None:
@@ -107,28 +107,28 @@ def observing(observer: Observer, caches: bool) -> Iterator[None]:
         yield
 
 
-def _named(code: types.CodeType) -> tuple[str, str]:
+def _name(code: types.CodeType) -> tuple[str, str]:
     """Name and place of a function; modules of torch's own are wrapped in one of torch's, which says nothing."""
     if code.co_filename.startswith(os.path.dirname(torch.__file__)):
         return "module", ""
     return code.co_qualname, f"{code.co_filename}:{code.co_firstlineno}"
 
 
-def _observed(observer: Observer, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _observe(observer: Observer, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of ``aot_module_simplified``, with compilers and partitioner that tell."""
     told, of = dict(kwargs), observer.current()
     for name, side in (("fw_compiler", "forward"), ("bw_compiler", "backward"), ("inference_compiler", "inference")):
         compiler = kwargs.get(name)
         if isinstance(compiler, SerializableAOTDispatchCompiler):
-            inner = _compiling(observer, of, compiler.compiler_fn, side)
+            inner = _wrap_compiler(observer, of, compiler.compiler_fn, side)
             told[name] = SerializableAOTDispatchCompiler(compiler.output_code_ty, inner)
         elif compiler is not None:
-            told[name] = _compiling(observer, of, compiler, side)
-    told["partition_fn"] = _parting(observer, of, kwargs.get("partition_fn") or default_partition)
+            told[name] = _wrap_compiler(observer, of, compiler, side)
+    told["partition_fn"] = _wrap_partitioner(observer, of, kwargs.get("partition_fn") or default_partition)
     return told
 
 
-def _compiling(observer: Observer, of: object, compiler: Callable[..., object], side: str) -> Callable[..., Any]:
+def _wrap_compiler(observer: Observer, of: object, compiler: Callable[..., object], side: str) -> Callable[..., Any]:
     def compile_observed(graph: GraphModule, *args: object, **kwargs: object) -> object:
         with _READERS.with_one_more(observer.generated), observer.compiling(of, graph, side):
             return compiler(graph, *args, **kwargs)
@@ -136,7 +136,7 @@ def _compiling(observer: Observer, of: object, compiler: Callable[..., object], 
     return compile_observed
 
 
-def _parting(observer: Observer, of: Any, partition: Callable[..., Any]) -> Callable[..., object]:
+def _wrap_partitioner(observer: Observer, of: Any, partition: Callable[..., Any]) -> Callable[..., object]:
     def part_observed(joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> object:
         observer.traced(of, joint)
         forward, backward = partition(joint, inputs, **kwargs)

@@ -31,11 +31,11 @@ def fake_store() -> torch.distributed.Store:
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
     """Inside of it tensors have no memory, on any device."""
-    with FakeTensorMode(allow_non_fake_inputs=True), mock.patch.object(FakeTensor, "__deepcopy__", _copied):
+    with FakeTensorMode(allow_non_fake_inputs=True), mock.patch.object(FakeTensor, "__deepcopy__", _copy):
         yield
 
 
-def _copied(fake: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
+def _copy(fake: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
     """A deep copy in the same mode, as a module with buffers makes of its layers.
 
     Torch would copy the mode as well, and with it the references that it holds to storages; both copies would free

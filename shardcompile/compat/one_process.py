@@ -193,7 +193,7 @@ _ONLY_TELL = (
 """Modules that ask for the rank to write it into a log, or into the name of a file."""
 
 
-def _asked_by() -> str:
+def _module_that_asks() -> str:
     """The module, outside of `torch.distributed`, that asks for the rank."""
     frame = sys._getframe(2)
     while frame.f_back is not None:
@@ -207,7 +207,7 @@ def _asked_by() -> str:
 def note_rank_read() -> None:
     """A rank was asked for. In a trace: what comes of it serves this rank alone."""
     state = _HERE.state
-    if state is None or not compat.is_compiling() or _asked_by().startswith(_ONLY_TELL):
+    if state is None or not compat.is_compiling() or _module_that_asks().startswith(_ONLY_TELL):
         return
     if getattr(_symbolic_convert.tls, "current_tx", None) is None:  # 2.11 - 2.15
         raise RuntimeError(

@@ -45,8 +45,8 @@ from shardcompile.compat.saved_inputs import saved_before_written, sizes_of_save
 def trace_size_obliviously() -> None:
     """Make the compilation that is running trace without specialising on sizes of 0 and 1.
 
-    The switch is torch's own (`backed_size_oblivious`), is read all through a compilation, and goes back to what it was
-    when the compilation ends, and so do the patches.
+    The switch is torch's own (`backed_size_oblivious`). It is read all through a compilation, and goes back to what it
+    was when the compilation ends. So do the patches.
     """
     context = TracingContext.try_get()
     if context is not None and context.fake_mode is not None:
@@ -230,11 +230,13 @@ OF_A_COMPILATION = (
     ),
     Patch(
         "decompositions_ask_no_sizes",
-        "torch._inductor.decomposition.decompositions[aten.cat, aten.bmm]",
+        "torch._inductor.decomposition.decompositions[aten.cat, aten.bmm, aten.add]",
         "A tensor that is joined with itself is expanded and flattened, a batched product of column and row is made "
-        "contiguous: both ask whether a block has one row, and ranks compile apart.",
+        "contiguous: both ask whether a block has one row, and ranks compile apart. A sum of complex numbers is viewed "
+        "as one of real ones, and back, which asks for a stride that only a run gives.",
         "The decomposition of cat for one repeated input flattens with guards on its sizes, that of bmm for outer "
-        "products calls contiguous(), with backed_size_oblivious too; both are optimizations that could be left out.",
+        "products calls contiguous(), with backed_size_oblivious too; both are optimizations that could be left out. "
+        "That of add of complex tensors does not work with unbacked sizes: Eq(Mod(Max(1, 2*u0), 2), 0).",
         "2.11 - 2.15",
         decompositions_ask_no_sizes,
     ),
@@ -251,7 +253,8 @@ OF_A_COMPILATION = (
     Patch(
         "batched_products_by_hint",
         "torch._inductor.lowering.lowerings[aten.bmm]",
-        "On CPUs the lowering asks of the factors whether they have one row, to copy those that the kernel would copy.",
+        "On CPUs the lowering asks of the factors whether they have one row, to copy those that the kernel would copy. "
+        "Of rows of which a run gives the number it cannot be told.",
         "The CPU lowering of bmm guards on sizes of 1 (is_contiguous_strides_for_shape of factors) with "
         "backed_size_oblivious; statically_known_true would do.",
         "2.11 - 2.15",

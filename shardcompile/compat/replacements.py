@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
@@ -16,7 +17,7 @@ from torch._functorch import compile_utils, partitioners  # 2.11 - 2.15
 from torch._functorch import config as _functorch_config  # 2.11 - 2.15
 from torch._guards import detect_fake_mode  # 2.11 - 2.15
 from torch._inductor.virtualized import V  # 2.11 - 2.15
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 from torch.utils._sympy.functions import (
     Max,  # 2.11 - 2.15
@@ -29,6 +30,7 @@ from torch.utils._sympy.symbol import (
 
 from shardcompile.compat.late_sizes import tracing_again
 from shardcompile.compat.patch import replace
+from shardcompile.compat.sizes import is_unbacked, size_hint
 
 
 def without_guards(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
@@ -47,7 +49,7 @@ def views_by_stride(stack: contextlib.ExitStack) -> None:
 
 
 def overlap_by_hint(stack: contextlib.ExitStack) -> None:
-    replace(stack, torch, "_debug_has_internal_overlap", _unguarded)
+    replace(stack, torch, "_debug_has_internal_overlap", _answer_by_hint)
 
 
 def no_donated_buffers(stack: contextlib.ExitStack) -> None:
@@ -55,7 +57,7 @@ def no_donated_buffers(stack: contextlib.ExitStack) -> None:
 
 
 def memory_format_by_hint(stack: contextlib.ExitStack) -> None:
-    replace(stack, torch._C, "_conv_determine_backend_memory_format", _unguarded)  # 2.11 - 2.15
+    replace(stack, torch._C, "_conv_determine_backend_memory_format", _answer_by_hint)  # 2.11 - 2.15
 
 
 def channels_last_by_hint(stack: contextlib.ExitStack) -> None:
@@ -99,7 +101,7 @@ def fill_order_by_hint(stack: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
     from torch._inductor import ir
 
-    replace(stack, ir, "get_fill_order", _sorted_by_hint)  # 2.11 - 2.15
+    replace(stack, ir, "get_fill_order", _sort_by_hint)  # 2.11 - 2.15
 
 
 def asserts_of_known_sizes(stack: contextlib.ExitStack) -> None:
@@ -115,7 +117,12 @@ def decompositions_ask_no_sizes(stack: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
     from torch._inductor import decomposition  # 2.11 - 2.15
 
-    changed = {torch.ops.aten.cat.default: _unless_one_tensor, torch.ops.aten.bmm.default: _unless_column_by_row}
+    aten = torch.ops.aten
+    changed = {
+        aten.cat.default: _unless_one_tensor,
+        aten.bmm.default: _unless_column_by_row,
+        aten.add.Tensor: _unless_a_run_gives_sizes,
+    }
     for table in (decomposition.decompositions, decomposition.fast_random_decomps()):
         for op, by in changed.items():
             stack.callback(table.__setitem__, op, table[op])
@@ -136,7 +143,7 @@ def batched_products_by_hint(stack: contextlib.ExitStack) -> None:
 
     bmm = torch.ops.aten.bmm.default
     found = lowerings[bmm]
-    lowerings[bmm] = _lowered_by_hint(found)  # 2.11 - 2.15
+    lowerings[bmm] = _lower_by_hint(found)  # 2.11 - 2.15
     stack.callback(lowerings.__setitem__, bmm, found)
 
 
@@ -161,8 +168,8 @@ def _where_they_were_traced(save_collectives: Callable[..., None]) -> Callable[.
     """Have the backward graph hold the collectives of the backward pass, those that depend on no gradient included.
 
     The partitioner would move such a one to the forward graph or not, by the sizes of what is to be saved: ranks that
-    know their own blocks as numbers would decide otherwise, and wait for one another. It moved one and left the other
-    copy in the backward graph, too, where nothing reads it, since nothing that waits is taken for dead code.
+    know their own blocks as numbers would decide otherwise, and wait for one another. It moved one copy and left the
+    other in the backward graph, where nothing reads it: nothing that waits is taken for dead code.
     """
 
     def save(joint: GraphModule) -> None:
@@ -198,6 +205,16 @@ def _unless_column_by_row(bmm: Callable[..., object]) -> Callable[..., object]:
     return product
 
 
+def _unless_a_run_gives_sizes(add: Callable[..., object]) -> Callable[..., object]:
+    """A sum of complex numbers would be one of pairs, viewed as complex numbers: of no rows that is refused."""
+
+    def total(x: object, y: object, **options: object) -> object:
+        unknown = any(isinstance(t, torch.Tensor) and any(map(is_unbacked, t.shape)) for t in (x, y))
+        return NotImplemented if unknown else add(x, y, **options)
+
+    return total
+
+
 def _and_of_the_view(symbols: Callable[..., Any]) -> Callable[..., Any]:
     def of_layout(layout: Any, unbacked_only: bool = False) -> Any:
         """Those of the tensor that a part lies in, and those that say where."""
@@ -206,7 +223,7 @@ def _and_of_the_view(symbols: Callable[..., Any]) -> Callable[..., Any]:
     return of_layout
 
 
-def _unguarded(check: Callable[..., object]) -> Callable[..., object]:
+def _answer_by_hint(check: Callable[..., object]) -> Callable[..., object]:
     """A question about a tensor, answered by hints without guards, which would hold on some ranks only.
 
     For a check that can only raise: Inductor copies blocks where it lowers `select`. And for the memory format of a
@@ -242,18 +259,30 @@ def _with_numbers_of_symbols(init: Callable[..., None]) -> Callable[..., None]:
     return made
 
 
-def _lowered_by_hint(lowering: Callable[..., object]) -> Callable[..., object]:
+def _lower_by_hint(lowering: Callable[..., object]) -> Callable[..., object]:
     """Have Inductor lower an op by hints, without guards.
 
     On CPUs it asks of the factors of a batched product whether they have one row, to copy those that the kernel would
-    copy. Either answer is right for all sizes.
+    copy. Either answer is right for all sizes. Of sizes that only a run gives it could not be told: the factors that it
+    looks at have numbers in their place.
     """
 
     def lower(*args: object, **kwargs: object) -> object:
-        with V.graph.sizevars.shape_env.suppress_guards():
+        factors = [node for node in V.graph.current_node.args if isinstance(node, Node)]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(V.graph.sizevars.shape_env.suppress_guards())
+            for node in factors:
+                stack.enter_context(mock.patch.dict(node.meta, val=_of_hinted_sizes(node.meta["val"])))
             return lowering(*args, **kwargs)
 
     return lower
+
+
+def _of_hinted_sizes(x: torch.Tensor) -> torch.Tensor:
+    if not any(map(is_unbacked, (*x.shape, *x.stride()))):
+        return x
+    size, stride = (list(map(size_hint, numbers)) for numbers in (x.shape, x.stride()))
+    return torch.empty_strided(size, stride, dtype=x.dtype, device="meta")
 
 
 def _one_of_two_if_known(formula: Any, which: int) -> Callable[..., object]:
@@ -313,7 +342,7 @@ def _without_comparing(stride_of_view: Callable[..., object]) -> Callable[..., o
     return strides
 
 
-def _sorted_by_hint(fill_order: Callable[..., Any]) -> Callable[..., object]:
+def _sort_by_hint(fill_order: Callable[..., Any]) -> Callable[..., object]:
     """Have Inductor sort strides by their hints, which are the same on every rank and larger than 1.
 
     It would compare them, and leave guards that a block of one row breaks. Where a dim has extent 0 or 1, its stride

@@ -1,7 +1,7 @@
 """Private names of torch through which state dicts are gathered, copied and cut. Seen in torch 2.11 to 2.15.
 
-The functions of ``torch.distributed.checkpoint.state_dict`` tell tensors in blocks from plain ones by ``isinstance`` of
-DTensor, and so would hand on ours as if they were plain.
+The functions of ``torch.distributed.checkpoint.state_dict`` ask ``isinstance(x, DTensor)`` to tell tensors in blocks
+from plain ones. They would hand on ours as if they were plain.
 """
 
 from __future__ import annotations

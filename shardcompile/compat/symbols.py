@@ -44,7 +44,7 @@ def retraced(sizes: Sequence[object]) -> tuple[Any, ...]:
         return tuple(sizes)
     known = {e: entry.value for e, entry in mode.tracer.sympy_expr_tracker.items()}  # 2.11 - 2.15
     known.update((kept.node.expr, kept) for kept in _KEPT_SYMBOLS.get(mode.tracer, ()))  # by now renamed, maybe
-    return tuple(_retraced(known, s) if isinstance(s, torch.SymInt) else s for s in sizes)
+    return tuple(_retrace(known, s) if isinstance(s, torch.SymInt) else s for s in sizes)
 
 
 def from_first_symbols(make: Callable[[], object]) -> Any:
@@ -83,8 +83,8 @@ _KEPT_SYMBOLS: weakref.WeakKeyDictionary[Any, list[torch.SymInt]] = weakref.Weak
 def keep_first_proxies() -> None:
     """In the trace that is going on, have the first node that gives a symbol stay the one that stands for it.
 
-    The tracer (2.11 - 2.15) takes the last one: after `a + b` the result of `(a + b) - b` stands for the input `a`, and
-    a sum that is built anew from `a` and `b` is then defined by itself, without end.
+    The tracer (2.11 - 2.15) takes the last one: after `a + b` the result of `(a + b) - b` stands for the input `a`. A
+    sum that is built anew from `a` and `b` is then defined by itself, without end.
     """
     mode = get_proxy_mode()
     if mode is None or type(mode.tracer.sympy_expr_tracker) is not dict:
@@ -100,7 +100,7 @@ def keep_first_proxies() -> None:
     mode.tracer.sympy_expr_tracker = tracker
 
 
-def _retraced(known: dict[Any, Any], size: torch.SymInt) -> object:
+def _retrace(known: dict[Any, Any], size: torch.SymInt) -> object:
     if not size.node.is_symbolic():
         return size
     expression = size.node.expr

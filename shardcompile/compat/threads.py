@@ -31,8 +31,8 @@ _T = TypeVar("_T")
 class Listeners(Generic[_T]):
     """Who is to be told of something, each by its rank alone, and patches of torch that are in place meanwhile.
 
-    Ranks that are threads come and go in any order, so that patches which each of them put in place for itself would
-    not be taken back in the opposite order.
+    Ranks that are threads come and go in any order. Patches that each of them put in place for itself would not be
+    taken back in the opposite order.
 
     Args:
         install: puts the patches in place, for as long as the stack that it is given is open.
@@ -58,5 +58,5 @@ class Listeners(Generic[_T]):
                 self._patches.close()
 
     def here(self) -> list[_T]:
-        """Those of this rank, the outermost first."""
+        """The listeners of this rank, the outermost first."""
         return [listener for rank, listener in self._entries if rank == rank_of_thread()]

@@ -56,10 +56,10 @@ def is_traced() -> bool:
 
 
 def in_mode_of(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Compute with a tensor of a trace that has left the mode in which such tensors are computed with.
+    """Enter the mode of a traced tensor, so that it can be computed with after the trace has left that mode.
 
-    AOTAutograd (2.11 - 2.15) leaves it before it asks what it is given for its parts, and Dynamo leaves that of fake
-    tensors before it looks at what a function returns.
+    AOTAutograd (2.11 - 2.15) leaves it before it takes its arguments apart. Dynamo leaves the mode of fake tensors
+    before it looks at what a function returns.
     """
     if isinstance(x, FunctionalTensor):
         return contextlib.nullcontext() if _functional_mode() is not None else FunctionalTensorMode()
@@ -102,11 +102,11 @@ def kept_with(mode: object) -> dict[object, object]:
 
 def refusing_unknown_shapes(mode: FakeTensorMode, op: torch._ops.OpOverload) -> contextlib.AbstractContextManager[None]:
     """Inside of it an op on fake tensors whose result has a shape that depends on values raises, in a trace as well."""
-    return contextlib.nullcontext() if mode.shape_env is None else _refusing(mode.shape_env, op)
+    return contextlib.nullcontext() if mode.shape_env is None else _refuse(mode.shape_env, op)
 
 
 @contextlib.contextmanager
-def _refusing(shape_env: ShapeEnv, op: torch._ops.OpOverload) -> Iterator[None]:
+def _refuse(shape_env: ShapeEnv, op: torch._ops.OpOverload) -> Iterator[None]:
     pending = shape_env.pending_fresh_unbacked_symbols  # 2.11 - 2.15
     before = len(pending)
     yield

@@ -40,8 +40,8 @@ def forget_with_world(clear: Callable[[], None]) -> None:
 def world_epoch() -> int:
     """A number that changes when the default process group does, and with `start_epoch`.
 
-    Meshes are equal by their ranks alone. What is kept by mesh is kept by this number as well, so that a mesh whose
-    process groups are gone does not stand in for a new one.
+    Meshes are equal by their ranks alone. What is kept by mesh is kept by this number as well. So a mesh whose process
+    groups are gone does not stand in for a new one.
     """
     global _world
     world = _present_world()
@@ -133,7 +133,7 @@ def _holds_in(epoch: int) -> Callable[[object], bool]:
 
 
 def add_guard(holds: Callable[[object], bool], text: str) -> None:
-    """Have what is being compiled run only while a condition holds.
+    """Have what Dynamo is compiling, if it is, run only while a condition holds.
 
     Args:
         holds: gets the function's variables.
@@ -143,8 +143,10 @@ def add_guard(holds: Callable[[object], bool], text: str) -> None:
     def create(builder: object, _: object) -> None:
         add_condition(builder, holds, text)
 
-    guards = TracingContext.get().guards_context.dynamo_guards  # 2.11 - 2.15
-    guards.add(Guard(GlobalStateSource(), create), collect_debug_stack=False)
+    context = TracingContext.try_get()
+    if context is not None:
+        guards = context.guards_context.dynamo_guards  # 2.11 - 2.15
+        guards.add(Guard(GlobalStateSource(), create), collect_debug_stack=False)
 
 
 def add_condition(builder: Any, holds: Callable[[object], bool], text: str) -> None:
@@ -167,7 +169,7 @@ def _forget_compiled() -> None:
     if CompileContext.try_get() is not None or not compile_lock.acquire(blocking=False):
         return
     try:
-        running = _running()
+        running = _codes_that_run()
         for at in [at for at in _COMPILED if at not in running]:
             code = _COMPILED.pop(at)()
             if code is not None:
@@ -176,7 +178,7 @@ def _forget_compiled() -> None:
         compile_lock.release()
 
 
-def _running() -> set[int]:
+def _codes_that_run() -> set[int]:
     """Ids of code that a thread is in; where that is a compiled version, of what was compiled."""
     running = set()
     for frame in sys._current_frames().values():

@@ -142,12 +142,12 @@ def ask_before_wrapping(
             "`plain.data = subclass` asks the plain tensor alone (`__torch_function__`), and `set_data` takes a "
             "wrapper subclass for compatible: the next op on `plain` crashes. With a DTensor alike.",
             "2.11 - 2.15",
-            lambda stack: replace(stack, torch.Tensor, "data", lambda data: _asking_for_data(data, as_data)),
+            lambda stack: replace(stack, torch.Tensor, "data", lambda data: _check_data(data, as_data)),
         ),
     )
 
 
-def _asking_for_data(data: Any, ask: Callable[[Any, Any], None]) -> property:
+def _check_data(data: Any, ask: Callable[[Any, Any], None]) -> property:
     """The attribute ``data`` of tensors, which asks before something is assigned to it."""
 
     def assign(tensor: Any, value: object) -> None:
@@ -167,12 +167,12 @@ def _before(*places: tuple[object, str, Callable[..., None]]) -> Callable[[conte
     def put_in(stack: contextlib.ExitStack) -> None:
         for owner, name, ask in places:
             static = isinstance(owner, type) and name != "__init__"
-            replace(stack, owner, name, functools.partial(_asking, ask=ask, static=static))
+            replace(stack, owner, name, functools.partial(_ask_first, ask=ask, static=static))
 
     return put_in
 
 
-def _asking(function: Callable[..., object], ask: Callable[..., None], static: bool) -> object:
+def _ask_first(function: Callable[..., object], ask: Callable[..., None], static: bool) -> object:
     """A function, or a static method, that asks before it does what it did."""
 
     @functools.wraps(function)

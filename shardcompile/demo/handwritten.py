@@ -1,8 +1,8 @@
 """The training step of the demo written by hand: plain blocks, and a collective wherever points are summed.
 
-This is what the sharded tensors save a person from writing, and what they are measured against. It takes every
-short cut that a person might: one collective for the two sums of a layer and for the two of the loss, one bucket for
-all gradients of parameters, and none for what is the same on every rank anyway.
+This is what the sharded tensors save a person from writing, and what they are measured against. It takes every short
+cut that a person might: one collective for the two sums of a layer, one for the two of the loss, and one bucket for all
+gradients of parameters. There is none for what is the same on every rank anyway.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def complete_gradients(net: PointTransformer, group: ProcessGroup) -> None:
     # Between `_Sum` and `_Share` every rank computes with the same tokens: there the gradients are complete.
     parameters = [p for name, p in net.named_parameters() if "query_key_value" not in name]
     gradients = [p.grad for p in parameters if p.grad is not None]
-    total = _added_up(torch.cat([g.flatten() for g in gradients]), group)
+    total = _add_up(torch.cat([g.flatten() for g in gradients]), group)
     for gradient, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
 
@@ -83,7 +83,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: object, x: Tensor, group: ProcessGroup) -> Tensor:
-        return _added_up(x, group)
+        return _add_up(x, group)
 
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -100,10 +100,10 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _added_up(grad, ctx.group), None
+        return _add_up(grad, ctx.group), None
 
 
-def _added_up(x: Tensor, group: ProcessGroup) -> Tensor:
+def _add_up(x: Tensor, group: ProcessGroup) -> Tensor:
     total = all_reduce(x.contiguous(), group)
     assert isinstance(total, Tensor), "it was awaited"
     return total

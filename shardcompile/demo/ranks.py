@@ -66,7 +66,7 @@ class Settings:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of data and parameters."""
+        """The dtype of data and parameters."""
         return torch.float64 if self.double else torch.float32
 
     @property

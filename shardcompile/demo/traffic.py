@@ -46,10 +46,10 @@ class _Counter(CollectiveWatch):
 
     def saw(self, name: str, x: Any, out: Any) -> None:
         self.collectives += 1
-        self.sent += _sent(name, x, out, self.ranks)
+        self.sent += _bytes_sent(name, x, out, self.ranks)
 
 
-def _sent(name: str, x: Tensor | list[Tensor], out: Tensor, ranks: int) -> float:
+def _bytes_sent(name: str, x: Tensor | list[Tensor], out: Tensor, ranks: int) -> float:
     """Bytes that this rank sends, at least, so that its input becomes its output.
 
     Raises:

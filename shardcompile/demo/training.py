@@ -109,10 +109,10 @@ def sharded_step(net: nn.Module, mesh: DeviceMesh, compiler: Compiler | None) ->
 def sharded(batch: Batch, mesh: DeviceMesh) -> tuple[ShardTensor, ShardTensor]:
     """The features and the target of a batch; each rank puts in its block."""
     features, target = batch.block(mesh.get_local_rank())
-    return _sharded(features, batch.sizes, mesh), _sharded(target, batch.sizes, mesh)
+    return _shard(features, batch.sizes, mesh), _shard(target, batch.sizes, mesh)
 
 
-def _sharded(block: Tensor, sizes: list[int], mesh: DeviceMesh) -> ShardTensor:
+def _shard(block: Tensor, sizes: list[int], mesh: DeviceMesh) -> ShardTensor:
     return ShardTensor.from_local(block, mesh, [Shard(0)], sharding_shapes={0: sizes})
 
 

@@ -1,4 +1,4 @@
-"""How a call is run. Its record decides, with the layouts and strides of its tensors and its other arguments."""
+"""Decides how a call runs: by the record of its op, the layouts and strides of its tensors, and its other arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardcompile.ops import Form, OpCall, OpRecord, TensorArg, record_of
 from shardcompile.ops.choice import Choice, OutputPlan, choose
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.global_meta import global_meta
-from shardcompile.ops.support.strides import may_be_mistold
+from shardcompile.ops.support.strides import may_misstate_strides
 from shardcompile.ops.view.joined import any_joined, of_neighbours, view_of_neighbours
 from shardcompile.sharded import Sharded
 
@@ -32,7 +32,7 @@ _BY_TORCH = "torch's decomposition"
 
 
 def decide(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Entry:
-    """What is done for a call; raises what is wrong with it, on all ranks alike."""
+    """Decide what is done for a call. Errors are raised on all ranks alike."""
     check_collective(op, args, kwargs)
     record = record_of(op)
     form = record.sharded
@@ -43,13 +43,13 @@ def decide(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs:
     if record.is_random:
         raise UnsupportedOpError(f"{op}: no sharded form of this random op; {tensors_text(cls, args, kwargs)}")
     call = describe(cls, op, args, kwargs)
-    mutated = _mutated(op, args, kwargs)
+    mutated = _find_mutated(op, args, kwargs)
     entry = (
         _decide_mutation(cls, record, call, mutated, args, kwargs)
         if mutated
         else _decide_functional(cls, record, call, args, kwargs)
     )
-    # What is gathered, or done by the functional form, is looked at there.
+    # An op that is gathered, or runs by its functional form, checks its indices there.
     looked_at = record.indices is not None and not isinstance(entry, (Gathered, Written))
     return Checked(record, entry) if looked_at else entry
 
@@ -57,7 +57,7 @@ def decide(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs:
 def _needs_neighbours(
     cls: type[Sharded], record: OpRecord, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> bool:
-    """Whether a form that is no rule's would take the rows of a block for neighbours."""
+    """Whether a form assumes that the rows of a block are neighbours in the whole tensor."""
     if record.sharded is None or record.op._schema.is_mutable:
         return False
     if record.sharded.always or record.rule is None:
@@ -82,7 +82,7 @@ def _decide_functional(
             except compat.UNKNOWN_OUTPUT_SHAPE:
                 return fallback(call)
 
-        if form is None or not choice.communicates:
+        if form is None or not (choice.communicates or (form.preferred is not None and form.preferred(call))):
             return as_chosen(args, kwargs)
         return Composed(form.run, as_chosen, _strides_of_form(op, form, args, kwargs))
     if form is not None:
@@ -114,17 +114,17 @@ def _composite(record: OpRecord) -> Run | None:
     if op._can_decompose():
         return op.decompose
     decomposition = compat.decomposition_of(op)
-    return None if decomposition is None else functools.partial(_checked, op, decomposition)
+    return None if decomposition is None else functools.partial(_check_first, op, decomposition)
 
 
-def _checked(op: OpOverload, decomposition: Callable[..., object], *args: object, **kwargs: object) -> object:
-    """A decomposition, of which some leave out what the op itself checks."""
+def _check_first(op: OpOverload, decomposition: Callable[..., object], *args: object, **kwargs: object) -> object:
+    """A decomposition that checks first what the op checks: some decompositions do not."""
     _check_shapes(op, args, kwargs)
     return decomposition(*args, **kwargs)
 
 
 def _strides_of_form(op: OpOverload, form: Form, args: tuple[object, ...], kwargs: dict[str, object]) -> Strides:
-    """Strides that the results of a form are given, None for those that stay as they come."""
+    """Strides for the results of a form. None for a result that stays as it comes."""
     if form.stored == "none":
         return []
     strides = _stated_strides(op, args, kwargs)
@@ -132,7 +132,8 @@ def _strides_of_form(op: OpOverload, form: Form, args: tuple[object, ...], kwarg
 
 
 def _stated_strides(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Strides:
-    """Strides of the results of an op, None of what is no tensor; empty if they are not known, or are those of views.
+    """Strides of the results of an op; None for what is no tensor. Empty if they are not known, or if the results are
+    views.
 
     Errors that plain PyTorch raises for these shapes are raised here.
     """
@@ -174,12 +175,12 @@ def _local_entry(
             return local_args(call, local, layouts, block_shape)
 
     simple = arguments is None and not any(p.steps for p in choice.plans) and _is_simple(call, specs)
-    mistold = None
-    if any(isinstance(s, Spec) for s in specs) and may_be_mistold(record, [t.ndim for t in call.tensors]):
-        mistold = next((i for i, a in enumerate(args) if isinstance(a, Tensor)), None)
+    strides_like = None
+    if any(isinstance(s, Spec) for s in specs) and may_misstate_strides(record, [t.ndim for t in call.tensors]):
+        strides_like = next((i for i, a in enumerate(args) if isinstance(a, Tensor)), None)
     if simple:
-        return Direct(record, choice, specs, None, mistold)
-    return Local(record, choice, specs, arguments, mistold)
+        return Direct(record, choice, specs, None, strides_like)
+    return Local(record, choice, specs, arguments, strides_like)
 
 
 def _is_simple(call: OpCall, specs: Specs) -> bool:
@@ -192,7 +193,7 @@ def _is_simple(call: OpCall, specs: Specs) -> bool:
 def _output_specs(
     call: OpCall, outputs: Sequence[OutputPlan], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Specs:
-    """Specs of the outputs, their global shapes, strides and dtypes being what the op gives for global inputs."""
+    """Specs of the outputs. Global shapes, strides and dtypes are those that the op gives for global inputs."""
     like = call.tensors[0].layout
 
     def spec(meta: object, plan: OutputPlan) -> Spec | list[Spec | None] | None:
@@ -208,7 +209,7 @@ def _output_specs(
     return [spec(m, plan) for m, plan in zip(metas, outputs, strict=True)]
 
 
-def _mutated(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> list[int | str]:
+def _find_mutated(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> list[int | str]:
     """The arguments that are written to, each by its position or its name."""
     if not op._schema.is_mutable:
         return []

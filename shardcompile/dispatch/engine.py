@@ -1,8 +1,8 @@
-"""The engine: looks up what was decided for a call, or decides, and does it.
+"""The engine: looks up the decision for a call, or makes it, and carries it out.
 
-What is decided for a call depends on its op, the layouts and strides of its tensors and its other arguments only,
-never on the rank or on local values. In eager mode the decision is made once and kept; inside a trace, where sizes
-are symbols, it is made for every call.
+What is decided for a call depends only on its op, the layouts and strides of its tensors, and its other arguments. It
+never depends on the rank or on local values. In eager mode the decision is made once and kept; inside a trace, where
+sizes are symbols, it is made for every call.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def dispatch(
         kwargs: keyword arguments.
     """
     if torch.is_inference_mode_enabled() and op.is_view and not args[0].is_inference():
-        # A view of an ordinary tensor is one itself, also when it is taken in inference mode: both share a version.
+        # A view of an ordinary tensor is an ordinary tensor, also when it is taken in inference mode: both share a
+        # version.
         with torch.inference_mode(False), torch.no_grad():
             return dispatch(cls, op, types, args, kwargs)
     # The common case first, and without a call for each argument: this is the cost of every eager op.

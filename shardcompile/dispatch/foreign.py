@@ -1,7 +1,7 @@
-"""Where sharded tensors meet what others do with their blocks: collectives of torch, DTensor, DDP, FSDP.
+"""What happens when others work on the blocks of sharded tensors: collectives of torch, DTensor, DDP, FSDP.
 
-What others do with the block of each rank alike is right along mesh dims whose ranks hold the same block. Across ranks
-that hold different blocks it would mix up elements of different places, so it is refused.
+Others do the same with the block of each rank. That is right along mesh dims whose ranks hold the same block. Across
+ranks that hold different blocks it would mix up elements of different places, so it is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FUNCTIONAL = {"_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10
 
 
 def hold_the_same_block(layout: Layout, ranks: Sequence[int]) -> bool:
-    """Whether all of these ranks that are in the mesh of a layout hold the same block, and all of it."""
+    """Whether these ranks, as far as they are in the mesh of a layout, hold the same block, and all of it."""
     places = itertools.product(*map(range, layout.mesh.shape))
     cutting = [m for m, p in enumerate(layout.placements) if not isinstance(p, Replicate)]
     block_of = {r: tuple(place[m] for m in cutting) for r, place in zip(ranks_of(layout.mesh), places, strict=True)}

@@ -42,7 +42,9 @@ def argument(which: int | str, args: Sequence[object], kwargs: dict[str, object]
 
 
 def _refuse_gradients_of_turned(op: OpOverload, target: Sharded, values: Sequence[object]) -> None:
-    """Raise if a write would give a gradient to views that autograd would take again of what was turned since."""
+    """Raise if a write would give a gradient to views of a tensor that was transposed in place since: autograd would
+    take them anew.
+    """
     wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
     if wanted and was_turned(target):
         raise refusal(
@@ -82,9 +84,9 @@ class InPlace(Local):
 
 
 def _apart(blocks: list[object]) -> list[object]:
-    """The blocks of a write, those copied that share memory with the one that is written to.
+    """The blocks of a write. Blocks that share memory with the written one are copied.
 
-    Torch refuses to write where it reads, where they overlap in part: for an empty block they never do, and its rank
+    Torch refuses to write to memory that it reads if both overlap in part. An empty block never overlaps, so its rank
     would go on alone.
     """
     target = blocks[0]
@@ -109,7 +111,7 @@ class InPlaceView(Entry):
         target = args[0]
         assert isinstance(target, Sharded), "a plain tensor cannot be turned into a sharded one"
         if target.requires_grad and not target._is_view() and has_views(target):
-            # Of a plain tensor's views autograd knows where they lie in memory; of these it calls the view op again.
+            # For views of a plain tensor autograd knows where they lie in memory. For these it calls the view op again.
             raise refusal(
                 str(self.op), target._spec.layout.describe(),
                 "views of it exist, whose gradients would be those of the same views of what it turns into",
@@ -121,7 +123,7 @@ class InPlaceView(Entry):
                 "views of it exist that a block cannot hold, and that are made again from it whenever it is written to",
                 _NOT_IN_PLACE,
             )  # fmt: skip
-        # A copied view follows what it is a view of: that must not be the target, which is about to change.
+        # A copied view follows its base. The base must not be the target, which is about to change.
         view: Any = self.functional(target._stand_in(), *args[1:], **kwargs)
         if view._copied is not None and view._copied.follows(target):
             raise UnsupportedOpError(
@@ -166,7 +168,7 @@ class Written(Entry):
 
 
 def refuse_expanded(record: OpRecord, target: Spec) -> None:
-    """Raise if several elements of what is written to lie in one place; a kernel only says so of a block with several.
+    """Raise if several elements of the target lie in one place. A kernel raises only for a block that has several.
 
     One value everywhere is the same in whatever order it is written.
     """

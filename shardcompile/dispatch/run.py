@@ -50,8 +50,8 @@ class Composed(Entry):
 
     Args:
         function: the op in terms of others.
-        otherwise: of arguments, what is done where the function returns NotImplemented, as some of torch's do. It is
-            kept, and must not hold on to the arguments that it was decided on.
+        otherwise: what is done with arguments for which the function returns NotImplemented, as some of torch's do. It
+            is kept, so it must not hold on to the arguments of the first call.
         strides: that the results of the op have; empty if they are not known, or are views.
         way: as in `Entry`.
     """
@@ -76,7 +76,7 @@ class Composed(Entry):
         return self.otherwise(args, kwargs).run(cls, args, kwargs)
 
     def _stored(self, cls: type[Sharded], out: object) -> object:
-        """The results, stored as those of the op itself: by that later ops decide what can be a view."""
+        """The results, with the strides of the op itself: later ops decide by strides what can be a view."""
         if not self.strides:
             return out
         if isinstance(out, Tensor):
@@ -121,7 +121,7 @@ class Local(Entry):
         choice: the plans of its inputs.
         specs: of its results.
         arguments: makes the arguments of the op on blocks.
-        mistold: where `strides.may_be_mistold` holds, which argument is a tensor.
+        strides_like: where `strides.may_misstate_strides` holds, which argument is a tensor.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Local(Entry):
         choice: Choice,
         specs: Specs,
         arguments: Callable[[tuple[object, ...]], tuple[object, ...]] | None,
-        mistold: int | None = None,
+        strides_like: int | None = None,
     ) -> None:
         self.record = record
         self.op = op = record.op
@@ -144,7 +144,7 @@ class Local(Entry):
         self.moved = self.aliases and (self.exchanges or record.copies_block)
         self.fresh = not self.mutates and not self.aliases
         self.single = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
-        self.mistold = mistold
+        self.strides_like = strides_like
         self.whole = self.fresh and not self.exchanges and self.single and _is_whole(specs)
 
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -169,7 +169,7 @@ class Local(Entry):
         local_kwargs = {k: localize(cls, a, plans, self.moved) for k, a in kwargs.items()} if kwargs else kwargs
         if self.arguments is not None:
             local_args = self.arguments(local_args)
-        if self.mistold is not None and type(local_args[self.mistold]) is not Tensor:
+        if self.strides_like is not None and type(local_args[self.strides_like]) is not Tensor:
             stride = next(s.stride for s in self.specs if s is not None)
             out = self.function(*in_one_order(self.record, local_args, stride), **local_kwargs)
             return all_in_order(out, self.specs)
@@ -211,12 +211,12 @@ def follow_all(wrapped: Any, op: OpOverload, args: tuple[object, ...], blocks: C
 
 
 def localize(cls: type[Sharded], a: object, plans: Iterator[Plan | None], keep_order: bool = False) -> object:
-    """An argument of the op on blocks: tensors as their plans bring them to where they are needed.
+    """An argument of the op on blocks: plans bring its tensors to the layouts that are needed.
 
     Args:
         cls: the class of sharded tensors.
         a: the argument.
-        plans: of tensors in order, None where nothing has to be done; those of `a` are taken off.
+        plans: of tensors in order, None where nothing has to be done. The plans of `a` are consumed.
         keep_order: whether what was moved is stored in the order of the global strides.
     """
     if isinstance(a, Tensor):
@@ -239,8 +239,10 @@ def _wrap_all(cls: type[Sharded], out: Any, specs: Sequence[Any]) -> Any:
 class Direct(Local):
     """Run the op on the blocks as they are: one result, tensors as positional arguments only."""
 
-    def __init__(self, record: OpRecord, choice: Choice, specs: Specs, arguments: None, mistold: int | None) -> None:
-        super().__init__(record, choice, specs, arguments, mistold)
+    def __init__(
+        self, record: OpRecord, choice: Choice, specs: Specs, arguments: None, strides_like: int | None
+    ) -> None:
+        super().__init__(record, choice, specs, arguments, strides_like)
         spec = specs[0]
         assert isinstance(spec, Spec), "such a call has one tensor as its result"
         self.spec = spec
@@ -249,7 +251,7 @@ class Direct(Local):
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         blocks = [a._local_tensor if type(a) is cls else a for a in args]
         spec = self.spec
-        if self.mistold is not None and type(blocks[self.mistold]) is not Tensor:
+        if self.strides_like is not None and type(blocks[self.strides_like]) is not Tensor:
             blocks = in_one_order(self.record, blocks, spec.stride)
             return cls._wrap(in_order(self.function(*blocks, **kwargs), spec.stride), spec)
         out = self.function(*blocks, **kwargs)

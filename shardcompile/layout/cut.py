@@ -1,7 +1,6 @@
 """Cuts: how one tensor dim is divided into blocks over one or several mesh dims.
 
-A cut is the same object on every rank: it holds the sizes of *all* blocks. It comes in three kinds, because tracing
-treats them differently:
+A cut is the same object on every rank: it holds the sizes of *all* blocks. Tracing has three kinds of them:
 
 * ``chunk``: what `torch.chunk` gives for the extent; no sizes are stored and the extent may be symbolic;
 * ``fixed``: Python ints, part of what a compiled graph is specialised on;
@@ -128,10 +127,11 @@ class Cut:
         inner: the number of neighbouring blocks of `key` that make one block of this cut.
         scale: elements of this dim for one of `key`'s; more than 1 where trailing dims were flattened into the dim.
         carrier: while tracing, the tensor whose shape brought the key into the graph; not part of the value.
-        origin: of the cut of a slice: the cut of what was sliced, first row and step. A gradient finds its way back.
-        home: of the cut of a dim that was cut in place of another one: the cut that this other one had.
-        runs: of how many stretches of one extent the dim is made, one after the other, each divided in the same way;
-            more than 1 where leading dims were flattened into the dim. A block then has rows of each of them.
+        origin: for the cut of a slice: the cut of what was sliced, first row and step, by which a gradient gets back.
+        home: for a dim that was cut in place of another one: the cut that the other one had.
+        rows: for what was looked up by numbers of rows: their cut, which new sums over them take over.
+        runs: how many equal stretches the dim has, each divided alike: more than 1 if leading dims were flattened into
+            it.
     """
 
     kind: Kind
@@ -146,6 +146,7 @@ class Cut:
     carrier: object = field(default=None, compare=False, repr=False)
     origin: tuple[Cut, IntLike, int] | None = field(default=None, repr=False)
     home: Cut | None = field(default=None, repr=False)
+    rows: Cut | None = field(default=None, repr=False)
     runs: int = 1
 
     @staticmethod
@@ -188,13 +189,14 @@ class Cut:
 
     @property
     def has_symbols(self) -> bool:
-        """Whether it, or the cut that it remembers, is made of symbols.
+        """Whether it, or a cut that it remembers, is made of symbols.
 
         A chunk cut of a known extent knows its sizes, and in a trace also the symbol of this rank's block.
         """
         if self.blocks is None or isinstance(self.block, torch.SymInt):
             return True
-        return self.home is not None and (isinstance(self.home.extent, torch.SymInt) or self.home.has_symbols)
+        others = [c for c in (self.home, self.rows) if c is not None]
+        return any(isinstance(c.extent, torch.SymInt) or c.has_symbols for c in others)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -228,8 +230,8 @@ class Cut:
             return self.block
         if self.blocks is not None:
             return self.blocks[self.block_index(coordinate)]
-        # Not even of a chunk cut: as a formula of the extent it would name the rank in the graph, and comparisons with
-        # it would be guards that hold on some ranks only.
+        # Not for a chunk cut either. A formula of the extent would name the rank in the graph. Comparisons with it
+        # would be guards that hold on some ranks only.
         raise LayoutError(f"the size of this rank's block of mesh dims {self.mesh_dims} has no symbol in the trace")
 
     def offset(self, coordinate: Sequence[int]) -> int:
@@ -248,6 +250,15 @@ class Cut:
                 f"blocks of {self.describe()} are no neighbouring rows: the dim was made of several, of which the "
                 "first one is not cut. Take this of the tensor before it was flattened, or redistribute() it first"
             )
+
+    def naming(self, rows: Cut) -> Cut:
+        """The same blocks, of numbers of rows that are cut as `rows`, or of what was looked up by them."""
+        return replace(self, rows=replace(rows, rows=None, origin=None, home=None))
+
+    def named_rows(self, extent: IntLike) -> Cut | None:
+        """The cut of the rows that were looked up, if there are as many; None if there are not."""
+        found = self.rows
+        return found if found is not None and compat.surely(found.extent == extent) else None
 
     def joined(self, runs: int) -> Cut:
         """The cut of a dim into which a leading one was flattened, of extent `runs`."""
@@ -284,7 +295,8 @@ class Cut:
         if self.kind == "chunk":
             if blocks is None:
                 raise LayoutError("a chunk cut of a symbolic extent cannot be flattened with trailing dims")
-            return replace(Cut.of_sizes(self.mesh_dims, self.parts, blocks, "fixed"), home=self.home, runs=self.runs)
+            cut = Cut.of_sizes(self.mesh_dims, self.parts, blocks, "fixed")
+            return replace(cut, home=self.home, rows=self.rows, runs=self.runs)
         scale, origin = self.scale * factor, self._scaled_origin(factor)
         return replace(self, extent=self.extent * factor, blocks=blocks, block=block, scale=scale, origin=origin)
 
@@ -324,7 +336,7 @@ class Cut:
             return None
         kind: Kind = "fixed" if self.kind == "chunk" else self.kind
         cut = Cut.of_sizes(self.mesh_dims, self.parts, [b // factor for b in self.blocks], kind)
-        return replace(cut, home=self.home, runs=self.runs)
+        return replace(cut, home=self.home, rows=self.rows, runs=self.runs)
 
     def prefix(self, depth: int) -> Cut | None:
         """The cut over the first `depth` mesh dims only."""
@@ -336,14 +348,13 @@ class Cut:
     def same_blocks(self, other: Cut | None, coordinate: Sequence[int] | None = None) -> bool:
         """Whether both divide a dim into the same blocks on the same ranks.
 
-        Inside a trace the answer for two dynamic cuts compares their keys, which installs a guard. Keys that only
-        become known when the graph runs, and a dynamic cut and one of another kind, such as one whose sizes the program
-        states, count as different there, which costs an exchange that moves nothing if they were the same.
+        Inside a trace the answer for two dynamic cuts compares their keys, which installs a guard. Keys that a run
+        gives, and a dynamic cut beside one of another kind, count as different: that may cost an exchange.
 
         Args:
             other: the other cut.
-            coordinate: of this rank in the mesh. Inside a trace the block of a cut that turns out to be a known one,
-                as that of a parameter, is then known as well, so that both fit into one op.
+            coordinate: of this rank in the mesh. Inside a trace a cut may turn out to be a known one, as that of a
+                parameter. Then its block is known as well, so that both fit into one op.
         """
         if self is other:
             return True
@@ -376,13 +387,13 @@ class Cut:
             return GroupCut(list(self.blocks[first : first + count]), CHUNK_KEY, [])
         if self.kind == "chunk":
             return GroupCut([], CHUNK_KEY, [])
-        nest = [self.inner, first, self.scale]
-        return GroupCut([], self.key, nest if nest != [1, 0, 1] else [])
+        grouping = [self.inner, first, self.scale]
+        return GroupCut([], self.key, grouping if grouping != [1, 0, 1] else [])
 
     def __reduce__(self) -> tuple[object, ...]:
         """The sizes that the key stands for come along: another process may not know them."""
         known = _TABLE.find(self.key) if self.kind == "dynamic" and isinstance(self.key, int) else None
-        return _restored, (known, *(getattr(self, f.name) for f in fields(self)))
+        return _restore, (known, *(getattr(self, f.name) for f in fields(self)))
 
     def describe(self) -> str:
         """Sizes as text, e.g. ``[3,5]``; ``[?]`` while tracing."""
@@ -390,7 +401,7 @@ class Cut:
         return f"{runs}[?]" if self.blocks is None else f"{runs}[{','.join(str(b // self.runs) for b in self.blocks)}]"
 
 
-def _restored(known: tuple[int, ...] | None, *values: Any) -> Cut:
+def _restore(known: tuple[int, ...] | None, *values: Any) -> Cut:
     if known is not None:
         _TABLE.key_of(known)
     return Cut(*values)
@@ -403,27 +414,29 @@ class GroupCut:
     Attributes:
         sizes: block sizes in group order; empty if `key` tells.
         key: key of the whole cut, `CHUNK_KEY` for torch.chunk of what the group holds together.
-        nest: empty, or (number of blocks of `key` that make one block here, index of the group's first block,
+        grouping: empty, or (number of blocks of `key` that make one block here, index of the group's first block,
             elements here for one of `key`'s).
     """
 
     sizes: list[int]
     key: IntLike
-    nest: list[int]
+    grouping: list[int]
 
     def blocks(self, total: int, ranks: int) -> tuple[int, ...]:
         """Block sizes in group order, at run time; see `resolve`."""
-        return GroupCut.resolve(total, self.sizes, self.key, self.nest, ranks)  # type: ignore[arg-type]
+        return GroupCut.resolve(total, self.sizes, self.key, self.grouping, ranks)  # type: ignore[arg-type]
 
     @staticmethod
-    def resolve(total: int, sizes: Sequence[int], key: int, nest: Sequence[int], world_size: int) -> tuple[int, ...]:
+    def resolve(
+        total: int, sizes: Sequence[int], key: int, grouping: Sequence[int], world_size: int
+    ) -> tuple[int, ...]:
         """Block sizes in group order, at run time.
 
         Args:
             total: what the group's blocks add up to.
             sizes: as in `GroupCut`.
             key: as in `GroupCut`.
-            nest: as in `GroupCut`.
+            grouping: as in `GroupCut`.
             world_size: number of ranks in the group.
         """
         if sizes:
@@ -431,7 +444,7 @@ class GroupCut:
         if key == CHUNK_KEY:
             return chunk_sizes(total, world_size)
         blocks = _TABLE.sizes_of(key)
-        if not nest:
+        if not grouping:
             return blocks[:world_size]  # of a nested cut, the first group's
-        inner, first, scale = nest
+        inner, first, scale = grouping
         return tuple(sum(blocks[(first + i) * inner : (first + i + 1) * inner]) * scale for i in range(world_size))

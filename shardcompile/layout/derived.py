@@ -1,4 +1,4 @@
-"""Arithmetic on the block sizes of a cut: what becomes of them where rows are taken out, added or put in order anew.
+"""Arithmetic on the block sizes of a cut: how they change where rows are removed, added or reordered.
 
 Rows keep their order over the ranks: the rows of a rank follow those of the ranks before it. So a slice along a cut
 dim leaves every row on its rank, and only the sizes change. Each function takes the sizes of all blocks and gives those
@@ -50,7 +50,7 @@ def spread(cuts: Sequence[Sizes], start: int, step: int, extent: int) -> tuple[S
 
 
 def mirrored(cuts: Sequence[Sizes], inner: int, count: int) -> tuple[Sizes, Sizes]:
-    """Every `count` neighbours in reverse order, where neighbours are runs of `inner` blocks.
+    """Reverse the order of every `count` neighbours. A neighbour is a run of `inner` blocks.
 
     >>> mirrored([(1, 2, 3, 4)], 2, 2)
     ((3, 4, 1, 2), (0, 0, 0, 0))
@@ -86,9 +86,9 @@ def reading(
 ) -> tuple[Sizes, Sizes]:
     """Rows that read others: `count` rows, of which j goes to the block that has row ``(j * num + shift) / den``.
 
-    Rows of which that is not in the dim go to the first or the last block. Row j reads those from ``(j * num - before)
-    / den``, rounded up, to ``(j * num + after) / den``, rounded down. Gives the sizes, and how many rows each block
-    reads, those outside of the dim included.
+    If there is no such row, row j goes to the first or the last block. Row j reads those from
+    ``(j * num - before) / den``, rounded up, to ``(j * num + after) / den``, rounded down. Gives the sizes, and how
+    many rows each block reads, those outside of the dim included.
 
     >>> reading([(4, 0, 3)], 4, 2, 1, 1, 1, 0)  # a convolution of 3 rows, stride 2 and padding 1
     ((2, 0, 2), (5, 0, 5))
@@ -143,7 +143,7 @@ def ahead(cuts: Sequence[Sizes], before: int) -> tuple[Sizes, Sizes]:
 
 
 def shifted(cuts: Sequence[Sizes], by: int, around: int) -> tuple[Sizes, Sizes]:
-    """What each rank has once blocks have moved `by` ranks on, and at which row of the whole dim that starts.
+    """What each rank has after blocks have moved on by `by` ranks, and at which row of the whole dim that starts.
 
     Unless they go `around`, the first ranks then have nothing.
 

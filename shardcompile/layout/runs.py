@@ -1,7 +1,7 @@
-"""Layouts of tensors into whose cut dims leading ones were flattened, taken apart and put together again.
+"""Layouts whose cut dims had leading dims flattened into them: takes such dims apart, and puts them together again.
 
-Rows of such a block are not neighbours in the whole dim. Seen with the leading dims apart they are, and everything that
-moves them works there.
+Rows of such a block are not neighbours in the whole dim. With the leading dims apart they are neighbours, and
+everything that moves rows works on that view.
 """
 
 from __future__ import annotations

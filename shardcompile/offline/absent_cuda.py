@@ -33,8 +33,8 @@ def pretended_cuda() -> Iterator[None]:
     few lines of C++ answer in its place (see absent_cuda.cpp); they are compiled on first use, in seconds, and kept in
     the user's cache folder, by version of torch.
 
-    It is the whole process that is answered differently meanwhile: ``torch.accelerator.is_available()`` says yes, and
-    attention picks the kernel that it would on an Ampere GPU or a later one, ``torch.autocast("cuda")`` is on, and
+    It is the whole process that is answered differently meanwhile. ``torch.accelerator.is_available()`` says yes.
+    Attention picks the kernel that it would on an Ampere GPU or a later one. ``torch.autocast("cuda")`` is on, and
     ``torch.cuda.current_device()`` is 0. ``torch.cuda.is_available()`` still says no. Real work on a CUDA device fails
     as it did before. At the end everything answers for itself again.
 
@@ -63,12 +63,12 @@ def _start_autograd_engine() -> None:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(_built()))
+    library = ctypes.CDLL(str(_build()))
     library.shardcompile_pretend.restype = ctypes.c_bool
     return library
 
 
-def _built() -> Path:
+def _build() -> Path:
     """The compiled library, from the cache folder if it is there."""
     command = [_compiler(), *_flags()]
     key = hashlib.sha256(repr((torch.__version__, torch.__file__, command, _SOURCE.read_text())).encode()).hexdigest()

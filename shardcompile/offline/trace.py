@@ -56,12 +56,10 @@ class CollectiveRecord:
 
     def __str__(self) -> str:
         dtypes = ", ".join(str(d).removeprefix("torch.") for d in self.dtypes)
-        return f"{self.kind} {dtypes} {self.global_bytes} B, {_named(self.ranks)}" + (
-            self.source and f"  {self.source}"
-        )
+        return f"{self.kind} {dtypes} {self.global_bytes} B, {_name(self.ranks)}" + (self.source and f"  {self.source}")
 
 
-def _named(ranks: tuple[int, ...]) -> str:
+def _name(ranks: tuple[int, ...]) -> str:
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if len(ranks) > 4 and ranks == tuple(range(ranks[0], ranks[-1] + 1, step or 1)):
         return f"ranks {ranks[0]}-{ranks[-1]}" + (f" by {step}" if step > 1 else "")
@@ -182,7 +180,7 @@ def trace_step(
     """
     pipeline = Pipeline() if pipeline is None else pipeline
     with _blocks_vary(), _torch.fake_inputs_as_real_ones():
-        forward_graph, backward_graph = _captured(*_built(world, build), backward, before_division(pipeline, foreign))
+        forward_graph, backward_graph = _capture(*_build(world, build), backward, before_division(pipeline, foreign))
     issued: list[tuple[CollectiveRecord, ...]] = []
     for graph in (forward_graph, backward_graph):
         if graph is not None:
@@ -205,7 +203,7 @@ def _run_passes(graph: GraphModule, pipeline: Pipeline, inductor: bool, is_infer
     graph.recompile()
 
 
-def _built(world: OfflineWorld, build: Build) -> tuple[Callable[..., object], Sequence[object]]:
+def _build(world: OfflineWorld, build: Build) -> tuple[Callable[..., object], Sequence[object]]:
     try:
         modules = _torch.modules_with_fake_parameters()
         with modules, _torch.as_in_a_compilation(), _torch.fake_tensors(), torch.device(world.device):
@@ -240,7 +238,7 @@ class _CapturedError(Exception):
     """Ends a call of a compiled function when all graphs are there."""
 
 
-def _captured(
+def _capture(
     fn: Callable[..., object], inputs: Sequence[object], backward: bool, joint_pass: Callable[[Graph], None]
 ) -> tuple[GraphModule, GraphModule | None]:
     """The forward and backward graph of a call. They are taken when AOTAutograd parts them, and never run."""

@@ -53,7 +53,8 @@ def offline_world(
     Inside of it `trace_step` traces, and graphs can be worked on: passes ask for process groups, and make fake tensors
     on the device. At the end process groups are gone, and `torch.compile` has forgotten what it compiled, there and
     before. With ``device="cuda"`` on a machine without a GPU the process answers as if it had one meanwhile; see
-    `shardcompile.offline.absent_cuda.pretended_cuda`. Of a GPU that is there nothing is used but that it is there.
+    `shardcompile.offline.absent_cuda.pretended_cuda`. If there is a GPU, nothing runs on it; torch only finds that it
+    is there.
 
     Args:
         world_size: number of ranks.

@@ -2,8 +2,8 @@
 
 from shardcompile.operators.examples import Example as Example
 from shardcompile.operators.examples import example_of as example_of
+from shardcompile.operators.outcome import Outcome as Outcome
+from shardcompile.operators.outcome import Ranks as Ranks
 from shardcompile.operators.page import table as table
-from shardcompile.operators.served import Ranks as Ranks
-from shardcompile.operators.served import Served as Served
 from shardcompile.operators.words import describe as describe
 from shardcompile.operators.words import ops_named as ops_named

@@ -142,7 +142,7 @@ def example_of(op: OpOverload) -> Example | None:
     names = [a.name for a in op._schema.arguments]
     record = record_of(op)
     if record.example:
-        args = [_parsed(word) for word in record.example.split()]
+        args = [_parse(word) for word in record.example.split()]
         return Example(tuple(names[: len(args)]), tuple(args))
     if record.becomes is not None or _is_opaque(record):
         return None
@@ -150,7 +150,7 @@ def example_of(op: OpOverload) -> Example | None:
         try:
             needed = [a for a in op._schema.arguments if not a.has_default_value() and not a.kwarg_only]
             args = [_of_schema(a.name, str(a.type), shape, fewer) for a in needed]
-            op(*[_copied(a) for a in args])
+            op(*[_copy(a) for a in args])
         except (KeyError, RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
             continue
         return Example(tuple(a.name for a in needed), tuple(args))
@@ -165,19 +165,19 @@ def _is_opaque(record: OpRecord) -> bool:
     return not known or follows or any(a.is_out for a in record.op._schema.arguments)
 
 
-def _copied(a: object) -> object:
+def _copy(a: object) -> object:
     if isinstance(a, list):
-        return [_copied(b) for b in a]
+        return [_copy(b) for b in a]
     return a.clone() if isinstance(a, Tensor) else a
 
 
-def _parsed(word: str) -> object:
+def _parse(word: str) -> object:
     if word.startswith("torch."):
         return getattr(torch, word.removeprefix("torch."))
     if word == ".":
         return torch.tensor(0.5)
     if "+" in word:
-        return [_parsed(part) for part in word.split("+") if part]
+        return [_parse(part) for part in word.split("+") if part]
     if re.fullmatch(r"[bci]?\d+x(\d+(x\d+)*)?", word):
         kind = word[0] if word[0] in "bci" else ""
         return _tensor(kind, [int(n) for n in word.lstrip("bci").split("x") if n])

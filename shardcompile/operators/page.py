@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardcompile.operators.examples import example_of
-from shardcompile.operators.served import Ranks, Served
+from shardcompile.operators.outcome import Outcome, Ranks
 from shardcompile.ops import OpRecord, records
 
 _OF_TORCH = ("aten", "prims")
@@ -24,22 +24,22 @@ def table(ranks: Ranks) -> str:
 
 def without_example() -> list[str]:
     """Names of ops with a rule or a form that there is no example of."""
-    return [_name(r) for r in _stated() if example_of(r.op) is None]
+    return [_name(r) for r in _records_of_torch() if example_of(r.op) is None]
 
 
-def _stated() -> list[OpRecord]:
+def _records_of_torch() -> list[OpRecord]:
     """Records of torch's own ops; those that a program registers are its own affair."""
     found = [r for r in records() if r.op.namespace in _OF_TORCH and (r.rule is not None or r.sharded is not None)]
     return sorted(found, key=lambda r: str(r.op))
 
 
 def _lines(ranks: Ranks) -> Iterator[str]:
-    for record in _stated():
+    for record in _records_of_torch():
         example = example_of(record.op)
         if example is None:
             continue
-        served = ranks.serve(record.op, example)
-        cells = " | ".join(_cell(served, how) for how in _COLUMNS)
+        outcomes = ranks.outcomes_of(record.op, example)
+        cells = " | ".join(_cell(outcomes, how) for how in _COLUMNS)
         yield f"| `{_name(record)}` | {example} | {cells} |"
 
 
@@ -47,10 +47,10 @@ def _name(record: OpRecord) -> str:
     return str(record.op).removeprefix("aten.").removesuffix(".default")
 
 
-def _cell(served: list[Served], how: str) -> str:
+def _cell(outcomes: list[Outcome], how: str) -> str:
     """``self 0 1, other 0``: the tensors and dims for which a service was had."""
     dims: dict[str, list[str]] = {}
-    for s in served:
+    for s in outcomes:
         if s.how == how:
             name, _, dim = s.cut.partition(" along dim ")
             dims.setdefault(name, []).append(dim)

@@ -18,7 +18,7 @@ from shardcompile import compat
 from shardcompile.compat import OpOverload, OpOverloadPacket
 from shardcompile.layout import Layout, MeshShape
 from shardcompile.operators.examples import Example, example_of
-from shardcompile.operators.served import WORLD, Ranks, Served
+from shardcompile.operators.outcome import WORLD, Outcome, Ranks
 from shardcompile.ops import FUNCTIONS, OpCall, OpRecord, Order, Strategy, TensorArg, record_of, records
 
 _ROOT = Path(__file__).parents[2]
@@ -75,9 +75,9 @@ def describe(op: OpOverload, ranks: Ranks) -> str:
     lines += [
         "",
         f"For {example}, on {WORLD} ranks with blocks of any size, if cut",
-        *_served(ranks.serve(op, example)),
+        *_outcome_lines(ranks.outcomes_of(op, example)),
     ]
-    allowed = _allowed(record, example)
+    allowed = _strategy_lines(record, example)
     if allowed:
         lines += ["", "What its rule allows along one mesh dim, besides whole tensors:", *allowed]
     return "\n".join(lines)
@@ -196,16 +196,16 @@ def _place(function: object) -> str:
     return f"{outer.lstrip('_')} ({file}:{code.co_firstlineno})" + ("" if only_a_name or not said else f"\n{said}")
 
 
-def _served(served: list[Served]) -> Iterator[str]:
-    width = max(len(s.cut) for s in served)
-    for s in served:
+def _outcome_lines(outcomes: list[Outcome]) -> Iterator[str]:
+    width = max(len(s.cut) for s in outcomes)
+    for s in outcomes:
         result = f"; the result is {s.result}" if s.result else ""
         way = f", by {s.way}" if s.way.startswith(("its", "torch")) else f", {s.way}" if s.way else ""
         way = "" if s.how == "gathered" and s.way == "its form" else way  # which does not serve this
         yield f"  {s.cut:<{width}}  {HOW[s.how]}{way}{result}{s.error and ': ' + s.error}"
 
 
-def _allowed(record: OpRecord, example: Example) -> list[str]:
+def _strategy_lines(record: OpRecord, example: Example) -> list[str]:
     """The strategies of the rule for a call, a line for each."""
     if record.rule is None:
         return []
@@ -223,8 +223,8 @@ def _allowed(record: OpRecord, example: Example) -> list[str]:
 
 
 def _strategy(strategy: Strategy, names: list[str]) -> str:
-    given = [f"{name} {_placed(p)}" for name, p in zip(names, strategy.inputs, strict=True) if not _whole(p)]
-    results = dict.fromkeys(_placed(p) for p in strategy.outputs)
+    given = [f"{name} {_write_placements(p)}" for name, p in zip(names, strategy.inputs, strict=True) if not _whole(p)]
+    results = dict.fromkeys(_write_placements(p) for p in strategy.outputs)
     cut = ", cut as it follows" if strategy.on_cut is not None else ""
     return f"{', '.join(given) or 'all whole'} -> {' and '.join(results) or 'nothing'}{cut}"
 
@@ -233,7 +233,7 @@ def _whole(placement: Placement) -> bool:
     return isinstance(placement, Replicate)
 
 
-def _placed(placement: Placement) -> str:
+def _write_placements(placement: Placement) -> str:
     if isinstance(placement, Shard):
         return f"cut along dim {placement.dim}"
     return f"a pending {placement.reduce_op}" if isinstance(placement, Partial) else "whole"

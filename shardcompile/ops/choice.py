@@ -91,20 +91,20 @@ def choose(
 
 
 def _is_natural(layouts: Sequence[Layout], strategy: Strategy, mesh_dim: int) -> bool:
-    return _fitting(layouts, strategy, mesh_dim) == len(layouts)
+    return _count_fitting(layouts, strategy, mesh_dim) == len(layouts)
 
 
-def _fitting(layouts: Sequence[Layout], strategy: Strategy, mesh_dim: int) -> int:
+def _count_fitting(layouts: Sequence[Layout], strategy: Strategy, mesh_dim: int) -> int:
     return sum(x.placements[mesh_dim] == p for x, p in zip(layouts, strategy.inputs, strict=True))
 
 
 def _few_enough(layouts: Sequence[Layout], candidates: list[list[Strategy]]) -> list[list[Strategy]]:
-    """If there are too many combinations to price: on each mesh dim those that fit most inputs, and replicating."""
+    """Limit the combinations to price: keep, on each mesh dim, those that fit most inputs, and replicating."""
     if math.prod(map(len, candidates)) <= _MAX_COMBINATIONS:
         return candidates
     keep = max(int(_MAX_COMBINATIONS ** (1 / len(candidates))), 2)
     return [
-        [*sorted(c[:-1], key=lambda s, m=m: -_fitting(layouts, s, m))[: keep - 1], c[-1]]  # type: ignore[misc]
+        [*sorted(c[:-1], key=lambda s, m=m: -_count_fitting(layouts, s, m))[: keep - 1], c[-1]]  # type: ignore[misc]
         for m, c in enumerate(candidates)
     ]
 
@@ -169,7 +169,7 @@ def _assemble(layouts: Sequence[Layout], combination: Sequence[Strategy]) -> Ite
 def _cut_options(layouts: Sequence[Layout], strategy: Strategy, mesh_dims: tuple[int, ...]) -> list[Cut]:
     """The cuts that inputs have along the axis; torch.chunk's if none has one over just these mesh dims.
 
-    Inside a trace a known extent is divided only if all blocks are alike: blocks of known, different sizes would give
+    Inside a trace a known extent is divided only if all blocks are equal: blocks of known, different sizes would give
     every rank a graph of its own. AOTAutograd chooses by sizes what the forward pass saves, and with it which
     collectives the backward pass repeats.
     """
@@ -183,8 +183,8 @@ def _cut_options(layouts: Sequence[Layout], strategy: Strategy, mesh_dims: tuple
         cut = layout.cuts[placement.dim]
         if cut is not None and set(cut.mesh_dims) == set(mesh_dims) and not any(cut is o for o in options):
             options.append(cut)
-    if options:
-        return options
+    if options:  # of equal blocks those first that tell what rows they were looked up in
+        return sorted(options, key=lambda c: c.rows is None)
     if any(map(_is_of_trace, layouts)) and isinstance(extent, int) and extent % math.prod(parts):
         return []
     return [Cut.chunk(mesh_dims, parts, extent)]

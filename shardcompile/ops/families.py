@@ -3,14 +3,16 @@
 from shardcompile.ops.attention import sharded as attention
 from shardcompile.ops.foreach import sharded as foreach
 from shardcompile.ops.fourier import sharded as fourier
-from shardcompile.ops.index import additions, counts, in_range
+from shardcompile.ops.index import added_rows, counts, in_range
 from shardcompile.ops.index import kernels as index_kernels
 from shardcompile.ops.index import rule as index_rule
 from shardcompile.ops.index import sharded as index
+from shardcompile.ops.matmul import grouped
 from shardcompile.ops.matmul import kernels as matmul_kernels
 from shardcompile.ops.matmul import rule as matmul_rule
 from shardcompile.ops.matmul import sharded as matmul
 from shardcompile.ops.norm import group_norm
+from shardcompile.ops.norm import kernels as norm_kernels
 from shardcompile.ops.norm import rule as norm_rule
 from shardcompile.ops.norm import sharded as norm
 from shardcompile.ops.pointwise import kernels as pointwise_kernels
@@ -23,6 +25,7 @@ from shardcompile.ops.scan import kernels as scan_kernels
 from shardcompile.ops.scan import rule as scan_rule
 from shardcompile.ops.scan import sharded as scan
 from shardcompile.ops.sort import rule as sort_rule
+from shardcompile.ops.sort import sharded as sort
 from shardcompile.ops.view import diagonals, memory, rows, strided
 from shardcompile.ops.view import kernels as view_kernels
 from shardcompile.ops.view import rule as view_rule
@@ -31,13 +34,14 @@ from shardcompile.ops.window import rule as window_rule
 from shardcompile.ops.window import sharded as window
 
 __all__ = [
-    "additions",
+    "added_rows",
     "attention",
     "counts",
     "diagonals",
     "foreach",
     "fourier",
     "group_norm",
+    "grouped",
     "in_range",
     "index",
     "index_kernels",
@@ -48,6 +52,7 @@ __all__ = [
     "matmul_rule",
     "memory",
     "norm",
+    "norm_kernels",
     "norm_rule",
     "per_channel",
     "pointwise_kernels",
@@ -60,6 +65,7 @@ __all__ = [
     "scan",
     "scan_kernels",
     "scan_rule",
+    "sort",
     "sort_rule",
     "strided",
     "view_kernels",

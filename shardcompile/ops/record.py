@@ -17,8 +17,9 @@ from shardcompile.ops.strategy import OpCall, Strategy
 
 Strategies = Callable[[OpCall], Iterable[Strategy]]
 LocalArgs = Callable[[OpCall, tuple[Any, ...], Sequence[Layout], Callable[[Layout], tuple[Any, ...]]], tuple[Any, ...]]
-"""From the call, the local arguments, the output layouts and a function that gives this rank's shape of a layout, to
-the positional arguments of the local call."""
+"""Makes the positional arguments of the local call. Takes the call, the local arguments, the output layouts, and a
+function that gives this rank's shape of a layout.
+"""
 
 Run = Callable[..., object]
 """Called with the arguments of an op, or of a function, and returns its results."""
@@ -71,11 +72,13 @@ class Form:
         run: the op; returns NotImplemented for what it does not serve.
         always: whether every call takes it. Otherwise those do for which the rule would have to send something.
         stored: which results get the strides that the op itself would give them; the others keep those they come with.
+        preferred: of a call, whether it takes it also where the rule has nothing to send.
     """
 
     run: Run
     always: bool = False
     stored: Literal["all", "first", "none"] = "all"
+    preferred: Callable[[OpCall], bool] | None = None
 
 
 def always(run: Run, stored: Literal["all", "first", "none"] = "none") -> Form:
@@ -115,8 +118,8 @@ class OpRecord:
         shape_kernel: what is run in its place to find out the shapes and strides of its results.
         instead: what to use where strides forbid a view; empty if a copy is made then.
         becomes: of an op that gives a tensor other memory: the tensor that its argument becomes.
-        way_back: of a view op: how what is written to a copied view gets into what is viewed, called with what is
-            viewed, the new value of the view, the number of the result, and the op's other arguments.
+        way_back: of a view op: how a write to a copied view gets back into what is viewed. Takes what is viewed, the
+            new value of the view, the number of the result, and the op's other arguments.
         copies_block: whether its view of a block has to be a copy.
         is_same: of a view op: whether autograd takes its result for the tensor itself, and not for a view of it.
         one_value: whether it writes one value everywhere, in whatever order.

@@ -13,9 +13,9 @@ from torch.fx import Graph, Node
 from shardcompile import compat
 from shardcompile.passes.cost.model import CostModel, Prices
 from shardcompile.passes.graph import blocks
-from shardcompile.passes.graph.collective import Collective, collectives, origins
+from shardcompile.passes.graph.collective import Collective, collectives, kind_of, notes_of, origins
 from shardcompile.passes.schedule.bounds import lower_bound
-from shardcompile.passes.schedule.hold import ANCHORS
+from shardcompile.passes.schedule.hold_order import ANCHORS
 from shardcompile.passes.schedule.simulator import COMPUTE, Timeline, simulate
 from shardcompile.reports.data import IssuedCollective, Span, TracedCollective
 
@@ -125,6 +125,13 @@ def traced_collective(c: Collective) -> TracedCollective:
         source=c.source,
         module=c.module,
     )
+
+
+def ways_of_attention(graph: Graph) -> tuple[str, ...]:
+    """Which ways attention goes in a graph, each once, in the graph's order."""
+    # What the backward pass computes again, sizes and views, has the notes of the forward pass.
+    noted = (notes_of(n).get("attention") for n in graph.nodes if n.target in ANCHORS or kind_of(n) is not None)
+    return tuple(dict.fromkeys(way for way in noted if way is not None))
 
 
 def _op(node: Node) -> str:

@@ -17,7 +17,14 @@ from shardcompile.compat import observe
 from shardcompile.passes.cost.model import CostModel
 from shardcompile.passes.graph.collective import collectives, origins
 from shardcompile.passes.pipeline import watching
-from shardcompile.reports.analyse import Analysis, issued_collectives, spans, traced_collective, with_fates
+from shardcompile.reports.analyse import (
+    Analysis,
+    issued_collectives,
+    spans,
+    traced_collective,
+    ways_of_attention,
+    with_fates,
+)
 from shardcompile.reports.data import Compilation, GraphReport, PassStep
 from shardcompile.reports.debugger import decompiled, written_sources
 from shardcompile.reports.report import Report
@@ -100,6 +107,7 @@ class _Followed:
         """Take the graph as what the passes start from."""
         self._before = self._after = Analysis.of(graph, self._model)
         self._traced = tuple(map(traced_collective, self._before.found))
+        self._ways = ways_of_attention(graph)
         self._gone: dict[str, str] = {}
         self._steps: list[PassStep] = []
         self._text = str(graph)
@@ -141,6 +149,7 @@ class _Followed:
             exposed=timeline.exposed,
             bound=self._after.bound,
             peak_bytes=timeline.peak_bytes,
+            ways=self._ways,
         )
 
 

@@ -122,6 +122,7 @@ class GraphReport:
         exposed: how long the compute stream has nothing to do.
         bound: what no order of the graph can beat.
         peak_bytes: the most memory at any time.
+        ways: which ways attention goes in it, and why, see `shardcompile.config.attention`.
     """
 
     side: str
@@ -136,6 +137,7 @@ class GraphReport:
     exposed: float
     bound: float
     peak_bytes: int
+    ways: tuple[str, ...] = ()
 
     def sources_of(self, c: IssuedCollective) -> str:
         """The user's lines that led to an issued collective, or an empty text."""

@@ -52,12 +52,12 @@ def written_sources(folder: str | Path | None, report: Report) -> Iterator[None]
 
     here = Path(folder) / f"rank{dist.get_rank() if dist.is_initialized() else 0}"
     here.mkdir(parents=True, exist_ok=True)
-    with _told(report, here), depyf.prepare_debug(str(here)):
+    with _tell(report, here), depyf.prepare_debug(str(here)):
         yield
 
 
 @contextlib.contextmanager
-def _told(report: Report, folder: Path) -> Iterator[None]:
+def _tell(report: Report, folder: Path) -> Iterator[None]:
     """Turn what depyf complains about into one line each; other warnings go their way."""
     with mock.patch("depyf.explain.enable_debugging.traceback"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shardcompile.reports.data import GraphReport, IssuedCollective, ReportData
-from shardcompile.reports.text import columns, in_bytes, in_seconds, named_ranks, plural, reason_of
+from shardcompile.reports.text import columns, named_ranks, plural, reason_of
+from shardcompile.units import in_bytes, in_seconds
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ def _in_graph(old: GraphReport, new: GraphReport) -> Iterator[str]:
     for tag, i, j, k, m in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
         if tag == "equal":
             continue
-        yield from (f"number {n}, gone: {_described(old.issued[n], old)}" for n in range(i, j))
-        yield from (f"number {n}, new: {_described(new.issued[n], new)}" for n in range(k, m))
+        yield from (f"number {n}, gone: {_describe(old.issued[n], old)}" for n in range(i, j))
+        yield from (f"number {n}, new: {_describe(new.issued[n], new)}" for n in range(k, m))
 
 
 def signature(c: IssuedCollective) -> str:
@@ -93,7 +94,7 @@ def signature(c: IssuedCollective) -> str:
     return f"{c.kind} {'+'.join(c.dtypes)} {c.global_bytes} B over {named_ranks(c.ranks)}"
 
 
-def _described(c: IssuedCollective, graph: GraphReport) -> str:
+def _describe(c: IssuedCollective, graph: GraphReport) -> str:
     members = [graph.traced[m] for m in c.members]
     reasons = " and ".join(dict.fromkeys(reason_of(m) for m in members))
     places = graph.sources_of(c)

@@ -71,7 +71,7 @@ def explain(
         if device is not None or mesh_shape is not None or mesh_dim_names is not None or rank:
             raise ShardError("explain: device, mesh_shape, mesh_dim_names and rank are for a world_size that is traced")
         with capture(stages=stages, model=model) as report:
-            _run(_compiled(fn, backend, off, model), args, kwargs, backward)
+            _run(_compile(fn, backend, off, model), args, kwargs, backward)
         return report
     if args or kwargs or backend != "shardcompile":
         raise ShardError(
@@ -87,7 +87,7 @@ def explain(
     return report
 
 
-def _compiled(
+def _compile(
     fn: Callable[..., object], backend: str, off: Sequence[str], model: CostModel | None
 ) -> Callable[..., object]:
     # What is compiled already would not be compiled again, and not be seen.

@@ -19,8 +19,9 @@ from string import Template
 from shardcompile.passes.schedule.simulator import COMPUTE
 from shardcompile.reports.advice import advice
 from shardcompile.reports.data import Compilation, GraphReport, IssuedCollective, ReportData, TracedCollective
-from shardcompile.reports.text import as_text, in_bytes, in_seconds, named_ranks, percent, place_of, plural, reason_of
+from shardcompile.reports.text import as_text, named_ranks, percent, place_of, plural, reason_of
 from shardcompile.reports.timeline import lanes, waiting
+from shardcompile.units import in_bytes, in_seconds
 
 _MOST_ROWS = 6
 """Of a table in a notebook."""
@@ -66,6 +67,7 @@ def _data(report: ReportData) -> dict[str, object]:
         "torch": report.torch,
         "predictedFor": report.predicted_for,
         "notes": report.notes,
+        "ways": list(dict.fromkeys(f"{g.side}: {way}" for g in report.graphs for way in g.ways)),
         "error": report.error,
         "graphBreaks": report.graph_breaks,
         "recompiles": report.recompiles,
@@ -84,13 +86,13 @@ def _compilation(compilation: Compilation) -> dict[str, object]:
 def _graphs(report: ReportData, lines: dict[str, int]) -> Iterator[dict[str, object]]:
     names = (name for name, _ in report.named_graphs())
     for i, compilation in enumerate(report.compilations):
-        captured = [(stage, _numbered(text, lines)) for stage, text in compilation.stages.items()]
+        captured = [(stage, _number(text, lines)) for stage, text in compilation.stages.items()]
         for graph in compilation.graphs:
-            stages = [*captured, *((stage, _numbered(text, lines)) for stage, text in graph.stages.items())]
+            stages = [*captured, *((stage, _number(text, lines)) for stage, text in graph.stages.items())]
             yield {"name": next(names), "compilation": i, "stages": stages, **_graph(graph)}
 
 
-def _numbered(text: str, lines: dict[str, int]) -> list[int]:
+def _number(text: str, lines: dict[str, int]) -> list[int]:
     return [lines.setdefault(line, len(lines)) for line in text.removesuffix("\n").split("\n")]
 
 
@@ -113,13 +115,13 @@ def _graph(graph: GraphReport) -> dict[str, object]:
             for s in graph.spans
         ],
         "waiting": list(waiting(graph)),
-        "traced": [_traced(c) for c in graph.traced],
-        "issued": [_issued(c) for c in graph.issued],
+        "traced": [_traced_as_json(c) for c in graph.traced],
+        "issued": [_issued_as_json(c) for c in graph.issued],
     }
 
 
-def _traced(c: TracedCollective) -> dict[str, object]:
-    return _shared(c) | {
+def _traced_as_json(c: TracedCollective) -> dict[str, object]:
+    return _shared_as_json(c) | {
         "dim": c.mesh_dim,
         "reason": reason_of(c),
         "op": c.op,
@@ -131,8 +133,8 @@ def _traced(c: TracedCollective) -> dict[str, object]:
     }
 
 
-def _issued(c: IssuedCollective) -> dict[str, object]:
-    return _shared(c) | {
+def _issued_as_json(c: IssuedCollective) -> dict[str, object]:
+    return _shared_as_json(c) | {
         "members": c.members,
         "start": c.start,
         "end": c.end,
@@ -142,7 +144,7 @@ def _issued(c: IssuedCollective) -> dict[str, object]:
     }
 
 
-def _shared(c: TracedCollective | IssuedCollective) -> dict[str, object]:
+def _shared_as_json(c: TracedCollective | IssuedCollective) -> dict[str, object]:
     return {
         "name": c.name,
         "kind": c.kind,

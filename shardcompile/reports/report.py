@@ -90,4 +90,4 @@ _RECORDS = {"steps": PassStep, "traced": TracedCollective, "issued": IssuedColle
 
 def _graph(data: dict[str, Any]) -> GraphReport:
     records = {name: tuple(_tuples(cls, record) for record in data[name]) for name, cls in _RECORDS.items()}
-    return GraphReport(**(data | records))
+    return GraphReport(**(data | records | {"ways": tuple(data["ways"])}))

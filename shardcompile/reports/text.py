@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from shardcompile.reports.advice import advice
 from shardcompile.reports.data import Compilation, GraphReport, IssuedCollective, ReportData, TracedCollective
+from shardcompile.units import in_bytes, in_seconds
 
 _MOST_ROWS = 24
 
@@ -65,6 +66,7 @@ def _graph_lines(graph: GraphReport) -> Iterator[str]:
     changed = [s.name for s in graph.steps if s.changed]
     if graph.steps:
         yield f"    passes that changed it: {', '.join(changed) or 'none'}"
+    yield from (f"    attention goes {way}" for way in graph.ways)
     if issued:
         yield from (f"    {row}" for row in _table(graph))
 
@@ -157,22 +159,6 @@ def plural(n: int, noun: str) -> str:
 def percent(part: float, whole: float) -> str:
     """A share."""
     return f"{100 * part / whole:.0f}%" if whole else "0%"
-
-
-def in_seconds(seconds: float) -> str:
-    """A duration in a unit that fits."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
-
-
-def in_bytes(nbytes: float) -> str:
-    """Bytes in a unit that fits."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 def _range(least: float, most: float) -> str:

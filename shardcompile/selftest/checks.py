@@ -216,7 +216,7 @@ def half_precision(here: Here) -> str:
 # Attention
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return nnf.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
@@ -228,7 +228,7 @@ def _attention(here: Here, ring: bool) -> str:
     before, sc.config.attention = sc.config.attention, "ring" if ring else "auto"
     try:
         for causal in (True, False):
-            function = functools.partial(_attended, causal=causal)
+            function = functools.partial(_attend, causal=causal)
             values = [here.drawn(2, 4, ROWS, 16, dtype=dtype, seed=s) / 3 for s in range(3)]
             whole = [x.double().requires_grad_() for x in values]
             with sdpa_kernel(SDPBackend.MATH):

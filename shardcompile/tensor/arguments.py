@@ -1,4 +1,4 @@
-"""Arguments of torch's functions above autograd: what is plain is promoted where it wants a gradient.
+"""Arguments of torch's functions above autograd. A plain tensor that wants a gradient is promoted to a replicated one.
 
 The gradient of a plain tensor is complete on every rank, and that of a sharded one comes in its own layout.
 """
@@ -18,6 +18,7 @@ from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout
 from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import Promote, redistributed
+from shardcompile.tensor.repeated import promote
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _IN_PLACE_OPERATORS = {f"__i{name}__" for name in _OPERATORS}
@@ -29,11 +30,11 @@ IN_PLACE = {
 """Functions that write to their first argument."""
 
 TAKES_LEAVES = {torch.autograd.grad, torch.autograd.backward}
-"""Functions to which a plain tensor is a place in the autograd graph, not a value."""
+"""Functions that take a plain tensor as a place in the autograd graph, not as a value."""
 
 
 def survey(cls: type[Sharded], values: Iterable[object]) -> tuple[DeviceMesh | None, bool]:
-    """The mesh of the first sharded tensor, and whether there is one to promote."""
+    """The mesh of the first sharded tensor, and whether there is a tensor to promote."""
     mesh: DeviceMesh | None = None
     plain = False
     for a in values:
@@ -50,13 +51,13 @@ def survey(cls: type[Sharded], values: Iterable[object]) -> tuple[DeviceMesh | N
 
 
 def promoted(cls: type[Sharded], mesh: DeviceMesh, a: object) -> object:
-    """An argument as a function gets it: plain tensors that want a gradient, and DTensors, as sharded ones."""
+    """An argument as a function gets it. Plain tensors that want a gradient become sharded ones, and so do DTensors."""
     if isinstance(a, Tensor):
         if _is_dtensor(a):
             return cls.from_dtensor(a)
         if isinstance(a, cls) or not a.requires_grad or not torch.is_grad_enabled():
             return a
-        return Promote.apply(a, cls, mesh)
+        return promote(a, cls, mesh)
     if isinstance(a, (list, tuple)) and not isinstance(a, torch.Size):  # a graph has its own kind of list
         several = [promoted(cls, mesh, b) for b in a]
         return several if isinstance(a, list) else tuple(several)

@@ -1,7 +1,8 @@
 """Differentiable crossings: between layouts, and between plain and sharded tensors.
 
-The gradient of Replicate is Replicate or a pending sum that is carried out before it leaves, of Partial Replicate, of
-Shard the same Shard. A gradient arrives in whatever layout the backward pass left it in and is redistributed.
+The gradient of Replicate is Replicate, or a pending sum that is carried out before it leaves. The gradient of Partial
+is Replicate, and that of Shard is the same Shard. A gradient arrives in whatever layout the backward pass left it in
+and is redistributed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def brought_to(x: Sharded, layout: Layout, async_op: bool = False) -> Sharded:
 
 
 class Redistribute(torch.autograd.Function):
-    """From one layout to another, and one dtype to another before."""
+    """Bring a tensor from one layout to another; cast it before."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, layout: Layout, async_op: bool, backward_dtype: torch.dtype | None) -> object:
@@ -70,8 +71,8 @@ def in_one_piece(x: Any) -> Any:
     return redistributed(x, layout_in_one_piece(layout)) if has_runs(layout) else x
 
 
-def _resolved(x: Tensor) -> Tensor:
-    """A view, or a copy if `x` is conjugated or negated lazily: below `__torch_dispatch__` nothing heeds that.
+def _resolve(x: Tensor) -> Tensor:
+    """A view, or a copy if `x` is conjugated or negated lazily. Below `__torch_dispatch__` nothing reads these flags.
 
     It requires no gradient: the sharded tensor does. Dynamo guards on that, and an empty block is a tensor of its own.
     """
@@ -97,7 +98,7 @@ class FromLocal(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, cls: type[Sharded], spec: Spec) -> Sharded:
         """Wrap a block, or a copy where it is not stored as the strides say: views are decided on these."""
         ctx.cls, ctx.layout = cls, spec.layout
-        return cls._wrap(in_order(_resolved(local), spec.stride), spec)
+        return cls._wrap(in_order(_resolve(local), spec.stride), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -109,7 +110,7 @@ class FromLocal(torch.autograd.Function):
 
 
 def _averaged_terms(layout: Layout) -> int:
-    """Of how many terms the tensor is the average."""
+    """How many terms the tensor is the average of."""
     terms = 1
     for count, placement in zip(layout.mesh.shape, layout.placements, strict=True):
         if isinstance(placement, Partial) and placement.reduce_op != "sum":
@@ -123,7 +124,7 @@ def _averaged_terms(layout: Layout) -> int:
 
 
 def gradient_layout(layout: Layout, grad_placements: Sequence[Placement]) -> Layout:
-    """The layout of a tensor of which every rank's gradient of its block is a block.
+    """The layout of a gradient whose blocks are the gradients of the ranks' blocks.
 
     Raises:
         LayoutError: the blocks would have other shapes.
@@ -161,16 +162,16 @@ class Promote(torch.autograd.Function):
     """From a plain tensor, the same on every rank, to a replicated one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cls: type[Sharded], mesh: DeviceMesh) -> Sharded:
-        """Wrap the whole value."""
-        ctx.cls = cls
-        x = _resolved(x)
+    def forward(ctx: Any, x: Tensor, cls: type[Sharded], mesh: DeviceMesh, completes: bool = True) -> Sharded:
+        """Wrap the whole value; `completes`: whether the gradient is completed here, or by who gets it."""
+        ctx.cls, ctx.completes = cls, completes
+        x = _resolve(x)
         return cls._wrap(x, replicated_spec(mesh, x))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         """Complete the gradient before it leaves."""
-        if not isinstance(grad, ctx.cls):  # as in `sharded_gradient`
-            return grad, None, None
+        if not ctx.completes or not isinstance(grad, ctx.cls):  # as in `sharded_gradient`
+            return grad, None, None, None
         grad = redistributed(grad, grad._spec.layout.replicated())
-        return ToLocal.apply(grad, None), None, None
+        return ToLocal.apply(grad, None), None, None, None

@@ -1,8 +1,8 @@
 """Saving and loading: what `torch.distributed.checkpoint` asks a tensor in blocks for.
 
-A rank writes its block with the place where it starts in the global tensor, and reads the part of whatever was saved
+A rank writes its block with the place where it starts in the global tensor. It reads the part of whatever was saved
 that its block covers. So a checkpoint fits any other world size, mesh, placement and cut, plain tensors and DTensors;
-nothing is gathered. Of blocks that several ranks hold alike, torch keeps one.
+nothing is gathered. If several ranks hold the same block, torch keeps one.
 
 Protocol: `torch.distributed._checkpointable` (2.11 to 2.15).
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def write_items(name: str, x: ShardTensor) -> list[WriteItem]:
-    """What this rank writes of a tensor: its block, unless that is empty.
+    """What this rank writes for a tensor: its block, unless that is empty.
 
     Args:
         name: under which it is saved.
@@ -60,7 +60,7 @@ def chunks(x: ShardTensor) -> list[ChunkStorageMetadata]:
     """The part of the global tensor that this rank holds: one box, or none.
 
     A checkpoint knows a part by its name and where it starts, as the block behind an empty one does, too: so an empty
-    block is no part. Of a tensor without elements the first rank of the mesh holds all, so that it is known at all.
+    block is no part. A tensor without elements is held by the first rank of the mesh, so that the checkpoint knows it.
     """
     # Whoever calls this has imported it; others need not pay.
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata

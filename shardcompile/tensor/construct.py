@@ -1,4 +1,4 @@
-"""Finding the layout of a tensor that is put together from blocks."""
+"""Finds the layout of a tensor that is made of blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardcompile.errors import LayoutError
 from shardcompile.layout import Cut, IntLike, Layout, Spec, digest_of, normalize_placements
 
 Sizes = Sequence[Any] | Tensor
-"""Of all blocks along a dim: ints, whole block shapes, or a tensor of whole numbers, the same on every rank."""
+"""Sizes of all blocks along a dim: ints, whole block shapes, or a tensor of integers, the same on every rank."""
 
 ShardingShapes = Literal["infer", "chunk"] | Mapping[int, Sizes]
 _Blocks = dict[tuple[int, ...], list[int]]
@@ -66,7 +66,7 @@ def layout_of_block(
 
 
 def _check_block(local: Tensor, mesh: DeviceMesh) -> None:
-    """Refuse what is no block, before anything is sent."""
+    """Raise, before anything is sent, if this is no block."""
     if hasattr(local, "device_mesh"):
         raise LayoutError(
             f"from_local takes this rank's block as a plain tensor, got a {type(local).__name__} of shape "
@@ -123,7 +123,7 @@ def _layout_as_asked(
 ) -> Layout:
     stated = normalize_placements(placements, mesh, local.ndim)
     if isinstance(sharding_shapes, Mapping):
-        return _stated(local, mesh, stated, sharding_shapes)
+        return _stated_layout(local, mesh, stated, sharding_shapes)
     if sharding_shapes == "infer":
         assert blocks is not None, "exchanged before"
         return _layout_of_shapes(blocks, mesh, stated, local.dtype)
@@ -214,7 +214,9 @@ def _size(value: Tensor, dim: int, among: Sequence[object]) -> int:
         ) from None
 
 
-def _stated(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shapes: Mapping[int, Sizes]) -> Layout:
+def _stated_layout(
+    local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shapes: Mapping[int, Sizes]
+) -> Layout:
     shape = list(local.shape)
     cuts: list[Cut | None] = [None] * local.ndim
     for mesh_dim in shapes:

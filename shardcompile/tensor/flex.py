@@ -1,8 +1,7 @@
 """`flex_attention` on sharded tensors: functions of scores and masks see the numbers of the whole tensors.
 
-Ranks keep their rows of the query, or parts of batch and heads. Of keys and values they fetch the rows from the first
-to the last block of keys that the block mask names for their queries. Scores are computed as torch's
-unfused kernel does.
+Ranks keep their rows of the query, or parts of batch and heads. They fetch keys and values from the first to the last
+block of keys that the block mask names for their queries. Scores are computed as torch's unfused kernel does.
 """
 
 from __future__ import annotations
@@ -28,7 +27,9 @@ from shardcompile.tensor.of_rows import on_mesh, wrapped
 aten = torch.ops.aten
 _BATCH, _HEADS, _ROWS = range(3)
 _SPARE = 2
-"""Rows behind those along dims that may be empty: functions are mapped over one or more, and code for one differs."""
+"""Rows that are added along dims that may be empty. Functions are mapped over two or more rows, since code for one
+row differs.
+"""
 
 
 def attend(
@@ -43,7 +44,8 @@ def attend(
     of_score: Sequence[object] = (),
     of_mask: Sequence[object] = (),
 ) -> tuple[Tensor, ...]:
-    """What the higher-order op gives: the result, and logarithm of the denominator and largest score by base 2.
+    """What the higher-order op gives: the result, and (to base 2) the logarithm of the denominator and the largest
+    score.
 
     Args:
         query: [batch, heads, rows, features].
@@ -61,11 +63,11 @@ def attend(
     """
     mesh = next(x for x in (query, key, value) if isinstance(x, ShardTensor))._spec.layout.mesh
     query, key, value = (on_mesh(x, mesh) for x in (query, key, value))
-    layout = _kept(query, key)
+    layout = _layout_to_keep(query, key)
     q = _block(query, layout)
     k, v, first_key = _keys(key, value, layout, block_mask)
     others = [[_whole(x, layout) if isinstance(x, Tensor) else x for x in xs] for xs in (of_score, of_mask)]
-    q, k, v = (_padded(x, layout, d == 0) for d, x in enumerate((q, k, v)))
+    q, k, v = (_pad(x, layout, d == 0) for d, x in enumerate((q, k, v)))
     numbers = [_numbers(layout, d, q.shape[d]) for d in (_BATCH, _HEADS, _ROWS)]
     columns: Any = torch.arange(k.shape[_ROWS], device=k.device)
     numbers.append((columns + first_key).clamp(max=key.shape[_ROWS] - 1))
@@ -76,19 +78,20 @@ def attend(
     scores = scores.to(_precision(q)).masked_fill(is_seen.logical_not(), -math.inf)
     results = _averages(scores, v, q.dtype)
     shapes = ((*layout.shape[:3], value.shape[3]), layout.shape[:3], layout.shape[:3])
-    return tuple(_laid_out(x, layout, s) for x, s in zip(results, shapes, strict=True))
+    return tuple(_lay_out(x, layout, s) for x, s in zip(results, shapes, strict=True))
 
 
-def _kept(query: Any, key: Any) -> Layout:
+def _layout_to_keep(query: ShardTensor, key: ShardTensor) -> Layout:
     """The layout of the query, with whole features, and whole batch and heads where keys have fewer."""
     now = query._spec.layout.reduced()
-    if now.cuts[_ROWS] is not None and len(now.cuts[_ROWS].mesh_dims) > 1:
+    of_rows = now.cuts[_ROWS]
+    if of_rows is not None and len(of_rows.mesh_dims) > 1:
         raise UnsupportedOpError(
             f"flex_attention: rows of {now.describe()} are cut by several mesh dims; redistribute them to one first, "
             "or use scaled_dot_product_attention or shardcompile.varlen_attention"
         )
     same = [compat.same_symbol(query.shape[d], key.shape[d]) for d in (_BATCH, _HEADS)]
-    kept = [now.cuts[0] if same[0] else None, now.cuts[1] if same[1] else None, now.cuts[_ROWS], None]
+    kept = [now.cuts[0] if same[0] else None, now.cuts[1] if same[1] else None, of_rows, None]
     placements = [p if isinstance(p, Shard) and kept[p.dim] is not None else Replicate() for p in now.placements]
     return Layout.of(now.mesh, placements, now.shape, now.dtype, kept)
 
@@ -106,7 +109,9 @@ def _block(x: Tensor, layout: Layout, parts: Sequence[int] = ()) -> Tensor:
     return ToLocal.apply(redistributed(x, wanted), gradient_layout(wanted, placements))  # type: ignore[no-any-return]
 
 
-def _keys(key: Any, value: Any, layout: Layout, block_mask: tuple[Any, ...]) -> tuple[Tensor, Tensor, IntLike]:
+def _keys(
+    key: ShardTensor, value: ShardTensor, layout: Layout, block_mask: tuple[object, ...]
+) -> tuple[Tensor, Tensor, IntLike]:
     """The rows of keys and values that a rank's queries need, and the number of the first one."""
     of_query, cut = layout.cuts[_ROWS], key._spec.layout.cuts[_ROWS]
     by_rows = () if of_query is None else of_query.mesh_dims
@@ -123,18 +128,19 @@ def _keys(key: Any, value: Any, layout: Layout, block_mask: tuple[Any, ...]) -> 
     return rows[..., : k.shape[-1]], rows[..., k.shape[-1] :], first
 
 
-def _whole(x: Any, layout: Layout) -> Tensor:
-    """All of a tensor that a function reads. Each rank finds the part of its gradient that its scores have."""
-    if not isinstance(x, ShardTensor):
-        if not x.requires_grad:
-            return x
-        x = Promote.apply(x, ShardTensor, layout.mesh)
-    whole = redistributed(x, x._spec.layout.replicated())
+def _whole(x: Tensor, layout: Layout) -> Tensor:
+    """The whole of a tensor that a function reads. Each rank finds the part of its gradient that comes from its own
+    scores.
+    """
+    if not isinstance(x, ShardTensor) and not x.requires_grad:
+        return x
+    cut = x if isinstance(x, ShardTensor) else Promote.apply(x, ShardTensor, layout.mesh)
+    whole = redistributed(cut, cut._spec.layout.replicated())
     parts = [Partial() if isinstance(p, Shard) else Replicate() for p in layout.placements]
     return ToLocal.apply(whole, gradient_layout(whole._spec.layout, parts))  # type: ignore[no-any-return]
 
 
-def _padded(x: Tensor, layout: Layout, is_query: bool) -> Tensor:
+def _pad(x: Tensor, layout: Layout, is_query: bool) -> Tensor:
     """With rows of zeros behind those along dims that may be empty."""
     dims = [d for d in (_BATCH, _HEADS) if layout.cuts[d] is not None]
     if not is_query or layout.cuts[_ROWS] is not None:
@@ -143,7 +149,7 @@ def _padded(x: Tensor, layout: Layout, is_query: bool) -> Tensor:
 
 
 def _numbers(layout: Layout, dim: int, rows: IntLike) -> Tensor:
-    """The number in the whole tensor of each row along a dim; of a row that was padded one that there is."""
+    """The number in the whole tensor of each row along a dim. A padded row gets a number that exists."""
     device = layout.mesh.device_type
     numbers: Any = torch.arange(rows, device=device)  # type: ignore[arg-type]
     cut = layout.cuts[dim]
@@ -171,7 +177,7 @@ def _averages(scores: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
     return out, denominator / math.log(2), scores.detach().amax(-1) / math.log(2)
 
 
-def _laid_out(x: Tensor, layout: Layout, shape: tuple[IntLike, ...]) -> Any:
+def _lay_out(x: Tensor, layout: Layout, shape: tuple[IntLike, ...]) -> Tensor:
     """A result without what was padded, in the layout of the query."""
     cuts = layout.cuts[: len(shape)]
     for d, cut in enumerate(cuts):

@@ -41,20 +41,20 @@ class _RealTransform(torch.autograd.Function):
 def _of_one(func: Any, x: Any, n: Any = None, dim: int = -1, norm: Any = None, **options: Any) -> Tensor:
     if not isinstance(dim, int) or options or not _is_ours(x, [dim], None if n is None else [n], norm):
         return func(x, n, dim, norm, **options)
-    return _transformed(x, None if n is None else [n], [dim], norm)
+    return _transform(x, None if n is None else [n], [dim], norm)
 
 
 def _of_two(func: Any, x: Any, s: Any = None, dim: Any = (-2, -1), norm: Any = None, **options: Any) -> Tensor:
     if options or not _is_ours(x, dim, s, norm):
         return func(x, s, dim, norm, **options)
-    return _transformed(x, s, dim, norm)
+    return _transform(x, s, dim, norm)
 
 
 def _of_several(func: Any, x: Any, s: Any = None, dim: Any = None, norm: Any = None, **options: Any) -> Tensor:
     dims = dim if dim is not None else range(-(x.ndim if s is None else len(s)), 0)
     if options or not _is_ours(x, dims, s, norm):
         return func(x, s, dim, norm, **options)
-    return _transformed(x, s, dims, norm)
+    return _transform(x, s, dims, norm)
 
 
 def _is_ours(x: object, dims: object, sizes: Sequence[int] | None, norm: object) -> bool:
@@ -72,15 +72,15 @@ def _is_ours(x: object, dims: object, sizes: Sequence[int] | None, norm: object)
     return any(c is not None for c in x._spec.layout.cuts)
 
 
-def _transformed(x: Tensor, sizes: Sequence[int] | None, dims: Sequence[int], norm: str | None) -> Tensor:
+def _transform(x: Tensor, sizes: Sequence[int] | None, dims: Sequence[int], norm: str | None) -> Tensor:
     dims = [d % x.ndim for d in dims]
     for d, n in zip(dims, sizes or [-1] * len(dims), strict=True):
         if not isinstance(n, int) or n != -1:
-            x = _resized(x, d, n)
+            x = _resize(x, d, n)
     return _RealTransform.apply(x, dims, _NORMALIZATIONS[norm])
 
 
-def _resized(x: Tensor, dim: int, extent: int) -> Tensor:
+def _resize(x: Tensor, dim: int, extent: int) -> Tensor:
     now = x.shape[dim]
     if compat.same_symbol(now, extent):
         return x

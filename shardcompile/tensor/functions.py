@@ -10,20 +10,21 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardcompile import compat
+from shardcompile import compat, config
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.ops import state_function
 from shardcompile.sharded import Sharded
 from shardcompile.tensor import flex, masks
 from shardcompile.tensor.arguments import align_gradient
 from shardcompile.tensor.autograd import in_one_piece
-from shardcompile.tensor.bags import embedding_bag
-from shardcompile.tensor.borders import pad
 from shardcompile.tensor.core import ShardTensor
 from shardcompile.tensor.cumulative import cumprod
 from shardcompile.tensor.einsum import einsum
+from shardcompile.tensor.embedding_bags import embedding_bag
 from shardcompile.tensor.fourier import FOURIER_FUNCTIONS
+from shardcompile.tensor.grids import interpolate
 from shardcompile.tensor.higher_order import teach_higher_order_ops
+from shardcompile.tensor.padding import pad
 
 aten = torch.ops.aten
 
@@ -54,7 +55,7 @@ def _gradient(func: Callable[..., object], x: Any) -> object:
     return grad
 
 
-def _deep_copied(func: Callable[..., Any], x: Tensor, memo: Any) -> Tensor:
+def _deep_copy(func: Callable[..., Any], x: Tensor, memo: Any) -> Tensor:
     known = id(x) in memo
     out = func(x, memo)
     if not known and out.is_leaf:
@@ -90,6 +91,8 @@ def _attend(
     """`scaled_dot_product_attention`: its fused kernels draw random numbers of their own."""
     if compat.is_compiling():
         _tell_equal_extents(query, key, value, attn_mask)
+        settings = config.ways_of_attention()
+        compat.add_guard(lambda _: config.ways_of_attention() == settings, "attention goes as it was set")
     dropout = kwargs.get("dropout_p", args[0] if args else 0.0)
     with contextlib.nullcontext() if dropout == 0.0 else sdpa_kernel(SDPBackend.MATH):
         return func(query, key, value, attn_mask, *args, **kwargs)
@@ -119,7 +122,7 @@ def _tolist(func: Callable[..., object], x: Any) -> object:
     return x.full_tensor().tolist()
 
 
-def _formatted(func: Callable[..., Any], x: Any, spec: str) -> str:
+def _format(func: Callable[..., Any], x: Any, spec: str) -> str:
     """A number as torch formats the plain one."""
     return func(x.detach().full_tensor() if x.ndim == 0 and x._holds_values else x, spec)
 
@@ -173,6 +176,7 @@ def _tensor_split(func: Callable[..., object], x: object, *args: object, **kwarg
 
 
 _Tensor: Any = torch.Tensor
+_OF_MODULES: Any = torch._C._nn  # what is left of `torch.nn.functional` in a graph of Dynamo's
 
 
 def _of_neighbours(run: Callable[..., object]) -> Callable[..., object]:
@@ -190,11 +194,11 @@ def _of_neighbours(run: Callable[..., object]) -> Callable[..., object]:
 
 state_function([_Tensor.data.__set__], _set_data)
 state_function([_Tensor.tolist], _tolist)
-state_function([_Tensor.__format__], _formatted)
+state_function([_Tensor.__format__], _format)
 state_function([_Tensor.numpy], _numpy)
 state_function([_Tensor.share_memory_, _Tensor.__dlpack__], _no_memory)
 state_function([_Tensor.tensor_split, torch.tensor_split], _tensor_split, aten.tensor_split)
-state_function([_Tensor.__deepcopy__], _deep_copied)
+state_function([_Tensor.__deepcopy__], _deep_copy)
 state_function([_Tensor.grad.__get__], _gradient)
 state_function([_Tensor.requires_grad_, _Tensor.requires_grad.__set__], _require_grad)
 state_function([aten._unsafe_view], _unsafe_view, aten._unsafe_view.default)
@@ -205,7 +209,8 @@ state_function(
     aten.scaled_dot_product_attention.default,
 )
 state_function([torch.nn.functional.embedding_bag], _of_neighbours(embedding_bag), aten._embedding_bag.default)
-state_function([torch.nn.functional.pad], _of_neighbours(pad), aten.pad.default)
+state_function([torch.nn.functional.pad, _OF_MODULES.pad], _of_neighbours(pad), aten.pad.default)
+state_function([torch.nn.functional.interpolate], interpolate)
 state_function([_Tensor.__getitem__], _of_neighbours(masks.getitem), when=lambda args: masks.is_mask(args[1]))
 state_function(
     [_Tensor.masked_select, torch.masked_select], _of_neighbours(masks.masked_select), aten.masked_select.default

@@ -1,4 +1,4 @@
-"""Higher-order ops on sharded tensors: regions run in line, control flow is refused."""
+"""Higher-order ops on sharded tensors. Regions run in line; control flow is refused."""
 
 from __future__ import annotations
 

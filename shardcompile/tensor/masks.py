@@ -1,7 +1,7 @@
-"""Rows that a mask keeps: they stay on their ranks, and how many each rank keeps is the cut of the result.
+"""Rows that a mask keeps. They stay on their ranks; how many each rank keeps is the cut of the result.
 
-One small collective tells the counts. Only a cut by one mesh dim along dim 0 is served here, as then the order of the
-blocks is the order of the rows; all else is left to the op itself.
+One small collective tells the counts. Only a cut by one mesh dim along dim 0 is served here: there the order of the
+blocks is the order of the rows. All else is left to the op itself.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def is_mask(index: object) -> bool:
 
 def getitem(func: Callable[..., object], x: Tensor, mask: Tensor) -> object:
     """``x[mask]``."""
-    return _kept(x, mask) if _serves(x, mask) else func(x, mask)
+    return _keep_rows(x, mask) if _serves(x, mask) else func(x, mask)
 
 
 def masked_select(func: Callable[..., object], input: Tensor, mask: Tensor, **options: object) -> object:
     """``torch.masked_select``; what is broadcast is left to torch."""
     if options or not is_mask(mask) or tuple(mask.shape) != tuple(input.shape) or not _serves(input, mask):
         return func(input, mask, **options)
-    return _kept(input, mask)
+    return _keep_rows(input, mask)
 
 
 def nonzero(func: Callable[..., object], input: Tensor, *, out: Tensor | None = None, as_tuple: bool = False) -> object:
@@ -60,7 +60,7 @@ def _serves(x: Tensor, mask: Tensor) -> bool:
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
-def _kept(x: Any, mask: Any) -> object:
+def _keep_rows(x: Any, mask: Any) -> object:
     """``x[mask]`` where dim 0 of `x` is cut by one mesh dim, and no other dim of the mask's."""
     layout = x._spec.layout
     if not isinstance(mask, Sharded):
@@ -93,7 +93,7 @@ def _numbers(x: Any) -> Any:
 
 
 def _first_dims(layout: Layout, mask: Tensor) -> Layout:
-    """The layout of a mask beside that of what it is a mask of."""
+    """The layout that a mask needs to fit what it masks."""
     cut = layout.cut_of(0)
     placements = [Shard(0) if m in cut.mesh_dims else Replicate() for m in range(layout.mesh.ndim)]
     cuts = [cut, *[None] * (mask.ndim - 1)]

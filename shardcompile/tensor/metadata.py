@@ -1,4 +1,4 @@
-"""What a sharded tensor tells the compiler about itself, besides its inner tensors."""
+"""What a sharded tensor tells the compiler about itself besides its inner tensors."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def with_stated_strides(local: Tensor, spec: Spec) -> Tensor:
     """The block, with strides that mean nothing set to those that a block of more rows would have.
 
     They mean nothing where an extent is 1, and where there are no elements; ops leave any number there. A graph that
-    was traced for a block with rows expects that strides are products of extents, zeros of cut dims included, and
+    was traced for a block with rows expects strides to be products of extents, zeros of cut dims included. Otherwise it
     would be compiled again for this block, on this rank alone. A dim that is not cut and has no elements counts as one
     element, as torch has it.
 

@@ -195,7 +195,7 @@ class Traced(Sharded):
         """Whether autograd has this as a view of another tensor; not what a compiled function gets.
 
         Torch would make an input that is a view by viewing a stand-in of its base. Which views a block can hold, and
-        what its base is, is a matter of each rank, and a slice along a cut dim is none that memory could have. A graph
+        what its base is, differs from rank to rank. A slice along a cut dim is no view that memory could have. A graph
         does not write to a copied view.
         """
         given = self._holds_values and compat.is_compiling()

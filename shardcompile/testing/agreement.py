@@ -44,7 +44,7 @@ class Failure:
     detail: str = ""
 
     def __str__(self) -> str:
-        return f"{self.headline}:\n{_indented(self.detail)}" if self.detail else self.headline
+        return f"{self.headline}:\n{_indent(self.detail)}" if self.detail else self.headline
 
 
 class CheckFailed(Exception):
@@ -175,7 +175,7 @@ def _describe(stage: str, failing: list[int], first: _Verdict, missing: list[int
     others = f" ({_ranks(failing[1:])} as well)" if failing[1:] else ""
     lines = [f"{stage}: {failures[0].headline} on rank {failing[0]}{others}"]
     if failures[0].detail:
-        lines.append(_indented(failures[0].detail))
+        lines.append(_indent(failures[0].detail))
     if failures[1:]:
         lines += [f"and on rank {failing[0]}", *map(str, failures[1:])]
     if missing:
@@ -190,7 +190,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _indented(text: str) -> str:
+def _indent(text: str) -> str:
     return "\n".join("  " + line for line in text.splitlines())
 
 

@@ -34,7 +34,7 @@ def difference(got: object, want: object, allowed: Tolerances) -> str | None:
         allowed: by which numbers may differ. Two NaNs are equal.
     """
     if not isinstance(want, Tensor) or not isinstance(got, Tensor):
-        return None if _same(got, want, allowed) else f"expected {_named(want)}, got {_named(got)}"
+        return None if _same(got, want, allowed) else f"expected {_name(want)}, got {_name(got)}"
     if got.shape != want.shape:
         return f"expected global shape {tuple(want.shape)}, got {tuple(got.shape)}"
     if got.dtype != want.dtype:
@@ -53,7 +53,7 @@ def _same(got: Any, want: Any, allowed: Tolerances) -> bool:
     return bool(got == want)
 
 
-def _named(value: object) -> str:
+def _name(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {_short(value.dtype)} {tuple(value.shape)}"
     return f"{value!r}"[:200]

@@ -35,8 +35,8 @@ class LocalRanks:
     was compiled in an earlier one is forgotten. The ranks end with this process, or with `close`, or with a ``with``.
 
     With ``processes=False`` the ranks are threads of this process that take turns: nothing has to start, nothing is
-    pickled, a breakpoint stops one rank while the others wait, and ranks that wait for one another without end are
-    told so at once. See docs/testing.md.
+    pickled, and a breakpoint stops one rank while the others wait. Ranks that wait for one another without end are told
+    so at once. See docs/testing.md.
     """
 
     def __init__(self, world_size: int, backend: str = "gloo", *, processes: bool = True) -> None:
@@ -82,7 +82,7 @@ class LocalRanks:
             ends = self._pool.run(lambda _: fn(standing_mesh(), *args), timeout)
             raise_worst(ends)
             return [end.result for end in ends]
-        run = self._pool.run(RunFunction(_pickled((fn, args)), _sources_of_cells(), tuple(sys.path)), timeout)
+        run = self._pool.run(RunFunction(_pickle((fn, args)), _sources_of_cells(), tuple(sys.path)), timeout)
         if not run.in_step or any(outcome.kind is not Kind.PASSED for outcome in run.outcomes):
             _show(run.outputs)
             raise RuntimeError(_what_went_wrong(run.outcomes))
@@ -117,7 +117,7 @@ def _code_from(file: str, arguments: tuple[Any, ...]) -> CodeType:
     return CodeType(*arguments).replace(co_filename=file)
 
 
-def _pickled(value: object) -> bytes:
+def _pickle(value: object) -> bytes:
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()

@@ -211,8 +211,8 @@ def ring_sum_order(nbytes: int, itemsize: int, ranks: int) -> list[tuple[int, in
         First element, end, and ranks in the order in which their terms are added.
     """
     largest = itemsize * max(1, _SEGMENT_BYTES // itemsize)
-    per_rank = _divided_up(max(_divided_up(nbytes, largest), 2 * ranks), ranks)
-    segment = _divided_up(_divided_up(nbytes, per_rank * ranks), itemsize)  # elements
+    per_rank = _divide_up(max(_divide_up(nbytes, largest), 2 * ranks), ranks)
+    segment = _divide_up(_divide_up(nbytes, per_rank * ranks), itemsize)  # elements
     block, total = segment * per_rank, nbytes // itemsize
     return [
         (min(b * block, total), min((b + 1) * block, total), [(b - 1 - i) % ranks for i in range(ranks)])
@@ -220,7 +220,7 @@ def ring_sum_order(nbytes: int, itemsize: int, ranks: int) -> list[tuple[int, in
     ]
 
 
-def _divided_up(a: int, b: int) -> int:
+def _divide_up(a: int, b: int) -> int:
     return -(-a // b)
 
 

@@ -15,9 +15,9 @@ Before a test, a rank seeds its random numbers with 0. After it, the rank resets
 process groups that the test created, and with them its multi-dimensional meshes: do not cache those.
 
 With ``processes=False`` the ranks are threads of pytest's process that take turns: nothing starts and nothing is
-pickled, a breakpoint stops one rank while the others wait, what one rank has compiled the others use where it does not
-depend on the rank, and a deadlock is found at once. Which rank runs first follows from the test's name. Fixtures that
-hold values are copied for each rank; `monkeypatch` is shared, and undone when all ranks have ended.
+pickled. A breakpoint stops one rank while the others wait. What one rank has compiled the others use where it does not
+depend on the rank. A deadlock is found at once. Which rank runs first follows from the test's name. Fixtures that hold
+values are copied for each rank; `monkeypatch` is shared, and undone when all ranks have ended.
 
 Tests whose ranks are processes have the mark ``rank_processes``: ``pytest -n 2 -m "not rank_processes"`` runs the
 others side by side.
@@ -175,7 +175,7 @@ def _run_in_this_process(item: pytest.Function, ranks: _Ranks, world_size: int) 
 
     def run(rank: int) -> None:
         function = item.obj if item.cls is None else getattr(item.cls(), item.originalname)
-        function(**{name: _copied(item.funcargs[name]) for name in names})
+        function(**{name: _copy(item.funcargs[name]) for name in names})
 
     # Not always rank 0: who runs first compiles for all, with its own block, which may be an empty one.
     first = zlib.crc32(item.nodeid.encode()) % world_size
@@ -186,7 +186,7 @@ def _run_in_this_process(item: pytest.Function, ranks: _Ranks, world_size: int) 
     raise_worst(ends)
 
 
-def _copied(value: object) -> Any:
+def _copy(value: object) -> Any:
     """A rank's own copy of an argument, as it would get one in a process of its own."""
     try:
         return value if isinstance(value, pytest.MonkeyPatch) else copy.deepcopy(value)

@@ -32,7 +32,7 @@ class RankProcess:
         self._output = _nameless_file()
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         with theirs:
-            self._process = _forked(own, theirs.fileno(), self._output) or start_fresh(
+            self._process = _fork(own, theirs.fileno(), self._output) or start_fresh(
                 "shardcompile.testing.worker:main", theirs.fileno(), _environment() | own, self._output
             )
 
@@ -107,7 +107,7 @@ def _nameless_file() -> int:
     return descriptor
 
 
-def _forked(own: Mapping[str, str], connection: int, output: int) -> ForkedProcess | None:
+def _fork(own: Mapping[str, str], connection: int, output: int) -> ForkedProcess | None:
     nursery = nursery_for(_environment())
     with contextlib.suppress(OSError):  # it has died
         return None if nursery is None else nursery.fork(own, connection, output)

@@ -110,12 +110,12 @@ def check_rule(
             assert report.served["gathered"] == 0  # the rule covers every layout
 
     For whoever wrote a rule (`register_sharding`), a handler, or a custom op. Each tensor in a sample, also inside of
-    lists, is laid out as ``Replicate()``, ``Shard(d)`` for each of its dims and, if it is of floats or complex numbers,
-    ``Partial("sum")``. All combinations are tried along one mesh dim, and those with a sharded tensor with several
-    cuts: 1, n - 1 and no rows; torch.chunk's; none, 1 and n - 1 rows (on three ranks); and, where two tensors are
-    sharded, each with a cut of its own. Compared are results and, unless nothing wants one, gradients of all inputs of
-    floats, in the tolerance of `torch.testing.assert_close`: take float64. A combination that is refused with an error
-    counts as wrong, as does a result whose block does not fit its layout.
+    lists, is laid out in several ways. These are ``Replicate()``, ``Shard(d)`` for each of its dims and, if it is of
+    floats or complex numbers, ``Partial("sum")``. All combinations are tried along one mesh dim, and those with a
+    sharded tensor with several cuts: 1, n - 1 and no rows; torch.chunk's; none, 1 and n - 1 rows (on three ranks); and,
+    where two tensors are sharded, each with a cut of its own. Compared are results and, unless nothing wants one,
+    gradients of all inputs of floats, in the tolerance of `torch.testing.assert_close`: take float64. A combination
+    that is refused with an error counts as wrong, as does a result whose block does not fit its layout.
 
     Args:
         op: an overload, or any function of tensors.
@@ -147,7 +147,7 @@ def check_rule(
         expected = together(f"{case.name}, on plain tensors", case.plain, error=usage_error)
         ways, more = _ways(case.tensors, limit, seed_of(case.name))
         left_out += more
-        runs += [_tried(number, case, each, expected, allowed) for each in ways]
+        runs += [_try_strategy(number, case, each, expected, allowed) for each in ways]
     report = RuleReport(name, mesh.size(), tuple(runs), left_out)
     if report.wrong:
         raise AssertionError(_complaint(report))
@@ -238,7 +238,7 @@ def _digests(cases: Sequence[_Case]) -> str:
     return "\n".join(digest(f"{c.name}, tensor {n}", x) for c in cases for n, x in enumerate(c.tensors))
 
 
-def _tried(number: int, case: _Case, ways: Sequence[Way], expected: Outcome, allowed: Tolerances) -> RuleRun:
+def _try_strategy(number: int, case: _Case, ways: Sequence[Way], expected: Outcome, allowed: Tolerances) -> RuleRun:
     layouts = case.layouts(ways)
     stage = f"{case.name}, inputs {layouts}"
     cut = [x.numel() for x, w in zip(case.tensors, ways, strict=True) if isinstance(w.placements[0], Shard)]
@@ -272,7 +272,7 @@ def _complaint(report: RuleReport) -> str:
 
 
 def _placements_of(x: Tensor) -> list[Placement]:
-    """What may be asked of a tensor. Of the floats of one byte there are no sums."""
+    """What may be asked of a tensor. Floats of one byte have no sums."""
     summable = (x.is_floating_point() or x.is_complex()) and x.dtype.itemsize > 1
     sharded: list[Placement] = [Shard(d) for d in range(x.ndim)]
     return [*sharded, Replicate(), *([Partial("sum")] if summable else [])]

@@ -52,8 +52,8 @@ def same_collectives_on_every_rank(
         build: called with the mesh, returns the function or module and its arguments, see
             `shardcompile.offline.trace_offline`.
         world_size: number of ranks.
-        ranks: which to trace. By default all of up to 8. Of more these: the first two along each mesh dim, the one in
-            the middle and the last; and those with the smallest and the largest block of each sharded input or
+        ranks: which to trace. By default all of up to 8. If there are more: the first two along each mesh dim, the one
+            in the middle and the last; and those with the smallest and the largest block of each sharded input or
             parameter.
         device: "cpu" or "cuda"; tracing for CUDA needs a C++ compiler once.
         mesh_shape: of the mesh; by default it has one dim.
@@ -72,7 +72,7 @@ def same_collectives_on_every_rank(
     seen: list[Layout] = []
 
     def trace(rank: int) -> Records:
-        watched = _recording(build, seen)
+        watched = _record(build, seen)
         traced = trace_offline(
             watched, world_size=world_size, mesh_shape=mesh_shape, rank=rank, device=device, **options
         )
@@ -84,13 +84,13 @@ def same_collectives_on_every_rank(
     found = {first: trace(first)}
     for rank in _selected(shape, seen) if ranks is None else ranks:
         if rank not in found:
-            found[rank] = _traced_like(first, rank, trace)
+            found[rank] = _trace_like(first, rank, trace)
             for other in list(found)[:-1]:
                 _compare(other, found[other], rank, found[rank])
     return found[first]
 
 
-def _recording(build: Build, seen: list[Layout]) -> Build:
+def _record(build: Build, seen: list[Layout]) -> Build:
     """The same, but it writes down how inputs and parameters are sharded."""
 
     def recording(mesh: DeviceMesh) -> tuple[Callable[..., object], Sequence[object]]:
@@ -117,7 +117,7 @@ def _selected(shape: Sequence[int], layouts: Sequence[Layout]) -> list[int]:
     return sorted(picked)
 
 
-def _traced_like(first: int, rank: int, trace: Callable[[int], Records]) -> Records:
+def _trace_like(first: int, rank: int, trace: Callable[[int], Records]) -> Records:
     try:
         return trace(rank)
     except Exception as error:

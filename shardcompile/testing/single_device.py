@@ -53,11 +53,11 @@ def assert_matches_single_device(
             )
 
     Every rank runs the model on the full tensors, as one process would; then on sharded ones, eagerly, and compiled
-    with ``fullgraph=True``. Each run has a copy of the module of its own, on the device of the mesh. Compared are, in
-    every step, the results (any pytree: values, dtypes, global shapes), the gradients of inputs and parameters of a
-    weighted sum of the results (of a lone scalar: its own), and parameters and buffers after the optimizer's step.
-    Compiling must give one graph. `torch.compile` forgets what it had compiled before. Random numbers start from the
-    same seed in every run, but what is drawn for sharded tensors differs from what is drawn for plain ones: switch
+    with ``fullgraph=True``. Each run has a copy of the module of its own, on the device of the mesh. In every step it
+    compares the results (any pytree: values, dtypes, global shapes). It compares gradients of inputs and parameters, of
+    a weighted sum of the results (of a lone scalar: its own). It compares parameters and buffers after the optimizer's
+    step. Compiling must give one graph. `torch.compile` forgets what it had compiled before. Random numbers start from
+    the same seed in every run, but what is drawn for sharded tensors differs from what is drawn for plain ones: switch
     dropout off.
 
     Args:
@@ -94,7 +94,7 @@ def assert_matches_single_device(
     plan = Plan(backward, optimizer, parallelize)
     given = agree_on_use(
         "the arguments",
-        lambda: _checked(module_or_fn, Arguments(inputs, placements, sharding_shapes, mesh, input_grads), plan, steps),
+        lambda: _check(module_or_fn, Arguments(inputs, placements, sharding_shapes, mesh, input_grads), plan, steps),
     )
     agree_on_use(
         "inputs and parameters must be the same on every rank, from the same seed",
@@ -134,7 +134,7 @@ class _Check:
 
     def run(self, name: str, wrap: Callable[[Callable[..., object]], Callable[..., object]]) -> None:
         """Make all steps on sharded inputs, and compare after each."""
-        with _seeded():
+        with _seed():
             mesh = self._arguments.mesh
             subject = together(name, lambda: Subject(self._module_or_fn, self._plan, mesh, sharded=True))
             subject.call = wrap(subject.call)
@@ -185,7 +185,7 @@ def _several(backend: Backend | Sequence[Backend]) -> list[Backend]:
     return [backend] if isinstance(backend, str) or callable(backend) else list(backend)
 
 
-def _checked(module_or_fn: Any, arguments: Arguments, plan: Plan, steps: int) -> Arguments:
+def _check(module_or_fn: Any, arguments: Arguments, plan: Plan, steps: int) -> Arguments:
     if arguments.mesh.size() != dist.get_world_size():
         raise ValueError(f"the mesh has {arguments.mesh.size()} of {dist.get_world_size()} ranks; it must have all")
     if steps < 1:
@@ -219,7 +219,7 @@ def _digests(module_or_fn: object) -> list[str]:
 def _on_plain_tensors(
     module_or_fn: Callable[..., object], arguments: Arguments, plan: Plan, steps: int
 ) -> list[dict[str, object]]:
-    with _seeded():
+    with _seed():
         subject = Subject(module_or_fn, plan, arguments.mesh, sharded=False)
         found = []
         for _ in range(steps):
@@ -230,7 +230,7 @@ def _on_plain_tensors(
 
 
 @contextlib.contextmanager
-def _seeded() -> Iterator[None]:
+def _seed() -> Iterator[None]:
     """Random numbers start from the same seed inside of it, and go on afterwards as if nothing had been drawn."""
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
         torch.manual_seed(0)

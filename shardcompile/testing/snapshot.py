@@ -14,7 +14,8 @@ from typing import Any
 
 from shardcompile.reports import GraphReport, IssuedCollective, Report, explain
 from shardcompile.reports.diff import signature
-from shardcompile.reports.text import in_seconds, plural, reason_of
+from shardcompile.reports.text import plural, reason_of
+from shardcompile.units import in_seconds
 
 UPDATE = "SHARDCOMPILE_UPDATE_SNAPSHOTS"
 """Environment variable: a folder, where snapshots are to be accepted; new inline ones are noted down there."""
@@ -38,10 +39,10 @@ def assert_graph(
         def test_communication():
             assert_graph(model, x, snapshot="model-4", max_bytes=2**20, no_gather_of=["aten.sort"])
 
-    A snapshot is a text with what this library decides about: number of graphs; of each collective in its order kind,
-    dtype, global bytes and ranks, how many traced ones it stands for and for what redistribution, and which large
-    kernels run between its start and its wait; bytes in all. It holds no names of nodes, no times, and nothing of the
-    machine or of torch's version. ``pytest --update-snapshots`` writes what is found, for `git diff` to show.
+    A snapshot is a text with what this library decides about: number of graphs; for each collective, in order: kind,
+    dtype, global bytes and ranks; how many traced ones it stands for, and for what redistribution; which large kernels
+    run between its start and its wait; bytes in all. It holds no names of nodes, no times, and nothing of the machine
+    or of torch's version. ``pytest --update-snapshots`` writes what is found, for `git diff` to show.
 
     Args:
         fn: a function or module; or a report that has been made already.
@@ -114,10 +115,10 @@ def _over_budget(
 ) -> Iterator[str]:
     largest = sorted(report.issued, key=lambda c: -c.global_bytes)
     if max_bytes is not None and report.total_bytes > max_bytes:
-        lines = _named(largest, report)
+        lines = _name(largest, report)
         yield f"{report.total_bytes} B in collectives, over max_bytes={max_bytes}; the largest:\n{lines}"
     if max_collectives is not None and len(report.issued) > max_collectives:
-        lines = _named(report.issued, report)
+        lines = _name(report.issued, report)
         yield f"{len(report.issued)} collectives, over max_collectives={max_collectives}:\n{lines}"
     if max_graphs is not None and len(report.graphs) > max_graphs:
         names = ", ".join(name for name, _ in report.named_graphs())
@@ -127,7 +128,7 @@ def _over_budget(
         waits = sorted(report.issued, key=lambda c: -c.exposed)
         yield (
             f"{in_seconds(report.exposed)} of exposed communication, over max_exposed={in_seconds(max_exposed)}; most "
-            f"is waited for:\n{_named(waits, report)}"
+            f"is waited for:\n{_name(waits, report)}"
         )
     for text in no_gather_of:
         gathers = [c for c in report.traced if c.kind.startswith("all_gather") and _is_of(c, text)]
@@ -140,7 +141,7 @@ def _is_of(c: Any, text: str) -> bool:
     return any(text in place for place in (c.gathered_for, c.op, c.module, c.source))
 
 
-def _named(collectives: Sequence[IssuedCollective], report: Report, most: int = 8) -> str:
+def _name(collectives: Sequence[IssuedCollective], report: Report, most: int = 8) -> str:
     holders = {id(c): graph for graph in report.graphs for c in graph.issued}
     lines = [f"  {signature(c)}, {holders[id(c)].sources_of(c) or 'no source line'}" for c in collectives[:most]]
     if len(collectives) > most:

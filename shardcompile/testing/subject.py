@@ -55,7 +55,7 @@ class Subject:
         self._results: dict[str, Any] = {}
         self._learnt: dict[str, Any] = {}
         if isinstance(module_or_fn, nn.Module):
-            self._module = self.call = _copied(module_or_fn, plan, mesh, sharded)
+            self._module = self.call = _copy(module_or_fn, plan, mesh, sharded)
             trainable = [p for p in self._module.parameters() if p.requires_grad]
             if plan.backward and trainable:
                 self._optimizer = (plan.optimizer or _sgd)(trainable)
@@ -99,7 +99,7 @@ class Subject:
 
     def gathered(self) -> dict[str, Any]:
         """Everything that this step gave, full and no longer changed by the next one."""
-        return {name: _kept(whole(_detached(v))) for name, v in (self._results | self._learnt).items()}
+        return {name: _keep(whole(_detach(v))) for name, v in (self._results | self._learnt).items()}
 
     def _leaves(self) -> dict[str, Tensor]:
         inputs = {n: x for n, x in self._inputs.items() if isinstance(x, Tensor) and x.requires_grad}
@@ -118,7 +118,7 @@ def same_on_every_rank(named: Mapping[str, object]) -> str:
     return "\n".join(f"{name}: {describe_value(v)}" for name, v in named.items())
 
 
-def _copied(module: nn.Module, plan: Plan, mesh: DeviceMesh, sharded: bool) -> nn.Module:
+def _copy(module: nn.Module, plan: Plan, mesh: DeviceMesh, sharded: bool) -> nn.Module:
     module = copy.deepcopy(module).to(mesh.device_type)
     if not sharded or plan.parallelize is None:
         return module
@@ -148,9 +148,9 @@ def _check_blocks(problems: Mapping[str, list[str]]) -> None:
         raise CheckFailed(found)
 
 
-def _detached(x: object) -> Any:
+def _detach(x: object) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 
-def _kept(x: object) -> object:
+def _keep(x: object) -> object:
     return x.clone() if isinstance(x, Tensor) else x

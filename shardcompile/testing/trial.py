@@ -81,7 +81,7 @@ class Trial:
         for n, x in enumerate(self.inputs):
             problems += [f"gradient of input {n}: {p}" for p in gradient_problems(x)]
         gradients = [whole(x.grad) for x in self.inputs]
-        return Outcome([_detached(whole(v)) for v in self.values], self.structure, gradients, problems)
+        return Outcome([_detach(whole(v)) for v in self.values], self.structure, gradients, problems)
 
 
 def whole(x: object) -> Any:
@@ -89,7 +89,7 @@ def whole(x: object) -> Any:
     return x.full_tensor() if isinstance(x, ShardTensor) else x
 
 
-def _detached(x: object) -> Any:
+def _detach(x: object) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 

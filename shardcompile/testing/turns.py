@@ -1,7 +1,7 @@
 """Threads that take turns: exactly one of them runs, until it has to wait for another one.
 
-Ranks that live in one process run in this way. What a rank does between two waits is not interrupted, so that a run is
-the same each time, a debugger sees one thread at a time, and nobody can run is the definition of a deadlock, which is
+Ranks that live in one process run in this way. What a rank does between two waits is not interrupted. So a run is the
+same each time, and a debugger sees one thread at a time. Nobody can run: that is the definition of a deadlock, which is
 found at once.
 """
 

@@ -19,7 +19,7 @@ Endpoints = tuple[str, int, str, int]
 def _connections(port_of_store: int | None) -> Iterator[tuple[socket.socket, Endpoints]]:
     """The TCP connections of this process but those to the store; none where the system does not list them."""
     for fd in _descriptors():
-        with contextlib.suppress(OSError), _opened(fd) as connection:
+        with contextlib.suppress(OSError), _open(fd) as connection:
             if connection is None or connection.family not in _TCP or connection.type != socket.SOCK_STREAM:
                 continue
             here, there = connection.getsockname(), connection.getpeername()
@@ -35,7 +35,7 @@ def _descriptors() -> list[int]:
 
 
 @contextlib.contextmanager
-def _opened(fd: int) -> Iterator[socket.socket | None]:
+def _open(fd: int) -> Iterator[socket.socket | None]:
     """The socket of a file descriptor, which stays open; None if it is no socket."""
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):
         yield None

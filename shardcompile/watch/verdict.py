@@ -17,10 +17,10 @@ def verdict(states: Mapping[int, State], gone: Mapping[int, str]) -> str | None:
         states: by rank, what it last said; of ranks that never said anything there is none.
         gone: ranks whose processes are known to be dead, with how that was found.
     """
-    return _differing(states) or _left_alone(states, gone) or _deadlock(states)
+    return _first_difference(states) or _left_alone(states, gone) or _deadlock(states)
 
 
-def _differing(states: Mapping[int, State]) -> str | None:
+def _first_difference(states: Mapping[int, State]) -> str | None:
     """The first collective of a group that two ranks have stated differently."""
     first: dict[tuple[str, int], tuple[int, int, str]] = {}
     found: list[tuple[int, str]] = []

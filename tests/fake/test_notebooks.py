@@ -40,8 +40,8 @@ def text_of(outputs: list[dict[str, Any]]) -> str:
     return _DIFFERS.sub("...", "".join(line for text in texts for line in text))
 
 
-def test_there_are_five_in_order() -> None:
-    assert [path.name[0] for path in NOTEBOOKS] == list("12345")
+def test_there_are_six_in_order() -> None:
+    assert [path.name[0] for path in NOTEBOOKS] == list("123456")
 
 
 @pytest.mark.parametrize("path", often(NOTEBOOKS, 1), ids=lambda p: p.stem)

@@ -17,9 +17,9 @@ from lockstep import world_of
 from tiers import often
 from torch.fx import Graph
 
+from shardcompile.machines import A100, CPU_CORE, H100
 from shardcompile.offline import offline_world
 from shardcompile.passes import Pipeline
-from shardcompile.passes.cost.links import A100, CPU_CORE, H100
 from shardcompile.passes.cost.model import CostModel
 from shardcompile.passes.graph import blocks
 from shardcompile.passes.graph.collective import Collective, collectives

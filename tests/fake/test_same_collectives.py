@@ -107,3 +107,20 @@ def test_misuses() -> None:
         same_collectives_on_every_rank(loss_of(lambda mesh, x: x), 2, ranks=[])
     with pytest.raises(OfflineError, match="there is no rank 7"):
         same_collectives_on_every_rank(loss_of(lambda mesh, x: x), 2, ranks=[7])
+
+
+@pytest.mark.parametrize("part", [(3, 4, 4, 5), (0, 3, 0, 4), (0, 2, 2, 4)], ids=str)
+def test_lookups_by_parts_of_an_index_of_known_cut(part: tuple[int, int, int, int]) -> None:
+    """On a rank that has none of either, or all of both, the parts are the same to its graph; on others they are not."""
+    a, b, c, d = part
+
+    def build(mesh: DeviceMesh) -> Any:
+        index = sc.ShardTensor.from_local(torch.arange(5), mesh, [Replicate()])
+
+        def lookups(x: Tensor, index: sc.ShardTensor) -> Tensor:
+            numbers = index.redistribute(placements=[Shard(0)])  # [3, 2]
+            return x[numbers[a:b]].sum() + x[numbers[c:d]].sum()
+
+        return lookups, (rows(mesh, [4, 5]), index)
+
+    same_collectives_on_every_rank(build, 2)

@@ -15,9 +15,9 @@ import torch
 from lockstep import world_of
 from torch.fx import Graph, Node
 
+from shardcompile.machines import H100, INFINIBAND_NDR
 from shardcompile.passes import BucketAllGathers, BucketAllToAlls, BucketReduceScatters
 from shardcompile.passes.bucket.buckets import Bucketing
-from shardcompile.passes.cost.links import H100, INFINIBAND_NDR
 from shardcompile.passes.cost.model import CostModel, Prices
 from shardcompile.passes.graph.collective import collectives
 from shardcompile.passes.graph.dependencies import Closure

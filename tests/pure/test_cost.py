@@ -6,6 +6,7 @@ import logging
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from shardcompile.passes.cost import links
+from shardcompile import machines
+from shardcompile.machines import CPU_CORE, H100, Device, Link
 from shardcompile.passes.cost import model as cost
-from shardcompile.passes.cost.links import CPU_CORE, H100, Device, Link
 from shardcompile.passes.cost.model import NOMINAL_BYTES, CostModel, Prices
 from shardcompile.passes.graph.blocks import labels, rank_dependent
 from shardcompile.passes.graph.collective import WAIT, Collective, add_node
@@ -151,13 +152,35 @@ def test_latency_grows_with_the_group() -> None:
     assert LATENT.seconds(100, 1) == 0
 
 
+def test_what_one_thread_does_besides_holds_up_its_compute() -> None:
+    """Starting collectives, moving bytes on the same cores, functions that take long, and the call of the graph."""
+    link = Link("by the cores that compute", launch=10.0, hop=0.0, bandwidth=2.0, medium="shared", host=3.0, busy=0.25)
+    device = replace(CPU_CORE, kernel=0.0, memory=math.inf, element=0.5, call=7.0)
+    b = Builder(torch.float32)
+    x = b.input(6)
+    waited = b.wait(c10d.all_reduce.default, x, "sum", "h")
+    (started,) = waited.all_input_nodes
+    graph = b.output(b.call(aten.exp.default, waited), b.call(aten.neg.default, waited))
+    prices = Prices.of(graph, model(link, device))
+    transfer = 24 / 2.0
+    assert prices.packing[started] == pytest.approx(3 + transfer / 4)
+    assert prices.latency[started] == pytest.approx(10 - 3)
+    assert prices.seconds[started] == pytest.approx(7 + 3 * transfer / 4)
+    exp, neg = (n for n in graph.nodes if n.target in (aten.exp.default, aten.neg.default))
+    assert prices.seconds[exp] == pytest.approx(6 * 0.5)
+    assert prices.seconds[neg] == 0
+    timeline = simulate(list(graph.nodes), prices)
+    assert timeline.total == lower_bound(graph, prices) == pytest.approx(7 + 10 + transfer + 3)
+    assert timeline.exposed == pytest.approx(7 + 3 * transfer / 4)
+
+
 def test_links_follow_from_what_all_ranks_share() -> None:
-    assert links.link_of(H100, 8) is links.NVLINK4
-    assert links.link_of(H100, 9) is links.INFINIBAND_NDR
-    assert links.link_of(H100, 8, ranks_per_node=4) is links.INFINIBAND_NDR
-    assert links.link_of(links.device_of("cpu"), 4) is links.GLOO_LOOPBACK
-    assert links.device_of("cuda") is H100
-    assert all(d.flops[torch.float32] > 0 for d in links.DEVICES.values())
+    assert machines.link_of(H100, 8) is machines.NVLINK4
+    assert machines.link_of(H100, 9) is machines.INFINIBAND_NDR
+    assert machines.link_of(H100, 8, ranks_per_node=4) is machines.INFINIBAND_NDR
+    assert machines.link_of(machines.device_of("cpu"), 4) is machines.GLOO_LOOPBACK
+    assert machines.device_of("cuda") is H100
+    assert all(d.flops[torch.float32] > 0 for d in machines.DEVICES.values())
 
 
 def test_the_settings_of_a_model_are_in_its_repr() -> None:
@@ -182,13 +205,19 @@ def test_products_cost_their_operations_and_copies_their_bytes() -> None:
     assert [prices.nbytes[n] for n in (x, product, table)] == [4096 * 8192 * 2, nbytes, 2 * nbytes]
 
 
-@pytest.mark.parametrize("name", ["convolution", "attention", "attention on the CPU"])
+@pytest.mark.parametrize("name", ["convolution", "experts", "attention", "attention on the CPU"])
 def test_operations_of_other_products(name: str) -> None:
     b = Builder(torch.float32)
     if name == "convolution":
         x, w = b.input(2, 3, 8, 8), b.input(5, 3, 3, 3)
         node = b.call(aten.convolution.default, x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
         flops = 2 * (2 * 5 * 8 * 8) * (3 * 3 * 3)
+    elif name == "experts":
+        b.dtype = torch.bfloat16
+        rows, weights, ends = b.input(32, 16), b.input(4, 16, 8), b.input(4)
+        ends.meta["val"] = ends.meta["val"].int()
+        node = b.call(aten._grouped_mm.default, rows, weights, ends)
+        flops = 2 * 32 * 16 * 8
     else:
         q = b.input(2, 4, 16, 8)
         cpu = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -345,7 +374,7 @@ def step(sizes: Sequence[int], columns: Sequence[int], rank: int) -> Graph:
 
 
 def prices_of(graph: Graph) -> list[tuple[str, float, int]]:
-    prices = Prices.of(graph, model(links.NVLINK4))
+    prices = Prices.of(graph, model(machines.NVLINK4))
     return [(n.name, prices.seconds[n], prices.nbytes[n]) for n in graph.nodes]
 
 
@@ -359,7 +388,7 @@ def test_every_rank_finds_the_same_prices(sizes: list[int], columns: list[int]) 
     first, *others = [prices_of(g) for g in graphs]
     for rank, found in enumerate(others, 1):
         assert [(a, b) for a, b in zip(first, found, strict=True) if a != b] == [], rank
-    plans = [Prices.of(g, model(links.NVLINK4)) for g in graphs]
+    plans = [Prices.of(g, model(machines.NVLINK4)) for g in graphs]
     totals = {(simulate(list(g.nodes), p).total, lower_bound(g, p)) for g, p in zip(graphs, plans, strict=True)}
     assert len(totals) == 1
 
@@ -367,7 +396,7 @@ def test_every_rank_finds_the_same_prices(sizes: list[int], columns: list[int]) 
 def test_the_test_above_can_fail() -> None:
     """Were the numbers in the graph read, the ranks' prices would differ."""
     graphs = [step([30, 1, 5], [4, 4, 4], rank) for rank in range(3)]
-    read = [[m.compute_seconds(n, {}) for n in g.nodes] for g in graphs for m in [model(links.NVLINK4)]]
+    read = [[m.compute_seconds(n, {}) for n in g.nodes] for g in graphs for m in [model(machines.NVLINK4)]]
     assert read[0] != read[1] != read[2]
 
 
@@ -458,4 +487,4 @@ def test_a_halo_makes_even_blocks_uneven() -> None:
     ],
 )
 def test_whether_a_group_is_in_one_node_is_told_by_its_ranks(ranks: list[int], world: int, spread: bool) -> None:
-    assert links.spans_nodes(list(ranks), world) is spread
+    assert machines.spans_nodes(list(ranks), world) is spread

@@ -22,7 +22,7 @@ from shardcompile.collectives.gathers import ALL_GATHER_V
 from shardcompile.collectives.of_torch import SHARD_DIM_ALLTOALL
 from shardcompile.collectives.traffic import Traffic, blocks_to_all, gathered
 from shardcompile.layout import GroupCut, IntLike
-from shardcompile.passes.cost.links import H100
+from shardcompile.machines import H100
 from shardcompile.passes.cost.model import CostModel
 from shardcompile.passes.graph.collective import WAIT, Collective, collectives
 
@@ -62,7 +62,7 @@ def test_a_record_comes_back_from_the_arguments_that_it_is_written_as() -> None:
     assert written[1:] == ([], 7, [2, 0, 3], [1, 2], [0, 7, 0], [2, 0, 3], [2, 0, 0, 3, 0, 0], "g")
     assert signature.read(written)[1:] == record[1:]
     assert signature.schema.startswith(
-        "Tensor input, SymInt[] src_sizes, SymInt src_key, int[] src_nest, SymInt[] sizes"
+        "Tensor input, SymInt[] src_sizes, SymInt src_key, int[] src_grouping, SymInt[] sizes"
     )
 
 

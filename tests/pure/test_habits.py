@@ -1,7 +1,8 @@
-"""The files that repeat what stands elsewhere say the same: the workflow, the versions of torch, the hooks."""
+"""Habits that tests hold: files that repeat what stands elsewhere say the same, and sentences are short."""
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -29,3 +30,29 @@ def test_every_hook_runs_a_tool_of_the_tests() -> None:
     hooks = re.findall(r"^\s+entry: (\w+)", (ROOT / ".pre-commit-config.yaml").read_text(), re.M)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert hooks and set(hooks) <= set(extras["test"])
+
+
+LONGEST = 25
+"""Words in a sentence of a docstring."""
+
+NEW_SENTENCE = r"\n\s*\n|\n\s*\* |\n\s+[\w*`, ]+: |\n\s*(?:Args|Returns|Raises|Attributes):"
+
+
+def _long_sentences(docstring: str) -> list[str]:
+    """The sentences of more than `LONGEST` words; drawings and code count as none, what is quoted as one word."""
+    prose = [p for p in re.split(NEW_SENTENCE, docstring) if not re.search(r"->|=>|>>>|@pytest", p)]
+    words = [re.sub(r"\([^)]*\)", "", re.sub(r"``[^`]*``|`[^`]*`", "X", " ".join(p.split()))) for p in prose]
+    return [s for p in words for s in re.split(r"(?<=[.!?;:])\s+", p) if len(s.split()) > LONGEST]
+
+
+def _docstrings(path: Path) -> list[str]:
+    nodes = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Expr))
+    values = (n.value.value for n in nodes if isinstance(n.value, ast.Constant))
+    return [v for v in values if isinstance(v, str)]
+
+
+def test_sentences_of_docstrings_are_short() -> None:
+    assert _long_sentences("One " * (LONGEST + 1)) and not _long_sentences("One " * LONGEST)
+    files = [path for folder in ("shardcompile", "passes") for path in (ROOT / folder).rglob("*.py")]
+    found = {f"{path.relative_to(ROOT)}: {s}" for path in files for d in _docstrings(path) for s in _long_sentences(d)}
+    assert not found

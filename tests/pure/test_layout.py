@@ -333,7 +333,7 @@ def test_a_group_ref_resolves_to_the_blocks_of_the_group(mesh: tuple[int, ...]) 
         for coordinate in coordinates(mesh):
             expected = tuple(cut.local_size(_at(coordinate, inner, i)) for i in range(mesh[inner]))
             ref = cut.group_ref(coordinate)
-            got = GroupCut.resolve(sum(map(int, expected)), ref.sizes, int(ref.key), ref.nest, mesh[inner])
+            got = GroupCut.resolve(sum(map(int, expected)), ref.sizes, int(ref.key), ref.grouping, mesh[inner])
             assert got == expected, (cut, coordinate)
             if cut.kind == "dynamic":  # nothing that a graph would be specialised on
                 assert ref.sizes == [] and ref.key == cut.key != CHUNK_KEY
@@ -518,7 +518,7 @@ def test_a_pickled_cut_brings_its_sizes_to_another_process(table: Callable[[int]
         ref = loaded.group_ref((1, 0))
         count = loaded.parts[-1]
         expected = tuple(loaded.local_size(_at((1, 0), loaded.mesh_dims[-1], i)) for i in range(count))
-        assert GroupCut.resolve(sum(expected), ref.sizes, ref.key, ref.nest, count) == expected
+        assert GroupCut.resolve(sum(expected), ref.sizes, ref.key, ref.grouping, count) == expected
 
 
 def test_layouts_specs_and_cuts_cannot_be_changed() -> None:

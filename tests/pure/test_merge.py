@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from work import calls
 
+from shardcompile.machines import H100
 from shardcompile.passes import MergeReductions
-from shardcompile.passes.cost.links import H100
 from shardcompile.passes.cost.model import CostModel
 from shardcompile.passes.graph.collective import collectives
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from shardcompile.passes.foreign.chains import EXCHANGE
 from shardcompile.passes.foreign.normalise import NormaliseChains
+from shardcompile.passes.foreign.padded_chains import EXCHANGE
 from shardcompile.passes.graph.collective import WAIT
 
 aten = torch.ops.aten

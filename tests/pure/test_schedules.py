@@ -24,15 +24,15 @@ from work import calls
 
 from shardcompile.collectives.gathers import AllGatherV, ReduceScatterV
 from shardcompile.collectives.turns import AllToAllV
+from shardcompile.machines import CPU_CORE, H100, INFINIBAND_NDR
 from shardcompile.passes import BucketReduceScatters, Pipeline
 from shardcompile.passes.bucket import choice
-from shardcompile.passes.cost.links import CPU_CORE, H100, INFINIBAND_NDR
 from shardcompile.passes.cost.model import CostModel, Prices, keeping_prices
 from shardcompile.passes.graph.collective import WAIT, Collective, collectives
 from shardcompile.passes.graph.dependencies import needed_first
 from shardcompile.passes.schedule.bounds import lower_bound
 from shardcompile.passes.schedule.edges import Edges
-from shardcompile.passes.schedule.hold import HoldOrder
+from shardcompile.passes.schedule.hold_order import HoldOrder
 from shardcompile.passes.schedule.outline import Outline
 from shardcompile.passes.schedule.overlap import ScheduleOverlap, best_order
 from shardcompile.passes.schedule.scheduler import Scheduler

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from work import calls
 
-from shardcompile.passes.cost.links import H100
+from shardcompile.machines import H100
 from shardcompile.passes.cost.model import CostModel, Prices
 from shardcompile.passes.graph.collective import WAIT, add_node
 from shardcompile.passes.schedule.bounds import bucket_bound, lower_bound

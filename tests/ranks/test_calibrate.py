@@ -41,3 +41,17 @@ def test_one_rank_has_no_link() -> None:
     alone = [dist.new_group([r]) for r in range(world_size())][rank()]
     with pytest.raises(CollectiveError, match="at least two ranks"):
         calibration.measure_link(alone)
+
+
+@pytest.mark.ranks(2)
+def test_a_measured_device_is_the_same_on_every_rank_and_has_all_its_parts(tmp_path: Path) -> None:
+    device = calibration.measure_device(repeats=3)
+    found: list[object] = [None] * world_size()
+    dist.all_gather_object(found, device)
+    assert found == [device] * world_size()
+    parts = (device.memory, device.kernel, device.element, *device.flops.values(), device.intra.host)
+    assert all(part > 0 for part in parts) and device.call >= 0
+    assert device.intra.host <= device.intra.latency(world_size()) and 0 <= device.intra.busy <= 1
+    path = tmp_path / f"device{rank()}.json"
+    calibration.save(device, path)
+    assert calibration.load_device(path) == device

@@ -213,40 +213,97 @@ def test_rows_that_the_structure_names_and_no_others(
     assert seen[me] == received[me]
 
 
-def random_case(seed: int) -> tuple[Any, Any, list[Tensor], list[Any], list[Any], Tensor | None]:
+@pytest.mark.ranks(3, timeout=300, processes=False)
+@pytest.mark.parametrize("inside", [True, False], ids=["structure made inside", "structure handed over"])
+def test_documents_that_change_at_every_step_under_one_graph(inside: bool) -> None:
+    torch.manual_seed(0)
+
+    def structure_of(documents: Tensor) -> BlockMask:
+        def same(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return (documents[i] == documents[j]) & (i >= j)
+
+        return create_block_mask(same, None, None, 20, 20, device="cpu", BLOCK_SIZE=BLOCK)
+
+    def function(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, named: Any) -> Tensor:
+        def same(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return (documents[i] == documents[j]) & (i >= j)
+
+        if named is None:
+            structure = create_block_mask(same, None, None, 20, 20, device="cpu", BLOCK_SIZE=BLOCK)
+        else:
+            structure = BlockMask.from_kv_blocks(*named, BLOCK_SIZE=BLOCK, mask_mod=same, seq_lengths=(20, 20))
+        return flex_attention(q, k, v, block_mask=structure)  # type: ignore[return-value]
+
+    torch._dynamo.reset()
+    before = graphs_compiled()
+    call = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for lengths, sizes in (([5, 9, 0, 6], [7, 0, 13]), ([20, 0, 0, 0], [1, 18, 1]), ([1, 1, 17, 1], [0, 20, 0])):
+        documents = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
+        made = structure_of(documents)
+        named = None
+        if not inside:  # blocks that are seen in part, and as a whole
+            named = made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices
+        seen = (documents == documents[:, None]) & torch.ones(20, 20, dtype=torch.bool).tril()
+
+        def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor = seen) -> Tensor:
+            return (q @ k.mT / 2).masked_fill(~seen, -math.inf).softmax(-1) @ v
+
+        check(
+            lambda q, k, v, d=documents, n=named: call(q, k, v, d, n),
+            reference,
+            [drawn(1, 2, 20, 4) for _ in range(3)],
+            [[ROWS]] * 3,
+            [{0: sizes}] * 3,
+        )
+    assert graphs_compiled() - before == 1
+
+
+@pytest.mark.ranks(2, processes=False)
+def test_torch_refuses_the_backward_pass_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # as it is without `backward_on_the_cpu`
+    q = sc.distribute_tensor(drawn(1, 2, 20, 4), mesh(), [ROWS]).requires_grad_()
+    for call in (flex_attention, torch.compile(flex_attention, fullgraph=True, backend="aot_eager")):
+        with pytest.raises(Exception, match="FlexAttention does not support backward on CPU"):
+            call(q, q, q)
+    q = q.detach()
+    assert flex_attention(q, q, q).placements == (ROWS,)  # type: ignore[union-attr]
+
+
+def random_function(seed: int) -> tuple[Any, Any, list[tuple[int, ...]], Tensor | None]:
+    """A function, its reference, the shapes of its inputs, and what it has a gradient for besides."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
-
-    def sizes(rows: int) -> dict[int, list[int]]:
-        ends = sorted(draw.choices(range(rows + 1), k=2))
-        return {0: [ends[0], ends[1] - ends[0], rows - ends[1]]}
-
     mask, group, heads = draw.choice([None, *MASKS]), draw.choice([1, 2]), draw.randint(1, 2)
     rows, columns = (20, 20) if mask else (draw.randint(1, 12), draw.randint(1, 12))
     bias = drawn(heads * group).requires_grad_() if draw.random() < 0.5 else None
     structure = None if mask is None else block_mask(mask, heads * group, rows, columns)
     score_mod = None if bias is None else biased(bias)
-    q = drawn(2, heads * group, rows, 4)
-    k, v = drawn(2, heads, columns, 4), drawn(2, heads, columns, draw.choice([3, 4]))
-    of_keys = sizes(columns)
     return (
         lambda q, k, v: flex_attention(q, k, v, score_mod, structure, enable_gqa=group > 1),
         lambda q, k, v: by_hand(q, k, v, mask, bias),
-        [q, k, v],
-        [[ROWS]] * 3,
-        [sizes(rows), of_keys, of_keys],
+        [(2, heads * group, rows, 4), (2, heads, columns, 4), (2, heads, columns, draw.choice([3, 4]))],
         bias,
     )
 
 
 @pytest.mark.ranks(3, timeout=900, processes=False)
-@pytest.mark.parametrize(("first", "count"), often([(0, 6), (6, 194)], 1))
+@pytest.mark.parametrize(("first", "count"), often([(0, 2), *((n, 20) for n in range(0, 100, 20))], 1))
 def test_random_cases(first: int, count: int) -> None:
+    """Functions with five cuts each, eagerly and by one graph."""
     for seed in range(first, first + count):
         torch._dynamo.reset()
-        function, reference, *rest = random_case(seed)
-        check(
-            torch.compile(function, fullgraph=True, backend="aot_eager") if seed % 5 == 4 else function,
-            reference,
-            *rest,
-        )
+        function, reference, shapes, bias = random_function(seed)
+        call = torch.compile(function, fullgraph=True, backend="aot_eager")
+        before = graphs_compiled()
+        for each, case in itertools.product((call, function), range(5)):
+            assert each is call or case or graphs_compiled() - before == 1
+            draw = random.Random(f"{seed} {case}")
+            torch.manual_seed(5 * seed + case)
+            values = [drawn(*shape) for shape in shapes]
+            cut = [{0: drawn_sizes(draw, shape[2])} for shape in shapes[:2]]
+            check(each, reference, values, [[ROWS]] * 3, [*cut, cut[1]], bias)
+
+
+def drawn_sizes(draw: random.Random, rows: int) -> list[int]:
+    ends = sorted(draw.choices(range(rows + 1), k=2))
+    return [ends[0], ends[1] - ends[0], rows - ends[1]]

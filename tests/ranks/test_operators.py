@@ -44,7 +44,7 @@ class _Sent(CollectiveWatch):
     """Whether anything was sent, by the names of collectives alone."""
 
     NOTHING = ("wait_tensor", "take_block", "place_block", "derive_cut", "random_block", "block_starts", "rows_of_span",
-               "convolution", "attend", "max_pool", "sum_pool", "joined_rows", "cut_of_sizes")  # fmt: skip
+               "convolution", "attend", "max_pool", "sum_pool", "cut_of_sizes")  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ _CHECKED = (
 def test_rows_stay_where_it_is_said_that_nothing_is_sent(ranks: Ranks, style: int) -> None:
     """In other cuts, with an empty block and one of one row, and by another count of what is sent."""
     ops = [op for name in _CHECKED for op in ops_named(f"aten.{name}")[:1]]
-    said = {op: {s.cut: s.how for s in ranks.serve(op, example_of(op))} for op in ops}
+    said = {op: {s.cut: s.how for s in ranks.outcomes_of(op, example_of(op))} for op in ops}
 
     def run(mesh: object) -> list[tuple[str, str, bool, bool]]:
         found = []

@@ -151,3 +151,6 @@ def test_graph_layers_of_the_routing_page() -> None:
     )
     out = names["graph_layers"](x, *edges, weights)
     torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-12, atol=1e-12)
+    expected = names["graph_network"](nodes, source, target, weights)
+    out = names["graph_network"](x, *edges, weights)
+    torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-12, atol=1e-12)

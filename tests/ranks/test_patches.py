@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import textwrap
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,12 +21,18 @@ import torch.nn.functional as nnf
 from tiers import often
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.parallel import DistributedDataParallel
 
 import shardcompile as sc
 from shardcompile.compat.caches import put_into_keys
@@ -140,6 +147,7 @@ class Refused:
 
     act: Callable[[DeviceMesh, Any], object]
     ranks: int = 1
+    words: str = ""  # what the error has to say
 
     def __call__(self) -> str:
         with LocalRanks(self.ranks, processes=False) as ranks:
@@ -150,8 +158,8 @@ class Refused:
         x = sharded(random(5, 3), 0, [4, 1] if self.ranks == 2 else [5], mesh)
         try:
             self.act(mesh, x)
-        except sc.ShardError:
-            return RIGHT
+        except sc.ShardError as error:
+            return RIGHT if self.words in str(error) else f"refused in other words: {error}"
         return "not refused"
 
 
@@ -173,12 +181,49 @@ def values_of_state_dicts() -> str:
         return str(ranks(_values_of_state_dicts)[0])
 
 
-DATA_OF_A_PLAIN_TENSOR = """
-import contextlib, torch, shardcompile as sc
-from shardcompile.compat.patch import left_out
-from shardcompile.testing import LocalRanks
-from torch.distributed.tensor.placement_types import Shard
+def _full_values_for_state_dicts(mesh: DeviceMesh) -> str:
+    module = with_parameter(sharded(random(5, 3), 0, [4, 1], mesh))
+    optimizer = torch.optim.Adam(module.parameters())
+    module.weight.square().sum().backward()  # type: ignore[operator, union-attr]
+    optimizer.step()
+    options = StateDictOptions(full_state_dict=True)
+    full = get_optimizer_state_dict(module, optimizer, options=options)
+    set_optimizer_state_dict(module, optimizer, full, options=options)
+    (state,) = optimizer.state.values()
+    return RIGHT if isinstance(state["exp_avg"], sc.ShardTensor) else "the whole value in place of a block"
 
+
+def full_values_for_state_dicts() -> str:
+    with LocalRanks(2, processes=False) as ranks:
+        return str(ranks(_full_values_for_state_dicts)[0])
+
+
+ALONE = """
+import contextlib, torch, torch.distributed as dist, shardcompile as sc
+from shardcompile.compat.patch import LEFT_OUT, left_out
+from shardcompile.testing import LocalRanks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+"""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A program in a process of its own, which fails where something is wrong."""
+
+    patch: str
+    code: str
+
+    def __call__(self) -> str:
+        out = f"left_out({self.patch!r})" if self.patch in LEFT_OUT else "contextlib.nullcontext()"
+        code = f"{ALONE}with {out}:{textwrap.indent(self.code, '    ')}"
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+        return f"ended by {ended.returncode}" if ended.returncode else RIGHT
+
+
+DATA_OF_A_PLAIN_TENSOR = """
 def assign(mesh):
     plain = torch.nn.Parameter(torch.ones(5, 3))
     sharded = sc.ShardTensor.from_local(torch.ones(5, 3), mesh, [Shard(0)])
@@ -189,16 +234,29 @@ def assign(mesh):
     else:
         print(plain * 2)
 
-with LocalRanks(1, processes=False) as ranks, left_out({name!r}) if {out} else contextlib.nullcontext():
+with LocalRanks(1, processes=False) as ranks:
     ranks(assign)
 """
 
+TEN_WORLDS = """
+def inside(block):
+    return (sc.ShardTensor.from_local(block, mesh, [Shard(0)]) * 2).sum().full_tensor()
 
-def data_of_a_plain_tensor() -> str:
-    name = "data_of_plain_tensors"
-    code = DATA_OF_A_PLAIN_TENSOR.format(name=name, out=name in LEFT_OUT)
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    return f"ended by {ended.returncode}" if ended.returncode else RIGHT
+run = torch.compile(inside, fullgraph=True, backend="aot_eager")
+for _ in range(10):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    assert run(torch.ones(3, 2)) == 12
+    dist.destroy_process_group()
+"""
+
+COUNTED_COLLECTIVES = """
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+x = sc.ShardTensor.from_local(torch.ones(3, 2), init_device_mesh("cpu", (2,)), [Shard(0)], {0: [3, 1]})
+with CommDebugMode() as mode:
+    x @ x.mT  # which gathers one of the factors
+assert mode.get_total_counts() == 1
+"""
 
 
 KERNEL, FACTOR, NOTHING = random(3, 2, 3, 3), random(2, 4, 5), random(5, 0)
@@ -282,7 +340,16 @@ SCENES: dict[str, Callable[[], str]] = {
         lambda mesh, x: FullyShardedDataParallel(with_parameter(x), mesh.get_group(), device_id=torch.device("cpu"))
     ),
     "values_of_state_dicts": values_of_state_dicts,
-    "data_of_plain_tensors": data_of_a_plain_tensor,
+    "data_of_plain_tensors": Alone("data_of_plain_tensors", DATA_OF_A_PLAIN_TENSOR),
+    "wholes_of_dtensors": Refused(lambda mesh, x: distribute_tensor(x, mesh, [Replicate()]), 2, "distribute_tensor"),
+    "parameters_of_ddp": Refused(
+        lambda mesh, x: DistributedDataParallel(with_parameter(x), process_group=mesh.get_group()),
+        2,
+        "DistributedDataParallel",
+    ),
+    "full_values_for_state_dicts": full_values_for_state_dicts,
+    "ends_of_worlds": Alone("ends_of_worlds", TEN_WORLDS),
+    "collectives_in_comm_debug_mode": Alone("collectives_in_comm_debug_mode", COUNTED_COLLECTIVES),
 }
 """By patch, a program that needs it."""
 
@@ -292,11 +359,6 @@ WITHOUT_A_PROGRAM = {
     "clamped_ends": "it was written for `test_modes_of_images_that_are_cut_along_their_height`; nothing smaller is known",
     "decisions_where_guards_are_suppressed": "not found: products, batched products, convolutions of both precisions, permuted blocks",
     "symbols_of_blocks": "not found: blocks that are as large as other dims, with cuts that a run gives",
-    "wholes_of_dtensors": "it says what to do; without it the scatter that follows is refused in other words",
-    "parameters_of_ddp": "it says what to do; without it the broadcast that follows is refused in other words",
-    "full_values_for_state_dicts": "test_checkpoint.py has the calls; nothing smaller was tried without the patch",
-    "ends_of_worlds": "worlds end in test_local_ranks.py; nothing smaller was tried without the patch",
-    "collectives_in_comm_debug_mode": "test_collectives.py counts them; nothing smaller was tried without the patch",
 }
 """Patches of which no program is known that goes wrong with the torch that is installed, and why."""
 

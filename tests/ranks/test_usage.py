@@ -166,7 +166,7 @@ def test_foreach_ops_give_what_they_give_on_plain_tensors() -> None:
                         a.full_tensor(), b, equal_nan=True, msg=lambda m, o=overload: f"{o}: {m}"
                     )
                 checked += 1
-    assert checked > 200
+    assert checked >= 150  # as many as torch 2.11 has; later versions have more
 
 
 @pytest.mark.ranks(3, processes=False)

@@ -20,6 +20,7 @@ from shardcompile.testing.snapshot import UPDATE
 
 GOLDEN = Path(__file__).parent.parent / "zoo" / "golden"
 _ALWAYS = 5
+_BY_OUR_BACKEND = ("hf-vit", "hf-bert", "hf-opt", "timm-mixer", "pyg-gat", "pn-perceptron")
 
 
 def _cases(compiled: bool = False) -> list[object]:
@@ -42,13 +43,23 @@ EACH_COMPILED = pytest.mark.parametrize("entry", _cases(compiled=True), ids=lamb
 @EACH
 @pytest.mark.ranks(3, timeout=300, processes=False)
 def test_eager_equals_one_process(entry: Entry) -> None:
-    check.compare(entry, compiled=False)
+    check.compare(entry)
 
 
 @EACH_COMPILED
 @pytest.mark.ranks(3, timeout=600, processes=False)
 def test_compiled_equals_one_process(entry: Entry) -> None:
-    check.compare(entry, compiled=True)
+    check.compare(entry, "aot_eager")
+
+
+@pytest.mark.zoo
+@pytest.mark.ranks(3, timeout=600, processes=False)
+@pytest.mark.parametrize("name", _BY_OUR_BACKEND)
+def test_by_our_backend_equals_one_process(name: str) -> None:
+    entry = next(e for e in ENTRIES if e.name == name)
+    if entry.package and find_spec(entry.package) is None:
+        pytest.skip(f"{entry.package} is not installed")
+    check.compare(entry, "shardcompile", cuts=2)
 
 
 @EACH

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
+from shardcompile.compat import UNKNOWN_OUTPUT_SHAPE
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.reports import GraphReport, Report, explain
 from shardcompile.testing import once, rank
@@ -58,20 +60,21 @@ def _expected(entry: Entry, n: int) -> tuple[Tensor, dict[str, Any]]:
     return out.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def compare(entry: Entry, compiled: bool) -> None:
-    """Values and gradients of parameters over five cuts; compiled by aot_eager to the graphs that the entry allows.
+def compare(entry: Entry, backend: str | None = None, cuts: int = 5) -> None:
+    """Values and gradients of parameters over several cuts; compiled to the graphs that the entry allows.
 
     Args:
         entry: the model.
-        compiled: whether to compile it.
+        backend: by which it is compiled, if it is.
+        cuts: how many of the five cuts.
     """
     mesh = init_device_mesh("cpu", (3,))
-    if compiled:
+    if backend is not None:
         once(torch.compiler.reset)
     before = once(graphs_compiled)
     model = _model(entry)
-    run: Callable[..., Tensor] = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-    for sizes in _cuts(entry):
+    run: Callable[..., Tensor] = model if backend is None else torch.compile(model, fullgraph=True, backend=backend)
+    for sizes in _cuts(entry)[:cuts]:
         n = sum(sizes)
         out, gradients = once(lambda n=n: _expected(entry, n))
         model.zero_grad()
@@ -85,7 +88,7 @@ def compare(entry: Entry, compiled: bool) -> None:
             if want is not None:
                 assert p.grad is not None, f"{told}: {name} has no gradient"
                 _close(p.grad, want, entry, f"{told}: gradient of {name}")
-    if compiled:
+    if backend is not None:
         count = graphs_compiled() - before
         assert count <= entry.graphs, f"{count} graphs"
 
@@ -98,12 +101,21 @@ def _close(got: Tensor, want: Tensor, entry: Entry, told: str) -> None:
 def communication(entry: Entry) -> str:
     """What a rank of three sends in a forward and a backward pass, before any pass of ours: the golden file."""
 
+    fixed = entry.extents[0] == entry.extents[1]  # models of one extent
+    blocks = _cuts(entry)[0] if fixed else [5, 4, 3]
+    n = sum(blocks)
+    real = _model(entry).float()
+
     def build(mesh: DeviceMesh) -> tuple[Any, tuple[Any, ...]]:
-        full = [x.float() if x.is_floating_point() else x for x in _full(entry, 12)]
-        return _model(entry).float(), tuple(_sharded(entry, full, [5, 4, 3], mesh))
+        full = [x.float() if x.is_floating_point() else x for x in _full(entry, n)]
+        try:
+            model = _model(entry).float()
+        except UNKNOWN_OUTPUT_SHAPE:  # some models read values while they are made
+            model = copy.deepcopy(real)
+        return model, tuple(_sharded(entry, full, blocks, mesh))
 
     report: Report = explain(build, world_size=3, device="cpu", stages=[])
-    parameters = sum(p.numel() * 4 for p in _model(entry).parameters())
+    parameters = sum(p.numel() * 4 for p in real.parameters())
     head = f"{len(report.traced)} collectives, {sum(c.global_bytes for c in report.traced)} B"
     issued = f"{len(report.issued)} after the passes; parameters: {parameters} B"
     graphs = [line for name, g in report.named_graphs() for line in [f"{name}:", *_lines(g)]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-_NORM = "the gradient of a layer norm of blocks whose size a run gives asks whether they have rows"
 _SKIPPED = "the model imports a module while it runs, which Dynamo does not trace"
 
 EAGER_ONLY = {
@@ -13,8 +12,5 @@ EAGER_ONLY = {
     "no-fno": _SKIPPED,
     "no-tfno": _SKIPPED,
     "no-uno": _SKIPPED,
-    "hf-convnext": _NORM,
-    "timm-convnext": _NORM,
-    "pn-afno": _NORM,
 }
 """By name, the reason."""

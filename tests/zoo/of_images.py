@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zoo import packages
 from zoo.entry import Entry
 from zoo.of_text import hidden, of_transformers, words
-from zoo.words import CLASSES, KEYS, NEAREST, NORMS
+from zoo.words import KEYS, NORMS
 
 
 def _pictures(n: int) -> list[Tensor]:
@@ -71,8 +71,8 @@ def _sample(out: Any) -> Tensor:
 
 
 OF_IMAGES = [
-    _batch("hf-vit", of_transformers("AutoModel", "vit", intermediate_size=64, **_SMALL), "transformers", read=hidden, gathers=(CLASSES,)),
-    _batch("hf-dinov2", of_transformers("AutoModel", "dinov2", **_SMALL), "transformers", read=hidden, gathers=(CLASSES,)),
+    _batch("hf-vit", of_transformers("AutoModel", "vit", intermediate_size=64, **_SMALL), "transformers", read=hidden),
+    _batch("hf-dinov2", of_transformers("AutoModel", "dinov2", **_SMALL), "transformers", read=hidden),
     _batch(
         "hf-swin",
         of_transformers("AutoModel", "swin", image_size=8, patch_size=1, embed_dim=8, depths=[2, 1], num_heads=[2, 2], window_size=4, drop_path_rate=0.0),
@@ -88,7 +88,6 @@ OF_IMAGES = [
         package="transformers",
         gathers=(
             ("last_hidden_state[", "not needed: each sample takes one of its own words, which two lists of numbers do not say"),
-            CLASSES,
         ),
     ),
     Entry(
@@ -98,7 +97,7 @@ OF_IMAGES = [
         (0,),
         read=hidden,
         package="transformers",
-        gathers=((".unfold(", "not needed: each sample's pieces are its own"),),
+        gathers=(NORMS,),
     ),
     _height(
         "hf-segformer",
@@ -131,7 +130,7 @@ OF_IMAGES = [
         rows=(2, 1),
         read=_sample,
         package="diffusers",
-        gathers=(KEYS, *NEAREST),
+        gathers=(KEYS,),
     ),
     Entry(
         "diffusers-unet-text",
@@ -141,7 +140,7 @@ OF_IMAGES = [
         rows=(2, 1, 1),
         read=_sample,
         package="diffusers",
-        gathers=(KEYS, *NEAREST),
+        gathers=(KEYS,),
     ),
     Entry(
         "diffusers-dit",
@@ -157,6 +156,5 @@ OF_IMAGES = [
         "diffusers",
         2,
         read=_sample,
-        gathers=NEAREST,
     ),
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zoo import packages
 from zoo.entry import Entry
-from zoo.words import KEYS
+from zoo.words import KEYS, MARGINS, MODES, PARTS, PLACED, TABLE
 
 
 def _of(module: str, name: str, **sizes: Any) -> Callable[[], nn.Module]:
@@ -71,7 +71,7 @@ _SINGLE = {"dtype": torch.float32, "tolerance": 1e-4}
 
 OF_PHYSICS = [
     Entry("pn-transolver", _of("transolver", "Transolver", embedding_dim=3, **_OF_POINTS), _points, (1, 1), package="physicsnemo", graphs=2),
-    Entry("pn-flare", _of("flare", "FLARE", embedding_dim=3, **_OF_POINTS), _points, (1, 1), package="physicsnemo"),
+    Entry("pn-flare", _of("flare", "FLARE", embedding_dim=3, **_OF_POINTS), _points, (1, 1), package="physicsnemo", gathers=(PARTS,)),
     Entry(
         "pn-geotransolver",
         _of("geotransolver", "GeoTransolver", geometry_dim=3, **_OF_POINTS),
@@ -81,8 +81,8 @@ OF_PHYSICS = [
         package="physicsnemo",
     ),
     Entry("pn-perceptron", _of("mlp", "FullyConnected", in_features=3, layer_size=16, out_features=2, num_layers=2), lambda n: [torch.randn(n, 3)], (0,), package="physicsnemo"),
-    _height("pn-afno", _of("afno", "AFNO", inp_shape=[16, 16], in_channels=2, out_channels=2, patch_size=[2, 2], embed_dim=16, depth=1, num_blocks=2), 2, extents=_FIXED, **_SINGLE),
-    _height("pn-fno", _of("fno", "FNO", in_channels=2, out_channels=2, latent_channels=8, num_fno_layers=1, num_fno_modes=3, padding=2), 2, graphs=2),
+    _height("pn-afno", _of("afno", "AFNO", inp_shape=[16, 16], in_channels=2, out_channels=2, patch_size=[2, 2], embed_dim=16, depth=1, num_blocks=2), 2, gathers=PLACED, extents=_FIXED, **_SINGLE),
+    _height("pn-fno", _of("fno", "FNO", in_channels=2, out_channels=2, latent_channels=8, num_fno_layers=1, num_fno_modes=3, padding=2), 2, graphs=2, gathers=(MODES,)),
     _height("pn-pangu", _nothing_dropped("pangu", "Pangu", img_size=(32, 24), patch_size=(2, 4, 4), embed_dim=8, num_heads=(2, 2, 2, 2), window_size=(2, 2, 3)), 4, inputs=_field(4, 24, 72, 1), read=lambda out: out[1], extents=_FIXED),
     Entry(
         "pn-song-unet",
@@ -110,7 +110,7 @@ OF_PHYSICS = [
         (2, None),
         rows=(2, 1),
         package="physicsnemo",
-        gathers=(KEYS,),
+        gathers=(KEYS, TABLE),
         extents=_FIXED,
     ),
     Entry(
@@ -132,7 +132,7 @@ OF_PHYSICS = [
         extents=_FIXED,
         **_SINGLE,
     ),
-    _height("pn-pix2pix", _of("pix2pix", "Pix2Pix", in_channels=2, out_channels=2, dimension=2, conv_layer_size=8, n_downsampling=1, n_upsampling=1, n_blocks=1), 4, gathers=(("nn.pad(", "not needed: a reflected margin takes a few rows of the two ends"),)),
+    _height("pn-pix2pix", _of("pix2pix", "Pix2Pix", in_channels=2, out_channels=2, dimension=2, conv_layer_size=8, n_downsampling=1, n_upsampling=1, n_blocks=1), 4, gathers=(MARGINS,)),
     _height("no-fno", _operator("FNO", n_modes=(4, 4), n_layers=1), 2, "neuralop", **_SINGLE),
     _height("no-tfno", _operator("FNO", n_modes=(4, 4), n_layers=1, factorization="tucker", rank=0.5), 2, "neuralop", **_SINGLE),
     _height("no-uno", _operator("UNO", lifting_channels=8, projection_channels=8, n_layers=3, uno_out_channels=[8] * 3, uno_n_modes=[[4, 4]] * 3, uno_scalings=[[1, 1], [0.5, 0.5], [2, 2]], channel_mlp_skip="linear"), 2, "neuralop", **_SINGLE),

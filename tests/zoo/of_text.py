@@ -159,7 +159,7 @@ OF_TEXT = [
     _decoder("hf-mamba", "mamba", (("associative_scan", "not needed: the states at the ends of the blocks would do"),), attention="eager", state_size=4),
     _decoder("hf-mamba2", "mamba2", attention="eager", dtype=torch.float32, num_heads=4, head_dim=16, state_size=4, n_groups=1, chunk_size=4),
     _encoder("hf-bert", "bert"),
-    _encoder("hf-roberta", "roberta", (*_PLAIN, ("torch.gather(buffered", "not needed: the ids are all zeros, and each row takes its own"))),
+    _encoder("hf-roberta", "roberta"),
     _encoder("hf-electra", "electra", embedding_size=32),
     _encoder("hf-distilbert", "distilbert", dim=32, hidden_dim=64, n_layers=1, n_heads=4, dropout=0.0, attention_dropout=0.0),
     _encoder("hf-deberta", "deberta-v2", (*_PLAIN, ("torch.bmm(", KEYS[1])), attention="eager"),

@@ -11,7 +11,7 @@ from zoo.of_graphs import OF_GRAPHS
 from zoo.of_images import OF_IMAGES
 from zoo.of_physics import OF_PHYSICS
 from zoo.of_text import OF_TEXT
-from zoo.words import KEYS, NEAREST, PLACES
+from zoo.words import KEYS, PLACES
 
 
 def _words(n: int) -> list[Tensor]:
@@ -44,7 +44,6 @@ HANDWRITTEN = [
         lambda n: [torch.randn(2, 2, 2 * n, 6)],
         (2,),
         rows=(2,),
-        gathers=NEAREST,
     ),
 ]
 """Those that need no package; the first five of them run always."""

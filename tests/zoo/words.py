@@ -15,19 +15,24 @@ EMBEDDINGS = (
     ),
     ("cumsum", "needed: each rank starts from the sums of those before it, a row of each"),
     ("first_token", "needed: the first word's row, of which a result is made that is whole on all ranks"),
-    ("token_type_embeddings", "not needed: the table has two rows, but plain ids look it up, which no op of ours sees"),
-)
-CLASSES = (
-    "torch.cat(",
-    "not needed: the gradient of a plain row that was expanded over the batch, of which a sum of one row would do",
 )
 PRODUCTS = ("einsum(f'b h i", KEYS[1])
-NEAREST = (
-    ("nearest", "not needed: each row goes to two beside it, but the cut of what was halved is a new one"),
-    ("self.conv(hidden_states)", "not needed: the gradient of such rows"),
-)
 NORMS = ("merge_reductions", "needed: a norm's sums, of all ranks in one gather in place of several sums")
 NODES = (
-    ("index", "needed here: edges are cut as they come, and name nodes of all ranks; `sc.link_rows` fetches each once"),
-    ("scatter", "needed here: likewise"),
+    (
+        "scatter",
+        "needed here: the norm of GCN adds plain ones up by the numbers of the edges, and has them whole for that",
+    ),
+)
+MARGINS = ("nn.pad(", "needed: the few rows at both ends that a margin repeats, and their gradient")
+PARTS = (
+    "scaled_dot_product_attention(G",
+    "needed: by these numbers the ranks' parts of a softmax over all points are merged",
+)
+MODES = ("compl_mul2d", "needed: the gradient of a plain weight, of which each rank has that of some modes")
+TABLE = ("pos_embed", "needed: the gradient of a plain table, of which each rank has that of some rows")
+PLACED = (
+    ("kept_modes", "not needed: what is written into some rows of another tensor could be sent to their ranks"),
+    TABLE,
+    ("+ bias", "not needed: the rows that go around the modes, whole only since these were gathered"),
 )

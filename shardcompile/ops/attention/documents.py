@@ -1,4 +1,4 @@
-"""Attention of packed documents: rows of several sequences one after the other, of which each sees its own only.
+"""Attention of packed documents: rows of several sequences one after the other. Each row sees its own sequence only.
 
 The ops loop over documents at run time, so that a graph serves any number of them. Each is attended to by torch's fused
 kernels, see `shardcompile.ops.attention.kernels`.
@@ -31,7 +31,7 @@ _ops = torch.ops.shardcompile
 def _pieces(
     ends: Tensor, total: int, first_query: int, queries: int, first_key: int, keys: int, causal: bool
 ) -> Iterator[tuple[slice, slice, int]]:
-    """By document: which rows of the query's block are its, which of the keys it needs, and the shift of its scores."""
+    """By document: its rows of the query's block, the keys that it needs, and the shift of its scores."""
     for start, end in documents_of(ends, total):
         a, b = max(start, first_query), min(end, first_query + queries)
         c, d = start, b if causal else end
@@ -115,7 +115,8 @@ torch.library.register_fake("shardcompile::attend_documents_backward", _fake_bac
 torch.library.register_autograd("shardcompile::attend_documents", _gradients, setup_context=_keep, lib=_LIBRARY)
 
 attend_documents = _ops.attend_documents.default
-"""From rows of the query [n, heads, features], keys [m, heads, features] and values (which may have fewer heads), where
-documents begin and end, the number of all rows, the numbers of the first row of query and key, whether a row sees only
-rows in front of it, and a factor of the scores: the result [n, heads, features], and the logarithm of the softmax's
-denominator [heads, n]. Differentiable."""
+"""Attention within documents. Takes rows of the query [n, heads, features], keys [m, heads, features] and values
+(which may have fewer heads); where documents begin and end; the number of all rows; the numbers of the first row of
+query and key; whether a row sees only rows in front of it; and a factor of the scores. Gives the result [n, heads,
+features] and the logarithm of the softmax's denominator [heads, n]. Differentiable.
+"""

@@ -22,7 +22,8 @@ from shardcompile.ops.support.precision import HALVES, wide_dtype
 
 aten = torch.ops.aten
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
-_TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]
+# A CUDA graph may hold them: it is made for numbers that come in, sizes and `shift`, and nothing else decides.
+_TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout]
 _LIBRARY.define(
     "attend(Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal, SymInt shift, float scale) "
     "-> (Tensor, Tensor)",
@@ -38,7 +39,6 @@ _LIBRARY.define(
     "SymInt shift, float scale) -> (Tensor, Tensor)",
     tags=_TAGS,
 )
-_LIBRARY.define("joined_rows(Tensor key, Tensor value) -> Tensor", tags=_TAGS)
 Shape = Sequence[int]
 _FLASH_FEATURES = 256
 _ALIGNED_SCORES = 16
@@ -132,7 +132,7 @@ def _cpu_backward(grad: Tensor, x: _Inputs, out: Tensor, lse: Tensor) -> _Gradie
 
 
 def _with_features(x: Tensor, features: int) -> Tensor:
-    """With zeros, which change no product, behind the features of each row."""
+    """Pad the features of each row with zeros, which change no product."""
     return x if x.shape[-1] == features else aten.constant_pad_nd(x, [0, features - x.shape[-1]])
 
 
@@ -184,7 +184,7 @@ def _with_equal_heads(x: _Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def repeated_heads(x: Tensor, heads: IntLike) -> Tensor:
-    """Heads of keys or values [batch, heads, rows, features], once for each head of the query that uses them.
+    """Repeat heads of keys or values [batch, heads, rows, features] for each head of the query that uses them.
 
     Args:
         x: a plain or sharded tensor.
@@ -315,52 +315,32 @@ def _fake_attend_more(out: Tensor, denominator: Tensor, *_: object) -> tuple[Ten
     return _by_rows(out, out.shape[-1], out.shape[2]), denominator.new_empty(denominator.shape)
 
 
-def _joined_rows(key: Tensor, value: Tensor) -> Tensor:
-    out = _fake_joined_rows(key, value)
-    out[..., : key.shape[-1]] = key.movedim(2, 0)
-    out[..., key.shape[-1] :] = value.movedim(2, 0)
-    return out
-
-
-def _fake_joined_rows(key: Tensor, value: Tensor) -> Tensor:
-    batch, heads, rows, features = key.shape
-    return key.new_empty([rows, batch, heads, features + value.shape[-1]])
-
-
 _LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
 _LIBRARY.impl("attend_backward", _attend_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("shardcompile::attend", _fake_attend, lib=_LIBRARY)
 torch.library.register_fake("shardcompile::attend_backward", _fake_attend_backward, lib=_LIBRARY)
 _LIBRARY.impl("attend_more", _attend_more, "CompositeExplicitAutograd")
-_LIBRARY.impl("joined_rows", _joined_rows, "CompositeExplicitAutograd")
 torch.library.register_fake("shardcompile::attend_more", _fake_attend_more, lib=_LIBRARY)
-torch.library.register_fake("shardcompile::joined_rows", _fake_joined_rows, lib=_LIBRARY)
 
 attend = torch.ops.shardcompile.attend.default
-"""From query [batch, heads, rows, features], key and value (which may have fewer heads), a mask that is added to the
-scores or tells which count (or None), whether row i sees the columns up to ``i + shift`` only, and a factor of the
-scores: the result, and the logarithm of the softmax's denominator [batch, heads, rows]. A mask and `causal` exclude
-each other."""
+"""Attention. Takes query [batch, heads, rows, features], key and value (which may have fewer heads); a mask that is
+added to the scores or tells which count (or None); whether row i sees the columns up to ``i + shift`` only; and a
+factor of the scores. Gives the result and the logarithm of the softmax's denominator [batch, heads, rows]. A mask
+and `causal` exclude each other.
+"""
 
 attend_backward = torch.ops.shardcompile.attend_backward.default
-"""From the result's gradient, the arguments and results of `attend` to the gradients of query, key and value. The
-result and the logarithm may be those of more keys than these: gradients of blocks of keys add up."""
+"""Takes the result's gradient, and the arguments and results of `attend`. Gives the gradients of query, key and
+value. The result and the logarithm may be those of more keys than these: gradients of blocks of keys add up.
+"""
 
 attend_more = torch.ops.shardcompile.attend_more.default
-"""From the results of `attend` over some keys, the first one in the dtype of the second, and the arguments of `attend`
-with other keys: the results over all of them."""
-
-joined_rows = torch.ops.shardcompile.joined_rows.default
-"""A block of keys and one of values, [batch, heads, rows, features], as one of rows that travel together: [rows, batch,
-heads, features of both]."""
+"""Merge more keys. Takes the results of `attend` over some keys (the first in the dtype of the second) and the
+arguments of `attend` with other keys. Gives the results over all of them.
+"""
 
 
-def separate_rows(rows: Tensor, features: IntLike) -> tuple[Tensor, Tensor]:
-    """The keys and values of `joined_rows`, as views."""
-    return rows[..., :features].permute(1, 2, 0, 3), rows[..., features:].permute(1, 2, 0, 3)
-
-
-def _counted(shapes: Sequence[Sequence[int]], products: int) -> int:
+def _count(shapes: Sequence[Sequence[int]], products: int) -> int:
     """Operations of products of scores with features, all of them: what a causal mask leaves out is not known."""
     (batch, heads, rows, features), (_, _, columns, _), (_, _, _, of_values) = shapes
     return products * batch * heads * rows * columns * (features + of_values)
@@ -368,16 +348,16 @@ def _counted(shapes: Sequence[Sequence[int]], products: int) -> int:
 
 @register_flop_formula(torch.ops.shardcompile.attend)
 def _attend_flop(query: Shape, key: Shape, value: Shape, *rest: object, **named: object) -> int:
-    return _counted([query, key, value], 2)
+    return _count([query, key, value], 2)
 
 
 @register_flop_formula(torch.ops.shardcompile.attend_more)
 def _attend_more_flop(
     _: object, __: object, query: Shape, key: Shape, value: Shape, *rest: object, **named: object
 ) -> int:
-    return _counted([query, key, value], 2)
+    return _count([query, key, value], 2)
 
 
 @register_flop_formula(torch.ops.shardcompile.attend_backward)
 def _attend_backward_flop(_: object, query: Shape, key: Shape, value: Shape, *rest: object, **named: object) -> int:
-    return _counted([query, key, value], 5)
+    return _count([query, key, value], 5)

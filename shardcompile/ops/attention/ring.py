@@ -7,15 +7,16 @@ step waits for the one before the last, so that a compiler which starts collecti
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from shardcompile.collectives import Pending, Ring
+from shardcompile.collectives import PendingBlocks, Ring
 from shardcompile.layout import IntLike
-from shardcompile.ops.attention.kernels import attend, attend_backward, attend_more, joined_rows, separate_rows
+from shardcompile.ops.attention.kernels import attend, attend_backward, attend_more
 from shardcompile.ops.support.precision import wide_dtype
 from shardcompile.ops.view.rows import take_rows
 
@@ -29,12 +30,15 @@ class RingAttention:
         first: number of the first row of the query's block.
         causal: whether a row of the query sees only the rows of the key up to its own number.
         scale: factor of the scores.
+        by_rows: of keys and of values whether they are stored as [batch, rows, heads, features], on all ranks alike:
+            what is stored as it travels is not copied before.
     """
 
     ring: Ring
     first: IntLike
     causal: bool
     scale: float
+    by_rows: tuple[bool, bool]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """The result, and the logarithm of the softmax's denominator.
@@ -47,15 +51,16 @@ class RingAttention:
         """
         out: Tensor | None = None
         denominator: Tensor | None = None
-        done: list[Tensor] = []
+        done: deque[Tensor] = deque(maxlen=1)
         for keys, values, columns, shift in self._blocks(key, value, mask, None, done):
-            rest = (query, keys, values, columns, self.causal, shift, self.scale)
+            rest = (columns, self.causal, shift, self.scale)
             if out is None or denominator is None:
-                out, denominator = attend(*rest)
+                out, denominator = attend(query, keys, values, *rest)
                 out = out.to(wide_dtype(out.dtype))
             else:
-                out, denominator = attend_more(out, denominator, *rest)
+                out, denominator = attend_more(out, denominator, query, keys, values, *rest)
             done.append(denominator)
+            del keys, values  # before the next but one is fetched
         assert out is not None and denominator is not None, "a ring has ranks"
         return out.to(query.dtype), denominator
 
@@ -73,49 +78,57 @@ class RingAttention:
 
         Those of a block of another rank go home while the next one is attended to, and are added there.
         """
-        features = key.shape[-1]
         of_query: Any = None
-        of_rows: Any = None
-        going: Pending | None = None
-        done: list[Tensor] = []
-        for by, (keys, values, columns, shift) in enumerate(self._blocks(key, value, mask, grad, done)):
+        own: list[Tensor] = []
+        going: PendingBlocks | None = None
+        done: deque[Tensor] = deque(maxlen=1)
+        by = 0
+        for keys, values, columns, shift in self._blocks(key, value, mask, grad, done):
             some = attend_backward(grad, query, keys, values, out, denominator, columns, self.causal, shift, self.scale)
+            del keys, values  # before the next but one is fetched
             done.append(some[0])
             wide = some[0].to(wide_dtype(query.dtype))
             of_query = wide if of_query is None else of_query + wide
-            rows = joined_rows(some[1], some[2])
             if going is not None:
-                of_rows = of_rows + going.wait()
+                own = [x + more for x, more in zip(own, going.wait(), strict=True)]
+            # As the kernels store them: [batch, rows, heads, features].
+            others = [x.transpose(1, 2) for x in some[1:]]
             if by == 0:
-                of_rows = rows.to(wide_dtype(rows.dtype))
+                own = [x.to(wide_dtype(x.dtype)) for x in others]
             else:
-                going = self.ring.give_back(rows, by)
+                going = self.ring.give_back(others, (1, 1), by)
+            by += 1  # noqa: SIM113, `enumerate` would keep the last block
         if going is not None:
-            of_rows = of_rows + going.wait()
-        of_key, of_value = separate_rows(of_rows.to(key.dtype), features)
+            own = [x + more for x, more in zip(own, going.wait(), strict=True)]
+        of_key, of_value = (x.to(key.dtype).transpose(1, 2) for x in own)
         return of_query.to(query.dtype), of_key, of_value
 
     def _blocks(
-        self, key: Tensor, value: Tensor, mask: Tensor | None, first: Tensor | None, done: Sequence[Tensor]
+        self, key: Tensor, value: Tensor, mask: Tensor | None, first: Tensor | None, done: deque[Tensor]
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, IntLike]]:
-        """One block of keys and values after the other, the own one first; what it needs of the mask; its shift.
+        """Yield one block of keys and values after the other, the rank's own first, each with its part of the mask and
+        its shift.
 
         Args:
             key: this rank's.
             value: this rank's.
             mask: as given.
             first: what the first step waits for.
-            done: what the reader has worked out with each block so far.
+            done: the last that the reader has worked out with a block.
         """
-        features = key.shape[-1]
-        rows = joined_rows(key, value)
-        coming: Pending | None = None
+        blocks = [x.transpose(1, 2) if by_rows else x for x, by_rows in zip((key, value), self.by_rows, strict=True)]
+        dims = [1 if by_rows else 2 for by_rows in self.by_rows]
+        coming: PendingBlocks | None = None
         for by in range(self.ring.ranks):
-            keys, values = (key, value) if coming is None else separate_rows(coming.wait(), features)
+            keys, values = (key, value) if coming is None else self._shaped(coming.wait())
             if by + 1 < self.ring.ranks:
-                coming = self.ring.fetch(rows, by + 1, after=done[by - 1] if by else first)
+                coming = self.ring.fetch(blocks, dims, by + 1, after=done[-1] if by else first)
             size, start = self.ring.block(by)
             columns = mask
             if mask is not None and not (isinstance(mask.shape[-1], int) and mask.shape[-1] == 1):
                 columns = take_rows(mask, 3, start, 1, size)
             yield keys, values, columns, self.first - start if self.causal else 0
+
+    def _shaped(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """Blocks that came, as [batch, heads, rows, features]."""
+        return [x.transpose(1, 2) if by_rows else x for x, by_rows in zip(blocks, self.by_rows, strict=True)]

@@ -1,31 +1,32 @@
 """Torch's fused attention ops on sharded tensors.
 
 Where nothing is cut the fused kernel itself runs. Otherwise it runs on blocks: a rank attends from its own part of the
-batch, of the heads, or of the query's rows, for which it gathers the keys and values; or over its own part of the keys,
-where the query is whole, and the ranks' results are merged. Scores are never held, except for the gradient of a mask.
+batch or of the heads, or from its own rows of the query. In the last case it gathers the keys and values. Where the
+query is whole, a rank attends over its own part of the keys, and the results are merged. Scores are never held, except
+for the gradient of a mask.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Shard
 
-from shardcompile import compat, config
+from shardcompile import compat
 from shardcompile.collectives import Ring
 from shardcompile.compat import OpOverload
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
-from shardcompile.ops import Strategy, along, always, state
+from shardcompile.ops import always, state
 from shardcompile.ops.attention.kernels import attend, attend_backward, repeated_heads, summed_heads
 from shardcompile.ops.attention.ring import RingAttention
-from shardcompile.ops.choice import Choice, choose
+from shardcompile.ops.attention.ways import HEADS, ROWS, Question, Way, find_way, in_blocks
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.precision import widened
 from shardcompile.ops.view.rows import first_row, layout_of, wrap
@@ -34,7 +35,6 @@ from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
-_BATCH, _HEADS, _ROWS = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class _Attention:
 
     def with_equal_heads(self) -> _Attention:
         """Where heads are cut, those of keys and values repeated: theirs are then cut as the query's are."""
-        cut = any(x._spec.layout.cuts[_HEADS] is not None for x in self.tensors[:3] if isinstance(x, Sharded))
-        heads = self.query.shape[_HEADS]
+        cut = any(x._spec.layout.cuts[HEADS] is not None for x in self.tensors[:3] if isinstance(x, Sharded))
+        heads = self.query.shape[HEADS]
         if not cut:
             return self
         key, value = repeated_heads(self.key, heads), repeated_heads(self.value, heads)
@@ -74,7 +74,7 @@ class _Attention:
     def gradient_of_mask(self, grad: Tensor, out: Tensor, denominator: Tensor) -> Tensor:
         """The gradient of what is added to the scores, from products: no fused kernel gives it for a block."""
         grad = widened(grad)
-        heads = self.query.shape[_HEADS]
+        heads = self.query.shape[HEADS]
         key, value = repeated_heads(widened(self.key), heads), repeated_heads(widened(self.value), heads)
         scores = _product(widened(self.query), key.transpose(-2, -1)) * self.scale + self.mask
         denominator = torch.where(denominator == -float("inf"), 0.0, denominator)
@@ -90,7 +90,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return cls.__torch_dispatch__(aten.matmul.default, (), (a, b), {})
 
 
-def _sharded(values: Iterable[object]) -> Sharded:
+def _first_sharded(values: Iterable[object]) -> Sharded:
     """The first sharded tensor."""
     return next(x for x in values if isinstance(x, Sharded))
 
@@ -98,73 +98,7 @@ def _sharded(values: Iterable[object]) -> Sharded:
 # On blocks
 
 
-def _ways(layouts: Sequence[Layout], mask: Layout | None, backward: bool) -> tuple[list[Strategy], ...]:
-    """The legal ways along a mesh dim.
-
-    Args:
-        layouts: of query, key and value.
-        mask: the mask's, or None.
-        backward: whether of the backward op, whose tensors are the result's gradient, query, key, value, result,
-            logarithm and mask, and which gives the gradients of query, key and value.
-
-    Returns:
-        Strategies over rows, over the batch and over heads. A Partial result of the forward op is one to be merged.
-    """
-
-    def of_mask(dim: int) -> list[int | None]:
-        if mask is None:
-            return []
-        extent = mask.shape[dim]
-        return [None if isinstance(extent, int) and extent == 1 else dim]
-
-    def way(q: int | None, k: int | None, mask_dim: int, pending: list[str | None]) -> Strategy:
-        if backward:
-            grads = [p or d for p, d in zip(pending, (q, k, k), strict=True)]
-            return along([q, q, k, k, q, q, *of_mask(mask_dim)], grads)
-        return along([q, k, k, *of_mask(mask_dim)], [q if k is None or q is not None else "sum"] * 2)
-
-    query, key, _ = layouts
-    over_rows = [way(_ROWS, None, _ROWS, [None, "sum", "sum"])]
-    if not all(isinstance(p, Shard) for p in query.placements):
-        over_rows.append(way(None, _ROWS, _ROWS + 1, ["sum", None, None]))
-    over_batch = [way(_BATCH, _BATCH, _BATCH, [None] * 3)]
-    over_heads = []
-    if query.shape[_HEADS] is key.shape[_HEADS] or query.shape[_HEADS] == key.shape[_HEADS]:
-        over_heads.append(way(_HEADS, _HEADS, _HEADS, [None] * 3))
-    return over_rows, over_batch, over_heads
-
-
-@functools.lru_cache(maxsize=1024)
-def _cached_choice(layouts: tuple[Layout, ...], has_mask: bool, backward: bool, by_ring: bool) -> Choice:
-    return _choice(layouts, has_mask, backward, by_ring)
-
-
-compat.forget_with_world(_cached_choice.cache_clear)
-
-
-def _choice(layouts: tuple[Layout, ...], has_mask: bool, backward: bool, by_ring: bool) -> Choice:
-    """The cheapest way, or the cheapest with a ring if there is to be one.
-
-    Its results have to come back to where the forward op's inputs are, so that is priced, too.
-    """
-    forward = layouts[1:4] if backward else layouts[:3]
-    rows, batch, heads = _ways(forward, layouts[-1] if has_mask else None, backward)
-    results = forward if backward else (forward[0], forward[0].with_dtype(torch.float32))
-    query, key = (1, 2) if backward else (0, 1)
-    best: tuple[tuple[bool, int], Choice] | None = None
-    for some in (rows, rows + batch, rows + heads, rows + batch + heads):
-        found = choose(layouts, some, len(results), produced=lambda: [_nbytes(x) for x in results])
-        assert found is not None, "replicating everything is always possible"
-        ends = zip(found.outputs, results if backward else results[:1], strict=False)
-        nbytes = found.nbytes + sum(find_plan(o.layout(x, x.shape, x.dtype), x.reduced()).nbytes for o, x in ends)
-        no_ring = by_ring and _ring_along(layouts[key], found.plans[query].dst, found.plans[key].dst) is None
-        if best is None or (no_ring, nbytes) < best[0]:
-            best = ((no_ring, nbytes), found)
-    assert best is not None
-    return best[1]
-
-
-def _returned(layout: Layout, like: Layout) -> Layout:
+def _layout_of_result(layout: Layout, like: Layout) -> Layout:
     """Where a result is left: cut as the input that it has the shape of, if a way was chosen that cuts other dims."""
     pairs = list(zip(layout.placements, like.placements, strict=True))
     same_shape = all(a is b or a == b for a, b in zip(layout.shape, like.shape, strict=True))
@@ -176,76 +110,41 @@ def _returned(layout: Layout, like: Layout) -> Layout:
 def _return(local: Tensor, layout: Layout, like: Tensor) -> tuple[Tensor, Layout]:
     if not isinstance(like, Sharded):
         return local, layout
-    target = _returned(layout, like._spec.layout)
+    target = _layout_of_result(layout, like._spec.layout)
     return run_plan(find_plan(layout, target), local), target
 
 
-def _nbytes(layout: Layout) -> int:
-    return math.prod(map(compat.size_hint, layout.shape)) * layout.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class _Ways:
-    """How a rank attends.
-
-    Attributes:
-        choice: the way.
-        layouts: of the tensors that it attends with.
-        ring: the mesh dim along which blocks of keys come one after the other; None if all of them are there.
-    """
-
-    choice: Choice
-    layouts: tuple[Layout, ...]
-    ring: int | None
-
-    def kernel(self, query: Layout, key: Layout, causal: bool, scale: float) -> RingAttention | None:
-        """The steps, if there is a ring."""
-        if self.ring is None:
-            return None
-        cut = key.cut_of(_ROWS)
-        around = not (causal and cut.same_blocks(query.cuts[_ROWS]))
-        return RingAttention(Ring(cut, key.mesh, around=around), first_row(query.cut_of(_ROWS), query), causal, scale)
-
-
-def _on_blocks(tensors: Sequence[Tensor], has_mask: bool, backward: bool) -> tuple[_Ways, list[Tensor]]:
-    """How a rank attends, and the blocks that it needs for it."""
-    mesh = _sharded(tensors)._spec.layout.mesh
-    layouts = tuple(layout_of(x, mesh) for x in tensors)
-    traced = any(x.is_traced for x in layouts)
-    by_ring = config.attention == "ring"
-    choice = (_choice if traced else _cached_choice)(layouts, has_mask, backward, by_ring)
-    plans = list(choice.plans)
-    query, key, value = range(1, 4) if backward else range(3)
-    ring = _ring_along(layouts[key], plans[query].dst, plans[key].dst) if by_ring else None
-    if ring is not None:
-        cut = layouts[key].cut_of(_ROWS)
-        for i in (key, value):
-            plans[i] = find_plan(layouts[i], _in_blocks(plans[i].dst, ring, cut))
-    locals_ = [x._local_tensor if isinstance(x, Sharded) else x for x in tensors]
-    blocks = [run_plan(plan, x) for plan, x in zip(plans, locals_, strict=True)]
-    return _Ways(choice, tuple(p.dst for p in plans), ring), blocks
-
-
-def _ring_along(key: Layout, query_chosen: Layout, key_chosen: Layout) -> int | None:
-    """The mesh dim along which keys would be gathered for queries in blocks of rows: there a ring is possible."""
-    cut = key.cuts[_ROWS]
-    if cut is None or len(cut.mesh_dims) != 1:
+def _kernel(way: Way, query: Layout, key: Layout, a: _Attention) -> RingAttention | None:
+    """The steps of a ring, if there is one."""
+    if way.ring is None:
         return None
-    (m,) = cut.mesh_dims
-    over_rows = query_chosen.placements[m] == Shard(_ROWS) and key_chosen.placements[m] == Replicate()
-    return m if over_rows else None
+    cut = key.cut_of(ROWS)
+    around = not (a.causal and cut.same_blocks(query.cuts[ROWS]))
+    first = first_row(query.cut_of(ROWS), query)
+    by_rows = (_is_by_rows(a.key), _is_by_rows(a.value))
+    return RingAttention(Ring(cut, key.mesh, around=around), first, a.causal, a.scale, by_rows)
 
 
-def _in_blocks(layout: Layout, mesh_dim: int, cut: Cut) -> Layout:
-    """A layout with rows cut along a mesh dim along which nothing is cut."""
-    placements = [Shard(_ROWS) if m == mesh_dim else p for m, p in enumerate(layout.placements)]
-    cuts = [cut if d == _ROWS else c for d, c in enumerate(layout.cuts)]
-    return Layout.of(layout.mesh, placements, layout.shape, layout.dtype, cuts)
+def _is_by_rows(x: Sharded) -> bool:
+    """Whether rows are stored one after the other with all their heads: by global strides, the same on every rank."""
+    strides = x._spec.stride
+    return compat.size_hint(strides[ROWS]) > compat.size_hint(strides[HEADS])
+
+
+@contextlib.contextmanager
+def _on_blocks(tensors: Sequence[Tensor], a: _Attention, backward: bool) -> Iterator[tuple[Way, list[Tensor]]]:
+    """How a rank attends, and the blocks that it needs for it. What is traced inside says why it goes this way."""
+    mesh = _first_sharded(tensors)._spec.layout.mesh
+    layouts = tuple(layout_of(x, mesh) for x in tensors)
+    way = find_way(Question(layouts, a.mask is not None, a.causal, backward))
+    locals_ = [x._local_tensor if isinstance(x, Sharded) else x for x in tensors]
+    with compat.noted(attention=way.reason) if way.reason and compat.is_traced() else contextlib.nullcontext():
+        yield way, [run_plan(plan, x) for plan, x in zip(way.plans, locals_, strict=True)]
 
 
 def _shift(query: Layout, key: Layout) -> IntLike:
     """Number of the first row of a block of queries, less that of the block of keys."""
-    first, other = (0 if x.cuts[_ROWS] is None else first_row(x.cut_of(_ROWS), x) for x in (query, key))
+    first, other = (0 if x.cuts[ROWS] is None else first_row(x.cut_of(ROWS), x) for x in (query, key))
     return first - other
 
 
@@ -257,28 +156,27 @@ def _stride_by_rows(shape: Sequence[IntLike]) -> tuple[IntLike, ...]:
 
 def _forward_on_blocks(a: _Attention) -> tuple[Tensor, Tensor]:
     """The result, and the logarithm of the softmax's denominator."""
-    ways, (q, k, v, *masks) = _on_blocks(a.tensors, a.mask is not None, backward=False)
-    (query, key), choice = ways.layouts[:2], ways.choice
-    mask, ring = masks[0] if masks else None, ways.kernel(query, key, a.causal, a.scale)
-    if ring is not None:
-        out, denominator = ring.forward(q, k, v, mask)
-    else:
-        out, denominator = attend(q, k, v, mask, a.causal, _shift(query, key) if a.causal else 0, a.scale)
-    shape = (*query.shape[:3], a.value.shape[3])
-    layout = choice.outputs[0].layout(query, shape, out.dtype)
-    of_denominator = choice.outputs[1].layout(query, shape[:3], denominator.dtype)
-    if layout.is_partial:
-        out, denominator = _merged(out, denominator, layout, of_denominator)
-        layout, of_denominator = layout.reduced(), of_denominator.reduced()
-    out, layout = _return(out, layout, a.query)
-    stride = _stride_by_rows(shape)
-    like = _sharded(a.tensors)
-    result = wrap(like, out, layout, stride)
+    with _on_blocks(a.tensors, a, backward=False) as (way, (q, k, v, *masks)):
+        (query, key), choice = way.layouts[:2], way.choice
+        mask, ring = masks[0] if masks else None, _kernel(way, query, key, a)
+        if ring is not None:
+            out, denominator = ring.forward(q, k, v, mask)
+        else:
+            out, denominator = attend(q, k, v, mask, a.causal, _shift(query, key) if a.causal else 0, a.scale)
+        shape = (*query.shape[:3], a.value.shape[3])
+        layout = choice.outputs[0].layout(query, shape, out.dtype)
+        of_denominator = choice.outputs[1].layout(query, shape[:3], denominator.dtype)
+        if layout.is_partial:
+            out, denominator = _merge(out, denominator, layout, of_denominator)
+            layout, of_denominator = layout.reduced(), of_denominator.reduced()
+        out, layout = _return(out, layout, a.query)
+    like = _first_sharded(a.tensors)
+    result = wrap(like, out, layout, _stride_by_rows(shape))
     return result, wrap(like, denominator, of_denominator, contiguous_stride(shape[:3]))
 
 
-def _merged(out: Tensor, denominator: Tensor, layout: Layout, of_denominator: Layout) -> tuple[Tensor, Tensor]:
-    """From what ranks found for their keys what all keys give: a mean weighted by the softmax's denominators."""
+def _merge(out: Tensor, denominator: Tensor, layout: Layout, of_denominator: Layout) -> tuple[Tensor, Tensor]:
+    """Merge what ranks found for their own keys: a mean weighted by the softmax's denominators."""
     over = [m for m, p in enumerate(layout.placements) if isinstance(p, Partial)]
     parts = [layout.mesh.shape[m] for m in over]
     one_each = Cut.of_sizes(over, parts, [1] * math.prod(parts), "fixed")
@@ -299,23 +197,22 @@ def _merged(out: Tensor, denominator: Tensor, layout: Layout, of_denominator: La
 def _backward_on_blocks(a: _Attention, grad: Tensor, out: Tensor, denominator: Tensor) -> Sequence[Tensor]:
     """The gradients of query, key and value."""
     tensors = [grad, *a.tensors[:3], out, denominator, *a.tensors[3:]]
-    ways, blocks = _on_blocks(tensors, a.mask is not None, backward=True)
-    query, key = ways.layouts[1:3]
-    mask, ring = blocks[6] if a.mask is not None else None, ways.kernel(query, key, a.causal, a.scale)
-    if ring is not None:
-        block, q, k, v, of_result, of_denominator = blocks[:6]
-        grads = ring.backward(block, q, k, v, of_result, of_denominator, mask)
-    else:
-        shift = _shift(query, key) if a.causal else 0
-        grads = attend_backward(*blocks[:6], mask, a.causal, shift, a.scale)
     wrapped = []
-    for i, (local, plan, x) in enumerate(zip(grads, ways.choice.outputs, a.tensors, strict=False)):
-        layout = plan.layout(query, tuple(x.shape), local.dtype)
-        if ways.ring is not None and i > 0:
-            layout = _in_blocks(layout, ways.ring, key.cut_of(_ROWS))
-        returned, layout = _return(local, layout, x)
-        stride = _stride_by_rows(x.shape)
-        wrapped.append(wrap(_sharded(tensors), returned, layout, stride))
+    with _on_blocks(tensors, a, backward=True) as (way, blocks):
+        query, key = way.layouts[1:3]
+        mask, ring = blocks[6] if a.mask is not None else None, _kernel(way, query, key, a)
+        if ring is not None:
+            block, q, k, v, of_result, of_denominator = blocks[:6]
+            grads = ring.backward(block, q, k, v, of_result, of_denominator, mask)
+        else:
+            shift = _shift(query, key) if a.causal else 0
+            grads = attend_backward(*blocks[:6], mask, a.causal, shift, a.scale)
+        for i, (local, plan, x) in enumerate(zip(grads, way.choice.outputs, a.tensors, strict=False)):
+            layout = plan.layout(query, tuple(x.shape), local.dtype)
+            if way.ring is not None and i > 0:
+                layout = in_blocks(layout, way.ring, key.cut_of(ROWS))
+            returned, layout = _return(local, layout, x)
+            wrapped.append(wrap(_first_sharded(tensors), returned, layout, _stride_by_rows(x.shape)))
     return wrapped
 
 
@@ -328,7 +225,7 @@ def _is_whole(attention: _Attention) -> bool:
 
 def _on_whole_values(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> tuple[object, ...]:
     """The fused kernel on every rank, on full values."""
-    sharded = _sharded([*args, *kwargs.values()])
+    sharded = _first_sharded([*args, *kwargs.values()])
     cls, like = type(sharded), sharded._spec.layout.replicated()
 
     def whole(x: object) -> object:
@@ -407,7 +304,7 @@ def _backward(op: OpOverload) -> Run:
         grad_query, *others = _backward_on_blocks(attention.with_equal_heads(), grad, out, denominator)
         grads = (
             grad_query,
-            *(summed_heads(g, x.shape[_HEADS]) for g, x in zip(others, (attention.key, attention.value), strict=True)),
+            *(summed_heads(g, x.shape[HEADS]) for g, x in zip(others, (attention.key, attention.value), strict=True)),
         )
         if len(op._schema.returns) == 3:
             return grads

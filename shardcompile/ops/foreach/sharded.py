@@ -1,7 +1,7 @@
 """Ops on lists of tensors, one call for many: ``_foreach_*``, the fused optimizers, and what `GradScaler` calls.
 
-Where the tensors of one position are laid out alike, as a parameter, its gradient and an optimizer's state are, the op
-runs on the lists of blocks. A foreach op runs on each position on its own otherwise.
+Where the tensors of one position have one layout, the op runs on the lists of blocks. So it is for a parameter, its
+gradient and an optimizer's state. A foreach op runs on each position on its own otherwise.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 @family
-def listwise(op: OpOverload) -> Facts | None:
+def facts_of_list_ops(op: OpOverload) -> Facts | None:
     """Ops on lists of tensors, by their names."""
     name = op._schema.name.removeprefix("aten::")
     if name.startswith("_foreach_"):
         return {"sharded": always(lambda *args, **kwargs: _foreach(op, args, kwargs))}
     if name.startswith("_fused_") and op._schema.is_mutable and not any(a.is_out for a in op._schema.arguments):
-        return {"sharded": always(lambda *args, **kwargs: _fused(op, args, kwargs))}
+        return {"sharded": always(lambda *args, **kwargs: _step_fused(op, args, kwargs))}
     return None
 
 
-def _alike(tensors: Sequence[Tensor]) -> bool:
+def _have_one_layout(tensors: Sequence[Tensor]) -> bool:
     """Whether the tensors of one position can be worked on block by block."""
     layouts = [layout_if_sharded(t) for t in tensors]
     first = layouts[0]
@@ -62,7 +62,7 @@ def _foreach(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
     lists = _lists(args)
     name = op._schema.name.removeprefix("aten::_foreach_")
     whole = not any(layout_if_sharded(a) is not None for a in (*args, *kwargs.values()))
-    if whole and _is_elementwise(name.removesuffix("_")) and all(map(_alike, zip(*lists, strict=True))):
+    if whole and _is_elementwise(name.removesuffix("_")) and all(map(_have_one_layout, zip(*lists, strict=True))):
         return _on_blocks(op, args, kwargs)
     results = [_one(op, name, _at(op, args, i), kwargs) for i in range(len(lists[0]))]
     return None if op._schema.is_mutable else results
@@ -80,13 +80,13 @@ def _on_blocks(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object])
     out = op(*map(_blocks, args), **kwargs)
     if op._schema.is_mutable:
         for target in args[0]:
-            _written(op, target)
+            _write(op, target)
         return None
     like = _lists(args)[0]
-    return [_wrapped(x, o) for x, o in zip(like, out, strict=True)]
+    return [_wrap_like(x, o) for x, o in zip(like, out, strict=True)]
 
 
-def _wrapped(like: Tensor, block: Tensor) -> Tensor:
+def _wrap_like(like: Tensor, block: Tensor) -> Tensor:
     if not isinstance(like, Sharded):
         return block
     return type(like)._wrap(block, Spec.of(like._spec.layout.with_dtype(block.dtype), like.stride()))
@@ -98,7 +98,7 @@ def _blocks(a: object) -> object:
     return a
 
 
-def _written(op: OpOverload, target: Tensor) -> None:
+def _write(op: OpOverload, target: Tensor) -> None:
     if not isinstance(target, Sharded):
         return
     if target._copied is not None:
@@ -118,7 +118,7 @@ def _at(op: OpOverload, args: Sequence[Any], i: int) -> list[Any]:
 
 
 def _one(op: OpOverload, name: str, args: list[Any], kwargs: dict[str, object]) -> Tensor:
-    """A foreach op on one position, by the op that it is named after."""
+    """Run a foreach op on one position, by the op that it is named after."""
     base = name.removesuffix("_")
     if base in ("addcdiv", "addcmul") and len(args) == 4:
         value = args.pop()
@@ -139,8 +139,8 @@ def _one(op: OpOverload, name: str, args: list[Any], kwargs: dict[str, object]) 
     return args[0].copy_(out) if op._schema.is_mutable else out
 
 
-def _fused(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
-    """A fused optimizer step: everything is brought to the layouts of the parameters, which come first."""
+def _step_fused(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
+    """Run a fused optimizer step. Everything is brought to the layouts of the parameters, which come first."""
     parameters = args[0]
     local: list[Any] = []
     for a, argument in zip(args, op._schema.arguments, strict=False):
@@ -153,7 +153,7 @@ def _fused(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> 
     for a, argument in zip(args, op._schema.arguments, strict=False):
         if isinstance(a, (list, tuple)) and argument.alias_info is not None and argument.alias_info.is_write:
             for target in a:
-                _written(op, target)
+                _write(op, target)
 
 
 def _like_parameter(op: OpOverload, parameter: Tensor, x: Tensor, writes: bool) -> Tensor:
@@ -176,7 +176,7 @@ def _text(x: Tensor) -> str:
 
 
 def _unscale(tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Divide gradients by the scale; whether any is infinite is asked of all ranks, so that all skip the step."""
+    """Divide gradients by the scale. All ranks learn whether any gradient is infinite, so that all skip the step."""
     found = torch.zeros_like(found_inf)
     if any(layout.is_partial for layout in map(layout_if_sharded, tensors) if layout is not None):
         raise UnsupportedOpError(f"{_UNSCALE} on a gradient with a pending reduction; redistribute it first")
@@ -185,7 +185,7 @@ def _unscale(tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) ->
         for mesh_dim in range(mesh.ndim):
             found = collective_ops.all_reduce(found, "max", compat.group_name_of(mesh, mesh_dim)).wait()
     for target in tensors:
-        _written(_UNSCALE, target)
+        _write(_UNSCALE, target)
     found_inf.copy_(torch.maximum(found_inf, found))
 
 

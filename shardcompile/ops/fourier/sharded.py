@@ -39,23 +39,23 @@ def _shape_and_dtype(x: Tensor, kind: str, dims: list[int], size: IntLike) -> tu
     return shape, x.dtype.to_real() if kind == "c2r" else x.dtype.to_complex()
 
 
-def _stored(x: Tensor, order: list[int]) -> Tensor:
-    """The same values, the dims from the slowest to the fastest in memory as `order` says."""
+def _store(x: Tensor, order: list[int]) -> Tensor:
+    """The same values, stored with the dims from the slowest to the fastest as `order` says."""
     return x.permute(order).contiguous().permute(sorted(range(x.ndim), key=order.__getitem__))
 
 
 def _fourier(
     x: Tensor, kind: str, dims: list[int], normalization: int, forward: bool, size: int, order: list[int]
 ) -> Tensor:
-    """Of a block, which may be empty: the kernels of some libraries refuse that."""
+    """The transform of a block. The block may be empty, which the kernels of some libraries refuse."""
     shape, dtype = _shape_and_dtype(x, kind, dims, size)
     if not x.numel():
-        return _stored(x.new_empty(shape, dtype=dtype), order)
+        return _store(x.new_empty(shape, dtype=dtype), order)
     if kind == "c2c":
-        return _stored(aten._fft_c2c.default(x, dims, normalization, forward), order)
+        return _store(aten._fft_c2c.default(x, dims, normalization, forward), order)
     if kind == "c2r":
-        return _stored(aten._fft_c2r.default(x, dims, normalization, size), order)
-    return _stored(aten._fft_r2c.default(x, dims, normalization, kind == "r2c"), order)
+        return _store(aten._fft_c2r.default(x, dims, normalization, size), order)
+    return _store(aten._fft_r2c.default(x, dims, normalization, kind == "r2c"), order)
 
 
 def _fake_fourier(
@@ -160,7 +160,7 @@ def c2c(x: Sharded, dim: Sequence[int], normalization: int, forward: bool) -> Sh
 
 
 def _rest(block: _Block, dims: Sequence[int], done_before: Sequence[int], normalization: int, forward: bool) -> None:
-    """Complex transforms along dims of which some may be cut: whole ones first, each cut one when it is whole.
+    """Complex transforms along dims, some of which may be cut: whole dims first, then each cut dim once it is whole.
 
     Args:
         block: what is transformed.

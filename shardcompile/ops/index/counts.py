@@ -30,7 +30,7 @@ def bincount(x: Sharded, weights: Tensor | None = None, minlength: int = 0) -> T
     found = aten.bincount.default(x._local_tensor, own, max(minlength, highest + 1))
     if own is not None:  # of nothing torch gives whole numbers
         found = found.to(torch.float32 if own.dtype is torch.float32 else torch.float64)
-    return _added_up(x, found)
+    return _add_up(x, found)
 
 
 def histc(x: Sharded, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
@@ -40,10 +40,10 @@ def histc(x: Sharded, bins: int = 100, min: float = 0, max: float = 0) -> Tensor
     x = reduced(x)
     if not any(c is not None for c in x._spec.layout.cuts) or 0 in x.shape:
         return NotImplemented
-    return _added_up(x, aten.histc.default(x._local_tensor, bins, min, max))
+    return _add_up(x, aten.histc.default(x._local_tensor, bins, min, max))
 
 
-def _added_up(x: Sharded, counts: torch.Tensor) -> Tensor:
+def _add_up(x: Sharded, counts: torch.Tensor) -> Tensor:
     """The counts of all blocks as a pending sum."""
     layout = x._spec.layout
     over = {m for c in layout.cuts if c is not None for m in c.mesh_dims}

@@ -1,9 +1,9 @@
 """Indices that are out of range: an error before anything is sent.
 
 A kernel raises on the rank whose block of rows the index would be in, and the others would wait for it. In eager mode
-on CPUs indices are looked at first. An index that every rank has is judged alike on all of them. Of one that is cut
-each rank looks at its part: an exchange would cost many times what a lookup does, and `shardcompile.watch` tells the
-others why they wait in vain. On other devices, and inside graphs, kernels assert as they do for plain tensors.
+on CPUs indices are looked at first. An index that every rank has is judged alike on all of them. Of a cut index each
+rank looks at its part: an exchange would cost many times what a lookup does, and `shardcompile.watch` tells the others
+why they wait in vain. On other devices, and inside graphs, kernels assert as they do for plain tensors.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.errors import IndexRangeError
 from shardcompile.ops import OpRecord, state
+from shardcompile.ops.index.linked import is_linked
 from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
@@ -107,7 +108,7 @@ def check_indices(cls: type[Sharded], record: OpRecord, args: Sequence[object], 
 
 
 def _bounds(cls: type[Sharded], found: Indexed) -> tuple[int, int]:
-    """The smallest and the largest number that this rank has; of none, or of those left to kernels, 0 and -1."""
+    """The smallest and the largest number that this rank has. 0 and -1 if it has none, or if kernels check them."""
     index = found.index
     layout = index._spec.layout if type(index) is cls else None
     block = index if layout is None else index._local_tensor
@@ -115,6 +116,8 @@ def _bounds(cls: type[Sharded], found: Indexed) -> tuple[int, int]:
         return 0, -1
     if layout is not None and layout.is_partial:
         return 0, -1
+    if type(found.x) is cls and is_linked(index, found.x._spec.layout.cuts[found.dim]):
+        return 0, -1  # looked at where ranks tell one another which rows they name: then it is an error on all of them
     if found.ignored is not None:
         block = block[block != found.ignored]
     least, most = (int(n) for n in torch.aminmax(block)) if block.numel() else (0, -1)

@@ -18,8 +18,8 @@ aten = torch.ops.aten
 def _may_divide(source: TensorArg, dim: int, indices: Sequence[TensorArg]) -> bool:
     """Whether to offer that a dim which is not indexed is cut.
 
-    Not where that would take the indices away from their cut: a result with many features for each index would go with
-    them, and what comes next mostly wants it back.
+    Not where that would take the indices away from their cut. A result with many features for each index would go with
+    them, and the next op mostly wants it back.
     """
     if any(isinstance(p, Shard) and p.dim == dim for p in source.layout.placements):
         return True
@@ -163,7 +163,20 @@ register(aten.embedding_dense_backward.default, _embedding_backward)
 register(aten.index_select.default, _index_select)
 register([aten.index.Tensor, aten._unsafe_index.Tensor], _index)
 register([aten.index_put.default, aten._unsafe_index_put.default], _index_put)
-register([aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_reduce.two], _along_other_dims)
+
+
+def _gather(call: OpCall) -> Iterable[Strategy]:
+    """What is looked up may be cut along the indexed dim, too: each number is then looked up in the whole of it."""
+    yield from _along_other_dims(call)
+    source, index = call.tensors
+    dim = call.args[1] % max(source.ndim, 1)
+    others = [d for d in range(source.ndim) if d != dim]
+    if source.ndim == index.ndim and all(_same(source.shape[d], index.shape[d]) for d in others):
+        yield along([None, dim], [dim])
+
+
+register(aten.gather.default, _gather)
+register([aten.scatter.src, aten.scatter.value, aten.scatter_reduce.two], _along_other_dims)
 register([aten.scatter_add.default], _scatter_add)
 register(aten.index_add.default, _index_add)
 register([aten.index_copy.default, aten.index_fill.int_Scalar], _index_write)

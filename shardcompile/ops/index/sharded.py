@@ -1,4 +1,4 @@
-"""Rows of a cut dim by their numbers: every rank takes those that it holds, and the results are added up.
+"""Looks up rows of a cut dim by their numbers. Every rank takes the rows that it holds, and the results are added up.
 
 This is how a table that is cut by rows is looked up in without gathering it (as in Shoeybi et al., "Megatron-LM", 2019,
 for the vocabulary). An index that is out of range for the whole dim is out of range for every block: inside a graph the
@@ -20,6 +20,7 @@ from shardcompile.collectives import block_size
 from shardcompile.compat import OpOverload
 from shardcompile.layout import Cut, IntLike, Layout
 from shardcompile.ops import state
+from shardcompile.ops.index.linked import column_of, combined, filled, is_linked, taken
 from shardcompile.ops.support.blocks import padded
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import first_row, moved, reduced, wrap
@@ -29,7 +30,7 @@ aten = torch.ops.aten
 
 
 def _whole_along(x: Tensor, mesh_dims: Sequence[int], mesh: DeviceMesh) -> tuple[Layout, Tensor]:
-    """A tensor on every rank of some mesh dims, its other placements kept as far as they are no reductions."""
+    """Make a tensor whole along some mesh dims. It keeps its other placements, but for reductions."""
     if not isinstance(x, Sharded):
         return Layout.whole(mesh, x.shape, x.dtype), x
     now = x._spec.layout.reduced()
@@ -42,8 +43,8 @@ def _whole_along(x: Tensor, mesh_dims: Sequence[int], mesh: DeviceMesh) -> tuple
 def _own(index: Tensor, cut: Cut, layout: Layout, dim: int, wraps: bool, elsewhere: Any = 0) -> tuple[Tensor, Tensor]:
     """Which numbers are rows of this rank's block, and the numbers within it.
 
-    A number that is out of range stays so, also where kernels count negative ones from the end of the block, and where
-    blocks have a row of padding.
+    A number that is out of range stays so. Kernels count negative numbers from the end of the block, and blocks may
+    have a row of padding: that does not change it.
 
     Args:
         index: the numbers.
@@ -62,14 +63,14 @@ def _own(index: Tensor, cut: Cut, layout: Layout, dim: int, wraps: bool, elsewhe
     return mine, torch.where(mine, place - first, torch.where(known, elsewhere, outside))
 
 
-def _summed(values: Tensor, mine: Tensor) -> tuple[Tensor, str]:
-    """This rank's term: its own values, and what changes nothing elsewhere."""
+def _sum(values: Tensor, mine: Tensor) -> tuple[Tensor, str]:
+    """This rank's term of a reduction: its own values, and a neutral value elsewhere."""
     if values.dtype is torch.bool:
         return values & mine, "max"
     return torch.where(mine, values, 0), "sum"
 
 
-def _placed(
+def _place(
     layout: Layout, cut: Cut, ndim: int, of_x: dict[int, int], other: Layout, of_index: dict[int, int]
 ) -> tuple[list[Placement], list[Cut | None]] | None:
     """Placements and cuts of the result, or None if both inputs are cut by one mesh dim.
@@ -106,7 +107,7 @@ def _finish(
     stride: Sequence[IntLike],
 ) -> Tensor:
     placements, cuts = placed
-    term, reduce_op = _summed(values, mine)
+    term, reduce_op = _sum(values, mine)
     layout = x._spec.layout
     for m in cut.mesh_dims:
         placements[m] = Partial(reduce_op)
@@ -120,10 +121,15 @@ def embedding(weight: Sharded, indices: Tensor, *options: object) -> Tensor:
         return NotImplemented
     weight = reduced(weight)
     meta = global_meta(aten.embedding.default, (weight, indices, *options), {})
+    if is_linked(indices, cut):
+        shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
+        found = taken(weight, 0, indices, shape, stride, wraps=False)
+        if found is not NotImplemented:
+            return found
     layout = weight._spec.layout
     other, index = _whole_along(indices, cut.mesh_dims, layout.mesh)
     ndim = indices.ndim
-    placed = _placed(layout, cut, ndim + 1, {1: ndim}, other, {d: d for d in range(ndim)})
+    placed = _place(layout, cut, ndim + 1, {1: ndim}, other, {d: d for d in range(ndim)})
     if placed is None:
         return NotImplemented
     table = padded(weight._local_tensor, [0], 0)
@@ -134,7 +140,7 @@ def embedding(weight: Sharded, indices: Tensor, *options: object) -> Tensor:
 
 
 def _is_worth_it(x: Tensor, shape: Sequence[IntLike]) -> bool:
-    """Whether to add up the results, which moves each twice, takes fewer bytes than to gather the tensor."""
+    """Whether adding up the results, which moves each twice, takes fewer bytes than gathering the tensor."""
     out, whole = 2, 1
     for n in shape:
         out *= compat.size_hint(n)
@@ -167,6 +173,11 @@ def _index(x: Sharded, indices: Sequence[Any], op: OpOverload, args: tuple[objec
     cut = layout.cut_of(dim)
     meta = global_meta(op, args, {})
     shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
+    numbers = indices[dim]
+    if len(at) == 1 and is_linked(numbers, cut):
+        found = taken(x, dim, numbers, shape, stride, wraps=op is aten.index.Tensor)
+        if found is not NotImplemented:
+            return found
     rank = len(shape) - (x.ndim - len(at))
     if not _is_worth_it(x, shape) or (len(at) > 1 and len({indices[d].ndim for d in at}) > 1):
         return NotImplemented
@@ -174,7 +185,7 @@ def _index(x: Sharded, indices: Sequence[Any], op: OpOverload, args: tuple[objec
     if any(not w.is_replicated for d, (w, _) in whole.items() if len(at) > 1):
         return NotImplemented
     of_x = {d: d if d < at[0] else d - len(at) + rank for d in range(x.ndim) if d not in at}
-    placed = _placed(layout, cut, len(shape), of_x, whole[dim][0], {d: at[0] + d for d in range(rank)})
+    placed = _place(layout, cut, len(shape), of_x, whole[dim][0], {d: at[0] + d for d in range(rank)})
     if placed is None:
         return NotImplemented
     rows = padded(x._local_tensor, [dim], 0)
@@ -187,13 +198,21 @@ def _index(x: Sharded, indices: Sequence[Any], op: OpOverload, args: tuple[objec
 
 def gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
     """``aten.gather`` along a cut dim of a tensor that is not cut otherwise."""
-    if not isinstance(x, Sharded) or not x.ndim or index.ndim != x.ndim or not _is_worth_it(x, index.shape):
+    if not isinstance(x, Sharded) or not x.ndim or index.ndim != x.ndim:
         return NotImplemented
     dim, layout = dim % x.ndim, x._spec.layout
     cut = layout.cuts[dim]
-    if cut is None or layout.is_partial or sum(c is not None for c in layout.cuts) > 1:
+    if cut is None or layout.is_partial:
         return NotImplemented
     meta = global_meta(aten.gather.default, (x, dim, index), {})
+    column = column_of(index, dim, x.shape)
+    if column is not None and is_linked(column, cut):
+        shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
+        found = taken(x, dim, column, shape, stride, wraps=False)
+        if found is not NotImplemented:
+            return found
+    if sum(c is not None for c in layout.cuts) > 1 or not _is_worth_it(x, index.shape):
+        return NotImplemented
     other, whole = _whole_along(index, cut.mesh_dims, layout.mesh)
     if not other.is_replicated:
         return NotImplemented
@@ -209,23 +228,32 @@ def gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> 
 
 def scatter_value(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
     """``aten.scatter`` of a number along a cut dim of a tensor that is not cut otherwise."""
-    return _scattered(x, dim, index, aten.scatter.value, value)
+    return _scatter(x, dim, index, aten.scatter.value, value)
 
 
 def scatter_src(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     """``aten.scatter`` of a tensor along a cut dim of a tensor that is not cut otherwise."""
-    return _scattered(x, dim, index, aten.scatter.src, source)
+    return _scatter(x, dim, index, aten.scatter.src, source)
 
 
-def _scattered(x: Tensor, dim: int, index: Tensor, op: OpOverload, source: Tensor) -> Tensor:
+def _scatter(x: Tensor, dim: int, index: Tensor, op: OpOverload, source: Tensor) -> Tensor:
     """Each rank writes the rows that it has; what belongs to others goes into a row of padding."""
     if not isinstance(x, Sharded) or not x.ndim or index.ndim != x.ndim:
         return NotImplemented
     dim, layout = dim % x.ndim, x._spec.layout
     cut = layout.cuts[dim]
-    if cut is None or layout.is_partial or sum(c is not None for c in layout.cuts) > 1:
+    if cut is None or layout.is_partial:
         return NotImplemented
     meta = global_meta(op, (x, dim, index, source), {})
+    column = column_of(index, dim, x.shape)
+    if column is not None and is_linked(column, cut):
+        if op is aten.scatter.value:
+            return filled(x, dim, column, source, compat.retraced(meta.stride()))
+        found = combined(x, dim, column, source, cut, "any", include_self=False)
+        if found is not NotImplemented:
+            return found
+    if sum(c is not None for c in layout.cuts) > 1:
+        return NotImplemented
     given = [index, source] if op is aten.scatter.src else [index]
     whole = [_whole_along(t, cut.mesh_dims, layout.mesh) for t in given]
     if not all(other.is_replicated for other, _ in whole):
@@ -240,7 +268,9 @@ def _scattered(x: Tensor, dim: int, index: Tensor, op: OpOverload, source: Tenso
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
-    """Of the flattened tensor. Torch's decomposition reads the value of an index of 0 dims, which a trace cannot."""
+    """Take from the flattened tensor. Torch's decomposition reads the value of an index of 0 dims, which a trace
+    cannot.
+    """
     return aten.index.Tensor(x.reshape(-1), [index])
 
 

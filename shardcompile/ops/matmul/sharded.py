@@ -11,10 +11,10 @@ aten = torch.ops.aten
 
 
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _added(aten.mm.default(a, b), bias, beta, alpha)
+    return _add(aten.mm.default(a, b), bias, beta, alpha)
 
 
-def _added(product: Tensor, bias: Tensor, beta: float, alpha: float) -> Tensor:
+def _add(product: Tensor, bias: Tensor, beta: float, alpha: float) -> Tensor:
     product = product if alpha == 1 else product * alpha
     if beta == 0:  # then a NaN in the bias does not count
         return product
@@ -22,11 +22,11 @@ def _added(product: Tensor, bias: Tensor, beta: float, alpha: float) -> Tensor:
 
 
 def _baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _added(aten.bmm.default(a, b), bias, beta, alpha)
+    return _add(aten.bmm.default(a, b), bias, beta, alpha)
 
 
 def _addbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _added(aten.sum.dim_IntList(aten.bmm.default(a, b), [0]), bias, beta, alpha)
+    return _add(aten.sum.dim_IntList(aten.bmm.default(a, b), [0]), bias, beta, alpha)
 
 
 def _trace(x: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def _of_channels(x: Tensor, channels: Any, ndim: int) -> Tensor:
 
 
 def _spread(x: Tensor, ndim: int) -> Tensor:
-    """With dims of extent 1 behind its own, so that it has the dims of a sample and what comes before."""
+    """Add trailing dims of extent 1, so that it broadcasts over a sample."""
     for _ in range(ndim - 2):
         x = x.unsqueeze(-1)
     return x
@@ -87,7 +87,7 @@ def group_norm(
 
 
 def _is_usual(x: Tensor, samples: IntLike, channels: IntLike, inner: IntLike) -> bool:
-    """Whether the numbers that the op is given are the extents of its input; they are where `group_norm` calls it."""
+    """Whether the sizes that the op is given are the extents of its input, as they are when `group_norm` calls it."""
     if x.ndim < 2 or has_known_blocks(x):
         return False
     given = zip(x.shape, (samples, channels), strict=False)

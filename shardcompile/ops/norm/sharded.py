@@ -10,7 +10,6 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.ops import state
 from shardcompile.ops.reduce.sharded import moments
-from shardcompile.ops.support.blocks import unguarded
 from shardcompile.ops.support.precision import widened
 
 aten = torch.ops.aten
@@ -32,6 +31,5 @@ def _layer_norm(
 state(aten.native_layer_norm.default, sharded=_layer_norm)
 state(
     aten.native_layer_norm_backward.default,
-    kernel=unguarded(aten.native_layer_norm_backward.default),
     sharded=compat.decomposition_by_torch(aten.native_layer_norm_backward.default),
 )

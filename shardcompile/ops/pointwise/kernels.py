@@ -16,7 +16,7 @@ from shardcompile.ops.support.blocks import copy_block
 aten = torch.ops.aten
 
 
-def _filled_like(op: OpOverload, value: int) -> Run:
+def _fill_like(op: OpOverload, value: int) -> Run:
     """`zeros_like` or `ones_like`. In a trace Inductor's own asks how a block is stored, and with it for its sizes."""
 
     def local(x: Tensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
@@ -30,7 +30,7 @@ def _filled_like(op: OpOverload, value: int) -> Run:
     return local
 
 
-_zeros_like = _filled_like(aten.zeros_like.default, 0)
+_zeros_like = _fill_like(aten.zeros_like.default, 0)
 
 
 def _zero_(x: Tensor) -> Tensor:
@@ -39,5 +39,5 @@ def _zero_(x: Tensor) -> Tensor:
 
 
 state(aten.zeros_like.default, kernel=_zeros_like)
-state(aten.ones_like.default, kernel=_filled_like(aten.ones_like.default, 1))
+state(aten.ones_like.default, kernel=_fill_like(aten.ones_like.default, 1))
 state(aten.zero_.default, kernel=_zero_)

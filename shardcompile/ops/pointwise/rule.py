@@ -58,8 +58,10 @@ def _with_partials(*patterns: str) -> Any:
     return rule
 
 
-def _scaling(call: OpCall) -> Iterable[Strategy]:
-    """A product or quotient with a number. Not with one that makes infinities, which terms would turn into NaN."""
+def _scale(call: OpCall) -> Iterable[Strategy]:
+    """A product or quotient with a number. A number that makes infinities does not count: terms would turn them into
+    NaN.
+    """
     yield from pointwise(call)
     factor = call.args[1]
     if isinstance(factor, (int, float)):
@@ -72,14 +74,14 @@ def _scaling(call: OpCall) -> Iterable[Strategy]:
 
 def _product(call: OpCall) -> Iterable[Strategy]:
     if len(call.tensors) == 1:
-        yield from _scaling(call)
+        yield from _scale(call)
     else:
         yield from _with_partials("pr", "rp")(call)
 
 
 def _quotient(call: OpCall) -> Iterable[Strategy]:
     """A tensor may hold a zero, so that terms are not divided by one."""
-    yield from _scaling(call) if len(call.tensors) == 1 else pointwise(call)
+    yield from _scale(call) if len(call.tensors) == 1 else pointwise(call)
 
 
 def _value_free(call: OpCall) -> Iterable[Strategy]:
@@ -123,7 +125,7 @@ def _zero_(call: OpCall) -> Iterable[Strategy]:
 
 
 register([aten.neg.default, aten.positive], _with_partials("p"))
-register([aten.mul.Scalar, aten.div.Scalar], _scaling)
+register([aten.mul.Scalar, aten.div.Scalar], _scale)
 register([aten.mul.Tensor], _product)
 register([aten.div.Tensor], _quotient)
 register([aten.zero_.default], _zero_)

@@ -83,12 +83,12 @@ def _block(x: Sharded, kind: str, dtype: torch.dtype | None = None) -> Sharded:
 
 def _numbers_like(kind: str) -> Callable[..., Tensor]:
     def run(x: Sharded, *, dtype: torch.dtype | None = None, **_: object) -> Tensor:
-        return _block(_reduced(x), kind, dtype)
+        return _block(_reduce(x), kind, dtype)
 
     return run
 
 
-def _reduced(x: Sharded) -> Sharded:
+def _reduce(x: Sharded) -> Sharded:
     """Only the shape of `x` counts: a pending reduction is dropped."""
     return aten.zeros_like.default(x) if x._spec.layout.is_partial else x
 
@@ -117,7 +117,7 @@ def _refill(kind: str, transform: Callable[..., Tensor], dtype: torch.dtype | No
 
 def _bernoulli(x: Sharded, p: float | None = None, *, generator: torch.Generator | None = None) -> Tensor:
     _refuse_generator(generator)
-    x = _settled(x)
+    x = _settle(x)
     numbers = _block(x, "uniform", _precise(x.dtype))
     return aten.lt.Tensor(numbers, x).to(x.dtype) if p is None else (numbers < p).to(x.dtype)
 
@@ -127,12 +127,12 @@ def _bernoulli_from(x: Sharded, p: Tensor, *, generator: torch.Generator | None 
     return aten.copy_.default(x, aten.lt.Tensor(_block(x, "uniform", _precise(x.dtype)), p))
 
 
-def _settled(x: Any) -> Sharded:
+def _settle(x: Any) -> Sharded:
     return x.redistribute(placements=x._spec.layout.reduced().placements) if x._spec.layout.is_partial else x
 
 
 def _native_dropout(x: Sharded, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    x = _settled(x)
+    x = _settle(x)
     if train is False:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     keep = _block(x, "uniform", torch.float32) >= p
@@ -144,7 +144,7 @@ def _integers_like(
     x: Sharded, low: int, high: int | None = None, *, dtype: torch.dtype | None = None, **_: object
 ) -> Tensor:
     low, high = (0, low) if high is None else (low, high)
-    return _whole_numbers(_block(_reduced(x), "uniform", torch.float64), low, high).to(dtype or x.dtype)
+    return _whole_numbers(_block(_reduce(x), "uniform", torch.float64), low, high).to(dtype or x.dtype)
 
 
 def _cauchy(u: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:

@@ -200,10 +200,10 @@ def _arg(reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _mse_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
-    return _reduced((x - target) ** 2, reduction)
+    return _reduce((x - target) ** 2, reduction)
 
 
-def _reduced(x: Tensor, reduction: int) -> Tensor:
+def _reduce(x: Tensor, reduction: int) -> Tensor:
     """None, mean or sum, numbered as in ``torch.nn._reduction``."""
     if reduction == 0:
         return x

@@ -1,8 +1,8 @@
 """Views that a block cannot hold: copies that follow what they are views of.
 
-A view along a cut dim, such as ``x[2:5]``, may need rows that lie on other ranks. Its block is a copy. So that it is a
-view to whoever uses it, the copy is made again when what was viewed has been written to, and what is written to the
-copy is written back.
+A view along a cut dim, such as ``x[2:5]``, may need rows that lie on other ranks. Its block is a copy. To its user it
+has to be a view. So the copy is made again when what was viewed has been written to, and what is written to the copy is
+written back.
 """
 
 from __future__ import annotations
@@ -218,38 +218,38 @@ def _split_sizes_back(parent: Tensor, value: Tensor, index: int, sizes: Sequence
     return aten.slice_scatter.default(parent, value, dim, start, start + sizes[index])
 
 
-def _scattered(op: OpOverload) -> Run:
+def _scatter(op: OpOverload) -> Run:
     return lambda parent, value, _, *args: op(parent, value, *args)
 
 
-def _reshaped(parent: Tensor, value: Tensor, *_: object) -> Tensor:
+def _reshape(parent: Tensor, value: Tensor, *_: object) -> Tensor:
     return aten.reshape.default(value, list(parent.shape))
 
 
-def _permuted_back(parent: Tensor, value: Tensor, _: object, dims: Sequence[int]) -> Tensor:
+def _permute_back(parent: Tensor, value: Tensor, _: object, dims: Sequence[int]) -> Tensor:
     inverse = [0] * len(dims)
     for i, d in enumerate(dims):
         inverse[d % len(dims)] = i
     return aten.permute.default(value, inverse)
 
 
-state(aten.slice.Tensor, way_back=_scattered(aten.slice_scatter.default))
-state(aten.select.int, way_back=_scattered(aten.select_scatter.default))
-state(aten.diagonal.default, way_back=_scattered(aten.diagonal_scatter.default))
-state(aten.as_strided.default, way_back=_scattered(aten.as_strided_scatter.default))
+state(aten.slice.Tensor, way_back=_scatter(aten.slice_scatter.default))
+state(aten.select.int, way_back=_scatter(aten.select_scatter.default))
+state(aten.diagonal.default, way_back=_scatter(aten.diagonal_scatter.default))
+state(aten.as_strided.default, way_back=_scatter(aten.as_strided_scatter.default))
 state(aten.unbind.int, way_back=_unbind_back)
 state(aten.split.Tensor, way_back=_split_back)
 state(aten.split_with_sizes.default, way_back=_split_sizes_back)
 state(aten.t.default, way_back=lambda parent, value, _: aten.t.default(value))
 state(aten.transpose.int, way_back=lambda parent, value, _, a, b: aten.transpose.int(value, a, b))
-state(aten.permute.default, way_back=_permuted_back)
-state(aten.view.default, way_back=_reshaped)
-state(aten._unsafe_view.default, way_back=_reshaped)
-state(aten.reshape.default, way_back=_reshaped)
-state(aten.unsqueeze.default, way_back=_reshaped)
-state(aten.squeeze.default, way_back=_reshaped)
-state(aten.squeeze.dim, way_back=_reshaped)
-state(aten.squeeze.dims, way_back=_reshaped)
+state(aten.permute.default, way_back=_permute_back)
+state(aten.view.default, way_back=_reshape)
+state(aten._unsafe_view.default, way_back=_reshape)
+state(aten.reshape.default, way_back=_reshape)
+state(aten.unsqueeze.default, way_back=_reshape)
+state(aten.squeeze.default, way_back=_reshape)
+state(aten.squeeze.dim, way_back=_reshape)
+state(aten.squeeze.dims, way_back=_reshape)
 state(aten.alias.default, way_back=lambda parent, value, _: value)
 state(aten.detach.default, way_back=lambda parent, value, _: value, is_same=True)
 

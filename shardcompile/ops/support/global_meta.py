@@ -45,7 +45,7 @@ def global_meta(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, obje
 
     Errors that plain PyTorch raises for these shapes are raised here, on all ranks alike.
     """
-    mode = compat.detect_fake_mode([_held(x) for x in tensors_of([*args, *kwargs.values()])])
+    mode = compat.detect_fake_mode([_hold(x) for x in tensors_of([*args, *kwargs.values()])])
     known = _FOUND if mode is None else compat.kept_with(mode)
     if mode is None:
         if _EAGER.mode is None:
@@ -55,11 +55,11 @@ def global_meta(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, obje
     try:
         found = known.get(key)
     except TypeError:  # an argument that cannot be hashed
-        return _worked_out(mode, op, args, kwargs)
+        return _work_out(mode, op, args, kwargs)
     if found is None:
         if len(known) >= _FOUND_LIMIT:
             known.clear()
-        found = known[key] = _worked_out(mode, op, args, kwargs)
+        found = known[key] = _work_out(mode, op, args, kwargs)
     return found
 
 
@@ -74,7 +74,7 @@ def _key(a: object) -> object:
     return type(a), a
 
 
-def _worked_out(
+def _work_out(
     mode: compat.FakeTensorMode, op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
     """Run an op on stand-ins of the global shapes, and correct what torch's fake kernels say otherwise than kernels do.
@@ -197,7 +197,7 @@ def _in_rows_if_all_are(out: Tensor, given: Sequence[Tensor]) -> Tensor:
     return out
 
 
-def _held(x: Tensor) -> Tensor:
+def _hold(x: Tensor) -> Tensor:
     return block_as_held(x) if isinstance(x, Sharded) else x
 
 

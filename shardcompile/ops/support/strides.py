@@ -1,7 +1,7 @@
 """Keeping blocks stored in the order of dims that the strides of the global tensor state.
 
 Views, and whether a view is possible at all, are decided by global strides; a block that is stored in another order, as
-after a redistribution, would have to be copied where the global tensor would not, and on some ranks only.
+after a redistribution, would have to be copied where the global tensor would not. That would happen on some ranks only.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def in_order(local: Tensor, stride: Sequence[IntLike]) -> Tensor:
     return local.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
 
 
-def may_be_mistold(record: OpRecord, ndims: Sequence[int]) -> bool:
-    """Whether a trace may take the result of an op to be stored otherwise than it is, or ask for the size of a block.
+def may_misstate_strides(record: OpRecord, ndims: Sequence[int]) -> bool:
+    """Whether a trace may state wrong strides for the result of an op, or ask for the size of a block.
 
     Both happen where blocks of several orders of dims meet. What follows, as a view, is then decided on strides that
     the result does not have.
@@ -93,7 +93,7 @@ def in_one_order(record: OpRecord, blocks: Sequence[Any], stride: Sequence[IntLi
     """The blocks that meet in an op, in the order of the strides of its result; of some ops contiguous.
 
     Args:
-        record: of an op for which `may_be_mistold` holds.
+        record: of an op for which `may_misstate_strides` holds.
         blocks: its arguments; those that are expanded, and what is no tensor of as many dims, stay as they are.
         stride: global strides of its result.
     """

@@ -89,12 +89,12 @@ def view_of_neighbours(op: OpOverload) -> Callable[..., object]:
             note_view(x, one)
             if one._copied is not None:  # of the value that was brought here, which nobody else has
                 one.__dict__["_local_tensor"], one._copied = one._copied.block, None
-            follow(one, op, (x, *args), index, lambda i=index: _held(take(), i))  # type: ignore[misc]
+            follow(one, op, (x, *args), index, lambda i=index: _hold(take(), i))  # type: ignore[misc]
         return out
 
     return run
 
 
-def _held(out: Sharded | list[Sharded], index: int | None) -> Tensor:
+def _hold(out: Sharded | list[Sharded], index: int | None) -> Tensor:
     one = out if isinstance(out, Sharded) else out[index or 0]
     return one._local_tensor

@@ -27,7 +27,7 @@ def _set(x: Sharded, source: Tensor) -> Tensor:
     )
 
 
-def _resized(x: Sharded, size: Sequence[IntLike], *, memory_format: torch.memory_format | None = None) -> Tensor:
+def _resize(x: Sharded, size: Sequence[IntLike], *, memory_format: torch.memory_format | None = None) -> Tensor:
     """``x.resize_(size)`` to no more elements than there are: the first ones."""
     if len(size) == x.ndim and all(compat.same_symbol(a, b) for a, b in zip(size, x.shape, strict=True)):
         return x  # torch leaves the strides as well
@@ -40,20 +40,20 @@ def _resized(x: Sharded, size: Sequence[IntLike], *, memory_format: torch.memory
     return as_strided(x, size, contiguous_stride(size))
 
 
-def _resized_as(x: Sharded, like: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
-    return _resized(x, like.shape, memory_format=memory_format)
+def _resize_as(x: Sharded, like: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
+    return _resize(x, like.shape, memory_format=memory_format)
 
 
-def _refused(x: Sharded, *_: object, **__: object) -> Tensor:
+def _refuse(x: Sharded, *_: object, **__: object) -> Tensor:
     raise UnsupportedOpError(
         f"set_ of {x._spec.layout.describe()} to a storage: a sharded tensor has none; set_ takes a tensor"
     )
 
 
 state(aten.set_.source_Tensor, becomes=_set)
-state(aten.set_.default, becomes=_refused)
-state(aten.set_.source_Storage, becomes=_refused)
-state(aten.set_.source_Storage_storage_offset, becomes=_refused)
-state(aten.set_.source_Tensor_storage_offset, becomes=_refused)
-state(aten.resize_.default, becomes=_resized)
-state(aten.resize_as_.default, becomes=_resized_as)
+state(aten.set_.default, becomes=_refuse)
+state(aten.set_.source_Storage, becomes=_refuse)
+state(aten.set_.source_Storage_storage_offset, becomes=_refuse)
+state(aten.set_.source_Tensor_storage_offset, becomes=_refuse)
+state(aten.resize_.default, becomes=_resize)
+state(aten.resize_as_.default, becomes=_resize_as)

@@ -40,7 +40,7 @@ def wrap(like: Sharded, local: Tensor, layout: Layout, stride: Sequence[IntLike]
 def with_cut(layout: Layout, dim: int, cut: Cut) -> Layout:
     """A layout with another cut of a dim, over the same mesh dims, and so another extent."""
     shape = [cut.extent if d == dim else n for d, n in enumerate(layout.shape)]
-    return Layout.of(layout.mesh, layout.placements, shape, layout.dtype, _replaced(layout.cuts, dim, cut))
+    return Layout.of(layout.mesh, layout.placements, shape, layout.dtype, _replace(layout.cuts, dim, cut))
 
 
 def layout_of(x: Tensor, mesh: DeviceMesh) -> Layout:
@@ -210,7 +210,7 @@ def select(x: Sharded, dim: int, index: IntLike) -> Tensor:
     kept = [d for d in range(x.ndim) if d != dim]
     out = Layout.of(
         layout.mesh,
-        [_lowered(p, dim) for p in whole.placements],
+        [_lower(p, dim) for p in whole.placements],
         [layout.shape[d] for d in kept],
         layout.dtype,
         [layout.cuts[d] for d in kept],
@@ -220,7 +220,7 @@ def select(x: Sharded, dim: int, index: IntLike) -> Tensor:
     return wrapped
 
 
-def _lowered(placement: Placement, dim: int) -> Placement:
+def _lower(placement: Placement, dim: int) -> Placement:
     """The placement when a dim in front of it goes."""
     return Shard(placement.dim - 1) if isinstance(placement, Shard) and placement.dim > dim else placement
 
@@ -277,7 +277,7 @@ def slice_backward(
     if base is not None and _surely_same((base[0].extent, base[1], base[2]), (extent, begin, step)):
         whole = base[0]
         _, row = derive("sliced", [whole], [begin, step, grad.shape[dim]], grad.shape[dim], grad._spec.layout.mesh)
-        return _placed(grad, dim, whole, row, step, 0)
+        return _place(grad, dim, whole, row, step, 0)
     # A slice that begins behind the last row has no rows; no guard is asked for, by which traces of it would differ.
     return grown(grad, dim, torch.sym_min(begin, extent), step, extent, 0)
 
@@ -289,10 +289,10 @@ def _surely_same(a: Sequence[IntLike], b: Sequence[IntLike]) -> bool:
 def grown(x: Sharded, dim: int, begin: IntLike, step: int, extent: IntLike, value: Scalar) -> Sharded:
     """Row i of a cut dim as row ``begin + i * step`` of `extent`, the others filled with a value."""
     cut, row = derive("spread", [x._spec.layout.cut_of(dim)], [begin, step, extent], extent, x._spec.layout.mesh)
-    return _placed(x, dim, cut, row, step, value)
+    return _place(x, dim, cut, row, step, value)
 
 
-def _placed(x: Sharded, dim: int, cut: Cut, row: IntLike, step: int, value: Scalar) -> Sharded:
+def _place(x: Sharded, dim: int, cut: Cut, row: IntLike, step: int, value: Scalar) -> Sharded:
     layout, local = x._spec.layout, x._local_tensor
     size, count = block_size(cut, layout.mesh), local.shape[dim]
     target = with_cut(layout, dim, cut)
@@ -313,7 +313,7 @@ def pad(x: Sharded, amounts: Sequence[IntLike], value: Scalar = 0) -> Tensor:
     """``aten.constant_pad_nd`` where a padded dim is cut: the first and the last rank have more rows."""
     by_dim = {x.ndim - 1 - i // 2: (amounts[i], amounts[i + 1]) for i in range(0, len(amounts) - 1, 2)}
     global_meta(aten.constant_pad_nd.default, (x, amounts, value), {})
-    cut_dims = [d for d, a in by_dim.items() if x._spec.layout.cuts[d] is not None and not _nothing(a)]
+    cut_dims = [d for d, a in by_dim.items() if x._spec.layout.cuts[d] is not None and not _holds_nothing(a)]
     if not cut_dims:
         return NotImplemented
     x = x if value == 0 and _sums(x) else reduced(x)
@@ -325,10 +325,10 @@ def pad(x: Sharded, amounts: Sequence[IntLike], value: Scalar = 0) -> Tensor:
         before, after = (0 if _negative(n) else n for n in (before, after))
         x = grown(x, d, before, 1, before + x.shape[d] + after, value)
     rest = [n for d in range(x.ndim - 1, -1, -1) for n in by_dim.get(d, (0, 0))]
-    return x if _nothing(rest) else aten.constant_pad_nd.default(x, rest, value)
+    return x if _holds_nothing(rest) else aten.constant_pad_nd.default(x, rest, value)
 
 
-def _nothing(amounts: Sequence[IntLike]) -> bool:
+def _holds_nothing(amounts: Sequence[IntLike]) -> bool:
     return all(isinstance(n, int) and n == 0 for n in amounts)
 
 
@@ -360,13 +360,13 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
         for c in cuts
     ]
     extents = [t.shape[dim] for t in kept]
-    joined, pieces = _joined([n if c is None else c for c, n in zip(parts, extents, strict=True)], extents, mesh)
+    joined, pieces = _join([n if c is None else c for c, n in zip(parts, extents, strict=True)], extents, mesh)
     placements, others = _common_frame(kept, dim, widest, mesh)
     blocks = []
     for t, cut in zip(kept, pieces, strict=True):
-        target = Layout.of(mesh, placements, t.shape, t.dtype, _replaced(others, dim, cut))
+        target = Layout.of(mesh, placements, t.shape, t.dtype, _replace(others, dim, cut))
         blocks.append(moved(t, target).to(meta.dtype))
-    layout = Layout.of(mesh, placements, compat.global_extents(meta.shape), meta.dtype, _replaced(others, dim, joined))
+    layout = Layout.of(mesh, placements, compat.global_extents(meta.shape), meta.dtype, _replace(others, dim, joined))
     return wrap(
         like, _as_block(aten.cat.default(blocks, dim), dim, joined, mesh), layout, compat.retraced(meta.stride())
     )
@@ -385,11 +385,11 @@ def _as_block(x: Tensor, dim: int, cut: Cut, mesh: DeviceMesh) -> Tensor:
     return aten.as_strided.default(dense, shape, contiguous_stride(shape))
 
 
-def _replaced(cuts: Sequence[Cut | None], dim: int, cut: Cut | None) -> list[Cut | None]:
+def _replace(cuts: Sequence[Cut | None], dim: int, cut: Cut | None) -> list[Cut | None]:
     return [cut if d == dim else c for d, c in enumerate(cuts)]
 
 
-def _joined(cuts: Sequence[Cut | IntLike], extents: Sequence[IntLike], mesh: DeviceMesh) -> tuple[Cut, list[Cut]]:
+def _join(cuts: Sequence[Cut | IntLike], extents: Sequence[IntLike], mesh: DeviceMesh) -> tuple[Cut, list[Cut]]:
     """The cut of tensors one after the other, and what each of them has to be cut like."""
     total: IntLike = sum(extents)
     joined, _ = derive("joined", cuts, [], total, mesh)

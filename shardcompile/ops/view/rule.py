@@ -196,7 +196,7 @@ def _permutation(order: Callable[[OpCall], Sequence[int]]) -> Any:
     return lambda call: passing(along([d], [at]) for at, d in enumerate(order(call)))
 
 
-def _swapped(call: OpCall) -> list[int]:
+def _swap(call: OpCall) -> list[int]:
     ndim = call.tensors[0].ndim
     order = list(range(ndim))
     if ndim:
@@ -206,7 +206,7 @@ def _swapped(call: OpCall) -> list[int]:
 
 
 register(aten.permute.default, _permutation(lambda call: [d % call.tensors[0].ndim for d in call.args[1]]))
-register([aten.transpose.int], _permutation(_swapped))
+register([aten.transpose.int], _permutation(_swap))
 register(aten.t.default, _permutation(lambda call: list(reversed(range(call.tensors[0].ndim)))))
 
 
@@ -296,7 +296,20 @@ def _slice_locally(
     return args if outputs[0].cuts[dim] is None else (args[0], dim, 0, 2**63 - 1, 1)
 
 
+def _unfold(call: OpCall) -> Iterable[Strategy]:
+    ndim = call.tensors[0].ndim
+    dim = call.arg(1, "dimension", 0) % max(ndim, 1)
+    return passing(along([d], [d]) for d in range(ndim) if d != dim)
+
+
+def _unfold_back(call: OpCall) -> Iterable[Strategy]:
+    ndim = call.tensors[0].ndim - 1
+    return passing(along([d], [d]) for d in range(ndim) if d != call.args[2] % max(ndim, 1))
+
+
 register(aten.slice.Tensor, _slice, _slice_locally)
+register(aten.unfold.default, _unfold)
+register(aten.unfold_backward.default, _unfold_back, local_shape_at(1))
 register(aten.select.int, _other_dims(1, 0, removed=True))
 register(aten.unbind.int, _other_dims(1, 0, removed=True))
 register([aten.split.Tensor, aten.split_with_sizes.default], _other_dims(2, 0))
@@ -401,11 +414,22 @@ register([aten.tril.default, aten.triu.default], _triangle)
 
 
 def _new(call: OpCall) -> Iterable[Strategy]:
-    """Cut like the tensor where the shape is that of the tensor, whole elsewhere; its values do not matter."""
+    """Cut like the tensor where the shape is that of the tensor, whole elsewhere; its values do not matter.
+
+    A tensor with as many rows as the one that was looked up in is cut like that one. A column beside what was looked up
+    is cut like what was looked up.
+    """
     src, shape = call.tensors[0].shape, call.args[1]
     alike = len(src) == len(shape)
-    for dim in range(len(src)):
-        yield along([dim], [dim if alike and compat.surely(src[dim] == shape[dim]) else None])
+    for dim, cut in enumerate(call.tensors[0].layout.cuts):
+        at = dim if alike else 0
+        named = cut is not None and cut.rows is not None and (alike or len(shape) == 1)
+        if (alike or named) and compat.surely(src[dim] == shape[at]):
+            yield along([dim], [at])
+        elif named and cut is not None and cut.named_rows(shape[at]) is not None:
+            yield along([dim], [at], on_cut=lambda cut: cut.rows)
+        else:
+            yield along([dim], [None])
     yield from (partial([op], [None]) for op in REDUCE_OPS)
 
 

@@ -39,7 +39,14 @@ def _factors(coarse: Sequence[IntLike], fine: Sequence[IntLike], scales: Sequenc
     return found
 
 
-def _nearest(x: Tensor, output_size: Sequence[IntLike], *scales: float | None) -> Tensor:
+def nearest(x: Tensor, output_size: Sequence[IntLike], *scales: float | None) -> Tensor:
+    """``aten.upsample_nearest``, each element as often as the grid is finer.
+
+    Args:
+        x: the coarse grid.
+        output_size: extents of the fine grid.
+        scales: by which it is said to be finer.
+    """
     first = x.ndim - len(output_size)
     factors = _factors(x.shape[first:], output_size, scales)
     if factors is None or has_known_blocks(x):
@@ -73,10 +80,11 @@ def _nearest_backward(
 
 
 def _places(rows: Tensor, coarse: Any, fine: Any, align: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Of rows of a grid the two rows of another between which they are, and how far from the first one, of 1.
+    """For each row of a grid: the two rows of another grid on either side of it, and how far it is from the first one,
+    from 0 to 1.
 
-    As torch has it: with `align` the first rows of both grids are in one place, and the last ones. Otherwise the edges
-    of the first and the last cell are, and rows in front of the first row or behind the last one get its value.
+    As torch has it. With `align` the first rows of both grids are in one place, and so are the last ones. Otherwise the
+    outer edges of the first and of the last cell are; rows beyond the first or last row get its value.
     """
     if align:
         place, unit = rows * (coarse - 1), fine - 1
@@ -175,12 +183,12 @@ _LINEAR_BACKWARD = (
     aten.upsample_bilinear2d_backward,
     aten.upsample_trilinear3d_backward,
 )
-state(aten.upsample_nearest1d.default, sharded=_nearest)
-state(aten.upsample_nearest2d.default, sharded=_nearest)
-state(aten.upsample_nearest3d.default, sharded=_nearest)
-state(aten._upsample_nearest_exact1d.default, sharded=_nearest)
-state(aten._upsample_nearest_exact2d.default, sharded=_nearest)
-state(aten._upsample_nearest_exact3d.default, sharded=_nearest)
+state(aten.upsample_nearest1d.default, sharded=nearest)
+state(aten.upsample_nearest2d.default, sharded=nearest)
+state(aten.upsample_nearest3d.default, sharded=nearest)
+state(aten._upsample_nearest_exact1d.default, sharded=nearest)
+state(aten._upsample_nearest_exact2d.default, sharded=nearest)
+state(aten._upsample_nearest_exact3d.default, sharded=nearest)
 state(aten.upsample_nearest1d_backward.default, sharded=_nearest_backward)
 state(aten.upsample_nearest2d_backward.default, sharded=_nearest_backward)
 state(aten.upsample_nearest3d_backward.default, sharded=_nearest_backward)

@@ -47,7 +47,7 @@ def _without(values: Sequence[int], cut: Sequence[int]) -> list[int]:
 
 
 def _window_of(x: Tensor, skipped: Sequence[int], cut: Sequence[int], size: Sequence[int]) -> Tensor:
-    """Of a transposed convolution of all rows that are read the rows that are this rank's."""
+    """This rank's rows of the transposed convolution of all rows that are read."""
     for d, start in zip(cut, skipped, strict=False):
         x = x.narrow(d + 2, start, size[d + 2])
     return x
@@ -149,7 +149,7 @@ def _fake_convolution_backward(
 # Pools, of 2 or 3 dims
 
 
-def _renumbered(
+def _renumber(
     indices: Tensor, extents: Sequence[int], others: Sequence[int], shifts: Sequence[int], lowest: int | None
 ) -> Tensor:
     """Numbers of elements of a plane as those of another, of which the first one's origin is at `shifts`.
@@ -183,7 +183,7 @@ def _max_pool(
     op = aten.max_pool2d_with_indices.default if len(kernel) == 2 else aten.max_pool3d_with_indices.default
     out, indices = op(x, kernel, *options)
     # Of a window without a number above minus infinity the first element counts, and in front of the dim there is none.
-    indices = _renumbered(indices, x.shape[-len(kernel) :], whole, first, 0)
+    indices = _renumber(indices, x.shape[-len(kernel) :], whole, first, 0)
     return out.contiguous(), indices.contiguous()
 
 
@@ -200,7 +200,7 @@ def _max_pool_backward(
         return grad.new_zeros(size)
     spatial = len(kernel)
     op = aten.max_pool2d_with_indices_backward if spatial == 2 else aten.max_pool3d_with_indices_backward
-    indices = _renumbered(indices, whole, size[-spatial:], [-f for f in first], None)
+    indices = _renumber(indices, whole, size[-spatial:], [-f for f in first], None)
     return op.default(grad.contiguous(), grad.new_empty(size), kernel, *options, indices).contiguous()
 
 
@@ -257,8 +257,10 @@ for _name, _real, _fake in (
     torch.library.register_fake(f"shardcompile::{_name}", _fake, lib=_LIBRARY)
 
 convolution = torch.ops.shardcompile.convolution.default
-"""``aten.convolution`` of a block: `size` is its shape, `cut` the spatial dims that are cut, `skipped` for each of them
-the rows of a transposed convolution that come before the block (else empty), `channels_last` how it is stored."""
+"""``aten.convolution`` of a block. `size` is its shape, and `cut` the spatial dims that are cut. `skipped` has for
+each of them the rows of a transposed convolution that come before the block (else it is empty). `channels_last` says
+how it is stored.
+"""
 
 convolution_backward = torch.ops.shardcompile.convolution_backward.default
 """``aten.convolution_backward`` of a block; empty tensors for what is not wanted."""

@@ -17,7 +17,7 @@ from shardcompile.ops.view.rule import local_shape_at
 aten = torch.ops.aten
 
 
-def _leading(spatial: int) -> Callable[[OpCall], Iterable[Strategy]]:
+def _cut_leading(spatial: int) -> Callable[[OpCall], Iterable[Strategy]]:
     """Every dim in front of the spatial ones may be cut, alike in all tensors."""
 
     def rule(call: OpCall) -> Iterable[Strategy]:
@@ -32,7 +32,7 @@ def _linear(spatial: int) -> Callable[[OpCall], Iterable[Strategy]]:
     """The same for an op that is linear in its only tensor."""
 
     def rule(call: OpCall) -> Iterable[Strategy]:
-        yield from _leading(spatial)(call)
+        yield from _cut_leading(spatial)(call)
         yield from (partial([op], [op]) for op in ("sum", "avg"))
 
     return rule
@@ -70,7 +70,7 @@ for _op, _spatial in {
     aten.max_unpool2d.default: 2,
     aten.max_unpool3d.default: 3,
 }.items():
-    register(_op, (_linear if _is_linear(_op._schema.name) else _leading)(_spatial))
+    register(_op, (_linear if _is_linear(_op._schema.name) else _cut_leading)(_spatial))
     state(_op, spatial=_spatial)
 
 # Their gradients; all tensors are alike but for the spatial dims.
@@ -84,7 +84,7 @@ for _op, _spatial in {
     aten.adaptive_max_pool2d_backward.default: 2,
     aten.adaptive_max_pool3d_backward.default: 3,
 }.items():
-    register(_op, _leading(_spatial))
+    register(_op, _cut_leading(_spatial))
     state(_op, spatial=_spatial)
 
 # Gradients of interpolation; argument 2 is the shape of the input.

@@ -106,12 +106,12 @@ class Windows:
         """The gradient of the input, from that of a block with all rows that are read."""
         for r in reversed(self.reads):
             grad = r.give_back(grad)
-        return wrap(_sharded(like), grad, self.layout.with_dtype(grad.dtype), stride)
+        return wrap(_as_sharded(like), grad, self.layout.with_dtype(grad.dtype), stride)
 
     def result(self, local: Tensor, stride: Sequence[IntLike], like: Tensor) -> Tensor:
         """A block of the result as a sharded tensor."""
         stride = compat.retraced(stride)
-        return wrap(_sharded(like), local, self.out.with_dtype(local.dtype), stride)
+        return wrap(_as_sharded(like), local, self.out.with_dtype(local.dtype), stride)
 
     def sums(self, local: Tensor, like: Tensor) -> Tensor:
         """A term of what all samples and rows add up to, such as the gradient of a weight."""
@@ -119,10 +119,10 @@ class Windows:
         placements = [Partial("sum") if isinstance(p, Shard) else Replicate() for p in layout.placements]
         shape = tuple(local.shape)
         summed = Layout.of(layout.mesh, placements, shape, local.dtype, (None,) * local.ndim)
-        return wrap(_sharded(like), local, summed, contiguous_stride(shape))
+        return wrap(_as_sharded(like), local, summed, contiguous_stride(shape))
 
 
-def _sharded(x: Tensor) -> Sharded:
+def _as_sharded(x: Tensor) -> Sharded:
     assert isinstance(x, Sharded), "what has windows is cut"
     return x
 
@@ -158,8 +158,8 @@ def _forward_window(stride: int, padding: int, reach: int) -> Window:
     return Window(stride, 1, padding, reach - padding, -((2 * padding - reach) // 2))
 
 
-def _skipped(windows: Windows, options: Sequence[Any]) -> list[IntLike]:
-    """Of a transposed convolution of what is read the rows in front of a block's own."""
+def _rows_in_front(windows: Windows, options: Sequence[Any]) -> list[IntLike]:
+    """How many rows of a transposed convolution of what is read come before the block's own."""
     _, padding, _, transposed, *_ = options
     if not transposed:
         return []
@@ -186,7 +186,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor, *options: object) -> Te
         *_lists(options, spatial),
         size=windows.size,
         cut=windows.cut,
-        skipped=_skipped(windows, options),
+        skipped=_rows_in_front(windows, options),
         channels_last=_is_channels_last(stride),
     )
     return windows.result(local, stride, x)
@@ -211,7 +211,7 @@ def convolution_backward(
         *_lists(options, spatial),
         wanted,
         cut=windows.cut,
-        skipped=_skipped(windows, options),
+        skipped=_rows_in_front(windows, options),
         channels_last=_is_channels_last(stride),
     )
     return (

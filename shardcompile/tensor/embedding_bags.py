@@ -49,7 +49,7 @@ def embedding_bag(
         return _largest(rows, (indices == indices).unsqueeze(-1) if counts is None else counts)
     rows = widened(rows) if per_sample_weights is None else widened(rows) * widened(per_sample_weights).unsqueeze(-1)
     rows = rows if counts is None else torch.where(counts, rows, 0)
-    add = (lambda x: x.sum(1)) if offsets is None else _adding(offsets, indices, include_last_offset)
+    add = (lambda x: x.sum(1)) if offsets is None else _adder(offsets, indices, include_last_offset)
     total = add(rows)
     if mode == "mean" and offsets is None and counts is None:
         total = total / indices.shape[1]
@@ -59,7 +59,7 @@ def embedding_bag(
     return total.to(table.dtype)
 
 
-def _adding(offsets: Any, indices: Any, include_last: bool) -> Callable[[Any], Any]:
+def _adder(offsets: Any, indices: Any, include_last: bool) -> Callable[[Any], Any]:
     """What adds up rows [indices, columns] by bags, to [bags, columns].
 
     Offsets that torch would refuse lead to bags that are not there, which the addition refuses.

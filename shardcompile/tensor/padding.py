@@ -10,19 +10,19 @@ from torch import Tensor
 
 from shardcompile.ops.view.rows import has_known_blocks
 from shardcompile.sharded import Sharded
-from shardcompile.tensor.autograd import redistributed
+from shardcompile.tensor.autograd import Redistribute, redistributed
 
 Rows = tuple[Tensor, Tensor]
 """In front of a tensor, and behind it."""
 
 
-def _reflected(x: Tensor, dim: int, front: int, back: int) -> Rows:
+def _reflect(x: Tensor, dim: int, front: int, back: int) -> Rows:
     rows = x.shape[dim]
     ends = (x.narrow(dim, 1, front), x.narrow(dim, rows - 1 - back, back))
-    return tuple(_whole(end, dim).flip(dim) for end in ends)  # type: ignore[return-value]
+    return tuple(_gathered_back(_whole(end, dim).flip(dim)) for end in ends)  # type: ignore[return-value]
 
 
-def _repeated(x: Tensor, dim: int, front: int, back: int) -> Rows:
+def _repeat(x: Tensor, dim: int, front: int, back: int) -> Rows:
     def times(row: Tensor, count: int) -> Tensor:
         return row.expand([count if d == dim else -1 for d in range(x.ndim)])
 
@@ -35,8 +35,8 @@ def _around(x: Tensor, dim: int, front: int, back: int) -> Rows:
 
 
 _BORDERS: dict[str, Callable[[Tensor, int, int, int], Rows]] = {
-    "reflect": _reflected,
-    "replicate": _repeated,
+    "reflect": _reflect,
+    "replicate": _repeat,
     "circular": _around,
 }
 """By mode, the rows in front and behind."""
@@ -47,6 +47,11 @@ def _whole(x: Tensor, dim: int) -> Tensor:
     if not isinstance(x, Sharded) or x._spec.layout.cuts[dim] is None:
         return x
     return redistributed(x, x._spec.layout.gathered(dim))  # type: ignore[no-any-return]
+
+
+def _gathered_back(x: Tensor) -> Tensor:
+    """The same rows, whose gradient, which comes cut, becomes whole before it is turned."""
+    return Redistribute.apply(x, x._spec.layout, False, None) if isinstance(x, Sharded) else x
 
 
 def pad(

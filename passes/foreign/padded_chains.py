@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from shardcompile import compat
 from shardcompile.collectives.of_torch import ALL_GATHER, REDUCE_SCATTER, SHARD_DIM_ALLTOALL
-from shardcompile.passes.foreign.pieces import Box, Pieces, Value, arguments_of, evaluate, is_tracked, static_shape
+from shardcompile.passes.foreign.provenance import Box, Pieces, Value, arguments_of, evaluate, is_tracked, static_shape
 from shardcompile.passes.graph.collective import Collective
 from shardcompile.passes.graph.dependencies import writes
 
@@ -52,7 +52,7 @@ class Chain:
         return text if self.new_cut is None else f"{text}, then along dim {self.new_cut[0]} of {self.new_cut[1]}"
 
 
-def chains(c: Collective) -> Iterator[Chain]:
+def find_chains(c: Collective) -> Iterator[Chain]:
     """The chains that an even collective may be the middle of, the one that moves least first.
 
     Args:
@@ -65,7 +65,7 @@ def chains(c: Collective) -> Iterator[Chain]:
         return
     found: list[Chain | None] = []
     if c.node.target is EXCHANGE:
-        found = [_exchange(c, shape, _exchanged(c, shape))]
+        found = [_exchange(c, shape, _follow_exchange(c, shape))]
     elif len(c.waits) < len(c.node.users):
         return
     elif c.descriptor is ALL_GATHER:
@@ -95,7 +95,7 @@ def _padded_gather(c: Collective, block: tuple[int, ...], known: dict[Node, Valu
                 return None
             tiled.setdefault(cut, []).append(node)
     for (dim, sizes), nodes in sorted(tiled.items(), key=lambda t: -sum(t[0][1])):
-        if sum(n > 0 for n in sizes) > 1 and (whole := _covering(c.waits, set(nodes), known)):
+        if sum(n > 0 for n in sizes) > 1 and (whole := _cover(c.waits, set(nodes), known)):
             return Chain(c, (dim, sizes), None, tuple(sorted(whole)), tuple(sorted(known)))
     return None
 
@@ -141,8 +141,8 @@ def _before_padding(node: Node, dims: Collection[int], zeros: int | None) -> Nod
     return None if unknown or not padded <= set(dims) else arguments["self"]
 
 
-def _exchanged(c: Collective, block: tuple[int, ...]) -> dict[Node, Value]:
-    """What is made of the result of an `EXCHANGE` by moving elements, in terms of all ranks' blocks stacked."""
+def _follow_exchange(c: Collective, block: tuple[int, ...]) -> dict[Node, Value]:
+    """What other nodes make of an `EXCHANGE` by moving elements, in terms of all ranks' blocks stacked."""
     me = compat.process_group(c.group_name).rank()
     gathered, divided = (d % len(block) for d in (c.arguments.gather_dim, c.arguments.shard_dim))
     width = block[divided] // c.group_size
@@ -158,7 +158,7 @@ def _exchanged(c: Collective, block: tuple[int, ...]) -> dict[Node, Value]:
 
 
 def _exchange(c: Collective, block: tuple[int, ...], known: dict[Node, Value]) -> Chain | None:
-    """Of every rank's block the same rows, and of them what is this rank's turn of another dim.
+    """Every rank sends the same rows of its block; each rank takes its own part along another dim.
 
     What the others take, this rank infers from what it takes itself.
     """
@@ -176,7 +176,7 @@ def _exchange(c: Collective, block: tuple[int, ...], known: dict[Node, Value]) -
     for ((dim, sizes), divided), nodes in sorted(
         tiled.items(), key=lambda t: (set(t[0][0][1]) == {block[t[0][0][0]]}, -sum(t[0][0][1]))
     ):
-        if sum(n > 0 for n in sizes) > 1 and _covering(c.waits, set(nodes), known):
+        if sum(n > 0 for n in sizes) > 1 and _cover(c.waits, set(nodes), known):
             *_, unpadded = padded_from(c, (dim, divided), zeros=divided)
             extent, width = unpadded.meta["val"].shape[divided], block[divided] // world
             new_sizes = tuple(min(max(extent - r * width, 0), width) for r in range(world))
@@ -249,8 +249,8 @@ def _is_slab(box: Box, dim: int, at: int, shape: Sequence[int]) -> bool:
     return along and others and box.at[dim] == at
 
 
-def _covering(sources: Sequence[Node], whole: Collection[Node], known: dict[Node, Value]) -> set[Node]:
-    """Those of the nodes through which all that is read of the sources is read; none if something is read elsewhere."""
+def _cover(sources: Sequence[Node], whole: Collection[Node], known: dict[Node, Value]) -> set[Node]:
+    """The nodes through which everything reads the sources; none if something reads them in another way."""
     reached: set[Node] = set()
     stack, seen = list(sources), set(sources)
     while stack:
@@ -279,7 +279,7 @@ def _padded_scatter(c: Collective, shape: tuple[int, ...]) -> Chain | None:
                 known[node] = made_of
         value = known.get(c.payload)
         block = (shape[0] // world, *shape[1:])
-        if isinstance(value, Pieces) and (found := _scattered(value, whole, block, world)):
+        if isinstance(value, Pieces) and (found := _scattered_cut(value, whole, block, world)):
             return Chain(c, found, None, (source,), c.waits)
     return None
 
@@ -306,7 +306,7 @@ def _sources(payload: Node) -> list[tuple[Node, list[Node]]]:
     return found
 
 
-def _scattered(value: Pieces, whole: tuple[int, ...], block: tuple[int, ...], world: int) -> Cut | None:
+def _scattered_cut(value: Pieces, whole: tuple[int, ...], block: tuple[int, ...], world: int) -> Cut | None:
     """The dim along which a padded payload divides its source among the ranks, and the sizes.
 
     None if it does not, or if there is no padding.

@@ -1,4 +1,6 @@
-"""Of which parts of one tensor another one is made, as far as views, copies, pads and concatenations go."""
+"""Where the elements of a value come from: which parts of one tensor, through views, copies, pads and
+concatenations.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,13 @@ class Box:
         if end <= first:
             return None
         axis = self.axes[dim]
-        start = self.start if axis is None else _changed(self.start, axis, self.start[axis] + first - self.at[dim])
-        at, extent = _changed(self.at, dim, first - low), _changed(self.extent, dim, end - first)
+        start = self.start if axis is None else _change(self.start, axis, self.start[axis] + first - self.at[dim])
+        at, extent = _change(self.at, dim, first - low), _change(self.extent, dim, end - first)
         return Box(at, extent, self.axes, start)
 
     def shifted(self, dim: int, by: int) -> Box:
         """The same part of the source further along a dim."""
-        return replace(self, at=_changed(self.at, dim, self.at[dim] + by))
+        return replace(self, at=_change(self.at, dim, self.at[dim] + by))
 
     def permuted(self, dims: Sequence[int]) -> Box:
         """With the value's dims in another order; dims that are left out have to be of extent 1."""
@@ -82,7 +84,7 @@ class Pieces:
 
     def sliced(self, dim: int, low: int, high: int) -> Pieces:
         """A range of a dim."""
-        shape = _changed(self.shape, dim, max(high - low, 0))
+        shape = _change(self.shape, dim, max(high - low, 0))
         near = (b for b in self.boxes if b.at[dim] < high and b.at[dim] + b.extent[dim] > low)
         return Pieces(shape, _present(b.clipped(dim, low, high) for b in near), self.fills)
 
@@ -149,7 +151,7 @@ def evaluate_constant(node: Node) -> Pieces | None:
     return Pieces(shape, (), frozenset([node.args[1]]))
 
 
-def _changed(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+def _change(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim + 1 :])
 
 
@@ -205,7 +207,7 @@ def _cat(a: dict[str, Any]) -> Pieces | None:
     for part in parts:
         boxes += [b.shifted(dim, at) for b in part.boxes]
         at += part.shape[dim]
-    return Pieces(_changed(parts[0].shape, dim, at), tuple(boxes), frozenset().union(*(p.fills for p in parts)))
+    return Pieces(_change(parts[0].shape, dim, at), tuple(boxes), frozenset().union(*(p.fills for p in parts)))
 
 
 def _pad(a: dict[str, Any]) -> Pieces:
@@ -215,7 +217,7 @@ def _pad(a: dict[str, Any]) -> Pieces:
         end = x.shape[dim] + back
         inner = x.sliced(dim, max(-front, 0), min(end, x.shape[dim]))
         boxes = tuple(b.shifted(dim, max(front, 0)) for b in inner.boxes)
-        x = Pieces(_changed(x.shape, dim, end + front), boxes, inner.fills)
+        x = Pieces(_change(x.shape, dim, end + front), boxes, inner.fills)
     return replace(x, fills=x.fills | {a["value"]}) if any(p > 0 for p in pads) else x
 
 
@@ -246,7 +248,7 @@ def _permute(a: dict[str, Any]) -> Pieces:
 def _unsqueeze(a: dict[str, Any]) -> Pieces | None:
     x = a["self"]
     dim = a["dim"] % (len(x.shape) + 1)
-    return _reshaped(x, (*x.shape[:dim], 1, *x.shape[dim:]))
+    return _reshape(x, (*x.shape[:dim], 1, *x.shape[dim:]))
 
 
 def _view(a: dict[str, Any]) -> Pieces | None:
@@ -256,18 +258,18 @@ def _view(a: dict[str, Any]) -> Pieces | None:
         if not known:
             return None
         shape[shape.index(-1)] = math.prod(x.shape) // known
-    return _reshaped(x, tuple(shape))
+    return _reshape(x, tuple(shape))
 
 
-def _reshaped(x: Pieces, shape: tuple[int, ...]) -> Pieces | None:
+def _reshape(x: Pieces, shape: tuple[int, ...]) -> Pieces | None:
     if not math.prod(shape):
         return None
-    groups = _regrouped(x.shape, shape)
+    groups = _regroup(x.shape, shape)
     boxes = [_regroup_box(b, groups, x.shape, shape) for b in x.boxes]
     return None if None in boxes else Pieces(shape, _present(boxes), x.fills)
 
 
-def _regrouped(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
+def _regroup(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
     """The dims of two shapes of one number of elements, in groups of the same number of elements."""
     groups: list[tuple[range, range]] = []
     i = j = 0

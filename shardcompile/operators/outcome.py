@@ -25,7 +25,7 @@ WORLD = 3
 
 
 @dataclass(frozen=True)
-class Served:
+class Outcome:
     """What happened to a call.
 
     Attributes:
@@ -55,7 +55,7 @@ class Ranks:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._threads.close()
 
-    def serve(self, op: OpOverload, example: Example, style: int = 0) -> list[Served]:
+    def outcomes_of(self, op: OpOverload, example: Example, style: int = 0) -> list[Outcome]:
         """What happens when each tensor of a call is cut along each dim, the others being whole, or cut alike.
 
         Args:
@@ -64,9 +64,9 @@ class Ranks:
             style: of the blocks, see `shardcompile.testing.arrange.uneven_sizes`.
         """
         scenes = list(_scenes(example))
-        ends = self._threads.run(lambda _: [_served(op, example, cut, dims, style) for cut, dims in scenes])
+        ends = self._threads.run(lambda _: [_observe(op, example, cut, dims, style) for cut, dims in scenes])
         raise_worst(ends)
-        found: list[Served] = ends[0].result
+        found: list[Outcome] = ends[0].result
         return found
 
 
@@ -82,7 +82,7 @@ def _scenes(example: Example) -> Iterator[tuple[str, list[int | None]]]:
             yield f"all along dim {dim}", [dim] * len(tensors)
 
 
-def _served(op: OpOverload, example: Example, cut: str, dims: Sequence[int | None], style: int) -> Served:
+def _observe(op: OpOverload, example: Example, cut: str, dims: Sequence[int | None], style: int) -> Outcome:
     mesh = standing_mesh()
     laid_out: list[Tensor] = []
     for (_, x), dim in zip(example.tensors, dims, strict=True):
@@ -97,11 +97,11 @@ def _served(op: OpOverload, example: Example, cut: str, dims: Sequence[int | Non
             with ServiceWatch(whole) as watch:
                 out = op(*args)
         except (ShardError, RuntimeError, ValueError, NotImplementedError, IndexError) as error:
-            return Served(cut, "refused", error=f"{type(error).__name__}: {error}")
-    return Served(cut, watch.how(), way, _described(out))
+            return Outcome(cut, "refused", error=f"{type(error).__name__}: {error}")
+    return Outcome(cut, watch.how(), way, _describe(out))
 
 
-def _described(out: object) -> str:
+def _describe(out: object) -> str:
     first = out[0] if isinstance(out, (list, tuple)) and out else out
     if not isinstance(first, Sharded):
         return "plain"

@@ -60,7 +60,7 @@ class HoldOrder:
 
 
 def held_edges(graph: Graph) -> dict[Node, list[Node]]:
-    """For a node those that Inductor has to run before it, beyond those that it reads.
+    """By node: the nodes that Inductor has to run before it, besides those that it reads.
 
     A start is held before the next anchor, and a wait behind the last one, unless they depend on each other as it is.
     """
@@ -75,7 +75,7 @@ def held_edges(graph: Graph) -> dict[Node, list[Node]]:
         elif node.target is WAIT and last is not None:
             edges[node] = [last]
         elif node.op == "call_function" and node.target in ANCHORS:
-            needed = _needed(node, inputs, since) if started else set()
+            needed = _inputs_among(node, inputs, since) if started else set()
             held = [s for s in started if s not in needed]
             if held:
                 edges[node] = held
@@ -86,8 +86,8 @@ def held_edges(graph: Graph) -> dict[Node, list[Node]]:
     return edges
 
 
-def _needed(node: Node, inputs: Mapping[Node, Sequence[Node]], among: Set[Node]) -> set[Node]:
-    """What a node needs of some that are next to each other, directly or through others of them."""
+def _inputs_among(node: Node, inputs: Mapping[Node, Sequence[Node]], among: Set[Node]) -> set[Node]:
+    """Which of some neighbouring nodes a node needs, directly or through others of them."""
     found: set[Node] = set()
     pending = [node]
     while pending:

@@ -28,6 +28,8 @@ class Link:
             (PERFORMANCE.md there).
         medium: ``ports`` if every rank has a link of its own, so that the rank with most to send or to receive decides;
             ``shared`` if all ranks share one, as on the loopback of one machine, so that the sum over ranks decides.
+        host: seconds of the launch in which what computes is held up, because one thread runs Python and computes.
+        busy: the share of a transfer in which what computes is held up, because the same cores move the bytes.
     """
 
     name: str
@@ -35,6 +37,8 @@ class Link:
     hop: float
     bandwidth: float
     medium: Literal["ports", "shared"] = "ports"
+    host: float = 0.0
+    busy: float = 0.0
 
     def latency(self, group_size: int) -> float:
         """Seconds that a collective takes however little it moves."""
@@ -43,6 +47,35 @@ class Link:
     def seconds(self, wire_bytes: float, group_size: int) -> float:
         """Seconds of a collective in which a rank moves so many bytes; none in a group of one."""
         return 0.0 if group_size < 2 else self.latency(group_size) + wire_bytes / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds of a collective.
+
+    Attributes:
+        latency: that it takes however little it moves.
+        transfer: that its bytes take on the link.
+        packing: of compute before it starts.
+        unpacking: of compute when it is awaited.
+        held: in which what computes is held up before it starts, see `Link`; they are in none of the others.
+    """
+
+    latency: float
+    transfer: float
+    packing: float = 0.0
+    unpacking: float = 0.0
+    held: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """From start to end."""
+        return self.latency + self.transfer
+
+    @property
+    def before(self) -> float:
+        """What compute does, or waits for, before it starts."""
+        return self.packing + self.held
 
 
 # Latency. Of NVLink and InfiniBand on H100: a table of collectives measured on 8 x 8 H100 (shipped with AutoParallel's
@@ -78,6 +111,8 @@ class Device:
         memory: bytes per second to and from memory, the peak.
         share: how much of either peak kernels reach.
         kernel: seconds to launch a kernel.
+        element: seconds for one element of a function that is no arithmetic, such as exp, beside moving it.
+        call: seconds of Python around each run of a graph, in which nothing is computed.
         intra: the link within a node.
         inter: the link between nodes.
     """
@@ -90,11 +125,21 @@ class Device:
     kernel: float
     intra: Link
     inter: Link
+    element: float = 0.0
+    call: float = 0.0
 
-    def compute_seconds(self, flops: float, nbytes: float, dtype: torch.dtype) -> float:
-        """Seconds of a kernel: the larger of computing and moving, and its launch."""
+    def compute_seconds(self, flops: float, nbytes: float, dtype: torch.dtype, elements: float = 0) -> float:
+        """Seconds of a kernel: the larger of computing and moving, and its launch.
+
+        Args:
+            flops: operations of products.
+            nbytes: to and from memory.
+            dtype: of the numbers.
+            elements: for which a function is computed that is no arithmetic.
+        """
         peak = self.flops.get(dtype, self.flops[torch.float32])
-        return self.kernel + max(flops / peak, nbytes / self.memory) / self.share
+        computing = max(flops / peak / self.share, elements * self.element)
+        return self.kernel + max(computing, nbytes / self.memory / self.share)
 
 
 # Peaks: NVIDIA's data sheets of A100 80 GB SXM, H100 SXM, H200 SXM and B200, without sparsity; float64 by tensor cores.
@@ -165,8 +210,8 @@ def device_of(kind: str) -> Device:
 def link_of(device: Device, group_size: int, ranks_per_node: int = RANKS_PER_NODE, spread: bool | None = None) -> Link:
     """The link that limits a group: within a node if the group is in one.
 
-    Reads nothing that could differ between ranks. Between nodes a rank is taken to have an adapter of its own, whatever
-    the number of ranks of its node that are in the group.
+    Reads nothing that could differ between ranks. Between nodes each rank is assumed to have an adapter of its own,
+    however many ranks of its node are in the group.
 
     Args:
         device: of every rank.
@@ -183,7 +228,7 @@ def spans_nodes(ranks: Sequence[int], world_size: int, ranks_per_node: int = RAN
     """Whether a group has ranks on several nodes, or could have: the same for all groups along a mesh dim.
 
     Ranks are numbered node by node. The groups along a mesh dim have the same number of ranks, at the same distance
-    from each other, so that none crosses the border of a node if their reach divides a node. Otherwise some do, and all
+    from each other. So none crosses the border of a node if their reach divides a node. Otherwise some do, and all
     ranks have to reckon with the slower link. So they do for a group whose ranks are not at equal distances.
 
     Args:

@@ -1,0 +1,89 @@
+"""Sorting rows that lie on several ranks: each rank sorts what it has, samples of all tell where the sorted order is to
+be divided, and one exchange brings every row to its part (Frazer and McKellar, "Samplesort", 1970).
+
+Equal rows are ordered by their numbers, in the samples as well, so that the order is stable and a value that occurs
+often is divided as any other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcompile import compat
+from shardcompile.collectives.derived_cuts import derive
+from shardcompile.collectives.gathers import ALL_GATHER_V, AllGatherV
+from shardcompile.collectives.routes import cut_of_sizes, exchange_rows, gather_counts
+from shardcompile.layout import CHUNK_KEY, Cut, GroupCut
+
+
+def sort_rows(block: Tensor, cut: Cut, mesh: DeviceMesh, descending: bool) -> tuple[Tensor, Tensor, Cut]:
+    """The rows of a cut dim in stable order. Four collectives: samples and their numbers, how many go where, the rows.
+
+    Args:
+        block: this rank's: [n].
+        cut: of the dim, over one mesh dim.
+        mesh: the mesh.
+        descending: whether the largest comes first.
+
+    Returns:
+        This rank's part of the sorted rows, the numbers that these had, and how the sorted rows are cut then: into
+        parts that are about equal.
+    """
+    (mesh_dim,) = cut.mesh_dims
+    group_name, ranks = compat.group_name_of(mesh, mesh_dim), mesh.shape[mesh_dim]
+    first: Any = derive("located", [cut], [], cut.extent, mesh)[1]
+    rows, order = block.sort(stable=True, descending=descending)
+    numbers = order + first
+    if ranks == 1:
+        return rows, numbers, cut
+    values, heads = _splitters(rows, numbers, ranks, group_name, descending)
+    behind = _comes_before(values, rows.unsqueeze(1), descending)
+    same = ~behind & ~_comes_before(rows.unsqueeze(1), values, descending)
+    target = (behind | (same & (heads <= numbers.unsqueeze(1)))).sum(1)  # rising, as the rows are in order
+    counts = torch.zeros([ranks], dtype=torch.int64, device=block.device)
+    counts = gather_counts(counts.scatter_add(0, target, torch.ones_like(target)), group_name)
+    sorted_cut = cut_of_sizes(counts.sum(0), mesh, [mesh_dim], extent=cut.extent)
+    arriving = sorted_cut.local_size(compat.coordinate(mesh))
+    came, names = exchange_rows([rows, numbers], counts, arriving, group_name)
+    found, order = came.sort(stable=True, descending=descending)  # equal ones come in the order of their ranks
+    return found, names.index_select(0, order), sorted_cut
+
+
+def _splitters(rows: Tensor, numbers: Tensor, ranks: int, group_name: str, descending: bool) -> tuple[Tensor, Tensor]:
+    """The first row of each part but the first, and its number: [ranks - 1].
+
+    Args:
+        rows: of this rank, in order.
+        numbers: of them.
+        ranks: how many there are.
+        group_name: the ranks.
+        descending: as in `sort_rows`.
+    """
+    count: Any = rows.shape[0]
+    places = torch.arange(ranks, device=rows.device) * count // ranks
+    some = torch.cat([rows, rows.new_zeros([1])]).index_select(0, places)
+    known = torch.cat([numbers, numbers.new_full([1], -1)]).index_select(0, places)  # -1: of a rank without rows
+    even = GroupCut([ranks] * ranks, CHUNK_KEY, [])
+    values, heads = (
+        ALL_GATHER_V.start(AllGatherV(x, 0, ranks * ranks, even, group_name)).wait() for x in (some, known)
+    )
+    # The last key first: each sort keeps the order of the one before among what is equal.
+    order = heads.argsort(stable=True)
+    order = order.index_select(0, values.index_select(0, order).argsort(stable=True, descending=descending))
+    order = order.index_select(0, (heads.index_select(0, order) < 0).to(torch.uint8).argsort(stable=True))
+    there = (heads >= 0).sum()
+    chosen = order.index_select(0, torch.arange(1, ranks, device=rows.device) * there // ranks)
+    return values.index_select(0, chosen), heads.index_select(0, chosen)
+
+
+def _comes_before(a: Tensor, b: Tensor, descending: bool) -> Tensor:
+    """Whether `a` is sorted in front of `b`; NaN counts as the largest number, as in ``torch.sort``."""
+    if descending:
+        a, b = b, a
+    if not a.dtype.is_floating_point:
+        return a < b
+    return (a < b) | (b.isnan() & ~a.isnan())

@@ -1,0 +1,38 @@
+"""Nodes of autograd's graph that give a small tensor's values many times over. Seen in torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from shardcompile.compat.sizes import size_hint
+
+_REPEAT = {"EmbeddingBackward0", "ExpandBackward0", "RepeatBackward0", "AddBackward0", "SubBackward0"}
+
+
+def last_repetition(x: Tensor) -> tuple[Node, int] | None:
+    """The node that has repeated a small tensor, as lookups in a table do, and the elements of that tensor.
+
+    Expansions repeat, and sums with a larger tensor that has no gradient.
+
+    Args:
+        x: a plain tensor.
+
+    Returns:
+        Nothing if `x` was not made so, or if somebody looks at its gradient.
+    """
+    if x.grad_fn is None or x.retains_grad or x._backward_hooks:
+        return None
+    node: Any = x.grad_fn
+    while node is not None and node.name() == "UnsqueezeBackward0":
+        node = node.next_functions[0][0]
+    if node is None or node.name() not in _REPEAT or getattr(node, "_saved_sparse", False):
+        return None
+    sources = [(source, i) for source, i in node.next_functions if source is not None]
+    if len(sources) != 1:
+        return None
+    ((source, i),) = sources
+    return node, math.prod(map(size_hint, source._input_metadata[i].shape))

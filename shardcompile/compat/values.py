@@ -1,0 +1,143 @@
+"""Which tensors of a trace surely hold the same values, so that what follows from them is worked out once."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch._subclasses.functional_tensor import FunctionalTensor  # 2.11 - 2.15
+from torch.fx.experimental.proxy_tensor import (
+    _ProxyTensor,  # 2.11 - 2.15
+    get_proxy_mode,  # 2.11 - 2.15
+)
+from torch.fx.experimental.symbolic_shapes import statically_known_true  # 2.11 - 2.15
+
+aten = torch.ops.aten
+_T = TypeVar("_T")
+_DEPTH = 64
+"""How far back the nodes are compared that a tensor was computed by."""
+
+
+class _Memo:
+    """What is known of one graph that is being recorded."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Any, int] = {}
+        self.made: dict[Any, Any] = {}
+
+    def number(self, node: torch.fx.Node, depth: int = 0) -> int:
+        """A number that is the same for nodes that compute the same of the same inputs."""
+        known = self.numbers.get(node)
+        if known is None:
+            known = self.numbers[node] = self._of_key(self._key(node, depth) if depth < _DEPTH else node)
+        return known
+
+    def _of_key(self, key: object) -> int:
+        return self.numbers.setdefault(key, len(self.numbers))
+
+    def _key(self, node: torch.fx.Node, depth: int) -> object:
+        target = node.target
+        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+            return node
+        if target.namespace != "aten" or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
+            return node
+        if target in _PARTS and _is_of_known_size(node.meta.get("val")):
+            return node  # of a block of known size other parts may be the same on some ranks only
+
+        def value(a: object) -> object:
+            if isinstance(a, torch.fx.Node):
+                return "node", self.number(a, depth + 1)
+            if isinstance(a, (list, tuple)):
+                return tuple(value(b) for b in a)
+            return type(a), a
+
+        key = (target, value(node.args), tuple((k, value(v)) for k, v in node.kwargs.items()))
+        try:
+            hash(key)
+        except TypeError:
+            return node
+        return key
+
+
+_MEMOS: weakref.WeakKeyDictionary[Any, _Memo] = weakref.WeakKeyDictionary()
+
+
+def once_for_value(x: torch.Tensor, what: tuple[object, ...], make: Callable[[], _T]) -> _T:
+    """What follows from a tensor's values: in a trace worked out once for all tensors that surely hold the same.
+
+    Ranks have to agree on which tensors these are. They do where the size of `x` is a symbol, which is the same on
+    all of them; where it is a number it may be that of this rank's block, and then nothing is shared.
+
+    Args:
+        x: the tensor.
+        what: names what is worked out.
+        make: works it out.
+    """
+    mode = None if _is_of_known_size(x) else get_proxy_mode()
+    node = None if mode is None else _node_of(x, mode.tracer)
+    if node is None or mode is None:
+        return make()
+    memo = _MEMOS.setdefault(mode.tracer, _Memo())
+    key = (memo.number(_same_elements(node)), *what)
+    if key not in memo.made:
+        memo.made[key] = make()
+    return memo.made[key]  # type: ignore[no-any-return]
+
+
+def _is_of_known_size(x: object) -> bool:
+    return not isinstance(x, torch.Tensor) or all(isinstance(n, int) for n in x.shape)
+
+
+_PARTS = (
+    *(aten.slice.Tensor, aten.select.int, aten.narrow.default, aten.as_strided.default, aten.diagonal.default),
+    *(aten.split.Tensor, aten.split_with_sizes.default, aten.index_select.default, aten.roll.default),
+    *(aten.constant_pad_nd.default, aten.arange.start_step),
+)
+
+_REARRANGED = (
+    *(aten.view.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default, aten.clone.default),
+    *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default),
+)
+
+
+def _same_elements(node: torch.fx.Node) -> torch.fx.Node:
+    """The first node with the elements of this one in their order, of those from which it was made by viewing."""
+    found, elements = node, _elements(node)
+    while node.op == "call_function" and (node.target in _REARRANGED or _undoes_expansion(node) or _is_all(node)):
+        parent = node.args[0]
+        assert isinstance(parent, torch.fx.Node), "a view is one of a tensor"
+        node = parent
+        if statically_known_true(_elements(node) == elements):
+            found = node
+    return found
+
+
+def _undoes_expansion(node: torch.fx.Node) -> bool:
+    """Whether a node takes one of several equal slices."""
+    if node.target is not aten.select.int or node.args[2] != 0:
+        return False
+    stride: Any = node.args[0].meta["val"].stride()[node.args[1]]  # type: ignore[union-attr,index]
+    return isinstance(stride, int) and stride == 0
+
+
+def _is_all(node: torch.fx.Node) -> bool:
+    """Whether a node takes all of a tensor."""
+    if node.target is not aten.slice.Tensor:
+        return False
+    return statically_known_true(_elements(node) == _elements(node.args[0]))  # type: ignore[arg-type]
+
+
+def _elements(node: torch.fx.Node) -> Any:
+    return math.prod(node.meta["val"].shape)
+
+
+def _node_of(x: torch.Tensor, tracer: Any) -> torch.fx.Node | None:
+    """The node that gives a tensor in the graph that is being recorded; None if there is none."""
+    if isinstance(x, FunctionalTensor):
+        torch._sync(x)
+        x = torch._from_functional_tensor(x.elem)
+    slot = tracer.tensor_tracker.get(x)
+    return slot.proxy.node if isinstance(slot, _ProxyTensor) else None

@@ -1,0 +1,202 @@
+"""Adds rows of a cut tensor to the rows that an index names: sums over edges, and gradients of lookups.
+
+Where it is known how the target's rows are cut, sums travel home to them (`linked`). Elsewhere each rank adds what it
+has into zeros; the ranks' sums are then added up where the target's rows are. Rows stay with their ranks, at the price
+of a reduction of the target's size, which is why larger targets are left to the rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+from shardcompile import compat
+from shardcompile.collectives import Reduction
+from shardcompile.layout import IntLike, Layout, contiguous_stride
+from shardcompile.ops import Form, OpCall, TensorArg, state
+from shardcompile.ops.index.linked import column_of, combined, target_cut
+from shardcompile.ops.view.rows import moved, reduced, wrap
+from shardcompile.sharded import Sharded
+
+aten = torch.ops.aten
+
+
+def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
+    """``aten.index_add`` of a source that is cut along `dim`."""
+    if index.ndim != 1 or source.ndim != x.ndim or not x.ndim:
+        return NotImplemented
+    dim = dim % x.ndim
+    if _is_alike(source, dim, x):
+        found = _combined(x, dim, index, source if alpha == 1 else source * alpha)
+        if found is not NotImplemented:
+            return found
+    if not _fits(source, dim, x):
+        return NotImplemented
+    added = reduced(source)
+    layout = added._spec.layout
+    cut = layout.cut_of(dim)
+    placements = [Shard(0) if m in cut.mesh_dims else Replicate() for m in range(len(layout.placements))]
+    numbers = moved(index, Layout.of(layout.mesh, placements, index.shape, index.dtype, [cut]))
+    return _sums(
+        x, dim, added, lambda zeros: aten.index_add.default(zeros, dim, numbers, added._local_tensor, alpha=alpha)
+    )
+
+
+def _combined(
+    x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: Reduction = "sum", *, include_self: bool = True,
+    wraps: bool = False,
+) -> Tensor:  # fmt: skip
+    """`linked.combined`, where it is known how the rows are cut."""
+    cut = target_cut(x, dim, source)
+    if cut is None:
+        return NotImplemented
+    return combined(x, dim, index, source, cut, reduce, include_self=include_self, wraps=wraps)
+
+
+def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    """``aten.scatter_add`` of a source that is cut along `dim`."""
+    if not index.ndim == source.ndim == x.ndim or not x.ndim or not _same(index.shape, source.shape):
+        return NotImplemented
+    dim = dim % x.ndim
+    column = column_of(index, dim, x.shape) if _is_alike(source, dim, x) else None
+    if column is not None:
+        found = _combined(x, dim, column, source)
+        if found is not NotImplemented:
+            return found
+    if not _fits(source, dim, x):
+        return NotImplemented
+    added = reduced(source)
+    numbers = moved(index, added._spec.layout)
+    return _sums(x, dim, added, lambda zeros: aten.scatter_add.default(zeros, dim, numbers, added._local_tensor))
+
+
+def scatter_reduce(
+    x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: Reduction, *, include_self: bool = True
+) -> Tensor:
+    """``aten.scatter_reduce`` of a source that is cut along `dim`, by numbers of whole rows."""
+    if not index.ndim == source.ndim == x.ndim or not x.ndim or not _same(index.shape, source.shape):
+        return NotImplemented
+    dim = dim % x.ndim
+    if not _is_alike(source, dim, x) or (reduce == "mean" and not x.dtype.is_floating_point) or x.dtype.is_complex:
+        return NotImplemented
+    column = column_of(index, dim, x.shape)
+    return NotImplemented if column is None else _combined(x, dim, column, source, reduce, include_self=include_self)
+
+
+def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False) -> Tensor:
+    """``aten.index_put`` by numbers of one dim, or that writes one value where a mask says."""
+    at = [d for d, index in enumerate(indices) if index is not None]
+    if at == [0] and indices[0].dtype is torch.bool and values.ndim == 0 and not accumulate and indices[0].ndim:
+        mask = indices[0]
+        if mask.ndim > x.ndim or not _same(mask.shape, x.shape[: mask.ndim]):
+            return NotImplemented
+        return torch.where(mask[(..., *[None] * (x.ndim - mask.ndim))], values.to(x.dtype), x)
+    if len(at) != 1 or not indices[at[0]].ndim:
+        return NotImplemented
+    dim, index = at[0], indices[at[0]]
+    if index.dtype in (torch.bool, torch.uint8) or values.ndim != x.ndim + index.ndim - 1:
+        return NotImplemented
+    if not _same(values.shape[dim : dim + index.ndim], index.shape):
+        return NotImplemented
+    if index.ndim == 1:
+        values = _beside(values, dim, index)
+    else:
+        index, values = index.flatten(), values.flatten(dim, dim + index.ndim - 1)
+    if _is_alike(values, dim, x):
+        reduce: Reduction = "sum" if accumulate else "any"
+        found = _combined(x, dim, index, values, reduce, include_self=accumulate, wraps=True)
+        if found is not NotImplemented:
+            return found
+    if not accumulate:
+        return NotImplemented
+    return index_add(x, dim, torch.where(index < 0, index + x.shape[dim], index), values)
+
+
+def embedding_backward(grad: Tensor, indices: Tensor, rows: IntLike, padding: int, by_frequency: bool) -> Tensor:
+    """The gradient of a table, cut as the table from which the gradient's rows were looked up."""
+    if by_frequency or not isinstance(grad, Sharded) or not indices.ndim or grad.ndim < 2:
+        return NotImplemented
+    if padding >= 0:
+        grad = grad.masked_fill((indices == padding).unsqueeze(-1), 0)
+    flat, numbers = grad.flatten(0, -2), indices.flatten()
+    zeros = grad.new_zeros([rows, grad.shape[-1]])
+    return _combined(zeros, 0, numbers, flat)
+
+
+def _beside(values: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Values that every rank has, in the blocks of a cut index: each rank takes its own."""
+    cut = index._spec.layout.cuts[0] if isinstance(index, Sharded) else None
+    if cut is None or (isinstance(values, Sharded) and not values._spec.layout.is_replicated):
+        return values
+    assert isinstance(index, Sharded), "what is plain is not cut"
+    mesh = index._spec.layout.mesh
+    placements = [Shard(dim) if m in cut.mesh_dims else Replicate() for m in range(mesh.ndim)]
+    layout = Layout.of(
+        mesh, placements, tuple(values.shape), values.dtype, [cut if d == dim else None for d in range(values.ndim)]
+    )
+    return wrap(index, moved(values, layout), layout, contiguous_stride(layout.shape))
+
+
+def _same(a: Sequence[IntLike], b: Sequence[IntLike]) -> bool:
+    return all(compat.same_symbol(m, n) for m, n in zip(a, b, strict=True))
+
+
+def _is_alike(source: Tensor, dim: int, x: Tensor) -> TypeGuard[Sharded]:
+    """Whether the source is cut along `dim`, and has the target's dtype and its extents otherwise."""
+    if not isinstance(source, Sharded) or source._spec.layout.cuts[dim] is None or x.dtype is not source.dtype:
+        return False
+    others = [d for d in range(x.ndim) if d != dim]
+    return x.dtype is not torch.bool and _same([x.shape[d] for d in others], [source.shape[d] for d in others])
+
+
+def _fits(source: Tensor, dim: int, x: Tensor) -> TypeGuard[Sharded]:
+    """Whether the source is cut along `dim`, fits the target otherwise, and is no smaller than it."""
+    if not _is_alike(source, dim, x):
+        return False
+    return math.prod(map(compat.size_hint, x.shape)) <= math.prod(map(compat.size_hint, source.shape))
+
+
+def _sums(x: Tensor, dim: int, source: Sharded, add: Callable[[Tensor], Tensor]) -> Tensor:
+    layout, block = source._spec.layout, source._local_tensor
+    over = layout.cut_of(dim).mesh_dims
+    placements = [Partial("sum") if m in over else p for m, p in enumerate(layout.placements)]
+    cuts = [None if d == dim else c for d, c in enumerate(layout.cuts)]
+    sums = add(block.new_zeros([x.shape[dim] if d == dim else n for d, n in enumerate(block.shape)]))
+    pending = Layout.of(layout.mesh, placements, tuple(x.shape), x.dtype, cuts)
+    return x + wrap(source, sums, pending, contiguous_stride(x.shape))
+
+
+def _is_of_rows(source: object, dim: int, extent: IntLike) -> bool:
+    """Whether what is added was looked up in rows that are cut, of which there are as many as in the target."""
+    cut = source.layout.cuts[dim] if isinstance(source, TensorArg) and 0 <= dim < source.ndim else None
+    return cut is not None and cut.named_rows(extent) is not None
+
+
+def _adds_to_rows(call: OpCall) -> bool:
+    """`_is_of_rows` for ops that take a target, a dim, an index and a source."""
+    target, dim = call.args[0], call.args[1] % max(call.args[0].ndim, 1)
+    return bool(target.ndim) and _is_of_rows(call.args[3], dim, target.shape[dim])
+
+
+def _puts_into_rows(call: OpCall) -> bool:
+    """`_is_of_rows` for ``index_put``."""
+    at = [d for d, index in enumerate(call.args[1]) if index is not None]
+    return len(at) == 1 and _is_of_rows(call.args[2], at[0], call.args[0].shape[at[0]])
+
+
+def _is_of_table(call: OpCall) -> bool:
+    """`_is_of_rows` for the gradient of an embedding."""
+    return any(_is_of_rows(call.args[0], d, call.args[2]) for d in range(call.args[0].ndim - 1))
+
+
+state(aten.index_add.default, sharded=Form(index_add, preferred=_adds_to_rows))
+state(aten.index_put.default, sharded=Form(index_put, preferred=_puts_into_rows))
+state(aten.scatter_add.default, sharded=Form(scatter_add, preferred=_adds_to_rows))
+state(aten.scatter_reduce.two, sharded=Form(scatter_reduce, preferred=_adds_to_rows))
+state(aten.embedding_dense_backward.default, sharded=Form(embedding_backward, preferred=_is_of_table))
+state(aten.index_add.default, not_decomposed="torch's fails for an index of 0 dims")

@@ -1,0 +1,238 @@
+"""Rows of a cut dim that numbers name which are cut over the same ranks: each row travels once to each rank that names
+it, and sums of what is added to it travel the same way home.
+
+Which rows travel is worked out once for an index: in a trace for all lookups and additions by it, those of the backward
+pass included. What is looked up remembers how the rows are cut (`Cut.rows`): a tensor of as many rows that is made on
+the way is cut like them, such as the sums over a graph's edges.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from shardcompile import compat
+from shardcompile.collectives import (
+    Links,
+    Reduction,
+    add_rows,
+    block_size,
+    find_links,
+    named_rows,
+    reduce_rows,
+    take_rows,
+)
+from shardcompile.layout import Cut, IntLike, Layout, contiguous_stride
+from shardcompile.ops.view.rows import moved, reduced, wrap
+from shardcompile.sharded import Sharded, block_of, first_sharded
+
+_FEW_ROWS = 64
+"""How many numbers there may be for each row. Where there are more, every rank is likely to name all rows."""
+
+
+def is_linked(index: Tensor, cut: Cut | None) -> TypeGuard[Sharded]:
+    """Whether numbers of rows are cut by the mesh dim that cuts the rows, which is one, and by it along one dim."""
+    return cut is not None and isinstance(index, Sharded) and fits(cut, index._spec.layout)
+
+
+def fits(cut: Cut, layout: Layout) -> bool:
+    """`is_linked` of the layout of an index."""
+    if len(cut.mesh_dims) > 1 or cut.runs > 1 or layout.is_partial:
+        return False
+    if layout.dtype.is_floating_point or layout.dtype in (torch.bool, torch.uint8):
+        return False
+    entries, rows = math.prod(map(compat.size_hint, layout.shape)), compat.size_hint(cut.extent)
+    if entries > _FEW_ROWS * rows:
+        return False
+    by = [c for c in layout.cuts if c is not None and set(c.mesh_dims) & set(cut.mesh_dims)]
+    return [c.mesh_dims for c in by] == [cut.mesh_dims]
+
+
+def links_of(numbers: Tensor, cut: Cut, mesh: DeviceMesh, about: IntLike, *, wraps: bool = False) -> Links:
+    """Which rows travel for this rank's numbers, in a trace worked out once.
+
+    Args:
+        numbers: [e].
+        cut: of the rows.
+        mesh: the mesh.
+        about: how many numbers there are on all ranks.
+        wraps: whether negative ones count from the end.
+    """
+    parts = (cut.kind, cut.mesh_dims, *map(compat.expression_of, (cut.key, cut.extent, cut.inner, cut.scale)))
+    what = ("links", *parts, cut.blocks, wraps, compat.group_name_of(mesh, cut.mesh_dims[0]))
+
+    def make() -> Links:
+        with compat.unrecorded_symbols(numbers):
+            return find_links(numbers, cut, mesh, about, wraps=wraps)
+
+    return compat.once_for_value(numbers, what, make)
+
+
+def _placed(
+    layout: Layout, dim: int, index: Layout, at: int, shape: Sequence[IntLike]
+) -> tuple[list[Placement], list[Cut | None]] | None:
+    """Placements and cuts of what is looked up, or None if two dims of it would be cut by one mesh dim.
+
+    Args:
+        layout: of the rows.
+        dim: along which they lie.
+        index: the layout of their numbers.
+        at: how many dims these have.
+        shape: of the result.
+    """
+    rows = layout.cut_of(dim)
+    cuts: list[Cut | None] = [None] * len(shape)
+    for d, c in enumerate(layout.cuts):
+        if d != dim:
+            cuts[d if d < dim else d + at - 1] = c
+    for d, c in enumerate(index.cuts):
+        cuts[dim + d] = c.naming(rows) if c is not None and c.mesh_dims == rows.mesh_dims else c
+    placements: list[Placement] = [Replicate()] * len(layout.placements)
+    for d, c in enumerate(cuts):
+        for m in () if c is None else c.mesh_dims:
+            if not isinstance(placements[m], Replicate):
+                return None
+            placements[m] = Shard(d)
+    return placements, cuts
+
+
+def taken(
+    x: Sharded, dim: int, index: Sharded, shape: Sequence[IntLike], stride: Sequence[IntLike], *, wraps: bool
+) -> Tensor:
+    """The rows that an index of any shape names, in place of `dim`; NotImplemented if they cannot lie so.
+
+    Args:
+        x: the rows.
+        dim: along which they lie.
+        index: for which `is_linked` holds.
+        shape: of the result.
+        stride: of the result.
+        wraps: whether negative numbers count from the end.
+    """
+    layout, numbers = x._spec.layout, index._spec.layout
+    placed = _placed(layout, dim, numbers, numbers.ndim, shape)
+    if layout.is_partial or placed is None:
+        return NotImplemented
+    block = index._local_tensor
+    rows = _rows_of(x._local_tensor, dim, block.reshape(-1), layout, math.prod(numbers.shape), wraps)
+    values = rows.movedim(0, dim).unflatten(dim, block.shape) if numbers.ndim != 1 else rows.movedim(0, dim)
+    placements, cuts = placed
+    return wrap(x, values, Layout.of(layout.mesh, placements, shape, x.dtype, cuts), stride)
+
+
+def _rows_of(block: Tensor, dim: int, numbers: Tensor, layout: Layout, about: IntLike, wraps: bool) -> Tensor:
+    """The rows that this rank's numbers name, along dim 0."""
+    cut, mesh = layout.cut_of(dim), layout.mesh
+    links = links_of(numbers, cut, mesh, about, wraps=wraps)
+    group_name = compat.group_name_of(mesh, cut.mesh_dims[0])
+    arriving = links.came_cut.local_size(compat.coordinate(mesh))
+    (rows,) = take_rows([block.movedim(dim, 0)], links.asked, links.sent, links.place, arriving, group_name)
+    return rows
+
+
+def column_of(index: Tensor, dim: int, like: Sequence[IntLike]) -> Sharded | None:
+    """Numbers of rows that were expanded over all other dims, as `gather` and `scatter` want them: [e].
+
+    Args:
+        index: the numbers.
+        dim: along which they differ.
+        like: the shape of what they are for; None is the answer if they are not as large along the other dims.
+    """
+    if not isinstance(index, Sharded) or index._spec.layout.is_partial:
+        return None
+    layout = index._spec.layout
+    others = [d for d in range(index.ndim) if d != dim]
+    for d in others:
+        extent, step = layout.shape[d], index._spec.stride[d]
+        one = isinstance(extent, int) and extent == 1
+        if layout.cuts[d] is not None or not (one or (isinstance(step, int) and step == 0)):
+            return None
+        if (isinstance(extent, int) and extent == 0) or not compat.same_symbol(extent, like[d]):
+            return None
+    block = index._local_tensor
+    for d in reversed(others):
+        block = block.select(d, 0)
+    placements = [Shard(0) if p.is_shard() else p for p in layout.placements]
+    column = Layout.of(layout.mesh, placements, [layout.shape[dim]], layout.dtype, [layout.cuts[dim]])
+    return wrap(index, block, column, (1,))
+
+
+def target_cut(x: Tensor, dim: int, source: Tensor) -> Cut | None:
+    """How rows are cut to which those of a source are added: as they are, or, if they are whole, as those are that the
+    source was looked up in."""
+    if isinstance(x, Sharded) and x._spec.layout.cuts[dim] is not None:
+        return x._spec.layout.cuts[dim]
+    cut = source._spec.layout.cuts[dim] if isinstance(source, Sharded) else None
+    return None if cut is None else cut.named_rows(x.shape[dim])
+
+
+def filled(x: Sharded, dim: int, index: Sharded, value: Tensor | float, stride: Sequence[IntLike]) -> Tensor:
+    """Rows, those of them that numbers name filled with a value. Nothing but the numbers travels.
+
+    Args:
+        x: the rows.
+        dim: along which they lie.
+        index: for which `is_linked` holds: [e].
+        value: the value.
+        stride: of the result.
+    """
+    layout, block = x._spec.layout, x._local_tensor
+    cut, mesh = layout.cut_of(dim), layout.mesh
+    links = links_of(index._local_tensor, cut, mesh, index._spec.shape[0])
+    named = named_rows(links.sent, links.place, block.shape[dim], links.came_cut.local_size(compat.coordinate(mesh)))
+    shape = [block.shape[dim] if d == dim else 1 for d in range(block.ndim)]
+    return wrap(x, torch.where(named.view(shape), value, block).to(block.dtype), layout, stride)
+
+
+def combined(
+    x: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Tensor,
+    cut: Cut,
+    reduce: Reduction = "sum",
+    *,
+    include_self: bool = True,
+    wraps: bool = False,
+) -> Tensor:
+    """Rows, and what is meant for each of them, brought together at home; NotImplemented for what does not fit.
+
+    Args:
+        x: the rows, [..., n, ...].
+        dim: along which they lie.
+        index: the number of the row that each entry is meant for: [e].
+        source: the entries, [..., e, ...], cut along `dim`.
+        cut: that the result has along `dim`.
+        reduce: what becomes of several that are meant for one row.
+        include_self: whether a row that something is meant for counts itself.
+        wraps: whether negative numbers count from the end.
+    """
+    source = reduced(source)
+    layout = source._spec.layout if isinstance(source, Sharded) else None
+    entries = None if layout is None else layout.cuts[dim]
+    if layout is None or entries is None or entries.mesh_dims != cut.mesh_dims:
+        return NotImplemented
+    mesh = layout.mesh
+    placements = [Shard(0) if m in cut.mesh_dims else Replicate() for m in range(mesh.ndim)]
+    numbers = Layout.of(mesh, placements, index.shape, index.dtype, [entries])
+    if not fits(cut, numbers):
+        return NotImplemented
+    cuts = [cut if d == dim else c for d, c in enumerate(layout.cuts)]
+    home = Layout.of(mesh, layout.placements, x.shape, x.dtype, cuts)
+    rows, values = moved(reduced(x), home), block_of(source).movedim(dim, 0)
+    links = links_of(moved(index, numbers), cut, mesh, layout.shape[dim], wraps=wraps)
+    arriving = links.came_cut.local_size(compat.coordinate(mesh))
+    ends = (block_size(cut, mesh), arriving, compat.group_name_of(mesh, cut.mesh_dims[0]))
+    parts = (links.asked, links.sent, links.place, *ends)
+    if reduce == "sum" and include_self:
+        (sums,) = add_rows([values], *parts)
+        found = rows + sums.movedim(0, dim)
+    else:
+        found = reduce_rows(rows.movedim(dim, 0), values, reduce, include_self, *parts).movedim(0, dim)
+    return wrap(first_sharded((source,)), found, home, contiguous_stride(home.shape))

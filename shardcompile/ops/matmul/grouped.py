@@ -1,0 +1,182 @@
+"""Products of groups of rows with a matrix for each group, as experts are: ``aten._grouped_mm``.
+
+Rows that are cut are multiplied where they lie: of every group a rank has the rows that its block and the group share.
+Where the matrices are cut, by the mesh dim of the rows or another, rows first go to the ranks that have the matrices of
+their groups. In eager mode they stay there, so that the next product moves none; in a trace they come back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+from shardcompile import compat
+from shardcompile.collectives import block_size, block_starts, cut_of_sizes, derive
+from shardcompile.layout import Cut, IntLike, Layout, contiguous_stride
+from shardcompile.ops import state
+from shardcompile.ops.support.global_meta import global_meta
+from shardcompile.ops.view.rows import layout_of, moved, reduced, wrap
+from shardcompile.sharded import Sharded, first_sharded
+
+aten = torch.ops.aten
+Shape = tuple[IntLike, ...]
+
+
+def grouped_mm(
+    x: Tensor,
+    mats: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``aten._grouped_mm`` of rows in groups: with a matrix for each, or of two tensors along their rows."""
+    if offs is None or bias is not None or x.ndim != 2:
+        return NotImplemented
+    like = first_sharded([t for t in (x, mats, offs) if isinstance(t, Sharded)])
+    mesh = like._spec.layout.mesh
+    ends = moved(offs, Layout.whole(mesh, offs.shape, offs.dtype))
+    x, mats = reduced(x), reduced(mats)
+    meta = global_meta(aten._grouped_mm.default, (x, mats, offs, None, out_dtype), {})
+    shape = compat.global_extents(meta.shape)
+    of_x, of_mats = layout_of(x, mesh), layout_of(mats, mesh)
+    if mats.ndim == 3:
+        return _of_rows(like, x, mats, of_x, of_mats, ends, shape, meta.dtype)
+    return _of_sums(like, x, mats, of_x, of_mats, ends, shape, meta.dtype)
+
+
+def _of_rows(
+    like: Sharded,
+    x: Tensor,
+    mats: Tensor,
+    of_x: Layout,
+    of_mats: Layout,
+    ends: Tensor,
+    shape: Shape,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[s, k] times the matrix of each row's group, of [e, k, n]: [s, n]."""
+    mesh, experts, rows = of_x.mesh, of_mats.cuts[0], of_x.cuts[0]
+    home = rows
+    if experts is not None:
+        if len(experts.mesh_dims) > 1 or experts.runs > 1:
+            return NotImplemented
+        if rows is None and compat.is_fake(ends):
+            return NotImplemented
+        rows = rows_of_experts(ends, experts, of_x)
+    if rows is None or len(rows.mesh_dims) > 1 or rows.runs > 1:
+        return NotImplemented
+    placements = [Shard(0) if m in rows.mesh_dims else Replicate() for m in range(mesh.ndim)]
+    block = moved(x, Layout.of(mesh, placements, of_x.shape, of_x.dtype, [rows, None]))
+    where = placements if experts is not None else [Replicate()] * mesh.ndim
+    own = moved(mats, Layout.of(mesh, where, of_mats.shape, of_mats.dtype, [experts, None, None]))
+    out = aten._grouped_mm.default(_in_rows(block, 0), own, _ends_in_block(ends, rows, experts, mesh), None, dtype)
+    result = wrap(like, out, Layout.of(mesh, placements, shape, dtype, [rows, None]), contiguous_stride(shape))
+    if home is rows or home is None or not compat.is_fake(ends):
+        return result
+    # In a trace a result of an op has no block whose size only that op knows: the rows go back to where they were.
+    back = [Shard(0) if m in home.mesh_dims else Replicate() for m in range(mesh.ndim)]
+    layout = Layout.of(mesh, back, shape, dtype, [home, None])
+    return wrap(like, moved(result, layout), layout, contiguous_stride(shape))
+
+
+def _of_sums(
+    like: Sharded,
+    x: Tensor,
+    mats: Tensor,
+    of_x: Layout,
+    of_mats: Layout,
+    ends: Tensor,
+    shape: Shape,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[k, s] times [s, n], summed within each group: [e, k, n]. The gradient of the matrices."""
+    mesh, rows = of_x.mesh, of_x.cuts[1] or of_mats.cuts[0]
+    if rows is None or len(rows.mesh_dims) > 1 or rows.runs > 1:
+        return NotImplemented
+    placements = {d: [Shard(d) if m in rows.mesh_dims else Replicate() for m in range(mesh.ndim)] for d in (0, 1)}
+    left = moved(x, Layout.of(mesh, placements[1], of_x.shape, of_x.dtype, [None, rows]))
+    right = moved(mats, Layout.of(mesh, placements[0], of_mats.shape, of_mats.dtype, [rows, None]))
+    experts = rows.named_rows(ends.shape[0])
+    out = aten._grouped_mm.default(
+        _in_rows(left, 1), _in_rows(right, 0), _ends_in_block(ends, rows, experts, mesh), None, dtype
+    )
+    if experts is not None:
+        layout = Layout.of(mesh, placements[0], shape, dtype, [experts, None, None])
+    else:
+        terms = [Partial("sum") if m in rows.mesh_dims else Replicate() for m in range(mesh.ndim)]
+        layout = Layout.of(mesh, terms, shape, dtype, [None, None, None])
+    return wrap(like, out, layout, contiguous_stride(shape))
+
+
+def _in_rows(block: Tensor, dim: int) -> Tensor:
+    """A block with strides that kernels take: they look at those of a single row as well, which may be anything.
+
+    Args:
+        block: the block.
+        dim: of the rows.
+    """
+    if type(block) is not Tensor or block.shape[dim] > 1:
+        return block
+    return block.movedim(dim, 0).clone(memory_format=torch.contiguous_format).movedim(0, dim)
+
+
+def rows_of_experts(ends: Tensor, experts: Cut, of_x: Layout) -> Cut:
+    """The cut of rows in order of their groups by which each is where the matrix of its group is.
+
+    Rows behind the last group, which belong to none, are with those of the last one.
+
+    Args:
+        ends: where each group ends: [e], the same on every rank.
+        experts: how the matrices are cut.
+        of_x: the layout of the rows.
+    """
+    mesh, extent = of_x.mesh, of_x.shape[0]
+    (mesh_dim,) = experts.mesh_dims
+    group_name = compat.group_name_of(mesh, mesh_dim)
+
+    def make() -> Cut:
+        with compat.unrecorded_symbols(ends):
+            return _rows_of_experts(ends, experts, extent, mesh)
+
+    what = ("rows of experts", group_name, experts.blocks, compat.expression_of(experts.key))
+    return compat.once_for_value(ends, what, make).naming(experts)
+
+
+def _rows_of_experts(ends: Tensor, experts: Cut, extent: IntLike, mesh: DeviceMesh) -> Cut:
+    starts = block_starts(experts, mesh)[1:]
+    total: Any = extent
+    cuts = torch.cat([ends.new_zeros([1]), ends]).cpu().long()
+    inner = cuts.index_select(0, starts)
+    edges = torch.cat([inner.new_zeros([1]), inner, inner.new_full([1], total)])
+    return cut_of_sizes(edges[1:] - edges[:-1], mesh, experts.mesh_dims, extent=extent)
+
+
+def _ends_in_block(ends: Tensor, rows: Cut, experts: Cut | None, mesh: DeviceMesh) -> Tensor:
+    """Where each group ends in this rank's block of the rows; of its own groups if the matrices are cut."""
+    first: Any = derive("located", [rows], [], rows.extent, mesh)[1]
+    own = ends
+    if experts is not None:
+        begin: Any = derive("located", [experts], [], experts.extent, mesh)[1]
+        own = ends.narrow(0, begin, block_size(experts, mesh))
+    size: Any = block_size(rows, mesh)
+    return (own - first).clamp(0, size).to(ends.dtype)
+
+
+def _shape_of_product(
+    x: Tensor,
+    mats: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """A stand-in for the result. Torch's fake kernel (2.11 - 2.15) takes bfloat16 alone, its kernels more."""
+    groups = [offs.shape[0]] if offs is not None and x.ndim == mats.ndim == 2 else list(mats.shape[:-2])
+    kept = groups if x.ndim == mats.ndim else []
+    return x.new_empty([*kept, x.shape[-2], mats.shape[-1]], dtype=out_dtype or x.dtype)
+
+
+state(aten._grouped_mm.default, sharded=grouped_mm, shape_kernel=_shape_of_product)

@@ -1,0 +1,66 @@
+"""What a report advises about a line is true: a program that follows it no longer moves these rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Shard
+
+import shardcompile as sc
+from shardcompile.reports.advice import advice
+
+
+class Places(nn.Module):
+    """Rows, and rows of a table of places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.mix = nn.Embedding(64, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, numbers: Tensor) -> Tensor:
+        return self.mix(x + self.places(numbers))
+
+
+class Sum(nn.Module):
+    """Of two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.mix(x) + y
+
+
+def _cut(x: Tensor, sizes: Sequence[int], mesh: DeviceMesh) -> Tensor:
+    block = x.split(list(sizes), 1)[mesh.get_rank()].clone()
+    return sc.ShardTensor.from_local(block, mesh, [Shard(1)], {0: list(sizes)})
+
+
+def _advice(module: nn.Module, second: Tensor, sizes: Sequence[int] | None) -> list[str]:
+    """Of a module on 12 rows in blocks of 5, 4 and 3, and a second tensor in blocks of `sizes`, or whole."""
+
+    def build(mesh: DeviceMesh) -> Any:
+        other = second + 0  # made anew, among fake tensors
+        x = _cut(torch.randn(2, 12, 4), [5, 4, 3], mesh)
+        return type(module)(), (x, other if sizes is None else _cut(other, sizes, mesh))
+
+    return advice(sc.explain(build, world_size=3, device="cpu", stages=[]))
+
+
+def test_a_plain_lookup() -> None:
+    numbers = torch.arange(12).expand(2, -1)
+    (found,) = [text for text in _advice(Places(), numbers, None) if "is whole there" in text]
+    assert "self.mix(x + self.places(numbers))" in found and "384 B" in found
+    assert not [text for text in _advice(Places(), numbers, [5, 4, 3]) if "is whole there" in text]
+
+
+def test_two_cuts() -> None:
+    other = torch.zeros(2, 12, 4)
+    (found,) = [text for text in _advice(Sum(), other, [3, 4, 5]) if "cuts differ" in text]
+    assert "return self.mix(x) + y" in found
+    assert not [text for text in _advice(Sum(), other, [5, 4, 3]) if "cuts differ" in text]
