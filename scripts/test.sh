@@ -22,7 +22,7 @@ if (($#)); then
     exec python -m pytest -q "$@"
 fi
 
-guards="not sweep and not nightly"
+guards="not sweep and not nightly and not zoo"
 status=0
 echo "== pytest: on 2 workers"
 python -m pytest -v -n 2 --dist worksteal --durations 15 -m "$guards and not alone" || status=$?

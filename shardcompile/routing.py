@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Shard
 
 from shardcompile import compat
-from shardcompile.collectives import OUT_OF_RANGE, cut_of_sizes, exchange_rows, gather_counts, rows_from
+from shardcompile.collectives import (
+    OUT_OF_RANGE,
+    cut_of_sizes,
+    exchange_rows,
+    first_rows,
+    gather_counts,
+    rows_from,
+)
 from shardcompile.errors import LayoutError
 from shardcompile.layout import Layout
 from shardcompile.tensor.autograd import ToLocal
@@ -129,9 +136,7 @@ def _route(x: Any, destination: Any) -> tuple[Any, ...]:
     came = cut_of_sizes(counts.sum(0), layout.mesh, [mesh_dim], about=about)
     place = compat.coordinate(layout.mesh)
     leaving, arriving = sent.local_size(place), came.local_size(place)
-    order = last.argsort(stable=True)
-    torch._check(leaving <= order.shape[0])
-    order = order.narrow(0, 0, leaving).clone()
+    order = first_rows(last.argsort(stable=True), leaving)
     numbers = torch.arange(ranks, device=asked.device)
     received = rows_from(counts, group_name).to(asked.device)
     source = torch.repeat_interleave(numbers, received, output_size=arriving)

@@ -43,6 +43,7 @@ from shardcompile.collectives.routes import OUT_OF_RANGE as OUT_OF_RANGE
 from shardcompile.collectives.routes import block_starts as block_starts
 from shardcompile.collectives.routes import cut_of_sizes as cut_of_sizes
 from shardcompile.collectives.routes import exchange_rows as exchange_rows
+from shardcompile.collectives.routes import first_rows as first_rows
 from shardcompile.collectives.routes import gather_counts as gather_counts
 from shardcompile.collectives.routes import rows_from as rows_from
 from shardcompile.collectives.sorting import sort_rows as sort_rows

@@ -23,6 +23,7 @@ from shardcompile.collectives.routes import (
     block_starts,
     cut_of_sizes,
     exchange_rows,
+    first_rows,
     gather_counts,
 )
 from shardcompile.layout import Cut, IntLike
@@ -78,7 +79,7 @@ def find_links(
     mine = (number >= first) & (number < first + block)
     away = torch.where(mine | bad, extent, number)
     ordered, order = away.sort()
-    before = torch.cat([ordered.new_full([1], -1), ordered]).narrow(0, 0, entries)
+    before = torch.constant_pad_nd(ordered, [1, 0], -1).narrow(0, 0, entries)
     heads = (ordered != before) & (ordered < extent)  # the first entry of each row that has to come
     slots = heads.cumsum(0) - 1
     owner = torch.searchsorted(block_starts(cut, mesh).to(index.device), ordered, right=True) - 1
@@ -91,9 +92,8 @@ def find_links(
     came_cut = cut_of_sizes(asked.sum(1), mesh, [mesh_dim], about=likely)
     leaving: Any = sent_cut.local_size(here)
     arriving: Any = came_cut.local_size(here)
-    torch._check(arriving <= entries)
     target = torch.where(heads, slots, entries)
-    wanted = ordered.new_zeros([entries + 1]).scatter(0, target, ordered).narrow(0, 0, arriving).clone()
+    wanted = first_rows(ordered.new_zeros([entries + 1]).scatter(0, target, ordered), arriving)
     slot = torch.zeros_like(slots).index_copy(0, order, slots)
     place = torch.where(mine, number - first, block + slot)
     if may_miss:

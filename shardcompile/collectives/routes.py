@@ -172,6 +172,21 @@ def cut_of_sizes(
     return Cut.traced(mesh_dims, parts, extent, symbol, block)
 
 
+def first_rows(x: Tensor, count: IntLike) -> Tensor:
+    """A copy of the first rows of a tensor.
+
+    Args:
+        x: [n, ...].
+        count: how many, at most n; a symbol where the data says.
+    """
+    if isinstance(x.shape[0], int) and not isinstance(count, int):
+        # n may be that of this rank's block. A bound would tell the compiler of `count` what is so on this rank only:
+        # that it is 0, if n is.
+        return x.index_select(0, torch.arange(count, device=x.device))  # type: ignore[call-overload]
+    torch._check(count <= x.shape[0])
+    return x.narrow(0, 0, count).clone()
+
+
 def _checked_cut(
     sizes: Tensor, mesh_dims: Sequence[int], parts: Sequence[int], extent: object, block: object, group_names: str
 ) -> tuple[Cut, int]:

@@ -1,8 +1,8 @@
-"""Sorting rows that lie on several ranks: each rank sorts what it has, samples of all tell where the sorted order is to
-be divided, and one exchange brings every row to its part (Frazer and McKellar, "Samplesort", 1970).
+"""Sorting rows that lie on several ranks. Each rank sorts what it has; samples of all tell where the sorted order is to
+be divided; one exchange brings every row to its part (Frazer and McKellar, "Samplesort", 1970).
 
-Equal rows are ordered by their numbers, in the samples as well, so that the order is stable and a value that occurs
-often is divided as any other.
+Equal rows are ordered by their numbers, in the samples as well. So the order is stable, and a value that occurs often
+is divided as any other.
 """
 
 from __future__ import annotations

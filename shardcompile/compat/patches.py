@@ -232,8 +232,9 @@ OF_A_COMPILATION = (
         "decompositions_ask_no_sizes",
         "torch._inductor.decomposition.decompositions[aten.cat, aten.bmm, aten.add]",
         "A tensor that is joined with itself is expanded and flattened, a batched product of column and row is made "
-        "contiguous: both ask whether a block has one row, and ranks compile apart. A sum of complex numbers is viewed "
-        "as one of real ones, and back, which asks for a stride that only a run gives.",
+        "contiguous: both ask whether a block has one row, and ranks compile apart. Of what is joined, blocks without "
+        "rows are left out, so that ranks have other graphs. A sum of complex numbers is viewed as one of real ones, "
+        "and back, which asks for a stride that only a run gives.",
         "The decomposition of cat for one repeated input flattens with guards on its sizes, that of bmm for outer "
         "products calls contiguous(), with backed_size_oblivious too; both are optimizations that could be left out. "
         "That of add of complex tensors does not work with unbacked sizes: Eq(Mod(Max(1, 2*u0), 2), 0).",

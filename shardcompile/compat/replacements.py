@@ -119,7 +119,7 @@ def decompositions_ask_no_sizes(stack: contextlib.ExitStack) -> None:
 
     aten = torch.ops.aten
     changed = {
-        aten.cat.default: _unless_one_tensor,
+        aten.cat.default: _unless_of_blocks,
         aten.bmm.default: _unless_column_by_row,
         aten.add.Tensor: _unless_a_run_gives_sizes,
     }
@@ -186,11 +186,12 @@ def _where_they_were_traced(save_collectives: Callable[..., None]) -> Callable[.
     return save
 
 
-def _unless_one_tensor(cat: Callable[..., object]) -> Callable[..., object]:
-    """A tensor that is joined with itself would be expanded and flattened."""
+def _unless_of_blocks(cat: Callable[..., object]) -> Callable[..., object]:
+    """Tensors without rows would be left out, and one that is joined with itself would be expanded and flattened."""
 
     def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> object:
-        return NotImplemented if all(x is tensors[0] for x in tensors) and len(tensors) > 1 else cat(tensors, dim)
+        blocks = len(tensors) > 1 and len({x.ndim for x in tensors}) == 1
+        return NotImplemented if blocks else cat(tensors, dim)
 
     return joined
 

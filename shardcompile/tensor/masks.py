@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import cut_of_sizes, gather_counts
+from shardcompile.collectives import cut_of_sizes, first_rows, gather_counts
 from shardcompile.layout import Layout, Spec, contiguous_stride
 from shardcompile.ops.view.rows import first_row, has_known_blocks
 from shardcompile.sharded import Sharded
@@ -107,7 +107,6 @@ def _chosen(keep: Tensor, layout: Layout) -> tuple[Any, Tensor]:
     sizes = gather_counts(keep.sum().view(1), group_name).view(-1)
     cut = cut_of_sizes(sizes, layout.mesh, [mesh_dim], about=compat.size_hint(layout.shape[0]))
     block, extent = cut.local_size(compat.coordinate(layout.mesh)), keep.shape[0]
-    torch._check(block <= extent)
     place = torch.where(keep, keep.cumsum(0) - 1, extent)
     numbers = torch.arange(extent, device=keep.device)
-    return cut, place.new_zeros([extent + 1]).scatter(0, place, numbers).narrow(0, 0, block)
+    return cut, first_rows(place.new_zeros([extent + 1]).scatter(0, place, numbers), block)

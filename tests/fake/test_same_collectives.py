@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
 from shardcompile.layout import Cut, Layout, MeshShape
-from shardcompile.offline import OfflineError
+from shardcompile.offline import OfflineError, trace_offline
 from shardcompile.testing import same_collectives_on_every_rank
 from shardcompile.testing.same_collectives import _selected
 
@@ -124,3 +124,22 @@ def test_lookups_by_parts_of_an_index_of_known_cut(part: tuple[int, int, int, in
         return lookups, (rows(mesh, [4, 5]), index)
 
     same_collectives_on_every_rank(build, 2)
+
+
+def test_blocks_of_known_cut_that_are_joined_stay_so_where_one_is_empty() -> None:
+    def build(mesh: DeviceMesh) -> Any:
+        whole = sc.ShardTensor.from_local(torch.randn(5, 4), mesh, [Replicate()])
+
+        def joined(x: Tensor, whole: sc.ShardTensor) -> Tensor:
+            block = whole.redistribute(placements=[Shard(0)]).to_local()  # [3, 2]
+            ends = torch.cat([block[:1], block[2:], block[:1] * 2])
+            return x.sum() + x.square().mean() + sc.ShardTensor.from_local(ends.sum(0), mesh, [Replicate()]).sum()
+
+        return joined, (rows(mesh, [4, 5]), whole)
+
+    ops = []
+    for rank in range(2):
+        traced = trace_offline(build, world_size=2, rank=rank, device="cpu")
+        ops.append([str(n.target) for n in traced.forward.graph.nodes if n.op == "call_function"])
+    assert ops[0].count("aten.cat.default") == 1, ops[0]
+    assert ops[0] == ops[1]

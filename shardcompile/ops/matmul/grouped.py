@@ -1,8 +1,8 @@
 """Products of groups of rows with a matrix for each group, as experts are: ``aten._grouped_mm``.
 
 Rows that are cut are multiplied where they lie: of every group a rank has the rows that its block and the group share.
-Where the matrices are cut, by the mesh dim of the rows or another, rows first go to the ranks that have the matrices of
-their groups. In eager mode they stay there, so that the next product moves none; in a trace they come back.
+Where the matrices are cut, rows first go to the ranks that have the matrices of their groups, along whichever mesh dim.
+In eager mode they stay there, so that the next product moves none; in a trace they come back.
 """
 
 from __future__ import annotations
