@@ -12,6 +12,7 @@ import torch
 import torch._subclasses.fake_impls as fake_impls
 import torch.fx.experimental._config as _symbolic_shapes_config
 from torch import _prims_common
+from torch._decomp import decomposition_table  # 2.11 - 2.15
 from torch._dynamo.backends import common  # 2.11 - 2.15
 from torch._functorch import compile_utils, partitioners  # 2.11 - 2.15
 from torch._functorch import config as _functorch_config  # 2.11 - 2.15
@@ -127,6 +128,9 @@ def decompositions_ask_no_sizes(stack: contextlib.ExitStack) -> None:
         for op, by in changed.items():
             stack.callback(table.__setitem__, op, table[op])
             table[op] = by(table[op])
+    op = aten._unsafe_masked_index_put_accumulate.default
+    stack.callback(decomposition_table.__setitem__, op, decomposition_table[op])
+    decomposition_table[op] = _as_if_not_empty(decomposition_table[op])
 
 
 def places_of_parts(stack: contextlib.ExitStack) -> None:
@@ -214,6 +218,17 @@ def _unless_a_run_gives_sizes(add: Callable[..., object]) -> Callable[..., objec
         return NotImplemented if unknown else add(x, y, **options)
 
     return total
+
+
+def _as_if_not_empty(put: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Sums of rows of a size that only a run gives: whether there are any changes nothing of the result's shape."""
+
+    def sums(x: torch.Tensor, mask: torch.Tensor, indices: list[Any], values: torch.Tensor) -> torch.Tensor:
+        if not any(map(is_unbacked, x.shape)):
+            return put(x, mask, indices, values)
+        return torch.ops.aten._unsafe_index_put(x, indices, values.masked_fill(~mask, 0), accumulate=True)
+
+    return sums
 
 
 def _and_of_the_view(symbols: Callable[..., Any]) -> Callable[..., Any]:
