@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.compat import OpOverload
-from shardcompile.layout import IntLike, Spec, contiguous_stride
+from shardcompile.layout import IntLike, Spec, contiguous_stride, dense_stride
 from shardcompile.ops import OpRecord
 from shardcompile.ops.choice import Choice
 from shardcompile.ops.index.in_range import check_indices
@@ -191,9 +191,15 @@ class Local(Entry):
 
 
 def _is_whole(specs: Specs) -> bool:
-    """Whether a result has no cut dim, so that its block is computed as plain PyTorch computes the tensor."""
+    """Whether a result has no cut dim, so that its block is computed as plain PyTorch computes the tensor.
+
+    Where its strides leave gaps it is a view by another name (``aten._unsafe_view``), and its block may be a copy.
+    """
     spec = specs[0] if specs else None
-    return isinstance(spec, Spec) and spec.is_plain and all(cut is None for cut in spec.layout.cuts)
+    if not isinstance(spec, Spec) or not spec.is_plain or any(cut is not None for cut in spec.layout.cuts):
+        return False
+    told = zip(spec.shape, spec.stride, dense_stride(spec.shape, spec.stride), strict=True)
+    return all(compat.size_hint(n) <= 1 or compat.size_hint(a) == compat.size_hint(b) for n, a, b in told)
 
 
 def _as_stored(out: Tensor, spec: Spec) -> Spec:

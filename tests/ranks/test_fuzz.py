@@ -535,3 +535,20 @@ def test_a_gradient_of_one_row_that_was_expanded_is_cut_again() -> None:
     ]
     lines = ["v0 = a0.unflatten(1, [1, 2])", "v1 = torch.stack([a0, a1], 0)", "v2 = v0.sum([2, -2], False)"]
     assert found(lines, inputs, (2, 2), "aot_eager").kind == RIGHT
+
+
+def test_a_column_that_a_compiled_function_returns_is_stored_as_a_plain_one() -> None:
+    """Its block is a copy, and AOTAutograd takes a view of it where a gradient is wanted."""
+    inputs = [Input("a0", (5, 5), "S(1)", {0: [0, 3, 2]}, grad=True)]
+    told = found(["v0 = a0[..., -2]"], inputs, backend="aot_eager")
+    assert told.kind == RIGHT, told
+
+
+def test_the_gradient_of_an_embedding_whose_table_may_be_empty() -> None:
+    inputs = [Input("a0", (7, 1)), Input("a1", (5, 1), "P(sum) S(1)", {1: [1, 0]}, grad=True)]
+    lines = [
+        *("v0 = F.embedding(torch.tensor([3], dtype=torch.int64), a1)", "v1 = torch.cat([v0, a1], 0)"),
+        *("v2 = v1.split(2, -1)[0]", "v3 = a0 * a0"),
+    ]
+    told = found(lines, inputs, (2, 2), "aot_eager_decomp_partition")
+    assert told.kind == RIGHT, told
