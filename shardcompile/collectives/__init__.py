@@ -47,6 +47,7 @@ from shardcompile.collectives.routes import first_rows as first_rows
 from shardcompile.collectives.routes import gather_counts as gather_counts
 from shardcompile.collectives.routes import rows_from as rows_from
 from shardcompile.collectives.sorting import sort_rows as sort_rows
+from shardcompile.collectives.sorting import top_rows as top_rows
 from shardcompile.collectives.spans import documents_of as documents_of
 from shardcompile.collectives.spans import fetch_named as fetch_named
 from shardcompile.collectives.spans import fetch_reached as fetch_reached

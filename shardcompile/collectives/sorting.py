@@ -53,6 +53,42 @@ def sort_rows(block: Tensor, cut: Cut, mesh: DeviceMesh, descending: bool) -> tu
     return found, names.index_select(0, order), sorted_cut
 
 
+def top_rows(block: Tensor, dim: int, count: int, cut: Cut, mesh: DeviceMesh, largest: bool) -> tuple[Tensor, Tensor]:
+    """The first rows of a cut dim in order, and their numbers, on all ranks. Two gathers, of `count` rows of each rank.
+
+    Args:
+        block: this rank's.
+        dim: that is cut.
+        count: how many; at most the dim's extent.
+        cut: of the dim, over one mesh dim.
+        mesh: the mesh.
+        largest: whether the largest comes first, or else the smallest.
+
+    Returns:
+        Of equal rows those with the lowest numbers.
+    """
+    (mesh_dim,) = cut.mesh_dims
+    group_name, ranks = compat.group_name_of(mesh, mesh_dim), mesh.shape[mesh_dim]
+    first: Any = derive("located", [cut], [], cut.extent, mesh)[1]
+    rows, order = block.sort(dim=dim, stable=True, descending=largest)
+    filling = [count if d == dim else n for d, n in enumerate(block.shape)]
+    rows = torch.cat([rows, rows.new_zeros(filling)], dim).narrow(dim, 0, count)
+    numbers = torch.cat([order + first, order.new_full(filling, -1)], dim).narrow(dim, 0, count)  # -1: of no row
+    rows, numbers = (_all_of(x, dim, ranks, group_name) for x in (rows, numbers))
+    # The last key first: each sort keeps the order of the one before among what is equal.
+    order = rows.argsort(dim=dim, stable=True, descending=largest)
+    none = (numbers.gather(dim, order) < 0).to(torch.uint8)
+    order = order.gather(dim, none.argsort(dim=dim, stable=True).narrow(dim, 0, count))
+    return rows.gather(dim, order), numbers.gather(dim, order)
+
+
+def _all_of(x: Tensor, dim: int, ranks: int, group_name: str) -> Tensor:
+    """The blocks of all ranks, which have one size."""
+    each = x.shape[dim]
+    even = GroupCut([each] * ranks, CHUNK_KEY, [])
+    return ALL_GATHER_V.start(AllGatherV(x, dim, ranks * each, even, group_name)).wait()
+
+
 def _splitters(rows: Tensor, numbers: Tensor, ranks: int, group_name: str, descending: bool) -> tuple[Tensor, Tensor]:
     """The first row of each part but the first, and its number: [ranks - 1].
 
@@ -67,10 +103,7 @@ def _splitters(rows: Tensor, numbers: Tensor, ranks: int, group_name: str, desce
     places = torch.arange(ranks, device=rows.device) * count // ranks
     some = torch.cat([rows, rows.new_zeros([1])]).index_select(0, places)
     known = torch.cat([numbers, numbers.new_full([1], -1)]).index_select(0, places)  # -1: of a rank without rows
-    even = GroupCut([ranks] * ranks, CHUNK_KEY, [])
-    values, heads = (
-        ALL_GATHER_V.start(AllGatherV(x, 0, ranks * ranks, even, group_name)).wait() for x in (some, known)
-    )
+    values, heads = (_all_of(x, 0, ranks, group_name) for x in (some, known))
     # The last key first: each sort keeps the order of the one before among what is equal.
     order = heads.argsort(stable=True)
     order = order.index_select(0, values.index_select(0, order).argsort(stable=True, descending=descending))

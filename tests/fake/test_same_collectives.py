@@ -143,3 +143,9 @@ def test_blocks_of_known_cut_that_are_joined_stay_so_where_one_is_empty() -> Non
         ops.append([str(n.target) for n in traced.forward.graph.nodes if n.op == "call_function"])
     assert ops[0].count("aten.cat.default") == 1, ops[0]
     assert ops[0] == ops[1]
+
+
+def test_the_gradient_of_best_rows_moves_nothing() -> None:
+    records = same_collectives_on_every_rank(loss_of(lambda mesh, x: x.topk(1, 0).values.square().sum()), 4)
+    moved = [(r.kind, r.global_bytes) for r in records]
+    assert moved == [("all_gather_bucket", 4 * 4 * (8 + 4)), ("all_reduce", 64)], moved  # the best ones; of the weight

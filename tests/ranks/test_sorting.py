@@ -10,6 +10,7 @@ import torch
 from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
@@ -113,3 +114,64 @@ def test_groups_of_rows_are_multiplied_where_they_lie(compiled: bool, experts: s
         assert torch.equal(out.detach().full_tensor(), expected.detach())
         assert torch.equal(x.grad.full_tensor(), a.grad)
         assert torch.equal(own.grad.full_tensor(), b.grad)
+
+
+def columns(seed: int, extent: int) -> Tensor:
+    """Two columns, of which one has an infinity and NaN in it."""
+    return torch.stack([rows(6 * seed, extent), rows(6 * seed + 3, extent)], 1)
+
+
+@pytest.mark.ranks(3, 4, processes=False)
+@pytest.mark.parametrize("largest", [True, False])
+def test_the_best_rows_of_each_rank_meet(largest: bool) -> None:
+    for seed in range(12):
+        draw = random.Random(seed)
+        full, count = columns(seed, 40), draw.choice([0, 1, 2, 5])
+        x = cut(full, blocks(draw, 40, world_size()))
+        with CommDebugMode() as seen:
+            values, numbers = x.topk(count, 0, largest)
+        assert sum(seen.get_comm_counts().values()) == 2
+        assert values.placements == (Replicate(),)
+        # The order among equal rows, which torch leaves open, is that of their numbers.
+        expected = full.sort(dim=0, stable=True, descending=largest)
+        torch.testing.assert_close(values.to_local(), expected.values[:count], equal_nan=True, rtol=0, atol=0)
+        assert torch.equal(numbers.to_local(), expected.indices[:count]), seed
+        assert not seed % 6 or values.stride() == full.topk(count, 0, largest).values.stride()
+
+
+def best(x: Any) -> Tensor:
+    values, numbers = x.topk(2, 0)
+    return (values * (1 + numbers)).sin() + x.sin().topk(1, dim=0, largest=False, sorted=False)[0]
+
+
+@pytest.mark.ranks(3, timeout=900, processes=False)
+@pytest.mark.parametrize("backend", often(["", "aot_eager", "inductor"], 2))
+def test_one_graph_finds_the_best_rows_of_any_cut(backend: str) -> None:
+    run = torch.compile(best, fullgraph=True, backend=backend) if backend else best
+    before = 0
+    for seed, (extent, sizes) in enumerate([(19, [15, 0, 4]), (26, [1, 1, 24]), (18, [0, 0, 18]), (17, [3, 13, 1])]):
+        full = torch.randn(extent, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        plain, x = full.clone().requires_grad_(), cut(full, sizes).requires_grad_()
+        before = once(graphs_compiled) if seed == 2 else before
+        found = run(x)
+        found.square().sum().backward()
+        expected = best(plain)
+        expected.square().sum().backward()
+        torch.testing.assert_close(found.detach().full_tensor(), expected.detach(), **TIGHT)
+        torch.testing.assert_close(x.grad.full_tensor(), plain.grad, **TIGHT)
+        assert x.grad.sharding.cuts[0].sizes == tuple(sizes)
+    assert not backend or once(graphs_compiled) == before
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_more_best_rows_than_are_worth_it_and_than_there_are() -> None:
+    full = torch.randn(7, dtype=torch.float64)
+    x = cut(full, [0, 6, 1])
+    for count in (2, 7):  # candidates of all ranks are more than the rows
+        values, numbers = x.topk(count)
+        torch.testing.assert_close(values.full_tensor(), full.topk(count).values, rtol=0, atol=0)
+        assert torch.equal(numbers.full_tensor(), full.topk(count).indices)
+    with pytest.raises(RuntimeError, match="not in range"):
+        x.topk(8)
+    with pytest.raises(RuntimeError):  # in the words of torch's fake kernel, which are none
+        cut(torch.randn(40), [0, 39, 1]).topk(-1)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor.placement_types import Replicate
 
 from shardcompile import compat
-from shardcompile.collectives import sort_rows
-from shardcompile.layout import Layout, contiguous_stride
+from shardcompile.collectives import sort_rows, top_rows
+from shardcompile.layout import IntLike, Layout, contiguous_stride
 from shardcompile.ops import state
+from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.sharded import Sharded
 
@@ -46,5 +48,32 @@ def stable_sort(
     return sort(x, dim, descending)
 
 
+def topk(x: Sharded, k: IntLike, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
+    """``aten.topk`` along a dim that one mesh dim cuts: the best of each rank meet on all of them."""
+    if not isinstance(x, Sharded) or x.ndim == 0 or x.dtype.is_complex or not isinstance(k, int):
+        return NotImplemented
+    dim = dim % x.ndim
+    cut = x._spec.layout.cuts[dim]
+    if cut is None or len(cut.mesh_dims) > 1 or cut.runs > 1:
+        return NotImplemented
+    x = reduced(x)
+    layout = x._spec.layout
+    (mesh_dim,) = cut.mesh_dims
+    if 2 * k * layout.mesh.shape[mesh_dim] > compat.size_hint(x.shape[dim]):  # two columns of candidates
+        return NotImplemented
+    meta = global_meta(aten.topk.default, (x, k, dim, largest, sorted), {})
+    with compat.unrecorded_symbols(x._local_tensor):
+        parts = top_rows(x._local_tensor, dim, k, cut, layout.mesh, largest)
+    placements = [Replicate() if m == mesh_dim else p for m, p in enumerate(layout.placements)]
+    shape = [k if d == dim else n for d, n in enumerate(layout.shape)]
+    cuts = [None if d == dim else c for d, c in enumerate(layout.cuts)]
+    values, numbers = (
+        wrap(x, part, Layout.of(layout.mesh, placements, shape, part.dtype, cuts), compat.retraced(told.stride()))
+        for part, told in zip(parts, meta, strict=True)
+    )
+    return values, numbers
+
+
 state(aten.sort.default, sharded=sort)
+state(aten.topk.default, sharded=topk)
 state(aten.sort.stable, sharded=stable_sort)
