@@ -16,7 +16,7 @@ from shardcompile.compat import OpOverload
 from shardcompile.dispatch.calls import describe, tensors_text
 from shardcompile.dispatch.foreign import check_collective
 from shardcompile.dispatch.gather import Gathered, fallback
-from shardcompile.dispatch.mutate import InPlace, InPlaceView, Written, argument, refuse_expanded
+from shardcompile.dispatch.mutate import InPlace, InPlaceView, Written, argument, refuse_expanded, refuse_windows
 from shardcompile.dispatch.run import Checked, Composed, Direct, Entry, Local, Specs, Strides
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout, Spec
@@ -252,6 +252,9 @@ def _decide_mutation(
         if choice is not None:
             return InPlace(record, choice)
     if functional is not None:
+        for target in targets:
+            if type(target) is cls:
+                refuse_windows(record, target._spec)
         return Written(call.op, functional, mutated)
     composite = _composite(record)
     if composite is not None:

@@ -14,7 +14,7 @@ from shardcompile.compat import OpOverload
 from shardcompile.dispatch.calls import plain_layout
 from shardcompile.dispatch.run import Entry, Local
 from shardcompile.errors import UnsupportedOpError, refusal
-from shardcompile.layout import Layout, Spec
+from shardcompile.layout import Layout, Spec, may_overlap
 from shardcompile.ops import OpRecord
 from shardcompile.ops.choice import Choice, whole_plan
 from shardcompile.ops.record import Run
@@ -181,6 +181,21 @@ def refuse_expanded(record: OpRecord, target: Spec) -> None:
             str(record.op), f"{target.layout.describe()}, an expanded tensor",
             "several of its elements lie in one place in memory", "Clone it before it is written to",
         )  # fmt: skip
+
+
+def refuse_windows(record: OpRecord, target: Spec) -> None:
+    """Raise if the target may be windows with rows in common, and what is written is computed first, then copied.
+
+    A kernel that writes in place, as ``add_`` does, would add to such a row once for each window.
+    """
+    if not record.one_value and may_overlap(target.shape, target.stride):
+        raise refusal(
+            str(record.op), f"{target.layout.describe()} with strides {tuple(target.stride)}",
+            "several of its elements lie in one place in memory", _WINDOWS,
+        )  # fmt: skip
+
+
+_WINDOWS = "Clone it before it is written to, or write to what it is a view of"
 
 
 def _write(op: OpOverload, target: Tensor, value: Tensor) -> None:

@@ -21,4 +21,5 @@ from shardcompile.layout.runs import has_runs as has_runs
 from shardcompile.layout.spec import Spec as Spec
 from shardcompile.layout.spec import contiguous_stride as contiguous_stride
 from shardcompile.layout.spec import dense_stride as dense_stride
+from shardcompile.layout.spec import may_overlap as may_overlap
 from shardcompile.layout.spec import order_of as order_of

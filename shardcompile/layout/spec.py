@@ -101,3 +101,14 @@ def dense_stride(shape: Sequence[IntLike], like: Sequence[IntLike]) -> tuple[Int
     order = sorted(range(len(like)), key=lambda d: (-size_hint(like[d]), -size_hint(shape[d])))
     by_dim = dict(zip(order, contiguous_stride([shape[d] for d in order]), strict=True))
     return tuple(by_dim[d] for d in range(len(order)))
+
+
+def may_overlap(shape: Sequence[IntLike], stride: Sequence[IntLike]) -> bool:
+    """Whether several elements of a tensor may lie in one place in memory, as those of windows do."""
+    reach = 0
+    dims = sorted((size_hint(s), size_hint(n)) for n, s in zip(shape, stride, strict=True))
+    for step, n in dims if all(n for _, n in dims) else ():
+        if n > 1 and step <= reach:
+            return True
+        reach += (n - 1) * step
+    return False

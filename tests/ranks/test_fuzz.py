@@ -552,3 +552,18 @@ def test_the_gradient_of_an_embedding_whose_table_may_be_empty() -> None:
     ]
     told = found(lines, inputs, (2, 2), "aot_eager_decomp_partition")
     assert told.kind == RIGHT, told
+
+
+@pytest.mark.parametrize("layout", ["P(sum)", "S(0)", "S(1)", "R"])
+@pytest.mark.parametrize(
+    "view", ["v0.flatten(0, 1).unfold(0, 33, 2)", "v0.unfold(1, 3, 1)", "v0.as_strided([3, 2], [1, 1])"]
+)
+def test_windows_are_written_to_once_for_each_that_has_a_row_or_not_at_all(view: str, layout: str) -> None:
+    """Plain PyTorch adds to a row once for each window that it is in."""
+    sizes = {"S(0)": {0: [2, 0, 3]}, "S(1)": {0: [0, 6, 1]}}.get(layout, {})
+    inputs = [Input("a0", (5, 7), layout, sizes)]
+    told = found(["v0 = a0 * 2", f"{view}.add_(0.5)"], inputs)
+    assert told.kind == RIGHT or "lie in one place" in told.text or "no way back" in told.text, told
+    assert told.kind in (RIGHT, REFUSED), told
+    assert layout != "P(sum)" or told.kind == REFUSED
+    assert found(["v0 = a0 * 2", f"{view}.zero_()"], inputs).kind in (RIGHT, REFUSED)

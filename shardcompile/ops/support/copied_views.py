@@ -17,6 +17,7 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.compat import OpOverload
 from shardcompile.errors import UnsupportedOpError
+from shardcompile.layout import may_overlap
 from shardcompile.ops import record_of, state
 from shardcompile.ops.record import Run
 from shardcompile.sharded import Sharded
@@ -164,6 +165,12 @@ class CopiedView:
                 f"{op} writes to a view ({self.op}) that a block cannot hold and that had to be copied, and there is "
                 f"no way back to the tensor that was viewed ({parent._spec.layout.describe()}). Write to the tensor "
                 "itself, or clone first"
+            )
+        if self.op is aten.as_strided.default and may_overlap(*self.args[1:3]):
+            raise UnsupportedOpError(
+                f"{op} writes to a view ({self.op}) that a block cannot hold and that had to be copied. Several of its "
+                f"elements lie in one place of the tensor that was viewed ({parent._spec.layout.describe()}). Write to "
+                "the tensor itself, or clone first"
             )
         if parent._copied is not None:
             parent._copied.check_writable(op)
