@@ -197,7 +197,7 @@ OF_A_COMPILATION = (
         "strides leaves a guard, which a block of one row breaks.",
         "are_strides_like_channels_last_or_false compares `min == strides[1]` with a guard, between comparisons that "
         "leave none: guard_or_true would do.",
-        "2.11 - 2.14",
+        "2.11 - 2.13",
         channels_last_by_hint,
     ),
     Patch(
