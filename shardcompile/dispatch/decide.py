@@ -252,9 +252,7 @@ def _decide_mutation(
         if choice is not None:
             return InPlace(record, choice)
     if functional is not None:
-        for target in targets:
-            if type(target) is cls:
-                refuse_windows(record, target._spec)
+        refuse_windows(record, [t._spec for t in targets if type(t) is cls])
         return Written(call.op, functional, mutated)
     composite = _composite(record)
     if composite is not None:

@@ -183,12 +183,14 @@ def refuse_expanded(record: OpRecord, target: Spec) -> None:
         )  # fmt: skip
 
 
-def refuse_windows(record: OpRecord, target: Spec) -> None:
-    """Raise if the target may be windows with rows in common, and what is written is computed first, then copied.
+def refuse_windows(record: OpRecord, targets: Sequence[Spec]) -> None:
+    """Raise if a target may be windows with rows in common, and what is written is computed first, then copied.
 
     A kernel that writes in place, as ``add_`` does, would add to such a row once for each window.
     """
-    if not record.one_value and may_overlap(target.shape, target.stride):
+    for target in targets:
+        if record.one_value or not may_overlap(target.shape, target.stride):
+            continue
         raise refusal(
             str(record.op), f"{target.layout.describe()} with strides {tuple(target.stride)}",
             "several of its elements lie in one place in memory", _WINDOWS,
