@@ -117,8 +117,7 @@ def _link(x: Any, index: Any) -> tuple[Any, ...]:
         )
     layout = layout_of_column(x._spec.layout.reduced())
     cut = layout.cut_of(0)
-    placements = [Shard(0) if m == mesh_dim else Replicate() for m in range(layout.mesh.ndim)]
-    layout = Layout.of(layout.mesh, placements, layout.shape, torch.int64, [cut])
+    layout = Layout.of_cuts(layout.mesh, layout.shape, torch.int64, [cut])
     index = _cut_along(index, mesh_dim, layout)
     entries = index._spec.layout
     flat = ToLocal.apply(index, None)

@@ -457,7 +457,7 @@ def run_compiled_on_rank(
         before = once(graphs_compiled)
         for number, (program, want) in enumerate(zip(programs, expected, strict=True)):
             stage = f"call {number}"
-            dist.barrier()  # ranks share the function: one that is ahead would have it compiled for others' extents
+            dist.barrier()  # ranks share the function: a rank that is ahead would have it compiled for the next extents
             leaves = {i.name: i.on(mesh, i.full()) for i in program.inputs}
             values = run(*leaves.values())
             near = _nearness(program)

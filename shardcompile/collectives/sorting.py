@@ -75,10 +75,7 @@ def top_rows(block: Tensor, dim: int, count: int, cut: Cut, mesh: DeviceMesh, la
     rows = torch.cat([rows, rows.new_zeros(filling)], dim).narrow(dim, 0, count)
     numbers = torch.cat([order + first, order.new_full(filling, -1)], dim).narrow(dim, 0, count)  # -1: of no row
     rows, numbers = (_all_of(x, dim, ranks, group_name) for x in (rows, numbers))
-    # The last key first: each sort keeps the order of the one before among what is equal.
-    order = rows.argsort(dim=dim, stable=True, descending=largest)
-    none = (numbers.gather(dim, order) < 0).to(torch.uint8)
-    order = order.gather(dim, none.argsort(dim=dim, stable=True).narrow(dim, 0, count))
+    order = _order(rows, numbers, dim, largest).narrow(dim, 0, count)
     return rows.gather(dim, order), numbers.gather(dim, order)
 
 
@@ -87,6 +84,16 @@ def _all_of(x: Tensor, dim: int, ranks: int, group_name: str) -> Tensor:
     each = x.shape[dim]
     even = GroupCut([each] * ranks, CHUNK_KEY, [])
     return ALL_GATHER_V.start(AllGatherV(x, dim, ranks * each, even, group_name)).wait()
+
+
+def _order(rows: Tensor, numbers: Tensor, dim: int, descending: bool) -> Tensor:
+    """How rows are sorted that ranks, one after the other, have put in by their numbers; those with the number -1 last.
+
+    Each sort keeps the order of the one before among what is equal.
+    """
+    order = rows.argsort(dim=dim, stable=True, descending=descending)
+    none = (numbers.gather(dim, order) < 0).to(torch.uint8)
+    return order.gather(dim, none.argsort(dim=dim, stable=True))
 
 
 def _splitters(rows: Tensor, numbers: Tensor, ranks: int, group_name: str, descending: bool) -> tuple[Tensor, Tensor]:
@@ -104,10 +111,7 @@ def _splitters(rows: Tensor, numbers: Tensor, ranks: int, group_name: str, desce
     some = torch.cat([rows, rows.new_zeros([1])]).index_select(0, places)
     known = torch.cat([numbers, numbers.new_full([1], -1)]).index_select(0, places)  # -1: of a rank without rows
     values, heads = (_all_of(x, 0, ranks, group_name) for x in (some, known))
-    # The last key first: each sort keeps the order of the one before among what is equal.
-    order = heads.argsort(stable=True)
-    order = order.index_select(0, values.index_select(0, order).argsort(stable=True, descending=descending))
-    order = order.index_select(0, (heads.index_select(0, order) < 0).to(torch.uint8).argsort(stable=True))
+    order = _order(values, heads, 0, descending)
     there = (heads >= 0).sum()
     chosen = order.index_select(0, torch.arange(1, ranks, device=rows.device) * there // ranks)
     return values.index_select(0, chosen), heads.index_select(0, chosen)

@@ -221,7 +221,7 @@ def _unless_a_run_gives_sizes(add: Callable[..., object]) -> Callable[..., objec
 
 
 def _as_if_not_empty(put: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Sums of rows of a size that only a run gives: whether there are any changes nothing of the result's shape."""
+    """The result has the same shape whether `x` has elements or not, so of a size that a run gives it is not asked."""
 
     def sums(x: torch.Tensor, mask: torch.Tensor, indices: list[Any], values: torch.Tensor) -> torch.Tensor:
         if not any(map(is_unbacked, x.shape)):

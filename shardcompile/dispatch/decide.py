@@ -242,9 +242,8 @@ def _decide_mutation(
         return InPlaceView(call.op, record.becomes)
     if torch.Tag.inplace_view in call.op.tags and functional is not None:
         return InPlaceView(call.op, functional)
-    for target in targets:
-        if type(target) is cls:
-            refuse_expanded(record, target._spec)
+    written = [t._spec for t in targets if type(t) is cls]
+    refuse_expanded(record, written)
     _check_shapes(call.op, args, kwargs)
     rule = record.rule
     if mutated == [0] and type(targets[0]) is cls and rule is not None:
@@ -252,7 +251,7 @@ def _decide_mutation(
         if choice is not None:
             return InPlace(record, choice)
     if functional is not None:
-        refuse_windows(record, [t._spec for t in targets if type(t) is cls])
+        refuse_windows(record, written)
         return Written(call.op, functional, mutated)
     composite = _composite(record)
     if composite is not None:

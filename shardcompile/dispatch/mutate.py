@@ -167,37 +167,34 @@ class Written(Entry):
         return targets[0] if len(targets) == 1 else tuple(targets)
 
 
-def refuse_expanded(record: OpRecord, target: Spec) -> None:
-    """Raise if several elements of the target lie in one place. A kernel raises only for a block that has several.
+def refuse_expanded(record: OpRecord, targets: Sequence[Spec]) -> None:
+    """Raise if several elements of a target lie in one place. A kernel raises only for a block that has several.
 
     One value everywhere is the same in whatever order it is written.
     """
-    expanded = any(
-        isinstance(s, int) and s == 0 and not (isinstance(n, int) and n <= 1)
-        for n, s in zip(target.shape, target.stride, strict=True)
-    )
-    if expanded and not record.one_value:
-        raise refusal(
-            str(record.op), f"{target.layout.describe()}, an expanded tensor",
-            "several of its elements lie in one place in memory", "Clone it before it is written to",
-        )  # fmt: skip
+    for target in () if record.one_value else targets:
+        if any(
+            isinstance(s, int) and s == 0 and not (isinstance(n, int) and n <= 1)
+            for n, s in zip(target.shape, target.stride, strict=True)
+        ):
+            raise refusal(
+                str(record.op), f"{target.layout.describe()}, an expanded tensor",
+                "several of its elements lie in one place in memory", "Clone it before it is written to",
+            )  # fmt: skip
 
 
 def refuse_windows(record: OpRecord, targets: Sequence[Spec]) -> None:
-    """Raise if a target may be windows with rows in common, and what is written is computed first, then copied.
+    """Raise if a target may consist of windows with rows in common, where results are computed first, then copied.
 
-    A kernel that writes in place, as ``add_`` does, would add to such a row once for each window.
+    A kernel that writes in place, as that of ``add_`` does, adds to such a row once for each window.
     """
-    for target in targets:
-        if record.one_value or not may_overlap(target.shape, target.stride):
-            continue
-        raise refusal(
-            str(record.op), f"{target.layout.describe()} with strides {tuple(target.stride)}",
-            "several of its elements lie in one place in memory", _WINDOWS,
-        )  # fmt: skip
-
-
-_WINDOWS = "Clone it before it is written to, or write to what it is a view of"
+    for target in () if record.one_value else targets:
+        if may_overlap(target.shape, target.stride):
+            raise refusal(
+                str(record.op), f"{target.layout.describe()} with strides {tuple(target.stride)}",
+                "several of its elements lie in one place in memory",
+                "Clone it before it is written to, or write to what it is a view of",
+            )  # fmt: skip
 
 
 def _write(op: OpOverload, target: Tensor, value: Tensor) -> None:

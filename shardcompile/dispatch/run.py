@@ -193,7 +193,8 @@ class Local(Entry):
 def _is_whole(specs: Specs) -> bool:
     """Whether a result has no cut dim, so that its block is computed as plain PyTorch computes the tensor.
 
-    Where its strides leave gaps it is a view by another name, as AOTAutograd takes them, and its block may be a copy.
+    Strides that leave gaps are those of a view. AOTAutograd takes views by an op that is none to the dispatcher; the
+    block of such a view may be a copy, which is stored in another way.
     """
     spec = specs[0] if specs else None
     if not isinstance(spec, Spec) or not spec.is_plain or any(cut is not None for cut in spec.layout.cuts):

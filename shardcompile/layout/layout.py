@@ -91,6 +91,22 @@ class Layout:
         return _INTERNED.setdefault(layout, layout)
 
     @staticmethod
+    def of_cuts(mesh: Mesh, shape: Sequence[IntLike], dtype: torch.dtype, cuts: Sequence[Cut | None]) -> Layout:
+        """The layout with these cuts, which is replicated along all mesh dims by which nothing is cut.
+
+        Args:
+            mesh: the mesh of ranks.
+            shape: global shape.
+            dtype: element type.
+            cuts: by tensor dim.
+        """
+        placements: list[Placement] = [Replicate()] * len(mesh.shape)
+        for dim, cut in enumerate(cuts):
+            for m in () if cut is None else cut.mesh_dims:
+                placements[m] = Shard(dim)
+        return Layout.of(mesh, placements, shape, dtype, cuts)
+
+    @staticmethod
     def chunked(mesh: Mesh, placements: Sequence[Placement], shape: Sequence[IntLike], dtype: torch.dtype) -> Layout:
         """The layout in which every sharded dim has the cut of torch.chunk.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from torch.distributed.tensor.placement_types import Placement, Shard
 
@@ -18,6 +19,11 @@ from shardcompile.layout.layout import Layout
 def has_runs(layout: Layout) -> bool:
     """Whether some block is no run of neighbouring rows."""
     return any(c is not None and c.runs > 1 for c in layout.cuts)
+
+
+def is_cut_once(cut: Cut | None) -> TypeGuard[Cut]:
+    """Whether one mesh dim cuts a dim, into blocks that are runs of neighbouring rows."""
+    return cut is not None and len(cut.mesh_dims) == 1 and cut.runs == 1
 
 
 @dataclass(frozen=True)

@@ -105,9 +105,11 @@ def dense_stride(shape: Sequence[IntLike], like: Sequence[IntLike]) -> tuple[Int
 
 def may_overlap(shape: Sequence[IntLike], stride: Sequence[IntLike]) -> bool:
     """Whether several elements of a tensor may lie in one place in memory, as those of windows do."""
-    reach = 0
     dims = sorted((size_hint(s), size_hint(n)) for n, s in zip(shape, stride, strict=True))
-    for step, n in dims if all(n for _, n in dims) else ():
+    if any(n == 0 for _, n in dims):
+        return False
+    reach = 0
+    for step, n in dims:
         if n > 1 and step <= reach:
             return True
         reach += (n - 1) * step

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.distributed.tensor.placement_types import Shard
 
 from shardcompile import compat
 from shardcompile.collectives import cut_of_sizes, first_rows, gather_counts
@@ -87,17 +87,15 @@ def _numbers(x: Any) -> Any:
     first: Any = first_row(layout.cut_of(0), layout)
     rows = torch.stack([numbers + first, *reversed(places)], 1)
     shape = (cut.extent, x.ndim)
-    placements = [p if p.is_shard() else Replicate() for p in layout.placements]
-    result = Layout.of(layout.mesh, placements, shape, rows.dtype, [cut, None])
+    result = Layout.of_cuts(layout.mesh, shape, rows.dtype, [cut, None])
     return FromLocal.apply(rows, type(x), Spec.of(result, contiguous_stride(shape)))
 
 
 def _first_dims(layout: Layout, mask: Tensor) -> Layout:
     """The layout that a mask needs to fit what it masks."""
     cut = layout.cut_of(0)
-    placements = [Shard(0) if m in cut.mesh_dims else Replicate() for m in range(layout.mesh.ndim)]
     cuts = [cut, *[None] * (mask.ndim - 1)]
-    return Layout.of(layout.mesh, placements, layout.shape[: mask.ndim], mask.dtype, cuts)
+    return Layout.of_cuts(layout.mesh, layout.shape[: mask.ndim], mask.dtype, cuts)
 
 
 def _chosen(keep: Tensor, layout: Layout) -> tuple[Any, Tensor]:

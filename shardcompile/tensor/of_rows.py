@@ -63,9 +63,8 @@ def beside(a: Any, layout: Layout, mesh_dim: int, what: str) -> Any:
     now = a._spec.layout
     if now.mesh != layout.mesh or not a.ndim or not _same(now.shape[0], layout.shape[0]):
         raise LayoutError(f"{what} {now.describe()} does not belong to the rows of {layout.describe()}")
-    placements = [Shard(0) if m == mesh_dim else Replicate() for m in range(now.mesh.ndim)]
-    wanted = Layout.of(now.mesh, placements, now.shape, now.dtype, [layout.cuts[0], *[None] * (a.ndim - 1)])
-    return redistributed(a, wanted)
+    cuts = [layout.cuts[0], *[None] * (a.ndim - 1)]
+    return redistributed(a, Layout.of_cuts(now.mesh, now.shape, now.dtype, cuts))
 
 
 def _same(a: IntLike, b: IntLike) -> bool:

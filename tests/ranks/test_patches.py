@@ -363,8 +363,8 @@ WITHOUT_A_PROGRAM = {
 """Patches of which no program is known that goes wrong with the torch that is installed, and why."""
 
 RIGHT_SINCE = {"collectives_stay": (2, 14), "saved_before_written": (2, 14), "sizes_of_saved_products": (2, 14)}
-"""Patches whose programs go right without them since a version of torch, in which nothing says that all programs do: its
-partitioner saves other tensors of these. (2.15 also counts what is written to as not to be computed again.)"""
+"""Patches without which their programs go right from this version of torch on, because its partitioner saves other tensors
+of them. Other programs may still go wrong, so the patches stay."""
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial
 
 from shardcompile import compat
 from shardcompile.collectives import Reduction
@@ -40,8 +40,7 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: floa
     added = reduced(source)
     layout = added._spec.layout
     cut = layout.cut_of(dim)
-    placements = [Shard(0) if m in cut.mesh_dims else Replicate() for m in range(len(layout.placements))]
-    numbers = moved(index, Layout.of(layout.mesh, placements, index.shape, index.dtype, [cut]))
+    numbers = moved(index, Layout.of_cuts(layout.mesh, index.shape, index.dtype, [cut]))
     return _sums(
         x, dim, added, lambda zeros: aten.index_add.default(zeros, dim, numbers, added._local_tensor, alpha=alpha)
     )
@@ -134,11 +133,8 @@ def _beside(values: Tensor, dim: int, index: Tensor) -> Tensor:
     if cut is None or (isinstance(values, Sharded) and not values._spec.layout.is_replicated):
         return values
     assert isinstance(index, Sharded), "what is plain is not cut"
-    mesh = index._spec.layout.mesh
-    placements = [Shard(dim) if m in cut.mesh_dims else Replicate() for m in range(mesh.ndim)]
-    layout = Layout.of(
-        mesh, placements, tuple(values.shape), values.dtype, [cut if d == dim else None for d in range(values.ndim)]
-    )
+    cuts = [cut if d == dim else None for d in range(values.ndim)]
+    layout = Layout.of_cuts(index._spec.layout.mesh, tuple(values.shape), values.dtype, cuts)
     return wrap(index, moved(values, layout), layout, contiguous_stride(layout.shape))
 
 

@@ -28,7 +28,7 @@ from shardcompile.collectives import (
     reduce_rows,
     take_rows,
 )
-from shardcompile.layout import Cut, IntLike, Layout, contiguous_stride
+from shardcompile.layout import Cut, IntLike, Layout, contiguous_stride, is_cut_once
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.sharded import Sharded, block_of, first_sharded
 
@@ -43,7 +43,7 @@ def is_linked(index: Tensor, cut: Cut | None) -> TypeGuard[Sharded]:
 
 def fits(cut: Cut, layout: Layout) -> bool:
     """`is_linked` of the layout of an index."""
-    if len(cut.mesh_dims) > 1 or cut.runs > 1 or layout.is_partial:
+    if not is_cut_once(cut) or layout.is_partial:
         return False
     if layout.dtype.is_floating_point or layout.dtype in (torch.bool, torch.uint8):
         return False
@@ -219,8 +219,7 @@ def combined(
     if layout is None or entries is None or entries.mesh_dims != cut.mesh_dims:
         return NotImplemented
     mesh = layout.mesh
-    placements = [Shard(0) if m in cut.mesh_dims else Replicate() for m in range(mesh.ndim)]
-    numbers = Layout.of(mesh, placements, index.shape, index.dtype, [entries])
+    numbers = Layout.of_cuts(mesh, index.shape, index.dtype, [entries])
     if not fits(cut, numbers):
         return NotImplemented
     cuts = [cut if d == dim else c for d, c in enumerate(layout.cuts)]

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from shardcompile import compat
 from shardcompile.collectives import block_size, block_starts, cut_of_sizes, derive
-from shardcompile.layout import Cut, IntLike, Layout, contiguous_stride
+from shardcompile.layout import Cut, IntLike, Layout, contiguous_stride, is_cut_once
 from shardcompile.ops import state
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import layout_of, moved, reduced, wrap
@@ -62,24 +62,21 @@ def _of_rows(
     mesh, experts, rows = of_x.mesh, of_mats.cuts[0], of_x.cuts[0]
     home = rows
     if experts is not None:
-        if len(experts.mesh_dims) > 1 or experts.runs > 1:
+        if not is_cut_once(experts):
             return NotImplemented
         if rows is None and compat.is_fake(ends):
             return NotImplemented
         rows = rows_of_experts(ends, experts, of_x)
-    if rows is None or len(rows.mesh_dims) > 1 or rows.runs > 1:
+    if not is_cut_once(rows):
         return NotImplemented
-    placements = [Shard(0) if m in rows.mesh_dims else Replicate() for m in range(mesh.ndim)]
-    block = moved(x, Layout.of(mesh, placements, of_x.shape, of_x.dtype, [rows, None]))
-    where = placements if experts is not None else [Replicate()] * mesh.ndim
-    own = moved(mats, Layout.of(mesh, where, of_mats.shape, of_mats.dtype, [experts, None, None]))
+    block = moved(x, Layout.of_cuts(mesh, of_x.shape, of_x.dtype, [rows, None]))
+    own = moved(mats, Layout.of_cuts(mesh, of_mats.shape, of_mats.dtype, [experts, None, None]))
     out = aten._grouped_mm.default(_in_rows(block, 0), own, _ends_in_block(ends, rows, experts, mesh), None, dtype)
-    result = wrap(like, out, Layout.of(mesh, placements, shape, dtype, [rows, None]), contiguous_stride(shape))
+    result = wrap(like, out, Layout.of_cuts(mesh, shape, dtype, [rows, None]), contiguous_stride(shape))
     if home is rows or home is None or not compat.is_fake(ends):
         return result
     # In a trace a result of an op has no block whose size only that op knows: the rows go back to where they were.
-    back = [Shard(0) if m in home.mesh_dims else Replicate() for m in range(mesh.ndim)]
-    layout = Layout.of(mesh, back, shape, dtype, [home, None])
+    layout = Layout.of_cuts(mesh, shape, dtype, [home, None])
     return wrap(like, moved(result, layout), layout, contiguous_stride(shape))
 
 
@@ -95,17 +92,16 @@ def _of_sums(
 ) -> Tensor:
     """[k, s] times [s, n], summed within each group: [e, k, n]. The gradient of the matrices."""
     mesh, rows = of_x.mesh, of_x.cuts[1] or of_mats.cuts[0]
-    if rows is None or len(rows.mesh_dims) > 1 or rows.runs > 1:
+    if not is_cut_once(rows):
         return NotImplemented
-    placements = {d: [Shard(d) if m in rows.mesh_dims else Replicate() for m in range(mesh.ndim)] for d in (0, 1)}
-    left = moved(x, Layout.of(mesh, placements[1], of_x.shape, of_x.dtype, [None, rows]))
-    right = moved(mats, Layout.of(mesh, placements[0], of_mats.shape, of_mats.dtype, [rows, None]))
+    left = moved(x, Layout.of_cuts(mesh, of_x.shape, of_x.dtype, [None, rows]))
+    right = moved(mats, Layout.of_cuts(mesh, of_mats.shape, of_mats.dtype, [rows, None]))
     experts = rows.named_rows(ends.shape[0])
     out = aten._grouped_mm.default(
         _in_rows(left, 1), _in_rows(right, 0), _ends_in_block(ends, rows, experts, mesh), None, dtype
     )
     if experts is not None:
-        layout = Layout.of(mesh, placements[0], shape, dtype, [experts, None, None])
+        layout = Layout.of_cuts(mesh, shape, dtype, [experts, None, None])
     else:
         terms = [Partial("sum") if m in rows.mesh_dims else Replicate() for m in range(mesh.ndim)]
         layout = Layout.of(mesh, terms, shape, dtype, [None, None, None])

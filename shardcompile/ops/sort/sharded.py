@@ -8,7 +8,7 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from shardcompile import compat
 from shardcompile.collectives import sort_rows, top_rows
-from shardcompile.layout import IntLike, Layout, contiguous_stride
+from shardcompile.layout import IntLike, Layout, contiguous_stride, is_cut_once
 from shardcompile.ops import state
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import moved, reduced, wrap
@@ -24,7 +24,7 @@ def sort(x: Sharded, dim: int = -1, descending: bool = False) -> tuple[Tensor, T
     x = reduced(x)
     layout = x._spec.layout
     cut = layout.cuts[0]
-    if cut is None or len(cut.mesh_dims) > 1 or cut.runs > 1:
+    if not is_cut_once(cut):
         return NotImplemented
     with compat.unrecorded_symbols(x._local_tensor):
         rows, numbers, found = sort_rows(x._local_tensor, cut, layout.mesh, descending)
@@ -54,7 +54,7 @@ def topk(x: Sharded, k: IntLike, dim: int = -1, largest: bool = True, sorted: bo
         return NotImplemented
     dim = dim % x.ndim
     cut = x._spec.layout.cuts[dim]
-    if cut is None or len(cut.mesh_dims) > 1 or cut.runs > 1:
+    if not is_cut_once(cut):
         return NotImplemented
     x = reduced(x)
     layout = x._spec.layout
