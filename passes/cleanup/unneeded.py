@@ -119,7 +119,9 @@ def _is_own_part(node: Node) -> bool:
 def _frozen(value: object, same: dict[Node, Node]) -> Hashable:
     """Arguments as a key, with one node in place of all that are the same."""
     if isinstance(value, Node):
-        return same.get(value, value)
+        # Ranks may have several nodes for a size, or one: it is known by its expression, which they share.
+        size = value.meta.get("val")
+        return size.node.expr if isinstance(size, torch.SymInt) else same.get(value, value)
     if isinstance(value, (list, tuple)):
         return tuple(_frozen(v, same) for v in value)
     if isinstance(value, dict):

@@ -35,6 +35,7 @@ from shardcompile.compat.replacements import (
     overlap_by_hint,
     parts_stay_apart,
     places_of_parts,
+    sizes_by_value,
     symbols_by_both_names,
     traces_agree,
     views_by_stride,
@@ -136,6 +137,16 @@ OF_RANKS_ALIKE = (
         "different collectives, and wait for one another.",
         "2.11 - 2.15",
         parts_stay_apart,
+    ),
+    Patch(
+        "sizes_by_value",
+        "torch._functorch.partitioners.fx_graph_cse",
+        "Ranks write one size by different nodes: the fake kernel of a view gives a block with rows a size of its own, "
+        "and one without rows the size that it was given. What is computed twice is then merged on some ranks only.",
+        "fx_graph_cse takes two views to the same symbolic size for different where the size has two nodes, although "
+        "dedupe_symints knows sizes by their expressions.",
+        "2.11 - 2.15",
+        sizes_by_value,
     ),
     Patch(
         "traces_agree",

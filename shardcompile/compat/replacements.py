@@ -18,7 +18,7 @@ from torch._functorch import compile_utils, partitioners  # 2.11 - 2.15
 from torch._functorch import config as _functorch_config  # 2.11 - 2.15
 from torch._guards import detect_fake_mode  # 2.11 - 2.15
 from torch._inductor.virtualized import V  # 2.11 - 2.15
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 from torch.utils._sympy.functions import (
     Max,  # 2.11 - 2.15
@@ -77,6 +77,30 @@ def parts_stay_apart(stack: contextlib.ExitStack) -> None:
         *(aten.constant_pad_nd, aten.arange, torch.ops.prims.iota),
     ]
     replace(stack, compile_utils, "rand_ops", lambda kept: [*kept, *parts])  # 2.11 - 2.15
+
+
+def sizes_by_value(stack: contextlib.ExitStack) -> None:
+    replace(stack, partitioners, "fx_graph_cse", _with_one_node_for_a_size)  # 2.11 - 2.15
+
+
+def _with_one_node_for_a_size(merge: Callable[[Graph], Graph]) -> Callable[[Graph], Graph]:
+    """Have all who read a size read the first node that gives it, before equal nodes are merged."""
+
+    def merge_nodes(graph: Graph) -> Graph:
+        first: dict[sympy.Expr, Node] = {}
+        backward: set[Node] = set()
+        for node in graph.nodes:
+            value = node.meta.get("val")
+            given = partitioners._is_tangent(node)  # 2.11 - 2.15
+            if given or not backward.isdisjoint(node.all_input_nodes):
+                backward.add(node)  # read off a gradient: the forward pass cannot
+            elif isinstance(value, torch.SymInt):
+                first.setdefault(value.node.expr, node)
+            if isinstance(value, torch.SymInt) and (found := first.get(value.node.expr, node)) is not node:
+                node.replace_all_uses_with(found)
+        return merge(graph)
+
+    return merge_nodes
 
 
 def traces_agree(stack: contextlib.ExitStack) -> None:

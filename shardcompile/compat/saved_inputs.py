@@ -33,7 +33,7 @@ def _saving_symbols(extract: Callable[..., object]) -> Callable[..., object]:
 
     @functools.wraps(extract)
     def extract_modules(joint: GraphModule, saved: list[Node], *args: object, **kwargs: object) -> object:
-        tangents = [n for n in joint.graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
+        tangents = [*filter(partitioners._is_tangent, joint.graph.nodes)]  # 2.11 - 2.15
         find = partitioners.find_symbol_binding_fx_nodes  # 2.11 - 2.15
 
         def find_more(graph: Graph) -> dict[sympy.Symbol, Node]:

@@ -172,6 +172,20 @@ def test_a_constant_of_this_rank_says_nothing_about_the_others() -> None:
 # Waits.
 
 
+def test_a_size_is_known_by_its_value() -> None:
+    """Ranks may write a size by one node or by several, as torch's fake kernels have it."""
+    with world_of(3):
+        b = Builder()
+        b.mode.shape_env = ShapeEnv()
+        x = b.graph.placeholder("x")
+        x.meta["val"] = b.mode.from_tensor(torch.empty(7, 3), static_shapes=False)
+        rows, columns, again = (b.call(aten.sym_size.int, x, d) for d in (0, 1, 0))
+        payloads = [b.call(aten.view.default, x, [columns, n]) for n in (rows, again)]
+        graph = b.output(*[b.call(aten.sin.default, b.done(ALL_REDUCE, p, "sum", "g")) for p in payloads])
+        ShareEqualCollectives()(graph)
+        assert kinds(graph) == ["all_reduce"]
+
+
 def test_repeated_waits_are_dropped() -> None:
     def write(b: Builder, rank: int) -> list[Node]:
         start = b.call(ALL_REDUCE, b.input(4), "sum", "g")

@@ -322,6 +322,16 @@ SCENES: dict[str, Callable[[], str]] = {
         [Input("a0", (5, 1), "R", grad=True)],
         2,
     ),
+    "sizes_by_value": Fuzzed(
+        [
+            *("v0 = a1.flatten(0, 1)", "a1[3:-7:2, -4:-4][0:2:3, :].copy_(weight(1)[0])"),
+            *("v1 = F.pad(v0, [0, 0], value=0.5)", "v2 = torch.cat([v0, v1, v0], -1)"),
+            *("v3 = a2.expand([3, 2])", "v4 = v3[:, torch.tensor([1, 0, 0], dtype=torch.int64)]"),
+        ],
+        [Input("a1", (7, 4), "S(1)", {0: [0, 4]}), Input("a2", (1, 1), grad=True)],
+        2,
+        "aot_eager_decomp_partition",
+    ),
     "traces_agree": Fuzzed(
         [
             *("v0 = a0.movedim(0, -1)", "v1 = F.pad(v0, [2, 0], value=0.5)", "v2 = F.glu(v0, 2)"),
