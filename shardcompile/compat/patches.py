@@ -32,6 +32,7 @@ from shardcompile.compat.replacements import (
     fill_order_by_hint,
     memory_format_by_hint,
     no_donated_buffers,
+    ones_of_formulas,
     overlap_by_hint,
     parts_stay_apart,
     places_of_parts,
@@ -172,6 +173,16 @@ OF_RANKS_ALIKE = (
 """Put in when a compilation meets the first sharded tensor, and put back when it ends."""
 
 OF_A_COMPILATION = (
+    Patch(
+        "ones_of_formulas",
+        "torch._refs._maybe_broadcast",
+        "What is broadcast has to have an extent of 1. Of an extent that is a formula torch checks that it is 1, and "
+        "does not know it a line later: it refuses to broadcast.",
+        "_broadcast_shapes with backed_size_oblivious: after torch._check(shape[idx] == 1) for a compound expression "
+        "guard_or_false(shape[idx] == 1) is still False, and the mismatch is raised. The extent could be taken as 1.",
+        "2.11 - 2.15",
+        ones_of_formulas,
+    ),
     Patch(
         "views_by_stride",
         "torch._subclasses.fake_impls._compute_stride",

@@ -65,6 +65,29 @@ def channels_last_by_hint(stack: contextlib.ExitStack) -> None:
     replace(stack, _prims_common, "are_strides_like_channels_last_or_false", _comparing_by_hint)  # 2.11 - 2.15
 
 
+def ones_of_formulas(stack: contextlib.ExitStack) -> None:
+    replace(stack, torch._refs, "_maybe_broadcast", _with_ones_as_numbers)  # 2.11 - 2.15
+
+
+def _with_ones_as_numbers(broadcast: Callable[..., object]) -> Callable[..., object]:
+    """Have extents that are 1, and are broadcast to what is not 1, be numbers, with guards."""
+
+    def broadcast_tensors(*args: Any, **kwargs: object) -> object:
+        given = list(args)
+        tensors = [n for n, a in enumerate(args) if isinstance(a, torch.Tensor)]
+        for dim in range(-1, -1 - max((args[n].ndim for n in tensors), default=0), -1):
+            long = [n for n in tensors if args[n].ndim >= -dim]
+            extents = [args[n].shape[dim] for n in long]
+            if any(is_unbacked(e) for e in extents) or {size_hint(e) == 1 for e in extents} != {True, False}:
+                continue
+            for n, extent in zip(long, extents, strict=True):
+                if isinstance(extent, torch.SymInt) and not extent.node.expr.is_Symbol and extent == 1:
+                    given[n] = given[n].select(dim, 0).unsqueeze(dim)
+        return broadcast(*given, **kwargs)
+
+    return broadcast_tensors
+
+
 def collectives_stay(stack: contextlib.ExitStack) -> None:
     replace(stack, partitioners, "force_save_collectives", _where_they_were_traced)  # 2.11 - 2.15
 

@@ -145,7 +145,7 @@ class Local(Entry):
         self.fresh = not self.mutates and not self.aliases
         self.single = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
         self.strides_like = strides_like
-        self.whole = self.fresh and not self.exchanges and self.single and _is_whole(specs)
+        self.whole = self.fresh and self.single and _is_whole(specs)
 
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         out = self._blocks(cls, args, kwargs)
@@ -165,8 +165,9 @@ class Local(Entry):
 
     def _blocks(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         plans = iter(self.plans)
-        local_args = tuple([localize(cls, a, plans, self.moved) for a in args])
-        local_kwargs = {k: localize(cls, a, plans, self.moved) for k, a in kwargs.items()} if kwargs else kwargs
+        ordered = self.moved or (self.whole and not compat.is_traced())  # kernels decide by strides how results are
+        local_args = tuple([localize(cls, a, plans, ordered) for a in args])
+        local_kwargs = {k: localize(cls, a, plans, ordered) for k, a in kwargs.items()} if kwargs else kwargs
         if self.arguments is not None:
             local_args = self.arguments(local_args)
         if self.strides_like is not None and type(local_args[self.strides_like]) is not Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardcompile.compat import forget_with_world, size_hint
+from shardcompile.compat import forget_with_world, size_hint, surely
 from shardcompile.layout.cut import IntLike
 from shardcompile.layout.layout import Layout
 
@@ -95,12 +95,16 @@ def dense_stride(shape: Sequence[IntLike], like: Sequence[IntLike]) -> tuple[Int
     """Strides without gaps for a shape, the dims in the order of the strides `like`; of expanded ones, row by row.
 
     Of dims with equal strides, as windows have them, the larger one is the slower one, as in ``torch.empty_like``.
+    Those of a shape that `like` has no gaps for are `like` itself: kernels read the strides of extents of 1 as well.
     """
     if any(isinstance(s, int) and s == 0 for s in like):
         return contiguous_stride(shape)
     order = sorted(range(len(like)), key=lambda d: (-size_hint(like[d]), -size_hint(shape[d])))
     by_dim = dict(zip(order, contiguous_stride([shape[d] for d in order]), strict=True))
-    return tuple(by_dim[d] for d in range(len(order)))
+    dense = tuple(by_dim[d] for d in range(len(order)))
+    # Not by hints: those of a block are others on other ranks.
+    same = all((isinstance(n, int) and n == 1) or surely(a == b) for n, a, b in zip(shape, dense, like, strict=True))
+    return tuple(like) if same else dense
 
 
 def may_overlap(shape: Sequence[IntLike], stride: Sequence[IntLike]) -> bool:

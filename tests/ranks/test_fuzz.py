@@ -567,3 +567,43 @@ def test_windows_are_written_to_once_for_each_that_has_a_row_or_not_at_all(view:
     assert told.kind in (RIGHT, REFUSED), told
     assert layout != "P(sum)" or told.kind == REFUSED
     assert found(["v0 = a0 * 2", f"{view}.zero_()"], inputs).kind in (RIGHT, REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("lines", "inputs", "mesh"),
+    [
+        (
+            ["v0 = a0.mT.expand([2, -1, 3])", "v1 = v0.index_fill(0, a1.reshape(-1).remainder(2), 0.5)"],
+            [Input("a0", (1, 3, 4)), Input("a1", (1, 3, 4), "R S(0)", {1: [1, 0]}, "int64")],
+            (2, 2),
+        ),
+        (
+            ['v0 = torch.einsum("ab,cd->abcd", a0.index_add(0, torch.arange(6), a0), a0)', "v1 = torch.cat([v0, v0], 1)"],
+            [Input("a0", (6, 1), "P(sum)")],
+            (3,),
+        ),
+        (
+            ['v0 = a0.mT.div(a1, rounding_mode="floor")'],
+            [Input("a0", (5, 4), "S(0)", {0: [2, 0, 3]}), Input("a1", (), "R")],
+            (3,),
+        ),
+    ],
+)  # fmt: skip
+def test_results_are_stored_as_those_of_plain_pytorch(
+    lines: list[str], inputs: list[Input], mesh: tuple[int, ...]
+) -> None:
+    assert found(lines, inputs, mesh).kind == RIGHT
+
+
+def test_what_has_no_order_of_dims_is_brought_to_the_order_of_rows() -> None:
+    """An expanded tensor has strides of 0. Its gathered blocks lie in memory with the cut dim first."""
+    inputs = [
+        Input(f"a{n}", shape, "S(1)", {0: [1, 1, int(e)]}, grad=True)
+        for n, (shape, e) in enumerate([((5, 3), 1), ((2, 5, 4), 3), ((2, 4, 3), 2)])
+    ]
+    assert found(["v0 = torch.addbmm(a0, a1, a2)"], inputs).kind == RIGHT
+
+
+def test_rows_are_cut_off_a_part_whose_extent_is_a_formula() -> None:
+    lines = ["v0 = a0.tensor_split(2, 1)[0]", "v1 = F.pad(v0, [1, -1], value=0.5)"]
+    assert found(lines, [Input("a0", (1, 7), "S(1)", {0: [5, 2, 0]})], backend="aot_eager").kind == RIGHT

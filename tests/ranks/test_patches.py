@@ -332,6 +332,14 @@ SCENES: dict[str, Callable[[], str]] = {
         2,
         "aot_eager_decomp_partition",
     ),
+    "ones_of_formulas": Fuzzed(
+        [
+            *("v0 = a1[:]", "v1 = a2[-2:6:3]", "v2 = torch.minimum(v1, v0)  # if away(v1 - v0, 0)"),
+            "v3 = torch.stack([v2, a0], 1)",
+        ],
+        [Input("a0", (4,), "S(0)", {0: [0, 2, 2]}), Input("a1", (4,)), Input("a2", (4,), seed=1037659)],
+        3,
+    ),
     "traces_agree": Fuzzed(
         [
             *("v0 = a0.movedim(0, -1)", "v1 = F.pad(v0, [2, 0], value=0.5)", "v2 = F.glu(v0, 2)"),

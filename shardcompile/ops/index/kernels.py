@@ -40,6 +40,7 @@ def _index_fill(x: Tensor, dim: int, index: Tensor, value: complex) -> Tensor:
 
 state(aten.copy_.default, kernel=copy_block)
 state(aten.index_copy.default, kernel=index_copy)
-state(aten.index_fill.int_Scalar, kernel=_index_fill)
+# torch's fake kernel (2.11 - 2.15) forgets the order of dims of an expanded tensor.
+state(aten.index_fill.int_Scalar, kernel=_index_fill, shape_kernel=lambda x, *_: x.clone())
 state(aten.masked_fill_.Scalar, kernel=_masked_fill_(aten.masked_fill_.Scalar))
 state(aten.masked_fill_.Tensor, kernel=_masked_fill_(aten.masked_fill_.Tensor))

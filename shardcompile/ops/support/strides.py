@@ -23,7 +23,7 @@ state(
         *(aten.logaddexp.default, aten.logaddexp2.default, aten.copysign.Tensor, aten.heaviside.default),
         *(aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default, aten.floor_divide.default),
         *(aten.xlogy.Tensor, aten.special_xlog1py.default, aten.logit_backward.default),
-        aten.native_dropout_backward.default,
+        *(aten.native_dropout_backward.default, aten.div.Tensor_mode),
     ],
     order=Order.AS_A_SUM,
 )
@@ -58,20 +58,31 @@ def in_order(local: Tensor, stride: Sequence[IntLike]) -> Tensor:
         local: the block.
         stride: strides of the global tensor.
     """
-    if type(local) is Tensor and local.stride() == dense_stride(local.shape, stride):
-        return local  # the common case first
+    if type(local) is Tensor:
+        return _in_order(local, dense_stride(local.shape, stride))
     order = order_of(stride)
     shape = [compat.size_hint(local.shape[d]) for d in order]
-    dense = contiguous_stride(shape)
     stored = [compat.size_hint(local.stride(d)) for d in order]
-    back = sorted(range(len(order)), key=order.__getitem__)
-    if 0 in shape or all(n == 1 or a == b for n, a, b in zip(shape, stored, dense, strict=True)):
-        if type(local) is Tensor and tuple(stored) != tuple(dense):
-            # Strides of extents of 1 and of empty blocks mean nothing, but there are kernels that read them.
-            return local.as_strided(local.shape, [dense[i] for i in back])
+    if 0 in shape or _same(shape, stored, contiguous_stride(shape)):
         return local
-    # Not `contiguous`: inside a trace that asks for the size of the block, and specialises on the answer.
+    # Not `contiguous`: that asks for the size of the block, and specialises on the answer.
+    back = sorted(range(len(order)), key=order.__getitem__)
     return local.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+
+
+def _in_order(local: Tensor, wanted: tuple[IntLike, ...]) -> Tensor:
+    """A block in eager mode with these strides."""
+    if local.stride() == wanted:
+        return local  # the common case first
+    if local.numel() == 0 or _same(local.shape, local.stride(), wanted):
+        # Strides of extents of 1 and of empty blocks mean nothing, but there are kernels that read them.
+        return local.as_strided(local.shape, wanted)
+    return local.new_empty_strided(local.shape, wanted).copy_(local)
+
+
+def _same(shape: Sequence[IntLike], a: Sequence[IntLike], b: Sequence[IntLike]) -> bool:
+    """Whether strides are the same but along extents of 1."""
+    return all(n == 1 or x == y for n, x, y in zip(shape, a, b, strict=True))
 
 
 def may_misstate_strides(record: OpRecord, ndims: Sequence[int]) -> bool:

@@ -320,8 +320,7 @@ def pad(x: Sharded, amounts: Sequence[IntLike], value: Scalar = 0) -> Tensor:
     for d in cut_dims:
         before, after = by_dim.pop(d)
         if _negative(before) or _negative(after):
-            stop = x.shape[d] + (after if _negative(after) else 0)
-            x = slice_rows(x, d, -before if _negative(before) else 0, stop)
+            x = slice_rows(x, d, -before if _negative(before) else 0, after if _negative(after) else None)
         before, after = (0 if _negative(n) else n for n in (before, after))
         x = grown(x, d, before, 1, before + x.shape[d] + after, value)
     rest = [n for d in range(x.ndim - 1, -1, -1) for n in by_dim.get(d, (0, 0))]
