@@ -58,10 +58,17 @@ def to(x: Tensor, placements: str, sizes: Any = None) -> Tensor:
 
 
 def whole(x: Tensor) -> Tensor:
-    """The full value as a plain tensor; an expanded one row by row, since blocks that are gathered are not expanded."""
+    """The full value as a plain tensor; an expanded one row by row, since blocks that are gathered are not expanded.
+
+    One with an extent of 1 is stored row by row as well. What is gathered has other strides along it, which mean nothing,
+    but kernels read them to order the dims of their results.
+    """
+    rows = any(isinstance(n, int) and n == 1 for n in x.shape)
     if isinstance(x, ShardTensor):
-        return x.full_tensor().clone()
-    return x.contiguous().clone() if 0 in x.stride() else x.clone()
+        x = x.full_tensor()
+    elif 0 in x.stride():
+        x = x.contiguous()
+    return x.clone(memory_format=torch.contiguous_format if rows else torch.preserve_format)
 
 
 def weight(*shape: int) -> Tensor:

@@ -29,6 +29,7 @@ from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug._comm_mode import _CommModeModuleTracker as _ModuleTracker  # 2.11 - 2.15
+from torch.utils import _python_dispatch
 
 from shardcompile import compat, config
 from shardcompile.compat.threads import be_rank, rank_of_thread
@@ -146,19 +147,25 @@ def use_store(store: object) -> None:
 
 _WARNINGS = ("filters", "showwarning", "_showwarnmsg_impl")  # what `warnings.catch_warnings` exchanges
 _SDP = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
+_IN_MODES = (  # whether dispatch modes are entered, 2.11 - 2.15
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
 
 
 def kept_by_rank() -> list[object]:
-    """What a rank would find as it left it if it had a process to itself: random numbers, settings, warnings."""
+    """What a rank would find as it left it if it had a process to itself: random numbers, settings, modes, warnings."""
     kernels = [getattr(torch._C, f"_get_{name}_sdp_enabled")() for name in _SDP]
     settings = {n: v for n, v in vars(config).items() if isinstance(v, (str, bool, float)) and n[0] != "_"}
     caught = {name: getattr(warnings, name) for name in _WARNINGS}
-    return [torch.get_rng_state(), random.getstate(), torch.get_default_dtype(), kernels, settings, caught]
+    modes = [getattr(_python_dispatch, name) for name in _IN_MODES]
+    return [torch.get_rng_state(), random.getstate(), torch.get_default_dtype(), kernels, settings, modes, caught]
 
 
 def restore_rank(kept: list[Any]) -> None:
     """Put back what `kept_by_rank` found."""
-    numbers, python_numbers, dtype, kernels, settings, caught = kept
+    numbers, python_numbers, dtype, kernels, settings, modes, caught = kept
     torch.set_rng_state(numbers)
     random.setstate(python_numbers)
     if torch.get_default_dtype() is not dtype:
@@ -167,6 +174,8 @@ def restore_rank(kept: list[Any]) -> None:
         if getattr(torch._C, f"_get_{name}_sdp_enabled")() != enabled:
             getattr(torch._C, _SDP_SETTERS[name])(enabled)
     vars(config).update(settings)
+    vars(_python_dispatch).update(zip(_IN_MODES, modes, strict=True))
+    _python_dispatch.set_is_in_mode_without_ignore_compile_internals(modes[-1])  # what guards compare
     vars(warnings).update(caught)
 
 

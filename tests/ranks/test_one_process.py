@@ -387,6 +387,20 @@ def test_all_ranks_may_skip() -> None:
 
 
 @pytest.mark.ranks(2, processes=False)
+def test_a_mode_that_ranks_have_left_compiles_nothing_anew() -> None:
+    """Ranks leave a mode in another order than they enter it, and torch keeps for a process whether it is in one."""
+    function = once(lambda: torch.compile(lambda x: x.sin(), fullgraph=True, backend="aot_eager"))
+    x = sc.ShardTensor.from_local(torch.arange(6.0).reshape(2, 3) + rank(), mesh(), [Shard(0)])
+    with CommDebugMode() as mode:
+        x.topk(1, 0)
+    assert sum(mode.get_comm_counts().values()) == 2
+    before = once(graphs_compiled)
+    function(x)
+    dist.barrier()
+    assert graphs_compiled() == before + 1
+
+
+@pytest.mark.ranks(2, processes=False)
 def test_comm_debug_mode_counts_what_its_own_rank_does() -> None:
     model = once(lambda: nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 1)))
     x = sc.ShardTensor.from_local(torch.ones(2 + rank(), 3), mesh(), [Shard(0)])
