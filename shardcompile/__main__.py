@@ -205,7 +205,7 @@ def _selftest(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     device = options.device if options.device != "auto" else "cuda" if gpus else "cpu"
     ranks = options.ranks or (gpus if device == "cuda" and gpus else 2)
     backend = _backend(parser, "nccl" if device == "cuda" else "gloo", ranks)
-    print(f"{ranks} ranks, {device}, {backend}, torch {torch.__version__}", flush=True)
+    print(f"{ranks} rank{'s' * (ranks > 1)}, {device}, {backend}, torch {torch.__version__}", flush=True)
     job = Job(traced_collectives(ranks, device), tuple(options.only))
     try:
         findings = launch(run_checks, job, ranks, backend)[0]
