@@ -122,7 +122,7 @@ def _link(x: Any, index: Any) -> tuple[Any, ...]:
     entries = index._spec.layout
     flat = ToLocal.apply(index, None)
     about = math.prod(map(compat.size_hint, entries.shape))
-    links = find_links(flat.reshape(-1), cut, layout.mesh, about)
+    links = find_links(flat.reshape(-1), cut, layout.mesh, about, "link_rows")
     group_name = compat.group_name_of(layout.mesh, mesh_dim)
     arriving = links.came_cut.local_size(compat.coordinate(layout.mesh))
     block = block_size(cut, layout.mesh)

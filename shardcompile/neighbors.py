@@ -178,7 +178,7 @@ def _differentiable(queries: Tensor, points: Tensor, found: Any, cut: tuple[Cut,
         (mesh_dim,) = held.mesh_dims
         about = compat.size_hint(layout.shape[0]) * numbers.shape[1]
         with compat.unrecorded_symbols(flat):
-            links = find_links(flat, held, layout.mesh, about, may_miss=True)
+            links = find_links(flat, held, layout.mesh, about, "neighbors.knn", may_miss=True)
         arriving = links.came_cut.local_size(compat.coordinate(layout.mesh))
         group_name = compat.group_name_of(layout.mesh, mesh_dim)
         (near,) = take_rows([points], links.asked, links.sent, links.place, arriving, group_name, may_miss=True)

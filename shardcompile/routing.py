@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 from shardcompile import compat
 from shardcompile.collectives import (
-    OUT_OF_RANGE,
+    counts_in_range,
     cut_of_sizes,
     exchange_rows,
     first_rows,
@@ -126,11 +126,11 @@ def _route(x: Any, destination: Any) -> tuple[Any, ...]:
     destination = beside(destination, layout, mesh_dim, "destination")
     ranks, group_name = layout.mesh.shape[mesh_dim], compat.group_name_of(layout.mesh, mesh_dim)
     asked = ToLocal.apply(destination, None).reshape(-1).long()
-    bad = ((asked < -1) | (asked >= ranks)).any()
+    bad = (asked < -1) | (asked >= ranks)
     last = torch.where((asked < 0) | bad, ranks, asked)
     mine = torch.zeros([ranks + 1], dtype=torch.int64, device=asked.device).scatter_add(0, last, torch.ones_like(asked))
-    wanted = f"destinations are ranks 0 to {ranks - 1} of the mesh dim, or -1 for rows that are dropped"
-    counts = gather_counts(torch.where(bad, OUT_OF_RANGE, mine[:-1]), group_name, wanted)
+    wanted = f"route_rows: destinations are ranks 0 to {ranks - 1} of the mesh dim, or -1 for rows that are dropped"
+    counts = gather_counts(counts_in_range(mine[:-1], asked, bad), group_name, wanted)
     about = compat.size_hint(destination.shape[0]) * (destination.shape[1] if destination.ndim == 2 else 1)
     sent = cut_of_sizes(counts.sum(1), layout.mesh, [mesh_dim], about=about)
     came = cut_of_sizes(counts.sum(0), layout.mesh, [mesh_dim], about=about)

@@ -39,8 +39,8 @@ from shardcompile.collectives.reads import Reads as Reads
 from shardcompile.collectives.reads import Window as Window
 from shardcompile.collectives.ring import PendingBlocks as PendingBlocks
 from shardcompile.collectives.ring import Ring as Ring
-from shardcompile.collectives.routes import OUT_OF_RANGE as OUT_OF_RANGE
 from shardcompile.collectives.routes import block_starts as block_starts
+from shardcompile.collectives.routes import counts_in_range as counts_in_range
 from shardcompile.collectives.routes import cut_of_sizes as cut_of_sizes
 from shardcompile.collectives.routes import exchange_rows as exchange_rows
 from shardcompile.collectives.routes import first_rows as first_rows

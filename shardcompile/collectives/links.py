@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcompile import compat
 from shardcompile.collectives.derived_cuts import block_size, derive
 from shardcompile.collectives.routes import (
-    OUT_OF_RANGE,
     block_starts,
+    counts_in_range,
     cut_of_sizes,
     exchange_rows,
     first_rows,
@@ -53,7 +53,7 @@ class Links(NamedTuple):
 
 
 def find_links(
-    index: Tensor, cut: Cut, mesh: DeviceMesh, about: IntLike, *, wraps: bool = True, may_miss: bool = False
+    index: Tensor, cut: Cut, mesh: DeviceMesh, about: IntLike, call: str, *, wraps: bool = True, may_miss: bool = False
 ) -> Links:
     """Which rows of a cut dim have to travel. Two collectives: how many, and their numbers.
 
@@ -62,6 +62,7 @@ def find_links(
         cut: of the dim, over one mesh dim.
         mesh: the mesh.
         about: how many entries there are on all ranks, as a rule.
+        call: the op or the function, for the message.
         wraps: negative numbers count from the end of the dim; otherwise they are out of range.
         may_miss: an entry may also be the extent of the dim, which names no row: it is placed behind all rows.
 
@@ -85,8 +86,9 @@ def find_links(
     owner = torch.searchsorted(block_starts(cut, mesh).to(index.device), ordered, right=True) - 1
     counts = torch.zeros([ranks + 1], dtype=torch.int64, device=index.device)
     counts = counts.scatter_add(0, torch.where(heads, owner, ranks), torch.ones_like(owner))
-    said = torch.where(bad.any(), OUT_OF_RANGE, counts[:-1])
-    asked = gather_counts(said, group_name, "an index names rows of the tensor, and so is less than their number")
+    said = counts_in_range(counts[:-1], index.long(), bad)
+    rule = f"{call}: an index names rows of the tensor, and so is less than their number"
+    asked = gather_counts(said, group_name, rule)
     likely = compat.size_hint(about)
     sent_cut = cut_of_sizes(asked.sum(0), mesh, [mesh_dim], about=likely)
     came_cut = cut_of_sizes(asked.sum(1), mesh, [mesh_dim], about=likely)

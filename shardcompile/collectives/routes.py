@@ -30,8 +30,10 @@ from shardcompile.watch import Call, enter
 
 _NOMINAL_ROWS = 64
 
-OUT_OF_RANGE = -1
-"""What a rank says in place of each of its counts if one of its destinations is no rank of the group."""
+_OUT_OF_RANGE = -(2**62)
+"""What a rank says in place of each of its counts, and a number that is out of range added to it."""
+_FAR = 2**61
+"""Numbers beyond it are told as it."""
 
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
 _TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]
@@ -81,14 +83,26 @@ def gather_counts(mine: Tensor, group_name: str, wanted: str = "counts are not n
     """The counts that each rank of a group has: [ranks, k], int64, on the CPU.
 
     Args:
-        mine: this rank's: [k]; of a route the rows that it sends to each rank, or `OUT_OF_RANGE` throughout.
+        mine: this rank's: [k]; of a route the rows that it sends to each rank, or what `counts_in_range` gives.
         group_name: the ranks.
-        wanted: what a rank that says `OUT_OF_RANGE` has not kept to, for the message.
+        wanted: what a rank that has a number out of range has not kept to, for the message.
 
     Raises:
-        RowRangeError: on every rank, if a rank has said `OUT_OF_RANGE`.
+        RowRangeError: on every rank, if a rank has said that a number is out of range.
     """
     return wait(GATHER_COUNTS.packet(mine, wanted, group_name))
+
+
+def counts_in_range(counts: Tensor, numbers: Tensor, bad: Tensor) -> Tensor:
+    """Counts to gather; if a number is out of range, every other rank is told of it in their place.
+
+    Args:
+        counts: of rows, by rank: [k], int64.
+        numbers: that were counted: [n], int64.
+        bad: which of them are out of range: [n], bool.
+    """
+    told = torch.where(bad, numbers.clamp(-_FAR, _FAR), -_FAR - 1)
+    return torch.where(bad.any(), torch.constant_pad_nd(told, [0, 1], -_FAR - 1).amax() + _OUT_OF_RANGE, counts)
 
 
 def exchange_rows(
@@ -225,9 +239,10 @@ def _gather_counts(a: GatherCounts) -> Tensor:
     start = torch.ops._c10d_functional.all_gather_into_tensor(mine, group.size(), a.group_name)
     counts: Tensor = call.run([functools.partial(wait, start)])[0].view(group.size(), mine.shape[0]).cpu()
     _known_tables(a.group_name, counts.shape[1])[_digest(counts)] = None
-    bad = (counts < 0).any(1).nonzero().view(-1).tolist()
+    bad = [(r, told - _OUT_OF_RANGE) for r, told in enumerate(counts[:, 0].tolist()) if told < 0]
     if bad:
-        raise RowRangeError(f"{a.wanted}; ranks {bad} of the group have others. No row was moved")
+        others = ", ".join(f"rank {r} of the group has {number}" for r, number in bad)
+        raise RowRangeError(f"{a.wanted}; {others}. No row was moved")
     return counts
 
 

@@ -33,7 +33,6 @@ from shardcompile.compat.replacements import (
     memory_format_by_hint,
     no_donated_buffers,
     ones_of_formulas,
-    overlap_by_hint,
     parts_stay_apart,
     places_of_parts,
     sizes_by_value,
@@ -42,6 +41,7 @@ from shardcompile.compat.replacements import (
     views_by_stride,
 )
 from shardcompile.compat.saved_inputs import saved_before_written, sizes_of_saved_products
+from shardcompile.compat.writes import copies_by_hint, overlap_by_hint, overlaps_of_sizes
 
 
 def trace_size_obliviously() -> None:
@@ -173,6 +173,26 @@ OF_RANKS_ALIKE = (
 """Put in when a compilation meets the first sharded tensor, and put back when it ends."""
 
 OF_A_COMPILATION = (
+    Patch(
+        "copies_by_hint",
+        "torch._subclasses.fake_impls.run_and_return_new_tensor_of_input_device",
+        "What is written to a part of a tensor is a copy of the part that keeps its strides. Torch's fake kernel asks "
+        "whether the part is dense; a rank with a block of one column answers otherwise than its neighbours do.",
+        "The fake kernel of aten.copy guards on the sizes of what it copies (is it dense?), and gives the result the "
+        "same strides either way.",
+        "2.11 - 2.15",
+        copies_by_hint,
+    ),
+    Patch(
+        "overlaps_of_sizes",
+        "torch._inductor.fx_passes.reinplace.compute_overlapping_tensors",
+        "Inductor writes into a tensor in place if no view of it that is read later overlaps. It asks whether views of "
+        "a block have rows at all, with a guard that an empty block fails: ranks compile apart.",
+        "reinplace guards on the sizes of views of one storage; it could take what it does not know for an overlap, as "
+        "it does for sizes of data.",
+        "2.11 - 2.15",
+        overlaps_of_sizes,
+    ),
     Patch(
         "ones_of_formulas",
         "torch._refs._maybe_broadcast",

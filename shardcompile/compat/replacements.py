@@ -49,16 +49,12 @@ def views_by_stride(stack: contextlib.ExitStack) -> None:
     replace(stack, fake_impls, "_compute_stride", _without_comparing)  # 2.11 - 2.15
 
 
-def overlap_by_hint(stack: contextlib.ExitStack) -> None:
-    replace(stack, torch, "_debug_has_internal_overlap", _answer_by_hint)
-
-
 def no_donated_buffers(stack: contextlib.ExitStack) -> None:
     replace(stack, _functorch_config, "donated_buffer", lambda donated: False)  # 2.11 - 2.15
 
 
 def memory_format_by_hint(stack: contextlib.ExitStack) -> None:
-    replace(stack, torch._C, "_conv_determine_backend_memory_format", _answer_by_hint)  # 2.11 - 2.15
+    replace(stack, torch._C, "_conv_determine_backend_memory_format", answer_by_hint)  # 2.11 - 2.15
 
 
 def channels_last_by_hint(stack: contextlib.ExitStack) -> None:
@@ -286,7 +282,7 @@ def _and_of_the_view(symbols: Callable[..., Any]) -> Callable[..., Any]:
     return of_layout
 
 
-def _answer_by_hint(check: Callable[..., object]) -> Callable[..., object]:
+def answer_by_hint(check: Callable[..., object]) -> Callable[..., object]:
     """A question about a tensor, answered by hints without guards, which would hold on some ranks only.
 
     For a check that can only raise: Inductor copies blocks where it lowers `select`. And for the memory format of a

@@ -45,11 +45,11 @@ TOLD = {
     "other_branch": rf"rank 0 has {SUM}.*rank [12] has all_reduce \(max\)",
     "skipped_call": rf"rank 0 has {GATHER}.*rank 1 has {SUM}|rank 1 has {SUM}.*rank 2 has {GATHER}",
     "error_that_is_swallowed": rf"rank 0 has {GATHER}.*rank 1 has {SUM}|rank 1 has {SUM}.*rank 2 has {GATHER}",
-    "index_out_of_range": "rank 2 has raised IndexRangeError: aten.index.Tensor: index 9 .*rank [01] waits for it in",
+    "index_out_of_range": "RowRangeError: aten.index.Tensor: an index names rows .*; rank 2 of the group has 9",
     "raises_while_tracing": f"rank 1 has raised ValueError: while tracing; rank [02] waits for it in {GATHER}",
     "raises_while_tracing_verified": "rank 1 has raised ValueError: while tracing; rank [02] waits for it",
     "killed_while_compiling": f"rank 1 {DIED}; rank [02] waits for it in {GATHER}",
-    "killed_before_a_compiled_sum": f"rank 1 {DIED}; rank [02] waits for it in {SUM}, shape 4",
+    "killed_before_a_compiled_sum": f"rank 1 {DIED}.*; rank [02] waits for it in {SUM}, shape 4",
     "another_call_beside_a_compiled_sum": rf"rank 0 has {SUM}, shape 4.*rank 1 has {GATHER}|rank 1 has {GATHER}.*rank 2 has {SUM}",
     "other_shape_of_a_compiled_sum": rf"rank [01] has {SUM}, shape 4.*rank 2 has {SUM}, shape 5",
     "other_shape_of_a_sum_that_was_seen": rf"number 6 .*rank [01] has {SUM}, shape 4.*rank 2 has {SUM}, shape 5",
@@ -99,9 +99,7 @@ def check(name: str, found: dict[str, Any]) -> None:
         return
     told = 0
     for number, rank in enumerate(found["ranks"]):
-        ended_itself = rank["error"] is None or rank["error"].startswith(
-            ("ValueError", "SystemExit", "IndexRangeError")
-        )
+        ended_itself = rank["error"] is None or rank["error"].startswith(("ValueError", "SystemExit"))
         if ended_itself:
             continue
         assert rank["status"] == 1, f"rank {number} has not ended with an error: {rank}"

@@ -604,6 +604,11 @@ def test_what_has_no_order_of_dims_is_brought_to_the_order_of_rows() -> None:
     assert found(["v0 = torch.addbmm(a0, a1, a2)"], inputs).kind == RIGHT
 
 
+def test_a_part_is_filled_of_a_block_of_one_column() -> None:
+    inputs = [Input("a0", (5, 1), "S(1)", {0: [0, 1, 0]})]
+    assert found(["a0[::3] = 1.25"], inputs, backend="aot_eager_decomp_partition").kind == RIGHT
+
+
 def test_rows_are_cut_off_a_part_whose_extent_is_a_formula() -> None:
     lines = ["v0 = a0.tensor_split(2, 1)[0]", "v1 = F.pad(v0, [1, -1], value=0.5)"]
     assert found(lines, [Input("a0", (1, 7), "S(1)", {0: [5, 2, 0]})], backend="aot_eager").kind == RIGHT

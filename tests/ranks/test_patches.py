@@ -332,6 +332,10 @@ SCENES: dict[str, Callable[[], str]] = {
         2,
         "aot_eager_decomp_partition",
     ),
+    "copies_by_hint": Fuzzed(
+        ["a0[::3] = 1.25"], [Input("a0", (5, 1), "S(1)", {0: [0, 1]})], 2, "aot_eager_decomp_partition"
+    ),
+    "overlaps_of_sizes": Fuzzed(["a1[::3] = 0"], [Input("a1", (5, 1), "S(1)", {0: [0, 1, 0, 0]})], 4, "inductor"),
     "ones_of_formulas": Fuzzed(
         [
             *("v0 = a1[:]", "v1 = a2[-2:6:3]", "v2 = torch.minimum(v1, v0)  # if away(v1 - v0, 0)"),

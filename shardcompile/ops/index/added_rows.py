@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Partial
 
 from shardcompile import compat
 from shardcompile.collectives import Reduction
+from shardcompile.compat import OpOverload
 from shardcompile.layout import IntLike, Layout, contiguous_stride
 from shardcompile.ops import Form, OpCall, TensorArg, state
 from shardcompile.ops.index.linked import column_of, combined, target_cut
@@ -32,7 +33,7 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: floa
         return NotImplemented
     dim = dim % x.ndim
     if _is_alike(source, dim, x):
-        found = _combined(x, dim, index, source if alpha == 1 else source * alpha)
+        found = _combined(x, dim, index, source if alpha == 1 else source * alpha, aten.index_add.default)
         if found is not NotImplemented:
             return found
     if not _fits(source, dim, x):
@@ -47,14 +48,20 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: floa
 
 
 def _combined(
-    x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: Reduction = "sum", *, include_self: bool = True,
-    wraps: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Tensor,
+    op: OpOverload,
+    reduce: Reduction = "sum",
+    *,
+    include_self: bool = True,
+) -> Tensor:
     """`linked.combined`, where it is known how the rows are cut."""
     cut = target_cut(x, dim, source)
     if cut is None:
         return NotImplemented
-    return combined(x, dim, index, source, cut, reduce, include_self=include_self, wraps=wraps)
+    return combined(x, dim, index, source, cut, op, reduce, include_self=include_self)
 
 
 def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
@@ -64,7 +71,7 @@ def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     dim = dim % x.ndim
     column = column_of(index, dim, x.shape) if _is_alike(source, dim, x) else None
     if column is not None:
-        found = _combined(x, dim, column, source)
+        found = _combined(x, dim, column, source, aten.scatter_add.default)
         if found is not NotImplemented:
             return found
     if not _fits(source, dim, x):
@@ -84,7 +91,9 @@ def scatter_reduce(
     if not _is_alike(source, dim, x) or (reduce == "mean" and not x.dtype.is_floating_point) or x.dtype.is_complex:
         return NotImplemented
     column = column_of(index, dim, x.shape)
-    return NotImplemented if column is None else _combined(x, dim, column, source, reduce, include_self=include_self)
+    if column is None:
+        return NotImplemented
+    return _combined(x, dim, column, source, aten.scatter_reduce.two, reduce, include_self=include_self)
 
 
 def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False) -> Tensor:
@@ -108,7 +117,7 @@ def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: boo
         index, values = index.flatten(), values.flatten(dim, dim + index.ndim - 1)
     if _is_alike(values, dim, x):
         reduce: Reduction = "sum" if accumulate else "any"
-        found = _combined(x, dim, index, values, reduce, include_self=accumulate, wraps=True)
+        found = _combined(x, dim, index, values, aten.index_put.default, reduce, include_self=accumulate)
         if found is not NotImplemented:
             return found
     if not accumulate:
@@ -124,7 +133,7 @@ def embedding_backward(grad: Tensor, indices: Tensor, rows: IntLike, padding: in
         grad = grad.masked_fill((indices == padding).unsqueeze(-1), 0)
     flat, numbers = grad.flatten(0, -2), indices.flatten()
     zeros = grad.new_zeros([rows, grad.shape[-1]])
-    return _combined(zeros, 0, numbers, flat)
+    return _combined(zeros, 0, numbers, flat, aten.embedding_dense_backward.default)
 
 
 def _beside(values: Tensor, dim: int, index: Tensor) -> Tensor:

@@ -28,10 +28,15 @@ from shardcompile.collectives import (
     reduce_rows,
     take_rows,
 )
+from shardcompile.compat import OpOverload
 from shardcompile.layout import Cut, IntLike, Layout, contiguous_stride, is_cut_once
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.sharded import Sharded, block_of, first_sharded
 
+aten = torch.ops.aten
+
+_COUNTING_FROM_THE_END = (aten.index.Tensor, aten.index_put.default)
+"""Ops that take negative numbers."""
 _FEW_ROWS = 64
 """How many numbers there may be for each row. Where there are more, every rank is likely to name all rows."""
 
@@ -54,7 +59,7 @@ def fits(cut: Cut, layout: Layout) -> bool:
     return [c.mesh_dims for c in by] == [cut.mesh_dims]
 
 
-def links_of(numbers: Tensor, cut: Cut, mesh: DeviceMesh, about: IntLike, *, wraps: bool = False) -> Links:
+def links_of(numbers: Tensor, cut: Cut, mesh: DeviceMesh, about: IntLike, op: OpOverload) -> Links:
     """Which rows travel for this rank's numbers, in a trace worked out once.
 
     Args:
@@ -62,14 +67,15 @@ def links_of(numbers: Tensor, cut: Cut, mesh: DeviceMesh, about: IntLike, *, wra
         cut: of the rows.
         mesh: the mesh.
         about: how many numbers there are on all ranks.
-        wraps: whether negative ones count from the end.
+        op: that names the rows. The error of an index that is out of range names the first op.
     """
+    wraps = op in _COUNTING_FROM_THE_END
     parts = (cut.kind, cut.mesh_dims, *map(compat.expression_of, (cut.key, cut.extent, cut.inner, cut.scale)))
     what = ("links", *parts, cut.blocks, wraps, compat.group_name_of(mesh, cut.mesh_dims[0]))
 
     def make() -> Links:
         with compat.unrecorded_symbols(numbers):
-            return find_links(numbers, cut, mesh, about, wraps=wraps)
+            return find_links(numbers, cut, mesh, about, str(op), wraps=wraps)
 
     return compat.once_for_value(numbers, what, make)
 
@@ -103,7 +109,7 @@ def _placed(
 
 
 def taken(
-    x: Sharded, dim: int, index: Sharded, shape: Sequence[IntLike], stride: Sequence[IntLike], *, wraps: bool
+    x: Sharded, dim: int, index: Sharded, shape: Sequence[IntLike], stride: Sequence[IntLike], op: OpOverload
 ) -> Tensor:
     """The rows that an index of any shape names, in place of `dim`; NotImplemented if they cannot lie so.
 
@@ -113,23 +119,23 @@ def taken(
         index: for which `is_linked` holds.
         shape: of the result.
         stride: of the result.
-        wraps: whether negative numbers count from the end.
+        op: that looks them up.
     """
     layout, numbers = x._spec.layout, index._spec.layout
     placed = _placed(layout, dim, numbers, numbers.ndim, shape)
     if layout.is_partial or placed is None:
         return NotImplemented
     block = index._local_tensor
-    rows = _rows_of(x._local_tensor, dim, block.reshape(-1), layout, math.prod(numbers.shape), wraps)
+    rows = _rows_of(x._local_tensor, dim, block.reshape(-1), layout, math.prod(numbers.shape), op)
     values = rows.movedim(0, dim).unflatten(dim, block.shape) if numbers.ndim != 1 else rows.movedim(0, dim)
     placements, cuts = placed
     return wrap(x, values, Layout.of(layout.mesh, placements, shape, x.dtype, cuts), stride)
 
 
-def _rows_of(block: Tensor, dim: int, numbers: Tensor, layout: Layout, about: IntLike, wraps: bool) -> Tensor:
+def _rows_of(block: Tensor, dim: int, numbers: Tensor, layout: Layout, about: IntLike, op: OpOverload) -> Tensor:
     """The rows that this rank's numbers name, along dim 0."""
     cut, mesh = layout.cut_of(dim), layout.mesh
-    links = links_of(numbers, cut, mesh, about, wraps=wraps)
+    links = links_of(numbers, cut, mesh, about, op)
     group_name = compat.group_name_of(mesh, cut.mesh_dims[0])
     arriving = links.came_cut.local_size(compat.coordinate(mesh))
     (rows,) = take_rows([block.movedim(dim, 0)], links.asked, links.sent, links.place, arriving, group_name)
@@ -184,7 +190,7 @@ def filled(x: Sharded, dim: int, index: Sharded, value: Tensor | float, stride: 
     """
     layout, block = x._spec.layout, x._local_tensor
     cut, mesh = layout.cut_of(dim), layout.mesh
-    links = links_of(index._local_tensor, cut, mesh, index._spec.shape[0])
+    links = links_of(index._local_tensor, cut, mesh, index._spec.shape[0], aten.scatter.value)
     named = named_rows(links.sent, links.place, block.shape[dim], links.came_cut.local_size(compat.coordinate(mesh)))
     shape = [block.shape[dim] if d == dim else 1 for d in range(block.ndim)]
     return wrap(x, torch.where(named.view(shape), value, block).to(block.dtype), layout, stride)
@@ -196,10 +202,10 @@ def combined(
     index: Tensor,
     source: Tensor,
     cut: Cut,
+    op: OpOverload,
     reduce: Reduction = "sum",
     *,
     include_self: bool = True,
-    wraps: bool = False,
 ) -> Tensor:
     """Rows, and what is meant for each of them, brought together at home; NotImplemented for what does not fit.
 
@@ -209,9 +215,9 @@ def combined(
         index: the number of the row that each entry is meant for: [e].
         source: the entries, [..., e, ...], cut along `dim`.
         cut: that the result has along `dim`.
+        op: that brings them together.
         reduce: what becomes of several that are meant for one row.
         include_self: whether a row that something is meant for counts itself.
-        wraps: whether negative numbers count from the end.
     """
     source = reduced(source)
     layout = source._spec.layout if isinstance(source, Sharded) else None
@@ -225,7 +231,7 @@ def combined(
     cuts = [cut if d == dim else c for d, c in enumerate(layout.cuts)]
     home = Layout.of(mesh, layout.placements, x.shape, x.dtype, cuts)
     rows, values = moved(reduced(x), home), block_of(source).movedim(dim, 0)
-    links = links_of(moved(index, numbers), cut, mesh, layout.shape[dim], wraps=wraps)
+    links = links_of(moved(index, numbers), cut, mesh, layout.shape[dim], op)
     arriving = links.came_cut.local_size(compat.coordinate(mesh))
     ends = (block_size(cut, mesh), arriving, compat.group_name_of(mesh, cut.mesh_dims[0]))
     parts = (links.asked, links.sent, links.place, *ends)

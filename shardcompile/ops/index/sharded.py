@@ -123,7 +123,7 @@ def embedding(weight: Sharded, indices: Tensor, *options: object) -> Tensor:
     meta = global_meta(aten.embedding.default, (weight, indices, *options), {})
     if is_linked(indices, cut):
         shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
-        found = taken(weight, 0, indices, shape, stride, wraps=False)
+        found = taken(weight, 0, indices, shape, stride, aten.embedding.default)
         if found is not NotImplemented:
             return found
     layout = weight._spec.layout
@@ -175,7 +175,7 @@ def _index(x: Sharded, indices: Sequence[Any], op: OpOverload, args: tuple[objec
     shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
     numbers = indices[dim]
     if len(at) == 1 and is_linked(numbers, cut):
-        found = taken(x, dim, numbers, shape, stride, wraps=op is aten.index.Tensor)
+        found = taken(x, dim, numbers, shape, stride, op)
         if found is not NotImplemented:
             return found
     rank = len(shape) - (x.ndim - len(at))
@@ -208,7 +208,7 @@ def gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> 
     column = column_of(index, dim, x.shape)
     if column is not None and is_linked(column, cut):
         shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
-        found = taken(x, dim, column, shape, stride, wraps=False)
+        found = taken(x, dim, column, shape, stride, aten.gather.default)
         if found is not NotImplemented:
             return found
     if sum(c is not None for c in layout.cuts) > 1 or not _is_worth_it(x, index.shape):
@@ -249,7 +249,7 @@ def _scatter(x: Tensor, dim: int, index: Tensor, op: OpOverload, source: Tensor)
     if column is not None and is_linked(column, cut):
         if op is aten.scatter.value:
             return filled(x, dim, column, source, compat.retraced(meta.stride()))
-        found = combined(x, dim, column, source, cut, "any", include_self=False)
+        found = combined(x, dim, column, source, cut, op, "any", include_self=False)
         if found is not NotImplemented:
             return found
     if sum(c is not None for c in layout.cuts) > 1:

@@ -1,0 +1,58 @@
+"""What is put in the place of torch's functions that look at the memory of what is written to. `patches` says why."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._subclasses.fake_impls as fake_impls
+
+from shardcompile.compat.patch import replace
+from shardcompile.compat.replacements import answer_by_hint
+
+
+def overlap_by_hint(stack: contextlib.ExitStack) -> None:
+    replace(stack, torch, "_debug_has_internal_overlap", answer_by_hint)
+
+
+def copies_by_hint(stack: contextlib.ExitStack) -> None:
+    replace(stack, fake_impls, "run_and_return_new_tensor_of_input_device", _copying_by_hint)  # 2.11 - 2.15
+
+
+def _copying_by_hint(run: Callable[..., object]) -> Callable[..., object]:
+    """Have the functional forms of writes keep the strides of what they write to, by whichever way hints say."""
+
+    def run_op(fake_mode: Any, func: object, *args: object) -> object:
+        keep = fake_mode.shape_env is not None and func in _COPIES
+        with fake_mode.shape_env.suppress_guards() if keep else contextlib.nullcontext():
+            return run(fake_mode, func, *args)
+
+    return run_op
+
+
+_COPIES = (
+    torch.ops.aten.copy.default,
+    torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.diagonal_scatter.default,
+)
+
+
+def overlaps_of_sizes(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
+    from torch._inductor.fx_passes import reinplace  # 2.11 - 2.15
+
+    replace(stack, reinplace, "compute_overlapping_tensors", _overlapping_unless_known)
+
+
+def _overlapping_unless_known(compute: Callable[..., set[int]]) -> Callable[..., set[int]]:
+    """Take views whose place is a formula for views that overlap: no guard, and no write too early."""
+
+    def compute_overlapping(tensors: Sequence[torch.Tensor], *args: object, **kwargs: object) -> set[int]:
+        places = [n for x in tensors for n in (*x.shape, *x.stride(), x.storage_offset())]
+        if any(isinstance(n, torch.SymInt) for n in places):
+            return set(range(len(tensors)))
+        return compute(tensors, *args, **kwargs)
+
+    return compute_overlapping
