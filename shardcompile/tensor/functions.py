@@ -79,6 +79,14 @@ def _product(func: Callable[..., Any], x: object, weight: object, *args: Any, **
     return func(x, weight, *args, **kwargs)
 
 
+def _fill_diagonal(func: Callable[..., Tensor], x: Tensor, fill_value: float, wrap: bool = False) -> Tensor:
+    """`fill_diagonal_`, which asks for strides as numbers; a trace may know them as formulas."""
+    if x.ndim == 2 and not wrap and compat.is_compiling():
+        x.diagonal().fill_(fill_value)
+        return x
+    return func(x, fill_value, wrap)
+
+
 def _attend(
     func: Callable[..., object],
     query: Tensor,
@@ -202,6 +210,7 @@ state_function([_Tensor.__deepcopy__], _deep_copy)
 state_function([_Tensor.grad.__get__], _gradient)
 state_function([_Tensor.requires_grad_, _Tensor.requires_grad.__set__], _require_grad)
 state_function([aten._unsafe_view], _unsafe_view, aten._unsafe_view.default)
+state_function([_Tensor.fill_diagonal_], _fill_diagonal, aten.fill_diagonal_.default)
 state_function([torch.sgn, _Tensor.sgn], _sgn, aten.sgn.default)
 state_function(
     [torch.nn.functional.scaled_dot_product_attention],

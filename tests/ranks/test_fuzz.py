@@ -606,7 +606,8 @@ def test_what_has_no_order_of_dims_is_brought_to_the_order_of_rows() -> None:
 
 def test_a_part_is_filled_of_a_block_of_one_column() -> None:
     inputs = [Input("a0", (5, 1), "S(1)", {0: [0, 1, 0]})]
-    assert found(["a0[::3] = 1.25"], inputs, backend="aot_eager_decomp_partition").kind == RIGHT
+    for line in ("a0[::3] = 1.25", "v0 = torch.fill(a0[::3], weight(1)[0])", "a0.fill_diagonal_(1.0)"):
+        assert found([line], inputs, backend="aot_eager_decomp_partition").kind == RIGHT
 
 
 def test_rows_are_cut_off_a_part_whose_extent_is_a_formula() -> None:
