@@ -37,7 +37,8 @@ def _saving_symbols(extract: Callable[..., object]) -> Callable[..., object]:
         find = partitioners.find_symbol_binding_fx_nodes  # 2.11 - 2.15
 
         def find_more(graph: Graph) -> dict[sympy.Symbol, Node]:
-            found = find(graph)
+            # A size that a gradient alone tells is asked of it in the backward graph; the forward graph cannot.
+            found = {s: n for s, n in find(graph).items() if not set(tangents).intersection(n.all_input_nodes)}
             untold = _untold([*saved, *tangents]) - found.keys()
             return {**found, **_sizes(graph, untold)} if untold else found
 

@@ -613,3 +613,25 @@ def test_a_part_is_filled_of_a_block_of_one_column() -> None:
 def test_rows_are_cut_off_a_part_whose_extent_is_a_formula() -> None:
     lines = ["v0 = a0.tensor_split(2, 1)[0]", "v1 = F.pad(v0, [1, -1], value=0.5)"]
     assert found(lines, [Input("a0", (1, 7), "S(1)", {0: [5, 2, 0]})], backend="aot_eager").kind == RIGHT
+
+
+def test_a_size_that_a_gradient_alone_tells() -> None:
+    """The gradient of `v6` has a size of its own, which no tensor of the forward pass has."""
+    lines = [
+        *("v0 = a2.expand([1, -1, 4])", "v1 = torch.cat([a2, a2], 0)", 'v2 = torch.einsum("ab,c->abc", a0, a3)'),
+        *("v3 = v2[:, 6:-3]", "v4 = v2.roll(2, 0)", "v5 = v2.std()  # if away(v2.std(), 0)"),
+        *("v6 = v4.unflatten(-3, [1, 5])", "v7 = v3[4:4, 0::3]", "v8 = (v5.square() + 1).sqrt()"),
+        *("v9 = v3[-5, :]", "v10 = torch.stack([v1, v1], 1)"),
+    ]
+    inputs = [
+        Input("a0", (5, 7), "S(1) S(0)", {1: [1, 4], 0: [7, 0]}, grad=True, seed=956447),
+        Input("a2", (7, 1), "S(0) S(0)", {1: [4, 2, 1, 0]}, grad=True, seed=490766),
+        Input("a3", (7,), "S(0) S(0)", {1: [5, 0, 1, 1]}, seed=611518, inferred=True),
+    ]
+    assert found(lines, inputs, (2, 2), "aot_eager_decomp_partition").kind == RIGHT
+
+
+def test_windows_of_a_block_of_one_column_have_gradients() -> None:
+    lines = ["v0 = a2.expand([1, -1, -1])", "v3 = v0.unfold(1, 2, 1)"]
+    inputs = [Input("a2", (1, 4, 4), "R S(2)", {1: [3, 1]}, grad=True)]
+    assert found(lines, inputs, (2, 2), "aot_eager_decomp_partition").kind == RIGHT

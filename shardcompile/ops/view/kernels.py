@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardcompile.layout import IntLike
 from shardcompile.ops import state
 from shardcompile.ops.support.blocks import view_block
 
@@ -24,6 +25,17 @@ def unbound(x: Tensor, dim: int = 0) -> Sequence[Tensor]:
     return [aten.select.int(x, dim, i) for i in range(int(x.shape[dim]))]
 
 
+def _add_windows(grad: Tensor, shape: Sequence[IntLike], dim: int, size: int, step: int) -> Tensor:
+    """`unfold_backward`. In a trace torch's own flattens windows, and asks whether a block is stored so that it can."""
+    if type(grad) is Tensor or not shape:
+        return aten.unfold_backward.default(grad, shape, dim, size, step)
+    dim = dim % len(shape)
+    rows = torch.arange(shape[dim], device=grad.device).unfold(0, size, step)
+    index = [*[None] * dim, rows]
+    return aten._unsafe_index_put.default(grad.new_zeros(shape), index, grad.movedim(-1, dim + 1), True)
+
+
+state(aten.unfold_backward.default, kernel=_add_windows)
 state(aten.unbind.int, kernel=unbound, shape_kernel=unbound)
 state(aten.view.default, kernel=view_block)
 state(aten._unsafe_view.default, kernel=view_block)
