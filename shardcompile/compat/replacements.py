@@ -413,7 +413,9 @@ def _sort_by_hint(fill_order: Callable[..., Any]) -> Callable[..., object]:
         if of_strides is None:
             return fill_order(strides)
         with of_strides.suppress_guards():
-            return fill_order(strides, shape_env)
+            # Those that a run gives have no hints; torch compares them in another way if it is given the environment.
+            unknown = any(isinstance(s, torch.SymInt) and is_unbacked(s) for s in strides)
+            return fill_order(strides, of_strides if unknown else shape_env)
 
     return order
 

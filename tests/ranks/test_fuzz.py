@@ -635,3 +635,13 @@ def test_windows_of_a_block_of_one_column_have_gradients() -> None:
     lines = ["v0 = a2.expand([1, -1, -1])", "v3 = v0.unfold(1, 2, 1)"]
     inputs = [Input("a2", (1, 4, 4), "R S(2)", {1: [3, 1]}, grad=True)]
     assert found(lines, inputs, (2, 2), "aot_eager_decomp_partition").kind == RIGHT
+
+
+@pytest.mark.nightly
+def test_strides_of_sizes_that_a_run_gives_are_sorted_by_inductor() -> None:
+    lines = ["v0 = torch.zeros_like(a1)", "v1 = v0.rot90()", "v3 = a0 @ v1"]
+    inputs = [
+        Input("a0", (4,), "S(0)", {0: [0, 4, 0]}, "float32", grad=True),
+        Input("a1", (4, 4), "S(1)", {0: [2, 1, 1]}, "float32", grad=True),
+    ]
+    assert found(lines, inputs, (3,), "inductor").kind == RIGHT
