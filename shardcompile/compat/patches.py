@@ -19,6 +19,7 @@ from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.1
 from torch._guards import TracingContext  # 2.11 - 2.15
 
 from shardcompile.compat.block_symbols import name_symbols_of_blocks
+from shardcompile.compat.dtensor_padding import pads_on_all_ranks
 from shardcompile.compat.patch import Patch, in_place, put_in
 from shardcompile.compat.replacements import (
     asserts_of_known_sizes,
@@ -138,6 +139,17 @@ OF_RANKS_ALIKE = (
         "different collectives, and wait for one another.",
         "2.11 - 2.15",
         parts_stay_apart,
+    ),
+    Patch(
+        "pads_on_all_ranks",
+        "torch.distributed.tensor.placement_types.pad_tensor, unpad_tensor",
+        "DTensor pads shards before it gathers them, but for those on ranks whose shard is as large as the largest. "
+        "What is padded is a part, which stays apart (`parts_stay_apart`), and so does its collective; what is not "
+        "padded is merged with its equal. Ranks then have different numbers of collectives.",
+        "pad_tensor says that it leaves a node also for a padding of 0 while tracing, so that all ranks have the same "
+        "graph. It does not where the amount is a number.",
+        "2.11 - 2.15",
+        pads_on_all_ranks,
     ),
     Patch(
         "sizes_by_value",

@@ -6,6 +6,7 @@ Where the second fails, torch no longer needs the patch (`shardcompile/compat/pa
 from __future__ import annotations
 
 import contextlib
+import copy
 import subprocess
 import sys
 import textwrap
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
@@ -198,6 +200,25 @@ def full_values_for_state_dicts() -> str:
         return str(ranks(_full_values_for_state_dicts)[0])
 
 
+def _with_columns_over_the_rows(mesh: DeviceMesh, out: bool) -> None:
+    torch.manual_seed(0)
+    full, goal, plain = torch.randn(7, 4), torch.randn(7, 8), torch.nn.Linear(4, 8)
+    layer = parallelize_module(copy.deepcopy(plain), mesh, ColwiseParallel(output_layouts=Replicate()))
+    x, y = distribute_tensor(full, mesh, [Shard(0)]), sharded(goal, 0, [1, 2, 4], mesh)
+    with left_out("pads_on_all_ranks") if out else contextlib.nullcontext():
+        run = torch.compile(lambda x, y: (layer(x) - y).square().mean(), fullgraph=True, backend="aot_eager")
+        run(x, y).backward()
+    (plain(full) - goal).square().mean().backward()
+    torch.testing.assert_close(layer.weight.grad.full_tensor(), plain.weight.grad)  # type: ignore[union-attr, operator]
+
+
+def columns_over_the_rows() -> str:
+    """On processes: DTensor does not compile on ranks that are threads."""
+    with LocalRanks(3) as ranks:
+        ranks(_with_columns_over_the_rows, "pads_on_all_ranks" in LEFT_OUT, timeout=60)
+    return RIGHT
+
+
 ALONE = """
 import contextlib, torch, torch.distributed as dist, shardcompile as sc
 from shardcompile.compat.patch import LEFT_OUT, left_out
@@ -322,6 +343,7 @@ SCENES: dict[str, Callable[[], str]] = {
         [Input("a0", (5, 1), "R", grad=True)],
         2,
     ),
+    "pads_on_all_ranks": columns_over_the_rows,
     "sizes_by_value": Fuzzed(
         [
             *("v0 = a1.flatten(0, 1)", "a1[3:-7:2, -4:-4][0:2:3, :].copy_(weight(1)[0])"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ def _add_windows(grad: Tensor, shape: Sequence[IntLike], dim: int, size: int, st
     if type(grad) is Tensor or not shape:
         return aten.unfold_backward.default(grad, shape, dim, size, step)
     dim = dim % len(shape)
-    rows = torch.arange(shape[dim], device=grad.device).unfold(0, size, step)
+    extent: Any = shape[dim]
+    rows = torch.arange(extent, device=grad.device).unfold(0, size, step)
     index = [*[None] * dim, rows]
     return aten._unsafe_index_put.default(grad.new_zeros(shape), index, grad.movedim(-1, dim + 1), True)
 
