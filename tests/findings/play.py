@@ -99,7 +99,7 @@ def _told(ranks: list[dict[str, Any]]) -> str:
         return f"WRONG: ranks {waiting} wait"
     told = [r["error"] or "" for r in ranks]
     texts = [*told, *(r["shown"] for r in ranks)]
-    shown = [m.group(0) for text in texts if (m := re.search(r"DivergenceError: [^\n]*", text))]
+    shown = [m.group(0) for text in texts if (m := re.search(r"(Divergence|RowRange)Error: [^\n]*", text))]
     if not any(told):
         return "right" if not killed else f"WRONG: ranks {killed} died of signals"
     return f"refused: {shown[0]}" if shown else f"WRONG: {told}"
