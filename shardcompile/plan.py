@@ -23,7 +23,9 @@ from shardcompile.errors import RedistributeError
 from shardcompile.layout import Apart, Cut, IntLike, Layout, has_runs
 
 _T = TypeVar("_T")
-StepKind = Literal["all_gather_v", "reduce_scatter_v", "all_reduce", "all_to_all_v", "fetch_ranges", "take_block"]
+StepKind = Literal[
+    "all_gather_v", "reduce_scatter_v", "all_reduce", "all_to_all_v", "fetch_ranges", "exchange_rows", "take_block"
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +120,10 @@ def _plan_of_runs(src: Layout, dst: Layout) -> Plan:
     if all(a == b for a, b in cuts if a and b):
         apart = Apart(tuple(max(a, b, 1) for a, b in cuts))
         return Plan(src, dst, find_plan(apart.layout(src), apart.layout(dst)).steps, apart)
+    exchanged = _exchange_of_stretches(src, dst)
+    if exchanged is not None:
+        parts = (exchanged, find_plan(exchanged.dst, dst))
+        return Plan(src, dst, (*parts[0].steps, *parts[1].steps), parts=parts)
     # What is cut in two ways of which one crosses the other goes through the whole dim.
     whole = src
     for dim, (a, b) in enumerate(cuts):
@@ -125,6 +131,23 @@ def _plan_of_runs(src: Layout, dst: Layout) -> Plan:
             whole = whole.gathered(dim)
     parts = (find_plan(src, whole), find_plan(whole, dst))
     return Plan(src, dst, (*parts[0].steps, *parts[1].steps), parts=parts)
+
+
+def _exchange_of_stretches(src: Layout, dst: Layout) -> Plan | None:
+    """The exchange that brings a dim to the cut of the target, which has another number of stretches; None for several
+    such dims, and where other mesh dims have a part in it."""
+    dims = [d for d, (a, b) in enumerate(zip(src.cuts, dst.cuts, strict=True)) if a and b and a.runs != b.runs]
+    if len(dims) != 1:
+        return None
+    (dim,) = dims
+    before, after = src.cut_of(dim), dst.cut_of(dim)
+    if len(before.mesh_dims) != 1 or before.mesh_dims != after.mesh_dims:
+        return None
+    cuts = [after if d == dim else c for d, c in enumerate(src.cuts)]
+    between = Layout.of(src.mesh, src.placements, src.shape, src.dtype, cuts)
+    (mesh_dim,) = before.mesh_dims
+    step = Step("exchange_rows", mesh_dim, src, between, moved_bytes("exchange_rows", mesh_dim, src, between))
+    return Plan(src, between, (step,))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -303,6 +326,8 @@ def moved_bytes(kind: StepKind, mesh_dim: int, src: Layout, dst: Layout) -> int:
         return copies * whole * (world - 1)
     if kind == "all_reduce":
         return 2 * copies * whole * (world - 1)
+    if kind == "exchange_rows":
+        return copies * whole * (world - 1) // world
     kept, of = _kept_share(kind, mesh_dim, src, dst)
     return copies * whole * (of - kept) // of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import Decoded, Pending, block_shape, block_size, reductions
+from shardcompile.collectives import Decoded, Pending, block_shape, block_size, reductions, regroup_rows
 from shardcompile.collectives.gathers import ALL_GATHER_V, REDUCE_SCATTER_V, AllGatherV, ReduceScatterV
 from shardcompile.collectives.own_blocks import TAKE_BLOCK, TakeBlock
 from shardcompile.collectives.ranges import FETCH_RANGES, Ranges
@@ -36,6 +37,9 @@ def run_plan(plan: Plan, local: Tensor, *, async_op: bool = False) -> Tensor:
         if step.kind == "take_block":
             local = _take_block(step, local)
             continue
+        if step.kind == "exchange_rows":
+            local = _regroup(step, local)
+            continue
         unfinished = async_op and step is plan.steps[-1]
         pending = _run_with_note(step, local) if compat.is_traced() else _start(step, local)
         local = pending.result() if unfinished else pending.wait()
@@ -58,11 +62,15 @@ def _reshape(x: Tensor, shape: Sequence[int | torch.SymInt]) -> Tensor:
 
 def _run_with_note(step: Step, x: Tensor) -> Pending | Decoded:
     """A step in a trace: its collective's node says what it is for."""
+    with _noted(step):
+        return _start(step, x)
+
+
+def _noted(step: Step) -> contextlib.AbstractContextManager[None]:
     mesh, m = step.src.mesh, step.mesh_dim
     move = f"{step.src.describe_placements()} -> {step.dst.describe_placements()}"
     name = mesh.mesh_dim_names[m] if mesh.mesh_dim_names else str(m)
-    with compat.noted(redistribution=move, mesh_dim=name):
-        return _start(step, x)
+    return compat.noted(redistribution=move, mesh_dim=name)
 
 
 def _start(step: Step, x: Tensor) -> Pending | Decoded:
@@ -140,6 +148,12 @@ def _fetch_ranges(step: Step, x: Tensor) -> Pending:
     block = _size(dst_cut, step.dst)
     src, dst = _ref(src_cut, step.src), _ref(dst_cut, step.dst)
     return FETCH_RANGES.start(Ranges(x, dim, total, block, src, dst, [], None, _group(step)))
+
+
+def _regroup(step: Step, x: Tensor) -> Tensor:
+    dim, cut = _shard_dim(step.src, step.mesh_dim)
+    with _noted(step):
+        return regroup_rows(x, dim, cut, step.dst.cut_of(dim), step.src.mesh)
 
 
 def _take_block(step: Step, x: Tensor) -> Tensor:

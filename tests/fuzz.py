@@ -360,7 +360,7 @@ def _end(stage: str, error: BaseException) -> End:
         return End("waits", stage, text, trace)
     if "add up to" in text or "its layout says" in text:
         return End("internal", stage, text, trace)  # a collective that was given other blocks than it was told of
-    by_name = any(f"{name}(" in text for name in _REFUSALS)  # Dynamo puts it into its own
+    by_name = any(f"{name}{then}" in text for name in _REFUSALS for then in "(:")  # compilers put it into their own
     if isinstance(error, errors.ShardError) or by_name or any(told in text for told in _REFUSED_BY_TORCH):
         return End(REFUSED, stage, text, trace)
     return End("internal", stage, text, trace)

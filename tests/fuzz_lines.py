@@ -66,7 +66,7 @@ def whole(x: Tensor) -> Tensor:
     rows = any(isinstance(n, int) and n == 1 for n in x.shape)
     if isinstance(x, ShardTensor):
         x = x.full_tensor()
-    elif 0 in x.stride():
+    if 0 in x.stride():
         x = x.contiguous()
     return x.clone(memory_format=torch.contiguous_format if rows else torch.preserve_format)
 

@@ -51,3 +51,4 @@ from shardcompile.collectives.sorting import top_rows as top_rows
 from shardcompile.collectives.spans import documents_of as documents_of
 from shardcompile.collectives.spans import fetch_named as fetch_named
 from shardcompile.collectives.spans import fetch_reached as fetch_reached
+from shardcompile.collectives.stretches import regroup_rows as regroup_rows

@@ -17,6 +17,7 @@ from shardcompile import compat
 from shardcompile.collectives.derived_cuts import derive
 from shardcompile.collectives.gathers import ALL_GATHER_V, AllGatherV
 from shardcompile.collectives.routes import cut_of_sizes, exchange_rows, gather_counts
+from shardcompile.collectives.stretches import numbers_of_block
 from shardcompile.layout import CHUNK_KEY, Cut, GroupCut
 
 
@@ -25,7 +26,7 @@ def sort_rows(block: Tensor, cut: Cut, mesh: DeviceMesh, descending: bool) -> tu
 
     Args:
         block: this rank's: [n].
-        cut: of the dim, over one mesh dim.
+        cut: of the dim, over one mesh dim; leading dims may have been flattened into it.
         mesh: the mesh.
         descending: whether the largest comes first.
 
@@ -35,9 +36,8 @@ def sort_rows(block: Tensor, cut: Cut, mesh: DeviceMesh, descending: bool) -> tu
     """
     (mesh_dim,) = cut.mesh_dims
     group_name, ranks = compat.group_name_of(mesh, mesh_dim), mesh.shape[mesh_dim]
-    first: Any = derive("located", [cut], [], cut.extent, mesh)[1]
     rows, order = block.sort(stable=True, descending=descending)
-    numbers = order + first
+    numbers = numbers_of_block(cut, mesh, block.device).index_select(0, order)
     if ranks == 1:
         return rows, numbers, cut
     values, heads = _splitters(rows, numbers, ranks, group_name, descending)
@@ -49,7 +49,9 @@ def sort_rows(block: Tensor, cut: Cut, mesh: DeviceMesh, descending: bool) -> tu
     sorted_cut = cut_of_sizes(counts.sum(0), mesh, [mesh_dim], extent=cut.extent)
     arriving = sorted_cut.local_size(compat.coordinate(mesh))
     came, names = exchange_rows([rows, numbers], counts, arriving, group_name)
-    found, order = came.sort(stable=True, descending=descending)  # equal ones come in the order of their ranks
+    if cut.runs > 1:  # otherwise equal ones come in the order of their ranks
+        came, names = (x.index_select(0, names.argsort()) for x in (came, names))
+    found, order = came.sort(stable=True, descending=descending)
     return found, names.index_select(0, order), sorted_cut
 
 

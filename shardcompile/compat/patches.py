@@ -19,6 +19,7 @@ from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.1
 from torch._guards import TracingContext  # 2.11 - 2.15
 
 from shardcompile.compat.block_symbols import name_symbols_of_blocks
+from shardcompile.compat.decompositions import decompositions_ask_no_sizes
 from shardcompile.compat.dtensor_padding import pads_on_all_ranks
 from shardcompile.compat.patch import Patch, in_place, put_in
 from shardcompile.compat.replacements import (
@@ -29,7 +30,6 @@ from shardcompile.compat.replacements import (
     clamped_ends,
     collectives_stay,
     decide_by_hint_where_guards_are_suppressed,
-    decompositions_ask_no_sizes,
     fill_order_by_hint,
     memory_format_by_hint,
     no_donated_buffers,
@@ -284,10 +284,11 @@ OF_A_COMPILATION = (
     ),
     Patch(
         "decompositions_ask_no_sizes",
-        "torch._inductor.decomposition.decompositions[aten.cat, aten.bmm, aten.add]; "
+        "torch._inductor.decomposition.decompositions[aten.cat, aten.bmm, aten.add, aten.masked_fill]; "
         "torch._decomp.decomposition_table[aten._unsafe_masked_index_put_accumulate]",
         "A tensor that is joined with itself is expanded and flattened, a batched product of column and row is made "
-        "contiguous: both ask whether a block has one row, and ranks compile apart. Of what is joined, blocks without "
+        "contiguous, and so is what is filled by a mask: all ask whether a block has one row, and ranks compile apart. "
+        "Of what is joined, blocks without "
         "rows are left out, so that ranks have other graphs. A sum of complex numbers is viewed as one of real ones, "
         "and back, which asks for a stride that only a run gives. The gradient of an embedding asks whether its table "
         "is empty, which may be so on some ranks only.",

@@ -12,7 +12,6 @@ import torch
 import torch._subclasses.fake_impls as fake_impls
 import torch.fx.experimental._config as _symbolic_shapes_config
 from torch import _prims_common
-from torch._decomp import decomposition_table  # 2.11 - 2.15
 from torch._dynamo.backends import common  # 2.11 - 2.15
 from torch._functorch import compile_utils, partitioners  # 2.11 - 2.15
 from torch._functorch import config as _functorch_config  # 2.11 - 2.15
@@ -156,26 +155,6 @@ def asserts_of_known_sizes(stack: contextlib.ExitStack) -> None:
     replace(stack, ir.AssertScalar, "__init__", _with_numbers_of_symbols)  # 2.11 - 2.15
 
 
-def decompositions_ask_no_sizes(stack: contextlib.ExitStack) -> None:
-    """See `shardcompile.compat.patches`."""
-    # Heavy, and only a compilation needs it.
-    from torch._inductor import decomposition  # 2.11 - 2.15
-
-    aten = torch.ops.aten
-    changed = {
-        aten.cat.default: _unless_of_blocks,
-        aten.bmm.default: _unless_column_by_row,
-        aten.add.Tensor: _unless_a_run_gives_sizes,
-    }
-    for table in (decomposition.decompositions, decomposition.fast_random_decomps()):
-        for op, by in changed.items():
-            stack.callback(table.__setitem__, op, table[op])
-            table[op] = by(table[op])
-    op = aten._unsafe_masked_index_put_accumulate.default
-    stack.callback(decomposition_table.__setitem__, op, decomposition_table[op])
-    decomposition_table[op] = _as_if_not_empty(decomposition_table[op])
-
-
 def places_of_parts(stack: contextlib.ExitStack) -> None:
     """See `shardcompile.compat.patches`."""
     # Heavy, and only a compilation needs it.
@@ -231,47 +210,6 @@ def _where_they_were_traced(save_collectives: Callable[..., None]) -> Callable[.
                     part.meta["partitioner_tag"] = "must_be_in_backward"
 
     return save
-
-
-def _unless_of_blocks(cat: Callable[..., object]) -> Callable[..., object]:
-    """Tensors without rows would be left out, and one that is joined with itself would be expanded and flattened."""
-
-    def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> object:
-        blocks = len(tensors) > 1 and len({x.ndim for x in tensors}) == 1
-        return NotImplemented if blocks else cat(tensors, dim)
-
-    return joined
-
-
-def _unless_column_by_row(bmm: Callable[..., object]) -> Callable[..., object]:
-    """One column by one row would be a product by elements, made contiguous."""
-
-    def product(a: torch.Tensor, b: torch.Tensor, *args: object) -> object:
-        one = isinstance(a.shape[2], int) and a.shape[2] == 1
-        return NotImplemented if one else bmm(a, b, *args)
-
-    return product
-
-
-def _unless_a_run_gives_sizes(add: Callable[..., object]) -> Callable[..., object]:
-    """A sum of complex numbers would be one of pairs, viewed as complex numbers: of no rows that is refused."""
-
-    def total(x: object, y: object, **options: object) -> object:
-        unknown = any(isinstance(t, torch.Tensor) and any(map(is_unbacked, t.shape)) for t in (x, y))
-        return NotImplemented if unknown else add(x, y, **options)
-
-    return total
-
-
-def _as_if_not_empty(put: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The result has the same shape whether `x` has elements or not, so of a size that a run gives it is not asked."""
-
-    def sums(x: torch.Tensor, mask: torch.Tensor, indices: list[Any], values: torch.Tensor) -> torch.Tensor:
-        if not any(map(is_unbacked, x.shape)):
-            return put(x, mask, indices, values)
-        return torch.ops.aten._unsafe_index_put(x, indices, values.masked_fill(~mask, 0), accumulate=True)
-
-    return sums
 
 
 def _and_of_the_view(symbols: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,26 +32,30 @@ def _saving_symbols(extract: Callable[..., object]) -> Callable[..., object]:
     """
 
     @functools.wraps(extract)
-    def extract_modules(joint: GraphModule, saved: list[Node], *args: object, **kwargs: object) -> object:
+    def extract_modules(
+        joint: GraphModule, saved: list[Node], saved_sym_nodes: list[Node], *args: object, **kwargs: object
+    ) -> object:
         tangents = [*filter(partitioners._is_tangent, joint.graph.nodes)]  # 2.11 - 2.15
         find = partitioners.find_symbol_binding_fx_nodes  # 2.11 - 2.15
 
         def find_more(graph: Graph) -> dict[sympy.Symbol, Node]:
             # A size that a gradient alone tells is asked of it in the backward graph; the forward graph cannot.
             found = {s: n for s, n in find(graph).items() if not set(tangents).intersection(n.all_input_nodes)}
-            untold = _untold([*saved, *tangents]) - found.keys()
+            # The cache of graphs knows the saved sizes alone; tensors of the backward pass tell it nothing.
+            untold = (_untold([*saved, *tangents]) | _untold(saved_sym_nodes)) - found.keys()
             return {**found, **_sizes(graph, untold)} if untold else found
 
         with contextlib.ExitStack() as meanwhile:
             replace(meanwhile, partitioners, "find_symbol_binding_fx_nodes", lambda _: find_more)
-            return extract(joint, saved, *args, **kwargs)
+            return extract(joint, saved, saved_sym_nodes, *args, **kwargs)
 
     return extract_modules
 
 
 def _untold(saved: Sequence[Node]) -> set[sympy.Symbol]:
-    """The symbols in sizes and strides of saved tensors that are no size or stride themselves."""
-    numbers = [n for x in saved if isinstance(t := x.meta.get("val"), Tensor) for n in (*t.shape, *t.stride())]
+    """The symbols in saved sizes, or in sizes and strides of saved tensors, that are none of these themselves."""
+    values = [x.meta.get("val") for x in saved]
+    numbers = [n for t in values for n in ((*t.shape, *t.stride()) if isinstance(t, Tensor) else (t,))]
     terms = [n.node.expr for n in numbers if isinstance(n, torch.SymInt)]
     return {s for t in terms for s in free_symbols(t)} - {t for t in terms if t.is_Symbol}
 

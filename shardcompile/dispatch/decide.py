@@ -37,7 +37,10 @@ def decide(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs:
     record = record_of(op)
     form = record.sharded
     if any_joined([*args, *kwargs.values()]) and _needs_neighbours(cls, record, args, kwargs):
-        return Composed((view_of_neighbours if op.is_view else of_neighbours)(op))
+        neighbours = Composed((view_of_neighbours if op.is_view else of_neighbours)(op))
+        if form is None or form.joined is None:
+            return neighbours
+        return Composed(form.joined, lambda *_: neighbours, _strides_of_form(op, form, args, kwargs))
     if form is not None and form.always:
         return Composed(form.run, None, _strides_of_form(op, form, args, kwargs))
     if record.is_random:

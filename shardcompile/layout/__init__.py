@@ -18,7 +18,9 @@ from shardcompile.layout.mesh import Mesh as Mesh
 from shardcompile.layout.mesh import MeshShape as MeshShape
 from shardcompile.layout.runs import Apart as Apart
 from shardcompile.layout.runs import has_runs as has_runs
+from shardcompile.layout.runs import in_stretches as in_stretches
 from shardcompile.layout.runs import is_cut_once as is_cut_once
+from shardcompile.layout.runs import neighbouring as neighbouring
 from shardcompile.layout.spec import Spec as Spec
 from shardcompile.layout.spec import contiguous_stride as contiguous_stride
 from shardcompile.layout.spec import dense_stride as dense_stride

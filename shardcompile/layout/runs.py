@@ -7,7 +7,7 @@ everything that moves rows works on that view.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 from torch.distributed.tensor.placement_types import Placement, Shard
@@ -19,6 +19,21 @@ from shardcompile.layout.layout import Layout
 def has_runs(layout: Layout) -> bool:
     """Whether some block is no run of neighbouring rows."""
     return any(c is not None and c.runs > 1 for c in layout.cuts)
+
+
+def neighbouring(cut: Cut) -> Cut:
+    """The cut into blocks of the same sizes, each of neighbouring rows."""
+    return cut if cut.runs == 1 else replace(cut, runs=1, origin=None, home=None)
+
+
+def in_stretches(runs: int, cut: Cut) -> Cut | None:
+    """The cut into blocks of the same sizes, each of which has equally many rows of each of `runs` stretches.
+
+    None if sizes do not divide, if the cut has stretches already, or if several mesh dims cut.
+    """
+    if cut.kind == "chunk" or not is_cut_once(cut) or cut.unscaled(runs) is None:
+        return None
+    return replace(cut, runs=runs, origin=None, home=None)
 
 
 def is_cut_once(cut: Cut | None) -> TypeGuard[Cut]:

@@ -183,6 +183,8 @@ def _cut_options(layouts: Sequence[Layout], strategy: Strategy, mesh_dims: tuple
         cut = layout.cuts[placement.dim]
         if cut is not None and set(cut.mesh_dims) == set(mesh_dims) and not any(cut is o for o in options):
             options.append(cut)
+    if strategy.other_cut is not None:
+        options += [c for c in map(strategy.other_cut, options) if c is not None]
     if options:  # of equal blocks those first that tell what rows they were looked up in
         return sorted(options, key=lambda c: c.rows is None)
     if any(map(_is_of_trace, layouts)) and isinstance(extent, int) and extent % math.prod(parts):

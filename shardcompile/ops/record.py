@@ -73,12 +73,15 @@ class Form:
         always: whether every call takes it. Otherwise those do for which the rule would have to send something.
         stored: which results get the strides that the op itself would give them; the others keep those they come with.
         preferred: of a call, whether it takes it also where the rule has nothing to send.
+        joined: the op on tensors into whose cut dims leading ones were flattened; NotImplemented for what is to be
+            brought to blocks of neighbouring rows first.
     """
 
     run: Run
     always: bool = False
     stored: Literal["all", "first", "none"] = "all"
     preferred: Callable[[OpCall], bool] | None = None
+    joined: Run | None = None
 
 
 def always(run: Run, stored: Literal["all", "first", "none"] = "none") -> Form:

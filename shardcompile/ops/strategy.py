@@ -26,11 +26,13 @@ class Strategy:
         inputs: required placement of each tensor input, in the order of the arguments.
         outputs: placement of each tensor output; a list of tensors counts as one.
         on_cut: the cut of sharded outputs as a function of that of the inputs.
+        other_cut: another cut that the inputs may be brought to, as a function of one that an input has.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     on_cut: OnCut | None = None
+    other_cut: OnCut | None = None
 
 
 @dataclass(frozen=True)
@@ -91,18 +93,25 @@ def shard(dim: int | None) -> Placement:
     return REPLICATE if dim is None else Shard(dim)
 
 
-def along(inputs: Sequence[int | None], outputs: Sequence[int | str | None], on_cut: OnCut | None = None) -> Strategy:
+def along(
+    inputs: Sequence[int | None],
+    outputs: Sequence[int | str | None],
+    on_cut: OnCut | None = None,
+    other_cut: OnCut | None = None,
+) -> Strategy:
     """The strategy that divides an axis which the tensors share.
 
     Args:
         inputs: for each input the dim of the axis, or None if it does not have it.
         outputs: for each output the same, or the reduction that is pending there.
         on_cut: as in `Strategy`.
+        other_cut: as in `Strategy`.
     """
     return Strategy(
         tuple(shard(d) for d in inputs),
         tuple(Partial(o) if isinstance(o, str) else shard(o) for o in outputs),
         on_cut,
+        other_cut,
     )
 
 

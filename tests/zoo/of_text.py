@@ -19,7 +19,7 @@ _EXPERTS = (
     *_PLAIN,
     (
         "grouped_mm_experts",
-        "not needed: a rank could sort its own rows by expert; the model names rows of the whole order",
+        "needed: a few experts' numbers of each rank, by which all divide the sorted order",
     ),
 )
 

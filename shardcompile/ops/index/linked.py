@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from shardcompile.collectives import (
     take_rows,
 )
 from shardcompile.compat import OpOverload
-from shardcompile.layout import Cut, IntLike, Layout, contiguous_stride, is_cut_once
+from shardcompile.layout import Cut, IntLike, Layout, contiguous_stride, neighbouring
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.sharded import Sharded, block_of, first_sharded
 
@@ -48,7 +48,7 @@ def is_linked(index: Tensor, cut: Cut | None) -> TypeGuard[Sharded]:
 
 def fits(cut: Cut, layout: Layout) -> bool:
     """`is_linked` of the layout of an index."""
-    if not is_cut_once(cut) or layout.is_partial:
+    if cut is None or len(cut.mesh_dims) != 1 or layout.is_partial:
         return False
     if layout.dtype.is_floating_point or layout.dtype in (torch.bool, torch.uint8):
         return False
@@ -71,13 +71,44 @@ def links_of(numbers: Tensor, cut: Cut, mesh: DeviceMesh, about: IntLike, op: Op
     """
     wraps = op in _COUNTING_FROM_THE_END
     parts = (cut.kind, cut.mesh_dims, *map(compat.expression_of, (cut.key, cut.extent, cut.inner, cut.scale)))
-    what = ("links", *parts, cut.blocks, wraps, compat.group_name_of(mesh, cut.mesh_dims[0]))
+    what = ("links", *parts, cut.blocks, cut.runs, wraps, compat.group_name_of(mesh, cut.mesh_dims[0]))
 
     def make() -> Links:
         with compat.unrecorded_symbols(numbers):
-            return find_links(numbers, cut, mesh, about, str(op), wraps=wraps)
+            return find_links(_turned(numbers, cut, wraps), neighbouring(cut), mesh, about, str(op), wraps=wraps)
 
     return compat.once_for_value(numbers, what, make)
+
+
+def _turned(numbers: Tensor, cut: Cut, wraps: bool) -> Tensor:
+    """Numbers of rows where the first rows of all stretches come first, then the second ones, and so on.
+
+    In this order the rows of a block are neighbours. Numbers that are out of range stay so.
+    """
+    if cut.runs == 1:
+        return numbers
+    extent: Any = cut.extent
+    stretch = numbers.new_full([], extent // cut.runs).clamp(min=1)
+    number = torch.where(numbers < 0, numbers + extent, numbers) if wraps else numbers
+    turned = number.remainder(stretch) * cut.runs + number.div(stretch, rounding_mode="floor")
+    return torch.where((number < 0) | (number >= extent), numbers, turned)
+
+
+def _rows_beside(block: Tensor, cut: Cut) -> Tensor:
+    """The rows of a block, [n, ...], in the order of `_turned`."""
+    return block if cut.runs == 1 else _exchanged(block, cut.runs, block.shape[0] // cut.runs)
+
+
+def _rows_behind(block: Tensor, cut: Cut) -> Tensor:
+    """The way back from `_rows_beside`."""
+    return block if cut.runs == 1 else _exchanged(block, block.shape[0] // cut.runs, cut.runs)
+
+
+def _exchanged(block: Tensor, outer: IntLike, inner: IntLike) -> Tensor:
+    rest = block.shape[1:]
+    parts = aten.view.default(block.clone(memory_format=torch.contiguous_format), [outer, inner, *rest])
+    turned = parts.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+    return aten.view.default(turned, [block.shape[0], *rest])
 
 
 def _placed(
@@ -138,7 +169,8 @@ def _rows_of(block: Tensor, dim: int, numbers: Tensor, layout: Layout, about: In
     links = links_of(numbers, cut, mesh, about, op)
     group_name = compat.group_name_of(mesh, cut.mesh_dims[0])
     arriving = links.came_cut.local_size(compat.coordinate(mesh))
-    (rows,) = take_rows([block.movedim(dim, 0)], links.asked, links.sent, links.place, arriving, group_name)
+    table = _rows_beside(block.movedim(dim, 0), cut)
+    (rows,) = take_rows([table], links.asked, links.sent, links.place, arriving, group_name)
     return rows
 
 
@@ -192,6 +224,7 @@ def filled(x: Sharded, dim: int, index: Sharded, value: Tensor | float, stride: 
     cut, mesh = layout.cut_of(dim), layout.mesh
     links = links_of(index._local_tensor, cut, mesh, index._spec.shape[0], aten.scatter.value)
     named = named_rows(links.sent, links.place, block.shape[dim], links.came_cut.local_size(compat.coordinate(mesh)))
+    named = _rows_behind(named, cut)
     shape = [block.shape[dim] if d == dim else 1 for d in range(block.ndim)]
     return wrap(x, torch.where(named.view(shape), value, block).to(block.dtype), layout, stride)
 
@@ -237,7 +270,8 @@ def combined(
     parts = (links.asked, links.sent, links.place, *ends)
     if reduce == "sum" and include_self:
         (sums,) = add_rows([values], *parts)
-        found = rows + sums.movedim(0, dim)
+        found = rows + _rows_behind(sums, cut).movedim(0, dim)
     else:
-        found = reduce_rows(rows.movedim(dim, 0), values, reduce, include_self, *parts).movedim(0, dim)
+        own = _rows_beside(rows.movedim(dim, 0), cut)
+        found = _rows_behind(reduce_rows(own, values, reduce, include_self, *parts), cut).movedim(0, dim)
     return wrap(first_sharded((source,)), found, home, contiguous_stride(home.shape))

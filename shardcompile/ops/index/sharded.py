@@ -19,7 +19,7 @@ from shardcompile import compat
 from shardcompile.collectives import block_size
 from shardcompile.compat import OpOverload
 from shardcompile.layout import Cut, IntLike, Layout
-from shardcompile.ops import state
+from shardcompile.ops import Form, state
 from shardcompile.ops.index.linked import column_of, combined, filled, is_linked, taken
 from shardcompile.ops.support.blocks import padded
 from shardcompile.ops.support.global_meta import global_meta
@@ -162,6 +162,27 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     return _index(x, indices, aten.index.Tensor, (x, indices)) if isinstance(x, Sharded) else NotImplemented
 
 
+def _index_joined(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    """``aten.index`` by numbers along a dim into which others were flattened."""
+    at = [d for d, i in enumerate(indices) if i is not None]
+    return _look_up(x, at[0], indices[at[0]], aten.index.Tensor, (x, indices)) if len(at) == 1 else NotImplemented
+
+
+def _index_select_joined(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """``aten.index_select`` along a dim into which others were flattened."""
+    return _look_up(x, dim % max(x.ndim, 1), index, aten.index_select.default, (x, dim, index))
+
+
+def _look_up(x: Tensor, dim: int, index: Any, op: OpOverload, args: tuple[object, ...]) -> Tensor:
+    cut = x._spec.layout.cuts[dim] if isinstance(x, Sharded) else None
+    if not isinstance(x, Sharded) or x._spec.layout.is_partial or not is_linked(index, cut):
+        return NotImplemented
+    if any(c is not None and c.runs > 1 for d, c in enumerate(x._spec.layout.cuts) if d != dim):
+        return NotImplemented
+    meta = global_meta(op, args, {})
+    return taken(x, dim, index, compat.global_extents(meta.shape), compat.retraced(meta.stride()), op)
+
+
 def _index(x: Sharded, indices: Sequence[Any], op: OpOverload, args: tuple[object, ...]) -> Tensor:
     layout = x._spec.layout
     at = [d for d, i in enumerate(indices) if i is not None]
@@ -276,8 +297,8 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
 
 state(aten.take.default, sharded=_take)
 state(aten.embedding.default, sharded=embedding)
-state(aten.index_select.default, sharded=index_select)
-state(aten.index.Tensor, sharded=index)
+state(aten.index_select.default, sharded=Form(index_select, joined=_index_select_joined))
+state(aten.index.Tensor, sharded=Form(index, joined=_index_joined))
 state(aten.gather.default, sharded=gather)
 state(aten.scatter.src, sharded=scatter_src)
 state(aten.scatter.value, sharded=scatter_value)

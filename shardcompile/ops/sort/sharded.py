@@ -8,8 +8,8 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from shardcompile import compat
 from shardcompile.collectives import sort_rows, top_rows
-from shardcompile.layout import IntLike, Layout, contiguous_stride, is_cut_once
-from shardcompile.ops import state
+from shardcompile.layout import IntLike, Layout, contiguous_stride, is_cut_once, neighbouring
+from shardcompile.ops import Form, state
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.sharded import Sharded
@@ -24,12 +24,13 @@ def sort(x: Sharded, dim: int = -1, descending: bool = False) -> tuple[Tensor, T
     x = reduced(x)
     layout = x._spec.layout
     cut = layout.cuts[0]
-    if not is_cut_once(cut):
+    if cut is None or len(cut.mesh_dims) != 1:
         return NotImplemented
     with compat.unrecorded_symbols(x._local_tensor):
         rows, numbers, found = sort_rows(x._local_tensor, cut, layout.mesh, descending)
         there = Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, [found])
-        parts = [_at_home(x, part, there, layout) for part in (rows, numbers)]
+        home = Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, [neighbouring(cut)])
+        parts = [_at_home(x, part, there, home) for part in (rows, numbers)]
     return parts[0], parts[1]
 
 
@@ -74,6 +75,6 @@ def topk(x: Sharded, k: IntLike, dim: int = -1, largest: bool = True, sorted: bo
     return values, numbers
 
 
-state(aten.sort.default, sharded=sort)
+state(aten.sort.default, sharded=Form(sort, joined=sort))
 state(aten.topk.default, sharded=topk)
-state(aten.sort.stable, sharded=stable_sort)
+state(aten.sort.stable, sharded=Form(stable_sort, joined=stable_sort))

@@ -1,8 +1,9 @@
 """Tensors into whose cut dims leading ones were flattened: ``x.view(-1, channels)`` of a cut sequence and a batch.
 
 Their blocks have rows that are no neighbours. Where an op takes each row by itself, as products and pointwise ops do,
-they stay where they are. For any other op they are brought to blocks of neighbouring rows, as that view would have been
-had it not been allowed.
+they stay where they are. For any other op they are brought to blocks of neighbouring rows, as many on each rank as
+before. Where several mesh dims cut such a dim, they are brought to what that view would have been had it not been
+allowed.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from shardcompile.collectives import block_shape
 from shardcompile.compat import OpOverload
-from shardcompile.layout import Apart, Layout, has_runs
+from shardcompile.layout import Apart, Layout, has_runs, neighbouring
 from shardcompile.ops.choice import Choice, choose
 from shardcompile.ops.registry import find_rule
 from shardcompile.ops.strategy import OpCall, TensorArg
 from shardcompile.ops.support.copied_views import follow, note_view
 from shardcompile.ops.view.rows import wrap
+from shardcompile.plan import find_plan
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded
 
@@ -34,7 +36,12 @@ def is_joined(x: object) -> TypeGuard[Sharded]:
 
 def layout_in_one_piece(layout: Layout) -> Layout:
     """The layout with blocks of neighbouring rows to which such a tensor is brought; nothing is sent to know it."""
-    return _way(layout)[2] if has_runs(layout) else layout
+    if not has_runs(layout):
+        return layout
+    if any(c is not None and c.runs > 1 and len(c.mesh_dims) > 1 for c in layout.cuts):
+        return _way(layout)[2]
+    cuts = [None if c is None else neighbouring(c) for c in layout.cuts]
+    return Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, cuts)
 
 
 def _way(layout: Layout) -> tuple[Apart, Choice, Layout]:
@@ -55,6 +62,10 @@ def in_one_piece(x: object) -> object:
         return [in_one_piece(y) for y in x]
     if not is_joined(x):
         return x
+    layout = layout_in_one_piece(x._spec.layout)
+    if layout.placements == x._spec.layout.placements:
+        local = x._local_tensor.clone(memory_format=torch.contiguous_format)
+        return wrap(x, run_plan(find_plan(x._spec.layout, layout), local), layout, x._spec.stride)
     apart, choice, layout = _way(x._spec.layout)
     local = x._local_tensor.clone(memory_format=torch.contiguous_format)
     block = run_plan(choice.plans[0], aten.view.default(local, apart.shape(local.shape)))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardcompile import compat
-from shardcompile.layout import Cut, IntLike, Layout, dense_stride
+from shardcompile.layout import Cut, IntLike, Layout, dense_stride, in_stretches
 from shardcompile.ops.pointwise.rule import _REDUCE_OPS as REDUCE_OPS
 from shardcompile.ops.pointwise.rule import is_one
 from shardcompile.ops.registry import register
@@ -146,7 +146,8 @@ def _view_group(
         around = _numel([src[d] for d in ins[:i]]), _numel([src[d] for d in ins[i + 1 :]])
         within = _numel([dst[d] for d in outs[:o]]), _numel([dst[d] for d in outs[o + 1 :]])
         if (joins or i == o == 0) and all(isinstance(n, int) for n in (*around, *within)):
-            yield along([ins[i]], [outs[o]], functools.partial(_through_view, around, within, joins))
+            into = functools.partial(in_stretches, int(within[0])) if i == 0 and within[0] > 1 else None
+            yield along([ins[i]], [outs[o]], functools.partial(_through_view, around, within, joins), into)
 
 
 def _through_view(around: tuple[Any, Any], within: tuple[Any, Any], joins: bool, cut: Cut) -> Cut | None:

@@ -1,0 +1,110 @@
+"""Rows of several stretches: a batch of cut sequences, flattened, whose blocks have some rows of every sequence."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiers import often
+from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import Shard
+
+import shardcompile as sc
+from shardcompile.testing import mesh, once, rank
+
+CUTS = [[3, 0, 1], [1, 1, 1], [0, 5, 0], [2, 3, 2], [0, 0, 1]]
+
+
+def cut(full: Tensor, sizes: list[int]) -> sc.ShardTensor:
+    block = full.split(sizes, 1)[rank()].contiguous()
+    return sc.ShardTensor.from_local(block, mesh(), [Shard(1)], {0: sizes})
+
+
+def sorted_rows(x: Any, ids: Any) -> Any:
+    """What experts do: rows in the order of their numbers, something for each in that order, and the way back."""
+    names, order = torch.sort(ids.reshape(-1), stable=True)
+    rows = x.reshape(-1, x.shape[-1])[order]
+    done = rows.cumsum(0) * (names + 1).unsqueeze(1)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.numel())
+    return done[back].view(x.shape)
+
+
+def neighbours(x: Any, ids: Any) -> Any:
+    """An op that needs neighbouring rows, and a view that parts them again."""
+    return (x.reshape(-1, x.shape[-1]).cumsum(0).sin() + ids.reshape(-1, 1)).view(x.shape)
+
+
+def looked_up(x: Any, ids: Any) -> Any:
+    """Rows by numbers of the whole dim, some of them negative, several for one."""
+    flat, numbers = x.reshape(-1, x.shape[-1]), ids.reshape(-1)
+    table = flat.sin()
+    return table[numbers * 2 - 1].cos() + table.index_select(0, numbers.sort().values)
+
+
+def check(function: Callable[..., Any], batch: int, backend: str | None, cuts: list[list[int]]) -> None:
+    run = once(lambda: torch.compile(function, fullgraph=True, backend=backend) if backend else function)
+    for sizes in cuts:
+        generator = torch.Generator().manual_seed(sum(sizes))
+        full = torch.randn(batch, sum(sizes), 2, generator=generator, dtype=torch.float64)
+        ids = torch.randint(0, 3, (batch, sum(sizes)), generator=generator).clamp(max=batch * sum(sizes) // 2)
+        plain = full.clone().requires_grad_()
+        expected = function(plain, ids)
+        x = cut(full, sizes).requires_grad_()
+        found = run(x, cut(ids, sizes))
+        torch.testing.assert_close(found.full_tensor(), expected)
+        (expected * expected.detach().cos()).sum().backward()
+        (found * found.detach().cos()).sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), plain.grad)  # type: ignore[union-attr]
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("function", [sorted_rows, neighbours, looked_up])
+@pytest.mark.parametrize(
+    ("batch", "backend"), often([(2, None), (2, "aot_eager"), (3, None), (3, "aot_eager"), (2, "inductor")], 2)
+)
+def test_rows_of_several_stretches(function: Callable[..., Any], batch: int, backend: str | None) -> None:
+    check(function, batch, backend, CUTS)
+
+
+@pytest.mark.ranks(2)
+def test_on_processes() -> None:
+    check(sorted_rows, 2, "aot_eager", [[3, 1], [0, 5]])
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_no_row_is_gathered() -> None:
+    x, ids = torch.randn(2, 40, 8), torch.randint(0, 4, (2, 40))
+    with CommDebugMode() as seen:
+        sorted_rows(cut(x, [30, 3, 7]), cut(ids, [30, 3, 7]))
+    counts = {str(op): n for op, n in seen.get_comm_counts().items()}
+    assert counts.pop("shardcompile.all_gather_v") == 3  # samples of what is sorted, and sums of blocks for `cumsum`
+    assert counts.keys() <= {"shardcompile.exchange_rows", "shardcompile.gather_counts", "shardcompile.fetch_ranges",
+                             "shardcompile.fetch_columns", "shardcompile.scan"}, counts  # fmt: skip
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("bad", [8, -9, 12])
+def test_a_number_out_of_range_is_told_on_all_ranks(bad: int) -> None:
+    """Also one that would be in range in the order in which rows of a block are neighbours."""
+    x = cut(torch.randn(2, 4, 3), [3, 0, 1]).reshape(-1, 3)
+    numbers = torch.tensor([0, 1, bad])
+    index = sc.ShardTensor.from_local(numbers.split([1, 1, 1])[rank()], mesh(), [Shard(0)])
+    with pytest.raises(IndexError, match=rf"rank 2 of the group has {bad}\."):
+        x[index]
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_the_exchange_is_a_step_of_a_plan() -> None:
+    full = torch.randn(3, 5, 2)
+    flat = cut(full, [2, 0, 3]).reshape(-1, 2)
+    bring = functools.partial(flat.redistribute, placements=[Shard(0)])
+    with CommDebugMode() as seen:
+        rows = bring(sharding_shapes={0: [6, 0, 9]})
+    assert {str(op): n for op, n in seen.get_comm_counts().items()} == {"shardcompile.exchange_rows": 1}
+    torch.testing.assert_close(rows.to_local(), full.reshape(-1, 2).split([6, 0, 9])[rank()])
+    assert rows.sharding.describe() == "f32[15, 2] 0: S(0)[6,0,9]"
