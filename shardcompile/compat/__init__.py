@@ -79,6 +79,7 @@ from shardcompile.compat.torch_ops import (
 )
 from shardcompile.compat.tracing import (
     UNKNOWN_OUTPUT_SHAPE,
+    UNKNOWN_SIZE,
     faking_like,
     in_backward_pass,
     in_mode_of,
@@ -96,6 +97,7 @@ from shardcompile.compat.worlds import add_guard, forget_with_world, note_trace,
 
 __all__ = [
     "UNKNOWN_OUTPUT_SHAPE",
+    "UNKNOWN_SIZE",
     "CustomGraphPass",
     "FakeTensorMode",
     "OpOverload",

@@ -27,10 +27,15 @@ from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,  # 2.11 - 2.15
     get_proxy_mode,  # 2.11 - 2.15
 )
-from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,  # 2.11 - 2.15
+    ShapeEnv,  # 2.11 - 2.15
+)
 
 UNKNOWN_OUTPUT_SHAPE = (DynamicOutputShapeException, DataDependentOutputException)
 """What an op on fake tensors raises whose result depends on values."""
+UNKNOWN_SIZE = GuardOnDataDependentSymNode
+"""What a trace raises where torch takes a decision by a size that only a run gives."""
 
 
 def in_backward_pass() -> bool:

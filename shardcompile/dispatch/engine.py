@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.compat import OpOverload
+from shardcompile.dispatch.calls import tensors_text
 from shardcompile.dispatch.decide import decide
 from shardcompile.dispatch.handlers import Handlers
 from shardcompile.dispatch.run import Entry
@@ -76,9 +77,16 @@ def dispatch(
     if entry is None:
         if op in Handlers.ops:
             return Handlers.ops[op](*args, **kwargs)
-        entry = decide(cls, op, args, kwargs)
-        _remember(cls, key, entry, args, kwargs)
-        out = entry.run(cls, args, kwargs)
+        try:
+            entry = decide(cls, op, args, kwargs)
+            _remember(cls, key, entry, args, kwargs)
+            out = entry.run(cls, args, kwargs)
+        except compat.UNKNOWN_SIZE as error:
+            raise UnsupportedOpError(
+                f"{op} cannot be compiled on as many rows as only a run tells: torch takes a decision by their number "
+                f"({tensors_text(cls, args, kwargs)}). Redistribute that dim to Replicate before it, or call it "
+                "outside of the compiled function"
+            ) from error
         for x in tensors_of([*args, *kwargs.values()]):
             if type(x) is cls and not x._spec.is_plain:
                 _refuse_specialised(op, x._spec.layout)
