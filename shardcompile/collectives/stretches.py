@@ -43,7 +43,7 @@ class _Stretches:
 
     def parts(self) -> tuple[Tensor, Tensor]:
         """The first row of every part, and the one behind its last: each [runs, ranks]."""
-        first = (torch.arange(self.runs) * self.length).unsqueeze(1)
+        first = (torch.arange(self.runs, device=self.edges.device) * self.length).unsqueeze(1)
         return first + self.edges[:-1], first + self.edges[1:]
 
     def owners(self, numbers: Tensor) -> Tensor:
