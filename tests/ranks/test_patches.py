@@ -406,9 +406,9 @@ WITHOUT_A_PROGRAM = {
 }
 """Patches of which no program is known that goes wrong with the torch that is installed, and why."""
 
-RIGHT_SINCE = {"collectives_stay": (2, 14), "saved_before_written": (2, 14), "sizes_of_saved_products": (2, 14)}
+RIGHT_SINCE = {"collectives_stay": (2, 13), "saved_before_written": (2, 14), "sizes_of_saved_products": (2, 14)}
 """Patches without which their programs go right from this version of torch on, because its partitioner saves other tensors
-of them. Other programs may still go wrong, so the patches stay."""
+of them, or we trace other ones. Other programs may still go wrong, so the patches stay."""
 
 
 @contextlib.contextmanager
