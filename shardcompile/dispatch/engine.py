@@ -83,7 +83,7 @@ def dispatch(
             out = entry.run(cls, args, kwargs)
         except compat.UNKNOWN_SIZE as error:
             raise UnsupportedOpError(
-                f"{op} cannot be compiled on as many rows as only a run tells: torch takes a decision by their number "
+                f"{op} cannot be compiled where only a run tells the number of rows: torch takes a decision by it "
                 f"({tensors_text(cls, args, kwargs)}). Redistribute that dim to Replicate before it, or call it "
                 "outside of the compiled function"
             ) from error

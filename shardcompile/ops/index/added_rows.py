@@ -17,10 +17,9 @@ from torch.distributed.tensor.placement_types import Partial
 
 from shardcompile import compat
 from shardcompile.collectives import Reduction
-from shardcompile.compat import OpOverload
 from shardcompile.layout import IntLike, Layout, contiguous_stride
 from shardcompile.ops import Form, OpCall, TensorArg, state
-from shardcompile.ops.index.linked import column_of, combined, target_cut
+from shardcompile.ops.index.linked import column_of, combined
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.sharded import Sharded
 
@@ -33,7 +32,7 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: floa
         return NotImplemented
     dim = dim % x.ndim
     if _is_alike(source, dim, x):
-        found = _combined(x, dim, index, source if alpha == 1 else source * alpha, aten.index_add.default)
+        found = combined(x, dim, index, source if alpha == 1 else source * alpha, aten.index_add.default)
         if found is not NotImplemented:
             return found
     if not _fits(source, dim, x):
@@ -47,23 +46,6 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: floa
     )
 
 
-def _combined(
-    x: Tensor,
-    dim: int,
-    index: Tensor,
-    source: Tensor,
-    op: OpOverload,
-    reduce: Reduction = "sum",
-    *,
-    include_self: bool = True,
-) -> Tensor:
-    """`linked.combined`, where it is known how the rows are cut."""
-    cut = target_cut(x, dim, source)
-    if cut is None:
-        return NotImplemented
-    return combined(x, dim, index, source, cut, op, reduce, include_self=include_self)
-
-
 def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     """``aten.scatter_add`` of a source that is cut along `dim`."""
     if not index.ndim == source.ndim == x.ndim or not x.ndim or not _same(index.shape, source.shape):
@@ -71,7 +53,7 @@ def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     dim = dim % x.ndim
     column = column_of(index, dim, x.shape) if _is_alike(source, dim, x) else None
     if column is not None:
-        found = _combined(x, dim, column, source, aten.scatter_add.default)
+        found = combined(x, dim, column, source, aten.scatter_add.default)
         if found is not NotImplemented:
             return found
     if not _fits(source, dim, x):
@@ -93,7 +75,7 @@ def scatter_reduce(
     column = column_of(index, dim, x.shape)
     if column is None:
         return NotImplemented
-    return _combined(x, dim, column, source, aten.scatter_reduce.two, reduce, include_self=include_self)
+    return combined(x, dim, column, source, aten.scatter_reduce.two, reduce, include_self=include_self)
 
 
 def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False) -> Tensor:
@@ -117,7 +99,7 @@ def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: boo
         index, values = index.flatten(), values.flatten(dim, dim + index.ndim - 1)
     if _is_alike(values, dim, x):
         reduce: Reduction = "sum" if accumulate else "any"
-        found = _combined(x, dim, index, values, aten.index_put.default, reduce, include_self=accumulate)
+        found = combined(x, dim, index, values, aten.index_put.default, reduce, include_self=accumulate)
         if found is not NotImplemented:
             return found
     if not accumulate:
@@ -133,7 +115,7 @@ def embedding_backward(grad: Tensor, indices: Tensor, rows: IntLike, padding: in
         grad = grad.masked_fill((indices == padding).unsqueeze(-1), 0)
     flat, numbers = grad.flatten(0, -2), indices.flatten()
     zeros = grad.new_zeros([rows, grad.shape[-1]])
-    return _combined(zeros, 0, numbers, flat, aten.embedding_dense_backward.default)
+    return combined(zeros, 0, numbers, flat, aten.embedding_dense_backward.default)
 
 
 def _beside(values: Tensor, dim: int, index: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def is_linked(index: Tensor, cut: Cut | None) -> TypeGuard[Sharded]:
 
 def fits(cut: Cut, layout: Layout) -> bool:
     """`is_linked` of the layout of an index."""
-    if cut is None or len(cut.mesh_dims) != 1 or layout.is_partial:
+    if len(cut.mesh_dims) != 1 or layout.is_partial:
         return False
     if layout.dtype.is_floating_point or layout.dtype in (torch.bool, torch.uint8):
         return False
@@ -201,7 +201,7 @@ def column_of(index: Tensor, dim: int, like: Sequence[IntLike]) -> Sharded | Non
     return wrap(index, block, column, (1,))
 
 
-def target_cut(x: Tensor, dim: int, source: Tensor) -> Cut | None:
+def _target_cut(x: Tensor, dim: int, source: Tensor) -> Cut | None:
     """How rows are cut to which those of a source are added: as they are, or, if they are whole, as those are that the
     source was looked up in."""
     if isinstance(x, Sharded) and x._spec.layout.cuts[dim] is not None:
@@ -234,7 +234,6 @@ def combined(
     dim: int,
     index: Tensor,
     source: Tensor,
-    cut: Cut,
     op: OpOverload,
     reduce: Reduction = "sum",
     *,
@@ -247,15 +246,14 @@ def combined(
         dim: along which they lie.
         index: the number of the row that each entry is meant for: [e].
         source: the entries, [..., e, ...], cut along `dim`.
-        cut: that the result has along `dim`.
         op: that brings them together.
         reduce: what becomes of several that are meant for one row.
         include_self: whether a row that something is meant for counts itself.
     """
-    source = reduced(source)
+    cut, source = _target_cut(x, dim, source), reduced(source)
     layout = source._spec.layout if isinstance(source, Sharded) else None
     entries = None if layout is None else layout.cuts[dim]
-    if layout is None or entries is None or entries.mesh_dims != cut.mesh_dims:
+    if cut is None or layout is None or entries is None or entries.mesh_dims != cut.mesh_dims:
         return NotImplemented
     mesh = layout.mesh
     numbers = Layout.of_cuts(mesh, index.shape, index.dtype, [entries])

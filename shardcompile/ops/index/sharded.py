@@ -270,7 +270,7 @@ def _scatter(x: Tensor, dim: int, index: Tensor, op: OpOverload, source: Tensor)
     if column is not None and is_linked(column, cut):
         if op is aten.scatter.value:
             return filled(x, dim, column, source, compat.retraced(meta.stride()))
-        found = combined(x, dim, column, source, cut, op, "any", include_self=False)
+        found = combined(x, dim, column, source, op, "any", include_self=False)
         if found is not NotImplemented:
             return found
     if sum(c is not None for c in layout.cuts) > 1:

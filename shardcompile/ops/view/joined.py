@@ -38,10 +38,15 @@ def layout_in_one_piece(layout: Layout) -> Layout:
     """The layout with blocks of neighbouring rows to which such a tensor is brought; nothing is sent to know it."""
     if not has_runs(layout):
         return layout
-    if any(c is not None and c.runs > 1 and len(c.mesh_dims) > 1 for c in layout.cuts):
+    if not _is_exchanged(layout):
         return _way(layout)[2]
     cuts = [None if c is None else neighbouring(c) for c in layout.cuts]
     return Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, cuts)
+
+
+def _is_exchanged(layout: Layout) -> bool:
+    """Whether an exchange brings each block as many neighbouring rows: one mesh dim cuts what was flattened."""
+    return not any(c is not None and c.runs > 1 and len(c.mesh_dims) > 1 for c in layout.cuts)
 
 
 def _way(layout: Layout) -> tuple[Apart, Choice, Layout]:
@@ -62,12 +67,11 @@ def in_one_piece(x: object) -> object:
         return [in_one_piece(y) for y in x]
     if not is_joined(x):
         return x
-    layout = layout_in_one_piece(x._spec.layout)
-    if layout.placements == x._spec.layout.placements:
-        local = x._local_tensor.clone(memory_format=torch.contiguous_format)
+    local = x._local_tensor.clone(memory_format=torch.contiguous_format)
+    if _is_exchanged(x._spec.layout):
+        layout = layout_in_one_piece(x._spec.layout)
         return wrap(x, run_plan(find_plan(x._spec.layout, layout), local), layout, x._spec.stride)
     apart, choice, layout = _way(x._spec.layout)
-    local = x._local_tensor.clone(memory_format=torch.contiguous_format)
     block = run_plan(choice.plans[0], aten.view.default(local, apart.shape(local.shape)))
     block = block.clone(memory_format=torch.contiguous_format)
     return wrap(x, aten.view.default(block, list(block_shape(layout))), layout, x._spec.stride)
