@@ -20,15 +20,13 @@ def decompositions_ask_no_sizes(stack: contextlib.ExitStack) -> None:
     aten = torch.ops.aten
     changed = {
         aten.cat.default: _unless_of_blocks,
-        aten.bmm.default: _unless_column_by_row,
         aten.add.Tensor: _unless_a_run_gives_sizes,
     }
-    filled = dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), _filled_in_rows)
     put = {aten._unsafe_masked_index_put_accumulate.default: _as_if_not_empty}
     for table, by_op in (
-        (decomposition.decompositions, changed | filled),
-        (decomposition.fast_random_decomps(), changed | filled),
-        (decomposition_table, put | filled),  # which fake tensors go by
+        (decomposition.decompositions, changed),
+        (decomposition.fast_random_decomps(), changed),
+        (decomposition_table, put),  # which fake tensors go by
     ):
         for op, by in by_op.items():
             stack.callback(table.__setitem__, op, table[op])
@@ -43,28 +41,6 @@ def _unless_of_blocks(cat: Callable[..., object]) -> Callable[..., object]:
         return NotImplemented if blocks else cat(tensors, dim)
 
     return joined
-
-
-def _unless_column_by_row(bmm: Callable[..., object]) -> Callable[..., object]:
-    """One column by one row would be a product by elements, made contiguous."""
-
-    def product(a: torch.Tensor, b: torch.Tensor, *args: object) -> object:
-        one = isinstance(a.shape[2], int) and a.shape[2] == 1
-        return NotImplemented if one else bmm(a, b, *args)
-
-    return product
-
-
-def _filled_in_rows(fill: Callable[..., object]) -> Callable[..., object]:
-    """The result would be made contiguous, but for one that is: what a block of one row is, others are not."""
-
-    def filled(x: torch.Tensor, mask: torch.Tensor, value: Any) -> object:
-        if not any(isinstance(n, torch.SymInt) for n in (*x.shape, *mask.shape)):
-            return fill(x, mask, value)
-        number = value.to(x.device, x.dtype) if isinstance(value, torch.Tensor) else x.new_full([], value)
-        return torch.where(mask, number, x).clone(memory_format=torch.contiguous_format)
-
-    return filled
 
 
 def _unless_a_run_gives_sizes(add: Callable[..., object]) -> Callable[..., object]:

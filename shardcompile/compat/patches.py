@@ -19,8 +19,10 @@ from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.1
 from torch._guards import TracingContext  # 2.11 - 2.15
 
 from shardcompile.compat.block_symbols import name_symbols_of_blocks
+from shardcompile.compat.broadcast_ones import ones_of_formulas
 from shardcompile.compat.decompositions import decompositions_ask_no_sizes
 from shardcompile.compat.dtensor_padding import pads_on_all_ranks
+from shardcompile.compat.kernel_questions import ones_in_kernels_by_hint, storage_of_no_rows
 from shardcompile.compat.patch import Patch, in_place, put_in
 from shardcompile.compat.replacements import (
     asserts_of_known_sizes,
@@ -33,15 +35,14 @@ from shardcompile.compat.replacements import (
     fill_order_by_hint,
     memory_format_by_hint,
     no_donated_buffers,
-    ones_of_formulas,
     parts_stay_apart,
     places_of_parts,
-    sizes_by_value,
     symbols_by_both_names,
     traces_agree,
     views_by_stride,
 )
 from shardcompile.compat.saved_inputs import saved_before_written, sizes_of_saved_products
+from shardcompile.compat.saved_strides import saved_as_traced, saved_behind_written
 from shardcompile.compat.writes import copies_by_hint, overlap_by_hint, overlaps_of_sizes
 
 
@@ -103,9 +104,11 @@ OF_RANKS_ALIKE = (
     ),
     Patch(
         "collectives_stay",
-        "torch._functorch.partitioners.force_save_collectives",
+        "torch._functorch.partitioners.force_save_collectives, _extract_fwd_bwd_modules",
         "The partitioner moves a collective of the backward pass that depends on no gradient to the forward graph or "
-        "not, by the sizes of what is to be saved. Ranks that know their own blocks as numbers decide differently.",
+        "not, by the sizes of what is to be saved. Ranks that know their own blocks as numbers decide differently. It "
+        "repeats one of the forward pass in the backward graph where what is sent depends on no input, although "
+        "nothing reads it: on ranks that have zeros where another rank has the values of a partial sum.",
         "https://github.com/pytorch/pytorch/issues/146693 (what is moved from backward to forward); collectives are "
         "not recomputed since https://github.com/pytorch/pytorch/pull/147561, but still moved.",
         "2.11 - 2.15",
@@ -131,6 +134,17 @@ OF_RANKS_ALIKE = (
         sizes_of_saved_products,
     ),
     Patch(
+        "saved_behind_written",
+        "torch._functorch._aot_autograd.graph_compile._aot_stage2b_bw_compile",
+        "The backward graph is compiled for the strides that Inductor gave to what is saved. Where the program writes "
+        "to a sharded input, each saved tensor is given those of another one.",
+        "_aot_stage2b_bw_compile counts the results of the forward graph by the metadata of inner tensors, where an "
+        "input of a tensor subclass that is written to may be none; the partitioner counts by "
+        "compute_inner_mutated_inp_indices_from_subclass_meta. RuntimeError: mismatch in length of strides and shape.",
+        "2.11 - 2.15",
+        saved_behind_written,
+    ),
+    Patch(
         "parts_stay_apart",
         "torch._functorch.compile_utils.rand_ops",
         "What is computed twice is computed once. Rows 0 to n and n to 2n of a tensor are the same where this rank's n "
@@ -150,16 +164,6 @@ OF_RANKS_ALIKE = (
         "graph. It does not where the amount is a number.",
         "2.11 - 2.15",
         pads_on_all_ranks,
-    ),
-    Patch(
-        "sizes_by_value",
-        "torch._functorch.partitioners.fx_graph_cse",
-        "Ranks write one size by different nodes: the fake kernel of a view gives a block with rows a size of its own, "
-        "and one without rows the size that it was given. What is computed twice is then merged on some ranks only.",
-        "fx_graph_cse takes two views to the same symbolic size for different where the size has two nodes, although "
-        "dedupe_symints knows sizes by their expressions.",
-        "2.11 - 2.15",
-        sizes_by_value,
     ),
     Patch(
         "traces_agree",
@@ -186,6 +190,36 @@ OF_RANKS_ALIKE = (
 
 OF_A_COMPILATION = (
     Patch(
+        "ones_in_kernels_by_hint",
+        "torch.fx.experimental.sym_node.SymNode.guard_bool",
+        "Kernels in C++ ask whether a block has one row, to tell whether it lies in its memory without gaps. That is a "
+        "guard which some ranks fail.",
+        "Comparisons of SymInts with 0 and 1 in C++ (SymInt::operator==) guard with backed_size_oblivious too, which "
+        "guard_or_false does not: contiguous() of an expanded tensor, in the decomposition of log_softmax.",
+        "2.11 - 2.15",
+        ones_in_kernels_by_hint,
+    ),
+    Patch(
+        "storage_of_no_rows",
+        "torch._prims_common.compute_required_storage_length",
+        "How long the storage of a tensor has to be is worked out from its strides. Of a block that turns out empty "
+        "that is a number below 0, and a check that was put into the graph fails on that rank.",
+        "compute_required_storage_length of unbacked sizes takes it that there are elements: the formula should be at "
+        "least 0. clone_preserve_strides makes a tensor of that length, with size >= 0 as a runtime assert.",
+        "2.11 - 2.15",
+        storage_of_no_rows,
+    ),
+    Patch(
+        "saved_as_traced",
+        "torch._inductor.graph.GraphLowering.run_node",
+        "What the forward pass saves may have its dims in another order than the graph says, by Inductor's choice; the "
+        "backward graph is told. It is not where a run tells the strides, and takes them from the graph.",
+        "GraphLowering.run_node requires the strides of outputs, and compile_fx reports them, only without unbacked "
+        "symbols: assert_size_stride of the backward pass fails (expected size 7==7, stride 1==2).",
+        "2.11 - 2.15",
+        saved_as_traced,
+    ),
+    Patch(
         "copies_by_hint",
         "torch._subclasses.fake_impls.run_and_return_new_tensor_of_input_device",
         "What is written to a part of a tensor is a copy of the part that keeps its strides. Torch's fake kernel asks "
@@ -207,7 +241,7 @@ OF_A_COMPILATION = (
     ),
     Patch(
         "ones_of_formulas",
-        "torch._refs._maybe_broadcast",
+        "torch._refs._maybe_broadcast; torch._subclasses.fake_impls.infer_size",
         "What is broadcast has to have an extent of 1. Of an extent that is a formula torch checks that it is 1, and "
         "does not know it a line later: it refuses to broadcast.",
         "_broadcast_shapes with backed_size_oblivious: after torch._check(shape[idx] == 1) for a compound expression "
@@ -284,17 +318,13 @@ OF_A_COMPILATION = (
     ),
     Patch(
         "decompositions_ask_no_sizes",
-        "torch._inductor.decomposition.decompositions[aten.cat, aten.bmm, aten.add, aten.masked_fill]; "
+        "torch._inductor.decomposition.decompositions[aten.cat, aten.add]; "
         "torch._decomp.decomposition_table[aten._unsafe_masked_index_put_accumulate]",
-        "A tensor that is joined with itself is expanded and flattened, a batched product of column and row is made "
-        "contiguous, and so is what is filled by a mask: all ask whether a block has one row, and ranks compile apart. "
-        "Of what is joined, blocks without "
-        "rows are left out, so that ranks have other graphs. A sum of complex numbers is viewed as one of real ones, "
-        "and back, which asks for a stride that only a run gives. The gradient of an embedding asks whether its table "
-        "is empty, which may be so on some ranks only.",
-        "The decomposition of cat for one repeated input flattens with guards on its sizes, that of bmm for outer "
-        "products calls contiguous(), with backed_size_oblivious too; both are optimizations that could be left out. "
-        "That of add of complex tensors does not work with unbacked sizes: Eq(Mod(Max(1, 2*u0), 2), 0). That of "
+        "Of what is joined, blocks without rows are left out, so that ranks have other graphs. A sum of complex "
+        "numbers is viewed as one of real ones, and back, which asks for a stride that only a run gives. The gradient "
+        "of an embedding asks whether its table is empty, which may be so on some ranks only.",
+        "The decomposition of cat leaves out inputs of no elements by guards, with backed_size_oblivious too. That of "
+        "add of complex tensors does not work with unbacked sizes: Eq(Mod(Max(1, 2*u0), 2), 0). That of "
         "_unsafe_masked_index_put_accumulate tests x.numel() == 0 where _unsafe_masked_index has guard_or_false.",
         "2.11 - 2.15",
         decompositions_ask_no_sizes,
@@ -321,9 +351,13 @@ OF_A_COMPILATION = (
     ),
     Patch(
         "clamped_ends",
-        "torch._inductor.sizevars.SizeVarAllocator.evaluate_min, evaluate_max",
-        "Where ends of a slice are clamped, Inductor takes one of both and guards on that, or gives up.",
-        "https://github.com/pytorch/pytorch/pull/175819 (Min and Max are left where nothing is known)",
+        "torch._inductor.sizevars.SizeVarAllocator.evaluate_min, evaluate_max; "
+        "torch._inductor.ir.SliceView.normalize_start_end",
+        "Where ends of a slice are clamped, Inductor takes one of both and guards on that, or gives up. Where it "
+        "leaves formulas, it makes no numbers of them.",
+        "https://github.com/pytorch/pytorch/pull/175819 (Min and Max are left where nothing is known); "
+        "MinMaxBase.factor_minmax leaves Max(3, 6) unevaluated in Min(s, Max(3, 6)), and SymNode.compute_hint raises "
+        "TypeError: Expected a number but got FloorDiv.",
         "2.11 - 2.15",
         clamped_ends,
     ),

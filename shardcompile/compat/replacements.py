@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from torch._functorch import compile_utils, partitioners  # 2.11 - 2.15
 from torch._functorch import config as _functorch_config  # 2.11 - 2.15
 from torch._guards import detect_fake_mode  # 2.11 - 2.15
 from torch._inductor.virtualized import V  # 2.11 - 2.15
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 from torch.utils._sympy.functions import (
     Max,  # 2.11 - 2.15
@@ -60,31 +61,9 @@ def channels_last_by_hint(stack: contextlib.ExitStack) -> None:
     replace(stack, _prims_common, "are_strides_like_channels_last_or_false", _comparing_by_hint)  # 2.11 - 2.15
 
 
-def ones_of_formulas(stack: contextlib.ExitStack) -> None:
-    replace(stack, torch._refs, "_maybe_broadcast", _with_ones_as_numbers)  # 2.11 - 2.15
-
-
-def _with_ones_as_numbers(broadcast: Callable[..., object]) -> Callable[..., object]:
-    """Have extents that are 1, and are broadcast to what is not 1, be numbers, with guards."""
-
-    def broadcast_tensors(*args: Any, **kwargs: object) -> object:
-        given = list(args)
-        tensors = [n for n, a in enumerate(args) if isinstance(a, torch.Tensor)]
-        for dim in range(-1, -1 - max((args[n].ndim for n in tensors), default=0), -1):
-            long = [n for n in tensors if args[n].ndim >= -dim]
-            extents = [args[n].shape[dim] for n in long]
-            if any(is_unbacked(e) for e in extents) or {size_hint(e) == 1 for e in extents} != {True, False}:
-                continue
-            for n, extent in zip(long, extents, strict=True):
-                if isinstance(extent, torch.SymInt) and not extent.node.expr.is_Symbol and extent == 1:
-                    given[n] = given[n].select(dim, 0).unsqueeze(dim)
-        return broadcast(*given, **kwargs)
-
-    return broadcast_tensors
-
-
 def collectives_stay(stack: contextlib.ExitStack) -> None:
     replace(stack, partitioners, "force_save_collectives", _where_they_were_traced)  # 2.11 - 2.15
+    replace(stack, partitioners, "_extract_fwd_bwd_modules", _once)  # 2.11 - 2.15
 
 
 def parts_stay_apart(stack: contextlib.ExitStack) -> None:
@@ -95,30 +74,6 @@ def parts_stay_apart(stack: contextlib.ExitStack) -> None:
         *(aten.constant_pad_nd, aten.arange, torch.ops.prims.iota),
     ]
     replace(stack, compile_utils, "rand_ops", lambda kept: [*kept, *parts])  # 2.11 - 2.15
-
-
-def sizes_by_value(stack: contextlib.ExitStack) -> None:
-    replace(stack, partitioners, "fx_graph_cse", _with_one_node_for_a_size)  # 2.11 - 2.15
-
-
-def _with_one_node_for_a_size(merge: Callable[[Graph], Graph]) -> Callable[[Graph], Graph]:
-    """Have all who read a size read the first node that gives it, before equal nodes are merged."""
-
-    def merge_nodes(graph: Graph) -> Graph:
-        first: dict[sympy.Expr, Node] = {}
-        backward: set[Node] = set()
-        for node in graph.nodes:
-            value = node.meta.get("val")
-            given = partitioners._is_tangent(node)  # 2.11 - 2.15
-            if given or not backward.isdisjoint(node.all_input_nodes):
-                backward.add(node)  # read off a gradient: the forward pass cannot
-            elif isinstance(value, torch.SymInt):
-                first.setdefault(value.node.expr, node)
-            if isinstance(value, torch.SymInt) and (found := first.get(value.node.expr, node)) is not node:
-                node.replace_all_uses_with(found)
-        return merge(graph)
-
-    return merge_nodes
 
 
 def traces_agree(stack: contextlib.ExitStack) -> None:
@@ -175,8 +130,10 @@ def batched_products_by_hint(stack: contextlib.ExitStack) -> None:
 
 def clamped_ends(stack: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
+    from torch._inductor.ir import SliceView  # 2.11 - 2.15
     from torch._inductor.sizevars import SizeVarAllocator
 
+    replace(stack, SliceView, "normalize_start_end", _with_numbers_worked_out)  # 2.11 - 2.15
     replace(stack, SizeVarAllocator, "evaluate_min", lambda _: _one_of_two_if_known(Min, 0))  # 2.11 - 2.15
     replace(stack, SizeVarAllocator, "evaluate_max", lambda _: _one_of_two_if_known(Max, 1))  # 2.11 - 2.15
 
@@ -210,6 +167,33 @@ def _where_they_were_traced(save_collectives: Callable[..., None]) -> Callable[.
                     part.meta["partitioner_tag"] = "must_be_in_backward"
 
     return save
+
+
+def _once(extract: Callable[..., tuple[GraphModule, GraphModule]]) -> Callable[..., object]:
+    """Have the backward graph not repeat collectives of the forward pass of which it reads nothing.
+
+    The partitioner keeps all that waits and that the backward graph could compute. It could where what is sent depends
+    on no input: on ranks that have zeros where another has the values of a partial sum.
+    """
+
+    @functools.wraps(extract)
+    def extract_modules(joint: GraphModule, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        forward, backward = extract(joint, *args, **kwargs)
+        sent = {node.name for node in _waits(forward)}
+        repeated = [node for node in _waits(backward) if node.name in sent and not node.users]
+        for node in repeated:
+            backward.graph.erase_node(node)
+        if repeated:
+            backward.graph.eliminate_dead_code()
+            backward.recompile()
+        return forward, backward
+
+    return extract_modules
+
+
+def _waits(module: GraphModule) -> list[Node]:
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    return [*module.graph.find_nodes(op="call_function", target=wait)]
 
 
 def _and_of_the_view(symbols: Callable[..., Any]) -> Callable[..., Any]:
@@ -302,6 +286,19 @@ def _one_of_two_if_known(formula: Any, which: int) -> Callable[..., object]:
         return formula(left, right)
 
     return evaluate
+
+
+def _with_numbers_worked_out(ends_of: Callable[..., Any]) -> Callable[..., object]:
+    """Have the ends of a slice be formulas that a number of rows makes a number of.
+
+    Torch factors out what two of them have in common, and leaves Min(s, Max(3, 6)), of which it makes Min(5, Max(3, 6))
+    for 5 rows and no more.
+    """
+
+    def ends(*args: object) -> object:
+        return tuple(sympy.sympify(end).doit() for end in ends_of(*args))
+
+    return ends
 
 
 def _by_both_names(assign: Callable[..., None]) -> Callable[..., None]:

@@ -91,12 +91,14 @@ class Fuzzed:
 
     lines: Sequence[str]
     inputs: Sequence[Input]
-    ranks: int
+    mesh: int | tuple[int, ...]
     backend: str = "aot_eager"
 
     def __call__(self) -> str:
-        with LocalRanks(self.ranks, processes=False) as ranks:
-            return str(judge(ranks, Program((self.ranks,), list(self.inputs), list(self.lines)), self.backend).kind)
+        mesh = self.mesh if isinstance(self.mesh, tuple) else (self.mesh,)
+        program = Program(mesh, list(self.inputs), list(self.lines))
+        with LocalRanks(program.ranks, processes=False) as ranks:
+            return str(judge(ranks, program, self.backend).kind)
 
 
 def _inputs_with_gradients(mesh: DeviceMesh) -> None:
@@ -313,13 +315,60 @@ SCENES: dict[str, Callable[[], str]] = {
     ),
     "collectives_stay": Fuzzed(
         [
-            "v0 = torch.cat([a1, a1], 0)",
-            'v1 = torch.einsum("a,c->ac", v0, whole(a1))',
-            "v2 = F.pad(v1, [-1, 2, -1, -1], value=0.5)",
-            "v3 = F.softplus(a1)",
+            "v0 = a0.transpose(1, 1)",
+            "a0[torch.tensor([0, 0], dtype=torch.int64)] = 0.5",
+            "v1 = v0.expand([2, 7])",
+            "v0.copy_(a3)",
+            "v5 = a1 @ a3",
         ],
-        [Input("a1", (1,), "S(0)", {0: [0, 1, 0]}, grad=True)],
+        [
+            Input("a0", (1, 7), "P(sum)"),
+            Input("a1", (1, 7), "S(0)", {0: [1, 0, 0]}, grad=True),
+            Input("a3", (7,), "S(0)", {0: [0, 2, 5]}, grad=True),
+        ],
         3,
+        "inductor",
+    ),
+    "saved_behind_written": Fuzzed(
+        [
+            "v0 = a0.transpose(1, 1)",
+            "a0[torch.tensor([0, 0], dtype=torch.int64)] = 0.5",
+            "v1 = v0.expand([2, 7])",
+            "v0.copy_(a3)",
+            "v5 = a1 @ a3",
+        ],
+        [
+            Input("a0", (1, 7), "P(sum)"),
+            Input("a1", (1, 7), "S(0)", {0: [1, 0, 0]}, grad=True),
+            Input("a3", (7,), "S(0)", {0: [0, 2, 5]}, grad=True),
+        ],
+        3,
+        "inductor",
+    ),
+    "ones_in_kernels_by_hint": Fuzzed(
+        [
+            "v0 = torch.linalg.vector_norm(a0, 1, [-3], True)  # if away(a0, 0)",
+            "v1 = v0.expand([4, 6, -1])",
+            "v2 = v1.log_softmax(2)",
+        ],
+        [Input("a0", (6, 6, 2), "S(1)", {0: [2, 4]})],
+        2,
+        "aot_eager_decomp_partition",
+    ),
+    "storage_of_no_rows": Fuzzed(
+        ["v0 = a2.expand([2, 1, 2])", "v2 = torch.cat([v0, v0], 2)", "v2.add_(0.25)"],
+        [Input("a2", (1, 2), "S(0) S(1)", {0: [1, 0], 1: [0, 2]})],
+        (2, 2),
+        "inductor",
+    ),
+    "saved_as_traced": Fuzzed(
+        ["v0 = torch.cat([a1, a0], 2)", "v1 = F.scaled_dot_product_attention(v0, v0.sin(), v0, is_causal=True)"],
+        [
+            Input("a0", (3, 7, 3), "S(2)", {0: [2, 1, 0]}, grad=True),
+            Input("a1", (3, 7, 3), "S(2)", {0: [0, 1, 2]}, grad=True),
+        ],
+        3,
+        "inductor",
     ),
     "saved_before_written": Fuzzed(
         ["a1.sin_()", "v0 = a0[2:3, 0:1, None] / (a1.abs() + 0.5)", "v1, v2 = tuple(v0.topk(1, 0))"],
@@ -406,7 +455,7 @@ WITHOUT_A_PROGRAM = {
 }
 """Patches of which no program is known that goes wrong with the torch that is installed, and why."""
 
-RIGHT_SINCE = {"collectives_stay": (2, 13), "saved_before_written": (2, 14), "sizes_of_saved_products": (2, 14)}
+RIGHT_SINCE = {"saved_before_written": (2, 14), "sizes_of_saved_products": (2, 14)}
 """Patches without which their programs go right from this version of torch on, because its partitioner saves other tensors
 of them, or we trace other ones. Other programs may still go wrong, so the patches stay."""
 

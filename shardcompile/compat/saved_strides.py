@@ -1,0 +1,78 @@
+"""The strides of what the forward pass saves for the backward pass. `patches` says why."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch._functorch._aot_autograd import graph_compile  # 2.11 - 2.15
+from torch._functorch._aot_autograd.schemas import SubclassMeta, ViewAndMutationMeta  # 2.11 - 2.15
+from torch._functorch._aot_autograd.subclass_utils import (
+    compute_inner_mutated_inp_indices_from_subclass_meta,  # 2.11 - 2.15
+)
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # 2.11 - 2.15
+from torch.utils._sympy.functions import Max  # 2.11 - 2.15
+
+from shardcompile.compat.patch import replace
+
+
+def saved_behind_written(stack: contextlib.ExitStack) -> None:
+    replace(stack, graph_compile, "_aot_stage2b_bw_compile", _counting_what_is_written)  # 2.11 - 2.15
+
+
+def _counting_what_is_written(compile_backward: Callable[..., object]) -> Callable[..., object]:
+    """Have AOTAutograd find the strides of what is saved behind those of all results of the forward pass."""
+
+    @functools.wraps(compile_backward)
+    def compiled(
+        module: object,
+        of_blocks: SubclassMeta | None,
+        metadata: ViewAndMutationMeta,
+        strides: list[Any] | None,
+        *rest: object,
+    ) -> object:
+        if of_blocks is not None and strides is not None:
+            inner = of_blocks.fw_metadata
+            written = len(compute_inner_mutated_inp_indices_from_subclass_meta(metadata, inner))
+            strides = strides[max(written - inner.num_mutated_inp_runtime_indices, 0) :]
+        return compile_backward(module, of_blocks, metadata, strides, *rest)
+
+    return compiled
+
+
+def saved_as_traced(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
+    from torch._inductor.graph import GraphLowering  # 2.11 - 2.15
+
+    replace(stack, GraphLowering, "run_node", _keeping_orders)  # 2.11 - 2.15
+
+
+def _keeping_orders(lower: Callable[..., Any]) -> Callable[..., object]:
+    """Have Inductor give results whose strides a run tells the order of dims that they have in the graph."""
+    from torch._inductor import ir  # 2.11 - 2.15
+
+    @functools.wraps(lower)
+    def lowered(graph: Any, node: torch.fx.Node) -> object:
+        result = lower(graph, node)
+        value = node.meta.get("val")
+        if not isinstance(result, ir.TensorBox) or not isinstance(value, torch.Tensor):
+            return result
+        if all(user.op != "output" for user in node.users) or not free_unbacked_symbols(value.stride()):
+            return result
+        fixed = isinstance(result.maybe_get_layout(), ir.FixedLayout)
+        if fixed and [*map(_formula, result.get_stride())] == [*map(_formula, value.stride())]:
+            return result
+        order = ir.get_stride_order(value.stride(), graph.sizevars.shape_env)
+        return ir.ExternKernel.require_stride_order(result, order)
+
+    return lowered
+
+
+def _formula(stride: Any) -> object:
+    """A stride as it is where no extent is 0."""
+    found: Any = sympy.sympify(stride.node.expr if isinstance(stride, torch.SymInt) else stride)
+    return sympy.expand(found.replace(Max, lambda *terms: Max(*(t for t in terms if t != 1))))

@@ -1,0 +1,81 @@
+"""Compiled programs that the fuzzer found to go wrong once, each in a few lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from fuzz import RIGHT, Input, Program, judge
+
+from shardcompile.testing import LocalRanks
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A program, and the backend that it went wrong with."""
+
+    backend: str
+    mesh: tuple[int, ...]
+    inputs: list[Input]
+    lines: list[str]
+
+
+FINDINGS = {
+    "a slice that ends behind the last row, of rows that vary": Finding(
+        "inductor",
+        (2,),
+        [
+            Input("a0", (4, 2), "S(1)", {0: [0, 2]}, grad=True),
+            Input("a2", (4, 2), "S(1)", {0: [2, 0]}, grad=True),
+        ],
+        ["v3 = (a2 + a0).movedim(0, -1)", "v9 = a2[3:6:3, None, 0:4:2]", "v10 = a0.prod(1)"],
+    ),
+    "a diagonal beside the main one is one row of rows that vary": Finding(
+        "aot_eager_decomp_partition",
+        (4,),
+        [
+            Input("a0", (4, 3), "S(1)", {0: [0, 1, 0, 2]}),
+            Input("a1", (4, 3), "R", ways=("gaps", "gaps", "odd", "rows"), inferred=True),
+            Input("a2", (3, 4), grad=True),
+        ],
+        [
+            *("v0 = a2.numel() + a2", "v1 = a1 - a0", "v3 = v0.unsqueeze(1)", "v4 = v3.diagonal(1, 1, 0)"),
+            *('v5 = to(v4, "R")', "v6 = v5.cummin(0)[0]  # if apart(v5, 0)", "v8 = torch.cat([v6, v4, v6], -2)"),
+            "v10 = v8 * v3",
+        ],
+    ),
+    "a view is given a size of its own where the block has rows": Finding(
+        "aot_eager_decomp_partition",
+        (2,),
+        [Input("a1", (7, 4), "S(1)", {0: [0, 4]}), Input("a2", (1, 1), grad=True)],
+        [
+            *("v0 = a1.flatten(0, 1)", "a1[3:-7:2, -4:-4][0:2:3, :].copy_(weight(1)[0])"),
+            *("v1 = F.pad(v0, [0, 0], value=0.5)", "v2 = torch.cat([v0, v1, v0], -1)"),
+            *("v3 = a2.expand([3, 2])", "v4 = v3[:, torch.tensor([1, 0, 0], dtype=torch.int64)]"),
+        ],
+    ),
+    "a collective of the backward pass depends on no gradient": Finding(
+        "aot_eager",
+        (3,),
+        [Input("a1", (1,), "S(0)", {0: [0, 1, 0]}, grad=True)],
+        [
+            *("v0 = torch.cat([a1, a1], 0)", 'v1 = torch.einsum("a,c->ac", v0, whole(a1))'),
+            *("v2 = F.pad(v1, [-1, 2, -1, -1], value=0.5)", "v3 = F.softplus(a1)"),
+        ],
+    ),
+    "a tensor is joined with itself": Finding(
+        "aot_eager_decomp_partition",
+        (2,),
+        [Input("a0", (4, 7, 1), "S(1)", {0: [6, 1]}, grad=True)],
+        ["v0 = torch.stack([a0, a0], 1)", "v1 = v0 * 2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FINDINGS)
+def test_it_is_right_now(name: str) -> None:
+    finding = FINDINGS[name]
+    program = Program(finding.mesh, finding.inputs, finding.lines)
+    with LocalRanks(program.ranks, processes=False) as ranks:
+        told = judge(ranks, program, finding.backend)
+    assert told.kind == RIGHT, told
