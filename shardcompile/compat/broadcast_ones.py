@@ -59,7 +59,8 @@ def _some_are_ones(extents: Sequence[Any]) -> bool:
 
 def _is_formula_of_one(extent: Any) -> bool:
     """Whether an extent that is no number and no symbol is 1, with guards."""
-    if not isinstance(extent, torch.SymInt) or extent.node.expr.is_Symbol or extent != 1:
+    # One whose hint is another number is not asked: a block has another number of rows on each rank.
+    if not isinstance(extent, torch.SymInt) or extent.node.expr.is_Symbol or size_hint(extent) != 1 or extent != 1:
         return False
     if isinstance(extent.node.expr, Min):
         for bound in extent.node.expr.args:  # torch learns a range from this, and not from the equation

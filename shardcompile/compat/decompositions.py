@@ -20,6 +20,7 @@ def decompositions_ask_no_sizes(stack: contextlib.ExitStack) -> None:
     aten = torch.ops.aten
     changed = {
         aten.cat.default: _unless_of_blocks,
+        aten.bmm.default: _unless_column_by_row,
         aten.add.Tensor: _unless_a_run_gives_sizes,
     }
     put = {aten._unsafe_masked_index_put_accumulate.default: _as_if_not_empty}
@@ -41,6 +42,16 @@ def _unless_of_blocks(cat: Callable[..., object]) -> Callable[..., object]:
         return NotImplemented if blocks else cat(tensors, dim)
 
     return joined
+
+
+def _unless_column_by_row(bmm: Callable[..., object]) -> Callable[..., object]:
+    """One column by one row would be a product by elements, of which views are made that a run's strides refuse."""
+
+    def product(a: torch.Tensor, b: torch.Tensor, *args: object) -> object:
+        one = isinstance(a.shape[2], int) and a.shape[2] == 1
+        return NotImplemented if one else bmm(a, b, *args)
+
+    return product
 
 
 def _unless_a_run_gives_sizes(add: Callable[..., object]) -> Callable[..., object]:

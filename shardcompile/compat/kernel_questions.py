@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
 import torch
-from torch import _prims_common
+from torch import Tensor, _prims_common
+from torch._subclasses import fake_tensor
 from torch.fx.experimental.sym_node import SymNode  # 2.11 - 2.15
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_symbols  # 2.11 - 2.15
 
+from shardcompile import errors
 from shardcompile.compat.patch import replace
 from shardcompile.compat.sizes import is_unbacked
 
@@ -35,16 +38,23 @@ def _asking_hints(decide: Callable[[Any, str, int], bool]) -> Callable[..., obje
 
 
 def _whether_few_rows(node: Any) -> bool:
-    """Whether a question is if an extent, or a product of extents, of blocks is 0 or 1."""
+    """Whether a question about extents of blocks is if they are 0 or 1: 3 * n == 3, as strides are compared."""
     question = None if node.is_constant() else node.expr
-    if not isinstance(question, (sympy.Eq, sympy.Ne)) or not {*question.args} & {sympy.S.Zero, sympy.S.One}:
+    if not isinstance(question, (sympy.Eq, sympy.Ne)):
         return False
-    sources = node.shape_env.var_to_sources  # 2.11 - 2.15
-    return all(
-        getattr(getattr(source, "base", None), "member", None) == "_local_tensor"
-        for symbol in question.free_symbols
-        for source in sources.get(symbol, [None])[:1]
-    )
+    symbols = question.free_symbols
+    if sympy.S.Zero not in question.args:
+        parts = sympy.fraction(question.lhs / question.rhs)  # what both have in common is no part of the question
+        if sympy.S.One not in parts:
+            return False
+        symbols = parts[0].free_symbols | parts[1].free_symbols
+    return all(_is_of_block(node.shape_env, symbol) for symbol in symbols)
+
+
+def _is_of_block(shape_env: ShapeEnv, symbol: sympy.Symbol) -> bool:
+    """Whether a symbol is an extent, a stride or an offset of a block."""
+    source = shape_env.var_to_sources.get(symbol, [None])[0]  # 2.11 - 2.15
+    return getattr(getattr(source, "base", None), "member", None) == "_local_tensor"
 
 
 def storage_of_no_rows(stack: contextlib.ExitStack) -> None:
@@ -59,3 +69,28 @@ def _at_least_none(length_of: Callable[..., Any]) -> Callable[..., object]:
         return torch.sym_max(found, 0) if is_unbacked(found) else found
 
     return length
+
+
+def sizes_stay_symbols(stack: contextlib.ExitStack) -> None:
+    handlers = fake_tensor._DISPATCH_META_HANDLERS  # 2.11 - 2.15
+    size = torch.ops.aten.size.default
+    stack.callback(handlers.__setitem__, size, handlers[size])
+    handlers[size] = _unless_by_hint(handlers[size])
+
+
+def _unless_by_hint(sizes_of: Callable[..., object]) -> Callable[..., object]:
+    """Have what asks for the sizes of a block as numbers be refused where nothing would guard them."""
+
+    def sizes(args: Sequence[Tensor]) -> object:
+        if ShapeEnv._suppress_guards_tls():  # 2.11 - 2.15
+            shape: Sequence[Any] = args[0].shape
+            extents = [n.node for n in shape if isinstance(n, torch.SymInt)]
+            if any(_is_of_block(n.shape_env, symbol) for n in extents for symbol in free_symbols(n.expr)):
+                raise errors.UnsupportedOpError(
+                    f"a kernel of torch's asks for the extents of a block, {list(args[0].shape)}, as numbers, which "
+                    "are others on other ranks: a write through windows (`unfold`) does so in a compiled function. "
+                    "Write to the tensor itself, by slices or by an index, or write outside of the compiled function"
+                )
+        return sizes_of(args)
+
+    return sizes

@@ -22,7 +22,7 @@ from shardcompile.compat.block_symbols import name_symbols_of_blocks
 from shardcompile.compat.broadcast_ones import ones_of_formulas
 from shardcompile.compat.decompositions import decompositions_ask_no_sizes
 from shardcompile.compat.dtensor_padding import pads_on_all_ranks
-from shardcompile.compat.kernel_questions import ones_in_kernels_by_hint, storage_of_no_rows
+from shardcompile.compat.kernel_questions import ones_in_kernels_by_hint, sizes_stay_symbols, storage_of_no_rows
 from shardcompile.compat.patch import Patch, in_place, put_in
 from shardcompile.compat.replacements import (
     asserts_of_known_sizes,
@@ -200,6 +200,16 @@ OF_A_COMPILATION = (
         ones_in_kernels_by_hint,
     ),
     Patch(
+        "sizes_stay_symbols",
+        "torch._subclasses.fake_tensor._DISPATCH_META_HANDLERS[aten.size.default]",
+        "A kernel in C++ that takes sizes as numbers gets hints where guards are suppressed, and the graph holds for "
+        "no block. It is refused.",
+        "The inverse of unfold in functionalization takes base.sizes(), although unfold_backward takes SymInt[]: a "
+        "write through windows specialises on the extents of the tensor.",
+        "2.11 - 2.15",
+        sizes_stay_symbols,
+    ),
+    Patch(
         "storage_of_no_rows",
         "torch._prims_common.compute_required_storage_length",
         "How long the storage of a tensor has to be is worked out from its strides. Of a block that turns out empty "
@@ -318,12 +328,14 @@ OF_A_COMPILATION = (
     ),
     Patch(
         "decompositions_ask_no_sizes",
-        "torch._inductor.decomposition.decompositions[aten.cat, aten.add]; "
+        "torch._inductor.decomposition.decompositions[aten.cat, aten.bmm, aten.add]; "
         "torch._decomp.decomposition_table[aten._unsafe_masked_index_put_accumulate]",
-        "Of what is joined, blocks without rows are left out, so that ranks have other graphs. A sum of complex "
+        "Of what is joined, blocks without rows are left out, so that ranks have other graphs. A batched product of a "
+        "column and a row becomes one by elements, of which no view can be made. A sum of complex "
         "numbers is viewed as one of real ones, and back, which asks for a stride that only a run gives. The gradient "
         "of an embedding asks whether its table is empty, which may be so on some ranks only.",
         "The decomposition of cat leaves out inputs of no elements by guards, with backed_size_oblivious too. That of "
+        "bmm gives the product other strides than its fake kernel where sizes are unbacked. That of "
         "add of complex tensors does not work with unbacked sizes: Eq(Mod(Max(1, 2*u0), 2), 0). That of "
         "_unsafe_masked_index_put_accumulate tests x.numel() == 0 where _unsafe_masked_index has guard_or_false.",
         "2.11 - 2.15",

@@ -53,6 +53,7 @@ def saved_as_traced(stack: contextlib.ExitStack) -> None:
 
 def _keeping_orders(lower: Callable[..., Any]) -> Callable[..., object]:
     """Have Inductor give results whose strides a run tells the order of dims that they have in the graph."""
+    # Heavy, and only a compilation needs it.
     from torch._inductor import ir  # 2.11 - 2.15
 
     @functools.wraps(lower)
@@ -63,8 +64,8 @@ def _keeping_orders(lower: Callable[..., Any]) -> Callable[..., object]:
             return result
         if all(user.op != "output" for user in node.users) or not free_unbacked_symbols(value.stride()):
             return result
-        fixed = isinstance(result.maybe_get_layout(), ir.FixedLayout)
-        if fixed and [*map(_formula, result.get_stride())] == [*map(_formula, value.stride())]:
+        strides = result.maybe_get_stride() if isinstance(result.maybe_get_layout(), ir.FixedLayout) else None
+        if strides is not None and [*map(_formula, strides)] == [*map(_formula, value.stride())]:
             return result
         order = ir.get_stride_order(value.stride(), graph.sizevars.shape_env)
         return ir.ExternKernel.require_stride_order(result, order)

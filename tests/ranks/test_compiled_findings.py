@@ -63,6 +63,12 @@ FINDINGS = {
             *("v2 = F.pad(v1, [-1, 2, -1, -1], value=0.5)", "v3 = F.softplus(a1)"),
         ],
     ),
+    "dims are flattened that have one of extent 1 between them": Finding(
+        "aot_eager_decomp_partition",
+        (2, 2),
+        [Input("a0", (2, 1, 4), "S(1) S(2)", {0: [0, 1], 1: [4, 0]}, grad=True)],
+        ["v1 = a0[:, :, :6]", "v4 = v1.flatten(0, 2)"],
+    ),
     "a tensor is joined with itself": Finding(
         "aot_eager_decomp_partition",
         (2,),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -54,11 +55,43 @@ def view_block(x: Tensor, shape: Sequence[IntLike]) -> Tensor:
     Inside a trace strides are compared by their hints, or the graph would be specialised on the size of this rank's
     block. What can be viewed so with rows can be with one or none.
     """
-    with contextlib.nullcontext() if type(x) is Tensor else compat.without_guards(x):
+    if type(x) is Tensor:
         try:
             return aten.view.default(x, shape)
-        except (RuntimeError, ValueError):
+        except RuntimeError:
             return aten.view.default(aten.clone.default(x, memory_format=torch.contiguous_format), shape)
+    with compat.without_guards(x):
+        if not _can_be_viewed(x, shape):
+            x = aten.clone.default(x, memory_format=torch.contiguous_format)
+        return aten.view.default(x, shape)
+
+
+def _can_be_viewed(x: Tensor, shape: Sequence[IntLike]) -> bool:
+    """Whether strides, by their hints, allow a view.
+
+    Torch's fake kernel (2.11 - 2.15) is not asked: it joins two dims that have a dim of extent 1 between them whatever
+    their strides are, and the graph fails when it runs.
+    """
+    dims = [(compat.size_hint(n), compat.size_hint(s)) for n, s in zip(x.shape, x.stride(), strict=True)]
+    runs: list[tuple[int, int]] = []  # dims that lie in memory as one: elements, and the stride of the fastest
+    for n, stride in reversed(dims):
+        if n == 0:
+            return True
+        if n != 1 and runs and stride == runs[-1][0] * runs[-1][1]:
+            runs[-1] = runs[-1][0] * n, runs[-1][1]
+        elif n != 1:
+            runs.append((n, stride))
+    wanted = [compat.size_hint(n) for n in shape]
+    if -1 in wanted:
+        wanted[wanted.index(-1)] = math.prod(n for n, _ in dims) // -math.prod(wanted)
+    for elements, _ in runs:
+        left = elements
+        while left > 1:
+            n = wanted.pop() if wanted else 0
+            if not n or left % n:
+                return False
+            left //= n
+    return True
 
 
 def copy_block(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
