@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import Tensor, _prims_common
 from torch._subclasses import fake_tensor
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.sym_node import SymNode  # 2.11 - 2.15
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_symbols  # 2.11 - 2.15
 
@@ -52,9 +53,31 @@ def _whether_few_rows(node: Any) -> bool:
 
 
 def _is_of_block(shape_env: ShapeEnv, symbol: sympy.Symbol) -> bool:
-    """Whether a symbol is an extent, a stride or an offset of a block."""
+    """Whether a symbol is an extent, a stride or an offset of a block, or says how a tensor is cut."""
     source = shape_env.var_to_sources.get(symbol, [None])[0]  # 2.11 - 2.15
-    return getattr(getattr(source, "base", None), "member", None) == "_local_tensor"
+    return getattr(getattr(source, "base", None), "member", None) in ("_local_tensor", "_cut_keys")
+
+
+def plain_extents_are_guarded(stack: contextlib.ExitStack) -> None:
+    replace(stack, symbolic_shapes, "_guard_or", _guarding_plain_extents)  # 2.11 - 2.15
+
+
+def _guarding_plain_extents(decide: Callable[[Any, bool], bool]) -> Callable[..., object]:
+    """Have extents that are no block's, and that all ranks share, be guarded as without the switch."""
+
+    def decided(question: Any, default: bool) -> bool:
+        if isinstance(question, torch.SymBool) and _is_of_whole_tensors(question.node):
+            return bool(question)
+        return decide(question, default)
+
+    return decided
+
+
+def _is_of_whole_tensors(node: Any) -> bool:
+    if node.is_constant() or not node.has_hint():
+        return False
+    symbols = node.expr.free_symbols
+    return bool(symbols) and not any(_is_of_block(node.shape_env, symbol) for symbol in symbols)
 
 
 def storage_of_no_rows(stack: contextlib.ExitStack) -> None:

@@ -22,7 +22,12 @@ from shardcompile.compat.block_symbols import name_symbols_of_blocks
 from shardcompile.compat.broadcast_ones import ones_of_formulas
 from shardcompile.compat.decompositions import decompositions_ask_no_sizes
 from shardcompile.compat.dtensor_padding import pads_on_all_ranks
-from shardcompile.compat.kernel_questions import ones_in_kernels_by_hint, sizes_stay_symbols, storage_of_no_rows
+from shardcompile.compat.kernel_questions import (
+    ones_in_kernels_by_hint,
+    plain_extents_are_guarded,
+    sizes_stay_symbols,
+    storage_of_no_rows,
+)
 from shardcompile.compat.patch import Patch, in_place, put_in
 from shardcompile.compat.replacements import (
     asserts_of_known_sizes,
@@ -198,6 +203,16 @@ OF_A_COMPILATION = (
         "guard_or_false does not: contiguous() of an expanded tensor, in the decomposition of log_softmax.",
         "2.11 - 2.15",
         ones_in_kernels_by_hint,
+    ),
+    Patch(
+        "plain_extents_are_guarded",
+        "torch.fx.experimental.symbolic_shapes._guard_or",
+        "The switch holds for all extents. Those of plain tensors, and of whole ones, are the same on all ranks; where "
+        "nothing is asked of them a slice of a plain tensor has an unknown number of rows, and ops after it fail.",
+        "backed_size_oblivious could be a property of symbols. With it, x.chunk(2)[-1] of a dynamic x has an unbacked "
+        "extent, and unbind() of that keeps the dim.",
+        "2.11 - 2.15",
+        plain_extents_are_guarded,
     ),
     Patch(
         "sizes_stay_symbols",

@@ -390,6 +390,11 @@ SCENES: dict[str, Callable[[], str]] = {
         4,
         "aot_eager_decomp_partition",
     ),
+    "plain_extents_are_guarded": Fuzzed(
+        ["v1 = a1 - a0", "v4 = a1.chunk(2, 0)[-1]", "v11 = v4.unbind(-1)[-1]"],
+        [Input("a0", (6,), "S(0)", {0: [0, 6, 0]}), Input("a1", (6,))],
+        3,
+    ),
     "sizes_stay_symbols": Fuzzed(
         ["v3 = a2.chunk(4, 1)[-1]", "v5 = v3.unfold(1, 1, 1)", "v5.copy_(weight(1)[0])"],
         [Input("a2", (1, 7, 4), "S(0) S(2)", {0: [1, 0], 1: [1, 3]})],
