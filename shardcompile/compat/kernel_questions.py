@@ -8,18 +8,21 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, _prims_common
+from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.sym_node import SymNode  # 2.11 - 2.15
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_symbols  # 2.11 - 2.15
+from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 
 from shardcompile import errors
 from shardcompile.compat.patch import replace
-from shardcompile.compat.sizes import is_unbacked
 
 _COMPARED_IN_CPP = "c10/core/SymInt.h"
 """Where C++ kernels compare sizes; what Python code asks has another file's name."""
+_SIZES_IN_CPP = "c10/core/SymbolicShapeMeta.cpp"
+"""Where C++ kernels that know no symbols get sizes as numbers."""
+_MADE_IN_CPP = "ATen/EmptyTensor.h"
+"""Where the sizes of new tensors are checked."""
 
 
 def ones_in_kernels_by_hint(stack: contextlib.ExitStack) -> None:
@@ -81,39 +84,63 @@ def _is_of_whole_tensors(node: Any) -> bool:
 
 
 def storage_of_no_rows(stack: contextlib.ExitStack) -> None:
-    replace(stack, _prims_common, "compute_required_storage_length", _at_least_none)  # 2.11 - 2.15
+    replace(stack, SymNode, "expect_true", _leaving_sizes_to_kernels)  # 2.11 - 2.15
 
 
-def _at_least_none(length_of: Callable[..., Any]) -> Callable[..., object]:
-    """Have a tensor of unknown extents need no less than no storage: where one is 0 the formula may be below that."""
+def _leaving_sizes_to_kernels(expect: Callable[[Any, str, int], bool]) -> Callable[..., object]:
+    """Have a trace not assert that the size of a new tensor, worked out from what a run gives, is at least 0.
 
-    def length(*args: object) -> object:
-        found = length_of(*args)
-        return torch.sym_max(found, 0) if is_unbacked(found) else found
+    The kernel that makes the tensor refuses sizes below 0. The length of a storage is worked out as if there were
+    elements, and is below 0 where there are none.
+    """
 
-    return length
+    def expected(node: Any, file: str, line: int) -> bool:
+        if file.endswith(_MADE_IN_CPP) and not node.is_constant() and not node.has_hint():
+            size = node.expr.args[0] if isinstance(node.expr, sympy.Ge) else None
+            if size is not None and not size.is_Symbol:
+                return True
+        return expect(node, file, line)
+
+    return expected
 
 
 def sizes_stay_symbols(stack: contextlib.ExitStack) -> None:
     handlers = fake_tensor._DISPATCH_META_HANDLERS  # 2.11 - 2.15
     size = torch.ops.aten.size.default
     stack.callback(handlers.__setitem__, size, handlers[size])
-    handlers[size] = _unless_by_hint(handlers[size])
+    handlers[size] = _not_of_blocks(handlers[size])
+    replace(stack, SymNode, "guard_int", _not_for_kernels)  # 2.11 - 2.15
 
 
-def _unless_by_hint(sizes_of: Callable[..., object]) -> Callable[..., object]:
+def _not_of_blocks(sizes_of: Callable[..., object]) -> Callable[..., object]:
     """Have what asks for the sizes of a block as numbers be refused where nothing would guard them."""
 
     def sizes(args: Sequence[Tensor]) -> object:
-        if ShapeEnv._suppress_guards_tls():  # 2.11 - 2.15
-            shape: Sequence[Any] = args[0].shape
-            extents = [n.node for n in shape if isinstance(n, torch.SymInt)]
-            if any(_is_of_block(n.shape_env, symbol) for n in extents for symbol in free_symbols(n.expr)):
-                raise errors.UnsupportedOpError(
-                    f"a kernel of torch's asks for the extents of a block, {list(args[0].shape)}, as numbers, which "
-                    "are others on other ranks: a write through windows (`unfold`) does so in a compiled function. "
-                    "Write to the tensor itself, by slices or by an index, or write outside of the compiled function"
-                )
+        for extent in args[0].shape:
+            if isinstance(extent, torch.SymInt):
+                _refuse_a_number(extent.node)
         return sizes_of(args)
 
     return sizes
+
+
+def _not_for_kernels(number_of: Callable[[Any, str, int], int]) -> Callable[..., object]:
+    """The same for newer versions of torch (2.15), which ask one by one."""
+
+    def number(node: Any, file: str, line: int) -> int:
+        if file.endswith(_SIZES_IN_CPP):
+            _refuse_a_number(node)
+        return number_of(node, file, line)
+
+    return number
+
+
+def _refuse_a_number(extent: Any) -> None:
+    if not ShapeEnv._suppress_guards_tls() or extent.is_constant():  # 2.11 - 2.15
+        return
+    if any(_is_of_block(extent.shape_env, symbol) for symbol in extent.expr.free_symbols):
+        raise errors.UnsupportedOpError(
+            f"a kernel of torch's asks for an extent of a block, {extent.expr}, as a number, which is another one on "
+            "other ranks: a write through windows (`unfold`) does so in a compiled function. Write to the tensor "
+            "itself, by slices or by an index, or write outside of the compiled function"
+        )

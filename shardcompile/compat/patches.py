@@ -19,7 +19,6 @@ from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.1
 from torch._guards import TracingContext  # 2.11 - 2.15
 
 from shardcompile.compat.block_symbols import name_symbols_of_blocks
-from shardcompile.compat.broadcast_ones import ones_of_formulas
 from shardcompile.compat.decompositions import decompositions_ask_no_sizes
 from shardcompile.compat.dtensor_padding import pads_on_all_ranks
 from shardcompile.compat.kernel_questions import (
@@ -167,7 +166,7 @@ OF_RANKS_ALIKE = (
         "padded is merged with its equal. Ranks then have different numbers of collectives.",
         "pad_tensor says that it leaves a node also for a padding of 0 while tracing, so that all ranks have the same "
         "graph. It does not where the amount is a number.",
-        "2.11 - 2.15",
+        "2.11 - 2.14",
         pads_on_all_ranks,
     ),
     Patch(
@@ -216,7 +215,7 @@ OF_A_COMPILATION = (
     ),
     Patch(
         "sizes_stay_symbols",
-        "torch._subclasses.fake_tensor._DISPATCH_META_HANDLERS[aten.size.default]",
+        "torch._subclasses.fake_tensor._DISPATCH_META_HANDLERS[aten.size.default]; SymNode.guard_int",
         "A kernel in C++ that takes sizes as numbers gets hints where guards are suppressed, and the graph holds for "
         "no block. It is refused.",
         "The inverse of unfold in functionalization takes base.sizes(), although unfold_backward takes SymInt[]: a "
@@ -226,11 +225,11 @@ OF_A_COMPILATION = (
     ),
     Patch(
         "storage_of_no_rows",
-        "torch._prims_common.compute_required_storage_length",
+        "torch.fx.experimental.sym_node.SymNode.expect_true",
         "How long the storage of a tensor has to be is worked out from its strides. Of a block that turns out empty "
         "that is a number below 0, and a check that was put into the graph fails on that rank.",
-        "compute_required_storage_length of unbacked sizes takes it that there are elements: the formula should be at "
-        "least 0. clone_preserve_strides makes a tensor of that length, with size >= 0 as a runtime assert.",
+        "clone_preserve_strides (in Python, and in C++ from 2.15 on) makes a tensor as long as a storage of unbacked "
+        "sizes, worked out as if there were elements, with size >= 0 as a runtime assert: it should be at least 0.",
         "2.11 - 2.15",
         storage_of_no_rows,
     ),
@@ -241,7 +240,7 @@ OF_A_COMPILATION = (
         "backward graph is told. It is not where a run tells the strides, and takes them from the graph.",
         "GraphLowering.run_node requires the strides of outputs, and compile_fx reports them, only without unbacked "
         "symbols: assert_size_stride of the backward pass fails (expected size 7==7, stride 1==2).",
-        "2.11 - 2.15",
+        "2.11 - 2.14",
         saved_as_traced,
     ),
     Patch(
@@ -263,16 +262,6 @@ OF_A_COMPILATION = (
         "it does for sizes of data.",
         "2.11 - 2.15",
         overlaps_of_sizes,
-    ),
-    Patch(
-        "ones_of_formulas",
-        "torch._refs._maybe_broadcast; torch._subclasses.fake_impls.infer_size",
-        "What is broadcast has to have an extent of 1. Of an extent that is a formula torch checks that it is 1, and "
-        "does not know it a line later: it refuses to broadcast.",
-        "_broadcast_shapes with backed_size_oblivious: after torch._check(shape[idx] == 1) for a compound expression "
-        "guard_or_false(shape[idx] == 1) is still False, and the mismatch is raised. The extent could be taken as 1.",
-        "2.11 - 2.15",
-        ones_of_formulas,
     ),
     Patch(
         "views_by_stride",

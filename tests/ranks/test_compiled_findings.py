@@ -44,6 +44,15 @@ FINDINGS = {
             "v10 = v8 * v3",
         ],
     ),
+    "an extent is one by a formula, and is joined with others": Finding(
+        "aot_eager",
+        (3,),
+        [Input("a0", (4,), "S(0)", {0: [0, 2, 2]}), Input("a1", (4,)), Input("a2", (4,), seed=1037659)],
+        [
+            *("v0 = a1[:]", "v1 = a2[-2:6:3]", "v2 = torch.minimum(v1, v0)  # if away(v1 - v0, 0)"),
+            "v3 = torch.stack([v2, a0], 1)",
+        ],
+    ),
     "a view is given a size of its own where the block has rows": Finding(
         "aot_eager_decomp_partition",
         (2,),

@@ -416,14 +416,6 @@ SCENES: dict[str, Callable[[], str]] = {
         ["a0[::3] = 1.25"], [Input("a0", (5, 1), "S(1)", {0: [0, 1]})], 2, "aot_eager_decomp_partition"
     ),
     "overlaps_of_sizes": Fuzzed(["a1[::3] = 0"], [Input("a1", (5, 1), "S(1)", {0: [0, 1, 0, 0]})], 4, "inductor"),
-    "ones_of_formulas": Fuzzed(
-        [
-            *("v0 = a1[:]", "v1 = a2[-2:6:3]", "v2 = torch.minimum(v1, v0)  # if away(v1 - v0, 0)"),
-            "v3 = torch.stack([v2, a0], 1)",
-        ],
-        [Input("a0", (4,), "S(0)", {0: [0, 2, 2]}), Input("a1", (4,)), Input("a2", (4,), seed=1037659)],
-        3,
-    ),
     "traces_agree": Fuzzed(
         [
             *("v0 = a0.movedim(0, -1)", "v1 = F.pad(v0, [2, 0], value=0.5)", "v2 = F.glu(v0, 2)"),
@@ -464,7 +456,11 @@ WITHOUT_A_PROGRAM = {
 }
 """Patches of which no program is known that goes wrong with the torch that is installed, and why."""
 
-RIGHT_SINCE = {"saved_before_written": (2, 14), "sizes_of_saved_products": (2, 14)}
+RIGHT_SINCE = {
+    "saved_before_written": (2, 14),
+    "sizes_of_saved_products": (2, 14),
+    "copies_by_hint": (2, 15),
+}
 """Patches without which their programs go right from this version of torch on, because its partitioner saves other tensors
 of them, or we trace other ones. Other programs may still go wrong, so the patches stay."""
 
