@@ -6,7 +6,6 @@ _SKIPPED = "the model imports a module while it runs, which Dynamo does not trac
 
 EAGER_ONLY = {
     "hf-mamba": "its scan takes 96 collectives; the comparison did not end within four minutes on a busy machine",
-    "hf-mamba2": "a slice of the last place of a chunk has a symbolic extent, which the trace does not find to be one",
     "hf-wav2vec2": "the model sets requires_grad of an activation, which Dynamo cannot trace",
     "hf-segformer": "the model enters a lock, which Dynamo cannot trace",
     "no-fno": _SKIPPED,

@@ -106,19 +106,25 @@ LEFT_OUT = object()
 """In place of a setting that a configuration does not take."""
 
 
+_WHOLE_CHUNKS = "not needed: blocks that end with a chunk would do, which moves the rows of chunks that are cut"
+_OF_CHUNKS = (("reshape_into_chunks", _WHOLE_CHUNKS), ("output.reshape(batch_size, -1", _WHOLE_CHUNKS))
+
+
 def _decoder(
     name: str,
     kind: str,
     gathers: tuple[tuple[str, str], ...] = _PLAIN,
     dtype: torch.dtype = torch.float64,
+    graphs: int = 1,
     **sizes: Any,
 ) -> Entry:
     settings = {name: value for name, value in {**_DECODER, **sizes}.items() if value is not LEFT_OUT}
     make = of_transformers("AutoModelForCausalLM", kind, **settings)
     limit = 1e-9 if dtype is torch.float64 else 1e-4
     return Entry(
-        name, make, words, (1,), read=_logits, package="transformers", gathers=gathers, dtype=dtype, tolerance=limit
-    )
+        name, make, words, (1,), read=_logits, package="transformers", gathers=gathers, dtype=dtype, tolerance=limit,
+        graphs=graphs,
+    )  # fmt: skip
 
 
 def _encoder(name: str, kind: str, gathers: tuple[tuple[str, str], ...] = _PLAIN, **sizes: Any) -> Entry:
@@ -157,7 +163,8 @@ OF_TEXT = [
     _decoder("hf-mixtral", "mixtral", _EXPERTS, dtype=torch.float32, num_local_experts=4, num_experts_per_tok=2),
     _decoder("hf-olmoe", "olmoe", _EXPERTS, dtype=torch.float32, num_experts=4, num_experts_per_tok=2),
     _decoder("hf-mamba", "mamba", (("associative_scan", "not needed: the states at the ends of the blocks would do"),), attention="eager", state_size=4),
-    _decoder("hf-mamba2", "mamba2", attention="eager", dtype=torch.float32, num_heads=4, head_dim=16, state_size=4, n_groups=1, chunk_size=4),
+    # It pads to whole chunks where words are left over, which is another graph, as in plain PyTorch.
+    _decoder("hf-mamba2", "mamba2", (*_PLAIN, *_OF_CHUNKS), graphs=2, attention="eager", dtype=torch.float32, num_heads=4, head_dim=16, state_size=4, n_groups=1, chunk_size=4),
     _encoder("hf-bert", "bert"),
     _encoder("hf-roberta", "roberta"),
     _encoder("hf-electra", "electra", embedding_size=32),
