@@ -13,10 +13,13 @@ patch can go then.
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 
 import torch.fx.experimental._config as _symbolic_shapes_config
 from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.11 - 2.15
 from torch._guards import TracingContext  # 2.11 - 2.15
+from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 
 from shardcompile.compat.block_symbols import name_symbols_of_blocks
 from shardcompile.compat.decompositions import decompositions_ask_no_sizes
@@ -27,7 +30,7 @@ from shardcompile.compat.kernel_questions import (
     sizes_stay_symbols,
     storage_of_no_rows,
 )
-from shardcompile.compat.patch import Patch, in_place, put_in
+from shardcompile.compat.patch import Patch, in_place, put_in, replace
 from shardcompile.compat.replacements import (
     asserts_of_known_sizes,
     batched_products_by_hint,
@@ -58,9 +61,8 @@ def trace_size_obliviously() -> None:
     """
     context = TracingContext.try_get()
     if context is not None and context.fake_mode is not None:
-        shape_env = context.fake_mode.shape_env
-        if shape_env is not None and not vars(shape_env).keys() & {"suppress_guards", "create_symbol"}:
-            put_in(OF_A_TRACE, shape_env)
+        if context.fake_mode.shape_env is not None:
+            _put_into_trace(context.fake_mode.shape_env)
         # Without `fullgraph` Dynamo would break the graph where we read the sizes of a derived cut. It asks its own
         # switch for a user's `item`.
         context.fake_mode.allow_scalar_outputs = True  # 2.11 - 2.15
@@ -70,7 +72,23 @@ def trace_size_obliviously() -> None:
     _symbolic_shapes_config.backed_size_oblivious = True
     stack = _COMPILATION[0]
     stack.callback(setattr, _symbolic_shapes_config, "backed_size_oblivious", False)
+    # Dynamo may trace again, and makes the symbols of tensors that are not cut before it meets one that is.
+    replace(stack, ShapeEnv, "__init__", _with_patches)
     put_in(OF_A_COMPILATION, stack)
+
+
+def _put_into_trace(shape_env: ShapeEnv) -> None:
+    if not vars(shape_env).keys() & {"suppress_guards", "create_symbol"}:
+        put_in(OF_A_TRACE, shape_env)
+
+
+def _with_patches(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def initialised(shape_env: ShapeEnv, *args: object, **kwargs: object) -> None:
+        init(shape_env, *args, **kwargs)
+        _put_into_trace(shape_env)
+
+    return initialised
 
 
 def keep_ranks_alike() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from fuzz import RIGHT, Input, Program, judge
+from fuzz import RIGHT, Found, Input, Program, judge
 
 from shardcompile.testing import LocalRanks
 
@@ -87,10 +87,43 @@ FINDINGS = {
 }
 
 
+def _judge(program: Program, backend: str) -> Found:
+    with LocalRanks(program.ranks, processes=False) as ranks:
+        return judge(ranks, program, backend)
+
+
 @pytest.mark.parametrize("name", FINDINGS)
 def test_it_is_right_now(name: str) -> None:
     finding = FINDINGS[name]
-    program = Program(finding.mesh, finding.inputs, finding.lines)
-    with LocalRanks(program.ranks, processes=False) as ranks:
-        told = judge(ranks, program, finding.backend)
+    told = _judge(Program(finding.mesh, finding.inputs, finding.lines), finding.backend)
+    assert told.kind == RIGHT, told
+
+
+def test_an_extent_of_one_is_broadcast_where_dynamo_has_seen_another_and_traces_again() -> None:
+    """It was a symbol, which is not 1 for all that a trace knows, as its tensor is not cut."""
+    of_others = Program(
+        (2, 2),
+        [
+            Input("a0", (0, 4, 0), "S(0) S(1)", {0: [0, 0], 1: [4, 0]}, grad=True),
+            Input("a1", (0, 5), grad=True),
+            Input("a2", (1, 1, 0)),
+        ],
+        [
+            *("v0 = a1.index_select(-1, torch.tensor([4, 2], dtype=torch.int64))", "v1 = a2.prod(2)"),
+            *("v3 = v0.view([-1])", "a2.transpose_(0, 1)", "v4 = a1.sum([0], True)", "v5 = v3[2:]"),
+            *("v7 = torch.cat([a1, v4], -2)", 'v12 = to(a2, "S(2) S(2)", {1: [0, 0, 0, 0]})'),
+        ],
+    )
+    _judge(of_others, "aot_eager")
+    of_one = Program(
+        (2,),
+        [
+            Input("a0", (1, 7), "S(0)", {0: [0, 1]}, grad=True, seed=310377),
+            Input("a1", (7, 1), "P(sum)", seed=853882),
+            Input("a2", (), "P(sum)"),
+            Input("a3", (1, 7), "S(0)", {0: [1, 0]}),
+        ],
+        ["v1 = torch.gt(a1, a0)  # if away(a1 - a0, 0)", "v8 = whole(a0)", "v11 = F.pad(v8, [1, 2], value=0.5)"],
+    )
+    told = _judge(of_one, "aot_eager")
     assert told.kind == RIGHT, told
