@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor
+from torch._functorch._aot_autograd import subclass_utils  # 2.11 - 2.15
 from torch._subclasses import fake_tensor
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.sym_node import SymNode  # 2.11 - 2.15
@@ -16,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 
 from shardcompile import errors
 from shardcompile.compat.patch import replace
+from shardcompile.compat.sizes import surely
 
 _COMPARED_IN_CPP = "c10/core/SymInt.h"
 """Where C++ kernels compare sizes; what Python code asks has another file's name."""
@@ -63,6 +65,20 @@ def _is_of_block(shape_env: ShapeEnv, symbol: sympy.Symbol) -> bool:
 
 def plain_extents_are_guarded(stack: contextlib.ExitStack) -> None:
     replace(stack, symbolic_shapes, "_guard_or", _guarding_plain_extents)  # 2.11 - 2.15
+    if hasattr(subclass_utils, "_safe_metadata_eq"):  # 2.15
+        replace(stack, subclass_utils, "_safe_metadata_eq", _equal_for_all_extents)
+
+
+def _equal_for_all_extents(_: Callable[..., bool]) -> Callable[..., object]:
+    """Have AOTAutograd take sizes of a block for those of the whole tensor only where they are for all extents.
+
+    It asks before and after the trace, and counts results by the answer; a guard in between would change it.
+    """
+
+    def equal(outer: Iterable[Any], inner: Iterable[Any]) -> bool:
+        return surely(symbolic_shapes.sym_eq(tuple(outer), tuple(inner)))
+
+    return equal
 
 
 def _guarding_plain_extents(decide: Callable[[Any, bool], bool]) -> Callable[..., object]:
