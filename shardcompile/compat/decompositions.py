@@ -45,7 +45,7 @@ def _unless_of_blocks(cat: Callable[..., object]) -> Callable[..., object]:
 
 
 def _unless_column_by_row(bmm: Callable[..., object]) -> Callable[..., object]:
-    """One column by one row would be a product by elements, of which views are made that a run's strides refuse."""
+    """One column by one row would be a product by elements, made contiguous."""
 
     def product(a: torch.Tensor, b: torch.Tensor, *args: object) -> object:
         one = isinstance(a.shape[2], int) and a.shape[2] == 1

@@ -44,7 +44,7 @@ def _asking_hints(decide: Callable[[Any, str, int], bool]) -> Callable[..., obje
 
 
 def _whether_few_rows(node: Any) -> bool:
-    """Whether a question about extents of blocks is if they are 0 or 1: 3 * n == 3, as strides are compared."""
+    """Whether it is asked if extents of blocks are 0 or 1; also as strides are compared: 3 * n == 3."""
     question = None if node.is_constant() else node.expr
     if not isinstance(question, (sympy.Eq, sympy.Ne)):
         return False
@@ -72,7 +72,8 @@ def plain_extents_are_guarded(stack: contextlib.ExitStack) -> None:
 def _equal_for_all_extents(_: Callable[..., bool]) -> Callable[..., object]:
     """Have AOTAutograd take sizes of a block for those of the whole tensor only where they are for all extents.
 
-    It asks before and after the trace, and counts results by the answer; a guard in between would change it.
+    It counts the results of a graph by the answer. One that holds for the extents of this call alone makes it expect
+    another number of results than it gets.
     """
 
     def equal(outer: Iterable[Any], inner: Iterable[Any]) -> bool:
@@ -93,6 +94,7 @@ def _guarding_plain_extents(decide: Callable[[Any, bool], bool]) -> Callable[...
 
 
 def _is_of_whole_tensors(node: Any) -> bool:
+    """Whether a question is about extents that are no block's, and whose numbers are known while tracing."""
     if node.is_constant() or not node.has_hint():
         return False
     symbols = node.expr.free_symbols
@@ -152,6 +154,7 @@ def _not_for_kernels(number_of: Callable[[Any, str, int], int]) -> Callable[...,
 
 
 def _refuse_a_number(extent: Any) -> None:
+    """Raise if a hint would be taken for the extent of a block, as nothing guards it."""
     if not ShapeEnv._suppress_guards_tls() or extent.is_constant():  # 2.11 - 2.15
         return
     if any(_is_of_block(extent.shape_env, symbol) for symbol in extent.expr.free_symbols):

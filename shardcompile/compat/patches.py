@@ -352,13 +352,14 @@ OF_A_COMPILATION = (
         "decompositions_ask_no_sizes",
         "torch._inductor.decomposition.decompositions[aten.cat, aten.bmm, aten.add]; "
         "torch._decomp.decomposition_table[aten._unsafe_masked_index_put_accumulate]",
-        "Of what is joined, blocks without rows are left out, so that ranks have other graphs. A batched product of a "
-        "column and a row becomes one by elements, of which no view can be made. A sum of complex "
-        "numbers is viewed as one of real ones, and back, which asks for a stride that only a run gives. The gradient "
-        "of an embedding asks whether its table is empty, which may be so on some ranks only.",
-        "The decomposition of cat leaves out inputs of no elements by guards, with backed_size_oblivious too. That of "
-        "bmm gives the product other strides than its fake kernel where sizes are unbacked. That of "
-        "add of complex tensors does not work with unbacked sizes: Eq(Mod(Max(1, 2*u0), 2), 0). That of "
+        "A tensor that is joined with itself is expanded and flattened, a batched product of column and row is made "
+        "contiguous: both depend on whether a block has one row. Of what is joined, blocks that are known to have no "
+        "rows are left out, so that ranks have other graphs. A sum of complex numbers is viewed as one of real ones, "
+        "and back, which asks for a stride that only a run gives. The gradient of an embedding asks whether its table "
+        "is empty, which may be so on some ranks only.",
+        "The decomposition of cat for one repeated input flattens with guards on its sizes, that of bmm for outer "
+        "products calls contiguous(), with backed_size_oblivious too; both are optimizations that could be left out. "
+        "That of add of complex tensors does not work with unbacked sizes: Eq(Mod(Max(1, 2*u0), 2), 0). That of "
         "_unsafe_masked_index_put_accumulate tests x.numel() == 0 where _unsafe_masked_index has guard_or_false.",
         "2.11 - 2.15",
         decompositions_ask_no_sizes,

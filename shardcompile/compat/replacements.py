@@ -157,9 +157,7 @@ def _where_they_were_traced(save_collectives: Callable[..., None]) -> Callable[.
 
     def save(joint: GraphModule) -> None:
         save_collectives(joint)
-        for node in joint.graph.nodes:
-            if node.target is not torch.ops._c10d_functional.wait_tensor.default:
-                continue
+        for node in _waits(joint):
             parts = (node, *node.all_input_nodes)
             # Torch 2.14 waits in the backward pass again for what the forward pass has sent.
             if all(part.meta.get("partitioner_tag") == "is_backward" for part in parts):  # 2.11 - 2.15
@@ -172,8 +170,8 @@ def _where_they_were_traced(save_collectives: Callable[..., None]) -> Callable[.
 def _once(extract: Callable[..., tuple[GraphModule, GraphModule]]) -> Callable[..., object]:
     """Have the backward graph not repeat collectives of the forward pass of which it reads nothing.
 
-    The partitioner keeps all that waits and that the backward graph could compute. It could where what is sent depends
-    on no input: on ranks that have zeros where another has the values of a partial sum.
+    The partitioner keeps each wait that the backward graph could compute. It can compute one where what is sent depends
+    on no input: on ranks that hold zeros of a pending sum, where another rank holds the values.
     """
 
     @functools.wraps(extract)
@@ -289,10 +287,10 @@ def _one_of_two_if_known(formula: Any, which: int) -> Callable[..., object]:
 
 
 def _with_numbers_worked_out(ends_of: Callable[..., Any]) -> Callable[..., object]:
-    """Have the ends of a slice be formulas that a number of rows makes a number of.
+    """Evaluate what torch leaves unevaluated in the formulas of a slice's ends.
 
-    Torch factors out what two of them have in common, and leaves Min(s, Max(3, 6)), of which it makes Min(5, Max(3, 6))
-    for 5 rows and no more.
+    It factors out what two formulas have in common, and leaves Max(3, 6) in Min(s, Max(3, 6)). Put in a number for s,
+    and that is still no number.
     """
 
     def ends(*args: object) -> object:

@@ -14,10 +14,10 @@ from torch._functorch._aot_autograd.schemas import SubclassMeta, ViewAndMutation
 from torch._functorch._aot_autograd.subclass_utils import (
     compute_inner_mutated_inp_indices_from_subclass_meta,  # 2.11 - 2.15
 )
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # 2.11 - 2.15
 from torch.utils._sympy.functions import Max  # 2.11 - 2.15
 
 from shardcompile.compat.patch import replace
+from shardcompile.compat.sizes import expression_of, is_unbacked
 
 
 def saved_behind_written(stack: contextlib.ExitStack) -> None:
@@ -52,7 +52,7 @@ def saved_as_traced(stack: contextlib.ExitStack) -> None:
 
 
 def _keeping_orders(lower: Callable[..., Any]) -> Callable[..., object]:
-    """Have Inductor give results whose strides a run tells the order of dims that they have in the graph."""
+    """Have Inductor keep the order of dims of results whose strides are known only when the graph runs."""
     # Heavy, and only a compilation needs it.
     from torch._inductor import ir  # 2.11 - 2.15
 
@@ -62,7 +62,7 @@ def _keeping_orders(lower: Callable[..., Any]) -> Callable[..., object]:
         value = node.meta.get("val")
         if not isinstance(result, ir.TensorBox) or not isinstance(value, torch.Tensor):
             return result
-        if all(user.op != "output" for user in node.users) or not free_unbacked_symbols(value.stride()):
+        if all(user.op != "output" for user in node.users) or not any(map(is_unbacked, value.stride())):
             return result
         strides = result.maybe_get_stride() if isinstance(result.maybe_get_layout(), ir.FixedLayout) else None
         if strides is not None and [*map(_formula, strides)] == [*map(_formula, value.stride())]:
@@ -75,5 +75,5 @@ def _keeping_orders(lower: Callable[..., Any]) -> Callable[..., object]:
 
 def _formula(stride: Any) -> object:
     """A stride as it is where no extent is 0."""
-    found: Any = sympy.sympify(stride.node.expr if isinstance(stride, torch.SymInt) else stride)
+    found: Any = sympy.sympify(expression_of(stride))
     return sympy.expand(found.replace(Max, lambda *terms: Max(*(t for t in terms if t != 1))))

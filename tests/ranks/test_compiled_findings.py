@@ -100,7 +100,7 @@ def test_it_is_right_now(name: str) -> None:
 
 
 def test_an_extent_of_one_is_broadcast_where_dynamo_has_seen_another_and_traces_again() -> None:
-    """It was a symbol, which is not 1 for all that a trace knows, as its tensor is not cut."""
+    """In the second trace it was a symbol, which a trace does not take for 1."""
     of_others = Program(
         (2, 2),
         [
