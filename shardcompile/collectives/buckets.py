@@ -198,7 +198,7 @@ def _gather(a: AllGatherBucket) -> Tensor:
         borrowed = []
     else:
         rows = [_rows(x, d) for x, d in zip(inputs, a.dims, strict=True)]
-        packed = _pack([x if x.dtype == dtype else x.view(dtype) for x in rows], share)
+        packed = _pack([x if x.dtype == dtype else transport.as_bytes(x) for x in rows], share)
         borrowed = [packed]
     gathered = scratch.borrow(sum(plan.shares), packed)
     borrowed.append(gathered)

@@ -337,8 +337,7 @@ def _start(
 
 def _bytes(rows: Tensor) -> Tensor:
     """Rows as bytes: [n, width]."""
-    flat = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
-    return flat.view(torch.uint8) if flat.shape[1] else flat.to(torch.uint8)
+    return transport.as_bytes(rows).view(rows.shape[0], math.prod(rows.shape[1:]) * rows.itemsize)
 
 
 def _rows_from(counts: Tensor, group_name: str) -> Tensor:

@@ -92,19 +92,37 @@ def order_of(stride: Sequence[IntLike]) -> list[int]:
 
 
 def dense_stride(shape: Sequence[IntLike], like: Sequence[IntLike]) -> tuple[IntLike, ...]:
-    """Strides without gaps for a shape, the dims in the order of the strides `like`; of expanded ones, row by row.
+    """Strides without gaps for a shape, the dims in the order of the strides `like`, as those of ``torch.empty_like``.
 
-    Of dims with equal strides, as windows have them, the larger one is the slower one, as in ``torch.empty_like``.
-    Those of a shape that `like` has no gaps for are `like` itself: kernels read the strides of extents of 1 as well.
+    Of dims with equal strides, as windows have them, the larger one is the slower one; an expanded dim is as slow as
+    the dims around it let it be. Those of a shape that `like` has no gaps for are `like` itself: kernels read the
+    strides of extents of 1 as well.
     """
-    if any(isinstance(s, int) and s == 0 for s in like):
-        return contiguous_stride(shape)
-    order = sorted(range(len(like)), key=lambda d: (-size_hint(like[d]), -size_hint(shape[d])))
+    order = _slowest_first(shape, like)
     by_dim = dict(zip(order, contiguous_stride([shape[d] for d in order]), strict=True))
     dense = tuple(by_dim[d] for d in range(len(order)))
     # Not by hints: those of a block are others on other ranks.
     same = all((isinstance(n, int) and n == 1) or surely(a == b) for n, a, b in zip(shape, dense, like, strict=True))
     return tuple(like) if same else dense
+
+
+def _slowest_first(shape: Sequence[IntLike], stride: Sequence[IntLike]) -> list[int]:
+    """The dims of a tensor in memory, by the insertion sort of torch (2.11 - 2.15); a stride of 0 has no place in it.
+
+    So the order of other dims depends on where an expanded one is, and no key to sort by would give it.
+    """
+    step, extent = [size_hint(s) for s in stride], [size_hint(n) for n in shape]
+    fastest = list(reversed(range(len(step))))
+    for i in range(1, len(fastest)):
+        at = i
+        for before in reversed(range(i)):
+            a, b = fastest[before], fastest[at]
+            if 0 in (step[a], step[b]) or (step[a], extent[a]) == (step[b], extent[b]):
+                continue
+            if (step[a], extent[a]) < (step[b], extent[b]):
+                break
+            fastest[before], fastest[at], at = b, a, before
+    return fastest[::-1]
 
 
 def may_overlap(shape: Sequence[IntLike], stride: Sequence[IntLike]) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardcompile import compat
 from shardcompile.collectives import all_gather_even, cut_of_sizes, symbolic_cut
+from shardcompile.collectives.transport import as_bytes
 from shardcompile.errors import LayoutError
 from shardcompile.layout import Cut, IntLike, Layout, Spec, digest_of, normalize_placements
 
@@ -340,7 +341,7 @@ def _check_ranks(local: Tensor, layout: Layout, problem: str | None) -> None:
 
 
 def _checksum(local: Tensor) -> int:
-    data = local.detach().resolve_conj().resolve_neg().contiguous().cpu().reshape(-1).view(torch.uint8)
+    data = as_bytes(local.detach().resolve_conj().resolve_neg().contiguous().cpu())
     return int.from_bytes(hashlib.blake2b(data.numpy().tobytes(), digest_size=7).digest(), "big")
 
 

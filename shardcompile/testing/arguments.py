@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
+from shardcompile.collectives.transport import as_bytes
 from shardcompile.layout import normalize_placements
 from shardcompile.testing.arrange import lay_out, seed_of, sizes_in_style
 
@@ -132,6 +133,6 @@ def digest(name: str, value: object) -> str:
     if not isinstance(value, Tensor):
         known = value is None or isinstance(value, (bool, int, float, complex, str))
         return f"{name}: {value!r}" if known else f"{name}: {type(value).__name__}"
-    flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    content = hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes(), digest_size=6).hexdigest()
+    flat = as_bytes(value.detach().cpu().resolve_conj().resolve_neg().contiguous())
+    content = hashlib.blake2b(flat.numpy().tobytes(), digest_size=6).hexdigest()
     return f"{name}: {value.dtype} {tuple(value.shape)} with digest {content}"

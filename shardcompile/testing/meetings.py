@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardcompile.collectives.transport import as_bytes
+
 Tensors = Sequence[Tensor]
 
 
@@ -181,7 +183,7 @@ def copy_bytes(target: Tensor, source: Tensor) -> None:
         if target.dtype is source.dtype and target.shape == source.shape:
             target.copy_(source.detach())
         else:
-            target.view(-1).view(torch.uint8).copy_(source.detach().reshape(-1).view(torch.uint8))
+            as_bytes(target).copy_(as_bytes(source.detach().contiguous()))
 
 
 def describe(kind: str, x: Tensor, *words: object) -> str:

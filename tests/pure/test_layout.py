@@ -30,6 +30,7 @@ from shardcompile.layout import (
     Spec,
     chunk_sizes,
     contiguous_stride,
+    dense_stride,
     normalize_placements,
     sizes_of_key,
 )
@@ -642,3 +643,11 @@ def test_placements_that_fit_come_back_normalised() -> None:
         assert normalize_placements([Shard(-1), Partial(reduce_op)], mesh, 3) == (Shard(2), Partial(reduce_op))
     assert normalize_placements([Partial("avg"), P], mesh, 3) == (Partial("avg"), P)
     assert normalize_placements((Shard(0), R), mesh, 1) == (Shard(0), R)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0, 0, 1, 1, 2, 3, 4, 6, 12])), min_size=1, max_size=5))
+def test_dense_strides_are_those_of_empty_like(dims: list[tuple[int, int]]) -> None:
+    shape, stride = zip(*dims, strict=True)
+    expected = torch.empty(200).as_strided(shape, stride)
+    told = zip(shape, dense_stride(shape, stride), torch.empty_like(expected).stride(), strict=True)
+    assert all(n == 1 or a == b for n, a, b in told)

@@ -49,7 +49,7 @@ from shardcompile.ops.choice import Choice, choose
 from shardcompile.ops.notation import multilinear, parse_notation, split_notation
 from shardcompile.ops.registry import overloads
 from shardcompile.ops.strategy import partial
-from shardcompile.ops.view.rule import match_dims
+from shardcompile.ops.view.reshape import match_dims
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial("sum")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import shardcompile
 from shardcompile.collectives import transport
-from shardcompile.collectives.transport import nccl
+from shardcompile.collectives.transport import as_bytes, nccl
 from shardcompile.collectives.transport.nccl import FUSES_BROADCASTS, PAD_LIMIT, Way, costs_of, way_of
 from shardcompile.watch.backends import backend_of
 from shardcompile.watch.calls import Call, Entry
@@ -198,3 +198,15 @@ def test_messages_of_two_ranks_wait_for_no_third(played: list[str]) -> None:
     transport.exchange(_call(group, None), [(1, torch.ones(2)), (2, torch.ones(0))], [])
     transport.exchange(_call(group, None), [], [(2, torch.ones(2))])
     assert played == ["isend to 1", "irecv from 2"]
+
+
+def test_one_element_has_bytes_whatever_its_stride_is() -> None:
+    for x in (
+        torch.arange(4.0)[::3][:1],
+        torch.arange(6.0).as_strided((1, 1), (1, 5)),
+        torch.tensor(2.5),
+        torch.ones(0, 3),
+    ):
+        assert as_bytes(x).numpy().tobytes() == x.numpy().tobytes()
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        as_bytes(torch.ones(3, 2).T)

@@ -296,11 +296,29 @@ def test_the_backward_graph_of_every_rank_holds_the_collectives_of_the_backward_
             (3,),
         ),
         (["v0 = a0.expand([4, 3])", "v1 = v0.unfold(0, 2, 1)"], [Input("a0", (1, 3), "S(1)", {0: [2, 0, 1]})], (3,)),
+        (
+            ["v0 = a0.movedim(0, -1)", "v1 = v0.expand([2, 3, -1])", 'v2 = to(v1, "S(1)", {0: [0, 0, 3, 0]})'],
+            [Input("a0", (2, 2, 1), "R")],
+            (4,),
+        ),
+        (
+            [
+                'v0 = torch.einsum("ab,cd->abcd", a1, a0)',
+                "v1 = F.scaled_dot_product_attention(v0, v0.sin(), v0)",
+                "v2 = torch.cat([v1, v1], 1)",
+            ],
+            [Input("a0", (3, 2), "S(0)", {0: [2, 1]}), Input("a1", (2, 1), grad=True)],
+            (2,),
+        ),
     ],
-    ids=["columns of one", "windows that overlap", "windows of what is expanded"],
+    ids=["columns of one", "windows that overlap", "windows of what is expanded", "expanded in the middle", "one head"],
 )
 def test_results_are_stored_as_plain_ones(lines: list[str], inputs: list[Input], mesh: tuple[int, ...]) -> None:
     assert found(lines, inputs, mesh).kind == RIGHT
+
+
+def test_a_block_of_one_row_has_any_stride() -> None:
+    assert found(["v0 = a0[::3]", "v1 = v0.argsort(0)"], [Input("a0", (2,), "S(0)", {0: [0, 2]})], (2,)).kind == RIGHT
 
 
 @pytest.mark.parametrize("write", ["a0.add_(a1.sum())", "v0.add_(a1.sum())", "a0[0] = a1.sum()"])

@@ -19,6 +19,7 @@ from shardcompile.collectives.transport.base import CallWork as CallWork
 from shardcompile.collectives.transport.base import Message as Message
 from shardcompile.collectives.transport.base import Range as Range
 from shardcompile.collectives.transport.base import Transport as Transport
+from shardcompile.collectives.transport.base import as_bytes as as_bytes
 from shardcompile.collectives.transport.base import complete as complete
 from shardcompile.collectives.transport.base import lies_in_rows as lies_in_rows
 from shardcompile.collectives.transport.base import overlap as overlap

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 from torch.distributed import Work
 
@@ -54,6 +55,13 @@ def lies_in_rows(x: Tensor, dim: int) -> bool:
 def rows_first(x: Tensor, dim: int) -> Tensor:
     """`x` with `dim` moved to the front, contiguous: rows are then ranges of memory."""
     return x if lies_in_rows(x, dim) else x.movedim(dim, 0).contiguous().resolve_conj().resolve_neg()
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor: [n]."""
+    flat = x.view(-1)
+    # Torch gives a view with elements of another size along a stride of 1 only, and one element may have any.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 TRANSPORTS: dict[str, Transport] = {}

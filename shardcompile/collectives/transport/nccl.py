@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from shardcompile.collectives.transport.base import CallWork, Message, Range, Transport, running_ends
+from shardcompile.collectives.transport.base import CallWork, Message, Range, Transport, as_bytes, running_ends
 from shardcompile.watch import Call
 
 PAD_LIMIT = 1.25
@@ -94,15 +94,15 @@ class Nccl(Transport):
         """See `Transport`."""
         group = call.group
         self._connect(group)
-        messages = [dist.P2POp(dist.irecv, _bytes(t), group=group, group_peer=p) for p, t in receives]
-        messages += [dist.P2POp(dist.isend, _bytes(t), group=group, group_peer=p) for p, t in sends]
+        messages = [dist.P2POp(dist.irecv, as_bytes(t), group=group, group_peer=p) for p, t in receives]
+        messages += [dist.P2POp(dist.isend, as_bytes(t), group=group, group_peer=p) for p, t in sends]
         return call.run([lambda: dist.batch_isend_irecv(messages)])[0] if messages else []
 
     def exchange_of_two(self, call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> list[Work]:
         """See `Transport`. Not in a group, so that two ranks meet in a communicator of their own."""
         group = call.group
-        works = [dist.irecv(_bytes(t), group=group, group_src=p) for p, t in receives]
-        works += [dist.isend(_bytes(t), group=group, group_dst=p) for p, t in sends]
+        works = [dist.irecv(as_bytes(t), group=group, group_src=p) for p, t in receives]
+        works += [dist.isend(as_bytes(t), group=group, group_dst=p) for p, t in sends]
         return [work for work in works if work is not None]
 
     def gather(self, call: Call, rows: Tensor, sizes: Sequence[int], out: Tensor) -> list[Work] | None:
@@ -110,7 +110,7 @@ class Nccl(Transport):
         if not out.numel():
             return []
         width = out.numel() * out.dtype.itemsize // sum(sizes)
-        lengths, mine, whole = [n * width for n in sizes], _bytes(rows), _bytes(out)
+        lengths, mine, whole = [n * width for n in sizes], as_bytes(rows), as_bytes(out)
         match way_of(lengths, torch.cuda.nccl.version()):
             case Way.EVEN:
                 return _gather_even(call, mine, whole)
@@ -129,11 +129,6 @@ class Nccl(Transport):
         if group not in self._connected:
             self._connected.add(group)
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor: [n]."""
-    return x.view(-1).view(torch.uint8)
 
 
 def _gather_even(call: Call, rows: Tensor, out: Tensor) -> list[Work]:

@@ -1,0 +1,194 @@
+"""Views that join dims and split them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcompile import compat
+from shardcompile.collectives import derive
+from shardcompile.layout import Cut, IntLike, in_stretches
+from shardcompile.ops.pointwise.rule import _REDUCE_OPS as REDUCE_OPS
+from shardcompile.ops.pointwise.rule import is_one
+from shardcompile.ops.registry import register
+from shardcompile.ops.strategy import OnCut, OpCall, Strategy, along, partial
+from shardcompile.ops.view.rule import local_shape_at
+
+aten = torch.ops.aten
+
+
+def match_dims(src: Sequence[IntLike], dst: Sequence[IntLike]) -> list[tuple[list[int], list[int]]]:
+    """Groups of input and output dims of a view that hold the same elements, as small as possible.
+
+    Dims of extent 1 form groups of their own. A symbolic extent pairs with an equal one only.
+    """
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(src) or j < len(dst):
+        if i < len(src) and is_one(src[i]):
+            groups.append(([i], []))
+            i += 1
+            continue
+        if j < len(dst) and is_one(dst[j]):
+            groups.append(([], [j]))
+            j += 1
+            continue
+        if i >= len(src) or j >= len(dst):
+            break
+        ins, outs = [i], [j]
+        a, b = src[i], dst[j]
+        i, j = i + 1, j + 1
+        while not _same(a, b):
+            if j >= len(dst) or (i < len(src) and _smaller(a, b)):
+                if i >= len(src):
+                    break
+                a = a * src[i]
+                ins.append(i)
+                i += 1
+            else:
+                b = b * dst[j]
+                outs.append(j)
+                j += 1
+        groups.append((ins, outs))
+    return groups
+
+
+def _same(a: IntLike, b: IntLike) -> bool:
+    return compat.same_symbol(a, b)
+
+
+def _smaller(a: IntLike, b: IntLike) -> bool:
+    """Which side of a group to extend. Where a number is one that a run gives, a guess: groups end with equal sides."""
+    if compat.is_unbacked(a) or compat.is_unbacked(b):
+        return compat.size_hint(a) < compat.size_hint(b)
+    return bool(a < b)
+
+
+def resolved_shape(shape: Sequence[IntLike], numel: IntLike) -> list[IntLike]:
+    """A shape with its -1 replaced."""
+    known: IntLike = 1
+    for extent in shape:
+        if not (isinstance(extent, int) and extent == -1):
+            known = known * extent
+    return [numel // known if isinstance(e, int) and e == -1 else e for e in shape]
+
+
+def _numel(shape: Sequence[IntLike]) -> IntLike:
+    total: IntLike = 1
+    for extent in shape:
+        total = total * extent
+    return total
+
+
+def _view(call: OpCall) -> Iterable[Strategy]:
+    src = call.tensors[0].shape
+    dst = call.args[1]
+    if any(isinstance(e, int) and e == 0 for e in src):
+        yield from (along([d], [d]) for d, (a, b) in enumerate(zip(src, dst, strict=False)) if a is b or a == b)
+        return
+    if any(isinstance(e, int) and e == -1 for e in dst):
+        dst = resolved_shape(dst, _numel(src))
+    for ins, outs in _joined_ones(match_dims(src, dst)):
+        if is_one(src[ins[0]]):
+            for n, i in enumerate(ins):  # any would do; a view to the same shape keeps its layout
+                yield from (along([i], [j]) for j in sorted(outs, key=lambda j: outs.index(j) != n))
+        else:
+            yield from _view_group(call, dst, ins, outs)
+    yield from (partial([op], [op]) for op in REDUCE_OPS)
+
+
+def _joined_ones(groups: Iterable[tuple[list[int], list[int]]]) -> Iterable[tuple[list[int], list[int]]]:
+    """Groups with dims on both sides, neighbouring dims of extent 1 in one group: any of them can stand for another."""
+    ones: tuple[list[int], list[int]] = ([], [])
+    for ins, outs in [*groups, ([], [])]:
+        if bool(ins) != bool(outs):
+            ones = (ones[0] + ins, ones[1] + outs)
+            continue
+        if all(ones):
+            yield ones
+        ones = ([], [])
+        if ins:
+            yield ins, outs
+
+
+def _view_group(call: OpCall, dst: Sequence[IntLike], ins: list[int], outs: list[int]) -> Iterable[Strategy]:
+    """A cut dim stays cut; trailing dims scale its blocks, leading ones give them rows of several stretches.
+
+    Args:
+        call: the view.
+        dst: shape after.
+        ins: the dims that become `outs`.
+        outs: those.
+    """
+    if len(ins) == len(outs) == 1:
+        yield along([ins[0]], [outs[0]])
+        return
+    layout = call.tensors[0].layout
+    src = layout.shape
+    joins = call.op is not aten.reshape.default  # of which a copy is made where rows are no neighbours
+    for i, o in itertools.product(range(len(ins)), range(len(outs))):
+        around = _numel([src[d] for d in ins[:i]]), _numel([src[d] for d in ins[i + 1 :]])
+        within = _numel([dst[d] for d in outs[:o]]), _numel([dst[d] for d in outs[o + 1 :]])
+        if (joins or i == o == 0) and all(isinstance(n, int) for n in (*around, *within)):
+            through = functools.partial(_through_view, around, within, joins)
+            into: OnCut | None = None
+            if i == 0 and within[0] > 1:
+                into = functools.partial(in_stretches, int(within[0]))
+            elif i == o == 0:
+                whole = _WholeRows.of(src[ins[0]], dst[outs[0]], int(around[1]), int(within[1]))
+                into = functools.partial(whole.cut_like, through, layout.mesh)
+            yield along([ins[i]], [outs[o]], through, into)
+
+
+@dataclass(frozen=True)
+class _WholeRows:
+    """How the first dim of a view's input is cut so that no row of the first dim of its output is divided.
+
+    Attributes:
+        rows: rows of the input's dim that go together.
+        count: how many times they fit into it.
+    """
+
+    rows: int
+    count: IntLike
+
+    @staticmethod
+    def of(extent: IntLike, out: IntLike, behind: int, behind_out: int) -> _WholeRows:
+        """For a dim of `extent` and one of `out` rows, with as many elements in a row of each as is behind them."""
+        rows = behind_out // max(math.gcd(behind, behind_out), 1)
+        return _WholeRows(rows, out if behind * rows == behind_out else extent // max(rows, 1))
+
+    def cut_like(self, through: OnCut, mesh: DeviceMesh, cut: Cut) -> Cut | None:
+        """The cut that gives each rank those rows together of which the first one is in its block.
+
+        None if the view leaves the cut as it is; if blocks are no neighbouring rows; or if a trace would take the sizes
+        of the new blocks for numbers, by which the graphs of the ranks would differ.
+        """
+        if self.rows < 2 or cut.runs > 1 or through(cut) is not None:
+            return None
+        if compat.is_compiling() and cut.blocks is not None and cut.kind != "fixed":
+            return None
+        numbers = [self.count, self.rows, 1, 0, self.rows - 1, 0]
+        return derive("reading", [cut], numbers, self.count, mesh)[0].scaled(self.rows)
+
+
+def _through_view(around: tuple[Any, Any], within: tuple[Any, Any], joins: bool, cut: Cut) -> Cut | None:
+    """The cut of an output dim, from that of an input dim and the extents in front of and behind each."""
+    if cut.kind == "chunk" and cut.is_traced:
+        return None
+    flat = cut.scaled(around[1]).joined(around[0])
+    if flat.runs % within[0]:
+        return None
+    out = flat.parted(within[0]).unscaled(within[1])
+    return None if out is None or (out.runs > 1 and not joins) else out
+
+
+register([aten.view.default, aten._unsafe_view.default, aten.reshape.default], _view, local_shape_at(1))
+register(aten._reshape_alias.default, lambda call: ())
