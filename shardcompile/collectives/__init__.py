@@ -14,6 +14,7 @@ from shardcompile.collectives.cuts_of_blocks import symbolic_cut as symbolic_cut
 from shardcompile.collectives.derived_cuts import block_shape as block_shape
 from shardcompile.collectives.derived_cuts import block_size as block_size
 from shardcompile.collectives.derived_cuts import derive as derive
+from shardcompile.collectives.derived_cuts import derive_spread as derive_spread
 from shardcompile.collectives.derived_cuts import note_block as note_block
 from shardcompile.collectives.functional import all_gather_even as all_gather_even
 from shardcompile.collectives.functional import all_gather_v as all_gather_v

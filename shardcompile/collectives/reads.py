@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
-from shardcompile.collectives.derived_cuts import block_size, derive
+from shardcompile.collectives.derived_cuts import block_size, derive, derive_spread
 from shardcompile.collectives.ranges import FETCH_RANGES, RETURN_RANGES, Ranges
 from shardcompile.layout import Cut, IntLike
 
@@ -45,6 +45,17 @@ class Window:
         return -((self.before - row * self.num) // self.den)
 
 
+def _cut_in_place(held: Cut, count: IntLike, window: Window, mesh: DeviceMesh) -> Cut | None:
+    """The cut of a result that has a row for each one of the dim: where that is, or was before others were added."""
+    if (window.num, window.den) != (1, 1):
+        return None
+    if held.core is not None and compat.surely(count == held.core[0].extent):
+        return held.core[0]
+    if window.shift == 0 and compat.surely(count > held.extent):
+        return derive_spread(held, 0, 1, count, mesh)[0]
+    return None
+
+
 @dataclass(frozen=True)
 class Reads:
     """What is read along one cut dim.
@@ -72,8 +83,10 @@ class Reads:
         same = w.is_aligned and compat.same_symbol(count, held.extent)
         if same and w.before == 0:
             return Reads(dim, held, held, window, block_size(held, mesh), mesh)
-        cut, rows = derive("reading", [held], [count, w.num, w.den, w.before, w.after, w.shift], count, mesh)
-        return Reads(dim, held, held if same else cut, window, rows, mesh)
+        known = held if same else _cut_in_place(held, count, window, mesh)
+        shift = held.core[1] if held.core is not None and known is held.core[0] else w.shift
+        cut, rows = derive("reading", [held], [count, w.num, w.den, w.before, w.after, shift], count, mesh)
+        return Reads(dim, held, cut if known is None else known, window, rows, mesh)
 
     @property
     def first(self) -> IntLike:

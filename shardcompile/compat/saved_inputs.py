@@ -10,6 +10,12 @@ import sympy
 import torch
 from torch import Tensor
 from torch._functorch import partitioners  # 2.11 - 2.15
+from torch._functorch._aot_autograd.descriptors import (  # 2.11 - 2.15
+    AOTInput,
+    InputMutationAOTOutput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+)
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_symbols  # 2.11 - 2.15
@@ -76,7 +82,7 @@ def _sizes(graph: Graph, symbols: set[sympy.Symbol]) -> dict[sympy.Symbol, Node]
 
 
 def _copying_what_is_written(extract: Callable[..., tuple[GraphModule, GraphModule]]) -> Callable[..., object]:
-    """Have the forward graph save a copy of an input that it writes to afterwards, or of a view of one."""
+    """Have the forward graph save a copy of an input that is written to afterwards, or of a view of one."""
 
     @functools.wraps(extract)
     def extract_modules(*args: object, num_fwd_outputs: int, **kwargs: object) -> tuple[GraphModule, GraphModule]:
@@ -95,7 +101,7 @@ def _copies(graph: Graph, results: int) -> dict[str, Node]:
     """Put copies in the place of what a forward graph saves and writes to.
 
     Args:
-        graph: of the forward pass. Its last nodes write to inputs.
+        graph: of the forward pass. Its last nodes write to inputs; others are written to with results, after the call.
         results: how many of its outputs are results; the others are saved.
 
     Returns:
@@ -104,6 +110,7 @@ def _copies(graph: Graph, results: int) -> dict[str, Node]:
     written = {
         _source(node.args[0]) for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     }
+    written |= _written_after_the_call(graph)
     if not written:
         return {}
     copies: dict[str, Node] = {}
@@ -119,6 +126,20 @@ def _copies(graph: Graph, results: int) -> dict[str, Node]:
         saved[n] = copies[node.name]
     output.args = (tuple(saved), *output.args[1:])
     return copies
+
+
+def _written_after_the_call(graph: Graph) -> set[object]:
+    """Inputs whose new values are results: those that have gradients afterwards, which a graph cannot give them."""
+    results = [
+        d.base if isinstance(d, SubclassGetAttrAOTOutput) else d for d in graph.output_node().meta.get("desc", ())
+    ]
+    renewed = [d.mutated_input for d in results if isinstance(d, InputMutationAOTOutput)]
+
+    def given(x: Node) -> AOTInput | None:
+        described = x.meta.get("desc")
+        return described.base if isinstance(described, SubclassGetAttrAOTInput) else described
+
+    return {x for x in graph.find_nodes(op="placeholder") if given(x) in renewed} if renewed else set()
 
 
 def _copy(graph: Graph, node: Node) -> Node:

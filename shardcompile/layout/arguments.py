@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardcompile.layout.cut import GroupCut
+from shardcompile.layout.sizes import GroupCut
 
 CUT_WIDTH = 3
 """Arguments for a cut."""

@@ -9,11 +9,8 @@ A cut is the same object on every rank: it holds the sizes of *all* blocks. Trac
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
-from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -22,94 +19,9 @@ import torch
 
 from shardcompile import compat
 from shardcompile.errors import LayoutError
+from shardcompile.layout.sizes import CHUNK_KEY, GroupCut, IntLike, chunk_sizes, key_of, known_sizes
 
 Kind = Literal["chunk", "fixed", "dynamic"]
-IntLike = int | torch.SymInt
-
-CHUNK_KEY = 0
-"""The key that stands for "what torch.chunk gives"."""
-
-_KEY_BASE = 1 << 60
-_TABLE_LIMIT = 1 << 24  # block sizes kept by key in all, 128 MiB; the oldest go first
-
-
-def digest_of(text: str) -> int:
-    """56 bits that are the same for the same text in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-
-
-def chunk_sizes(extent: int, parts: int) -> tuple[int, ...]:
-    """Sizes of the blocks that `torch.chunk` makes, padded with zeros to `parts` blocks.
-
-    >>> chunk_sizes(9, 4)
-    (3, 3, 3, 0)
-    """
-    if parts == 1:
-        return (extent,)
-    full = -(-extent // parts)
-    return tuple(max(min(extent - i * full, full), 0) for i in range(parts))
-
-
-class _SizeTable:
-    """Sizes by key, so that an op inside a compiled graph can look up the cut it is called with.
-
-    Keys are derived from the sizes themselves, so that they agree between ranks, processes and warm starts.
-    """
-
-    def __init__(self) -> None:
-        self._by_key: OrderedDict[int, tuple[int, ...]] = OrderedDict()
-        self._by_sizes: dict[tuple[int, ...], int] = {}
-        self._stored = 0
-
-    def key_of(self, sizes: tuple[int, ...]) -> int:
-        key = self._by_sizes.get(sizes)
-        if key is not None:
-            self._by_key.move_to_end(key)
-            return key
-        digest = hashlib.blake2b(array("q", sizes).tobytes(), digest_size=8).digest()
-        key = _KEY_BASE + int.from_bytes(digest, "big") % _KEY_BASE
-        if self._by_key.setdefault(key, sizes) != sizes:
-            raise LayoutError(f"two cuts share the key {key}: {self._by_key[key]} and {sizes}; use another cut")
-        self._by_sizes[sizes] = key
-        self._stored += len(sizes)
-        self._evict()
-        return key
-
-    def find(self, key: int) -> tuple[int, ...] | None:
-        return self._by_key.get(key)
-
-    def sizes_of(self, key: int) -> tuple[int, ...]:
-        sizes = self._by_key.get(key)
-        if sizes is None:
-            raise LayoutError(
-                f"the cut with key {key} is no longer known in this process: more than {_TABLE_LIMIT} block sizes "
-                "were used since it was made. Keep fewer steps in flight, or raise the limit."
-            )
-        return sizes
-
-    def _evict(self) -> None:
-        while self._stored > _TABLE_LIMIT and len(self._by_key) > 1:
-            _, sizes = self._by_key.popitem(last=False)
-            del self._by_sizes[sizes]
-            self._stored -= len(sizes)
-
-
-_TABLE = _SizeTable()
-
-
-def sizes_of_key(key: int, inner: int = 1, scale: int = 1) -> tuple[int, ...]:
-    """All block sizes of the dynamic cut with this key.
-
-    Args:
-        key: as in `Cut`.
-        inner: as in `Cut`.
-        scale: as in `Cut`.
-
-    Raises:
-        LayoutError: the key is unknown in this process.
-    """
-    base = _TABLE.sizes_of(key)
-    return tuple(sum(base[i : i + inner]) * scale for i in range(0, len(base), inner))
 
 
 @dataclass(frozen=True)
@@ -128,6 +40,8 @@ class Cut:
         scale: elements of this dim for one of `key`'s; more than 1 where trailing dims were flattened into the dim.
         carrier: while tracing, the tensor whose shape brought the key into the graph; not part of the value.
         origin: for the cut of a slice: the cut of what was sliced, first row and step, by which a gradient gets back.
+        core: for rows of which some were added around others: the cut of these others, and the row at which they begin.
+        makeshift: whether an op has asked for it. Where it meets another cut, the other one is kept.
         home: for a dim that was cut in place of another one: the cut that the other one had.
         rows: for what was looked up by numbers of rows: their cut, which new sums over them take over.
         runs: how many equal stretches the dim has, each divided alike: more than 1 if leading dims were flattened into
@@ -145,6 +59,8 @@ class Cut:
     scale: int = 1
     carrier: object = field(default=None, compare=False, repr=False)
     origin: tuple[Cut, IntLike, int] | None = field(default=None, repr=False)
+    core: tuple[Cut, IntLike] | None = field(default=None, repr=False)
+    makeshift: bool = field(default=False, repr=False)
     home: Cut | None = field(default=None, repr=False)
     rows: Cut | None = field(default=None, repr=False)
     runs: int = 1
@@ -175,7 +91,7 @@ class Cut:
             )
         if any(b < 0 for b in blocks):
             raise LayoutError(f"block sizes must not be negative, got {blocks}")
-        return Cut(kind, tuple(mesh_dims), tuple(parts), sum(blocks), blocks, _TABLE.key_of(blocks))
+        return Cut(kind, tuple(mesh_dims), tuple(parts), sum(blocks), blocks, key_of(blocks))
 
     @staticmethod
     def traced(mesh_dims: Sequence[int], parts: Sequence[int], extent: IntLike, key: IntLike, block: IntLike) -> Cut:
@@ -253,7 +169,7 @@ class Cut:
 
     def naming(self, rows: Cut) -> Cut:
         """The same blocks, of numbers of rows that are cut as `rows`, or of what was looked up by them."""
-        return replace(self, rows=replace(rows, rows=None, origin=None, home=None))
+        return replace(self, rows=replace(rows, rows=None, origin=None, core=None, home=None))
 
     def named_rows(self, extent: IntLike) -> Cut | None:
         """The cut of the rows that were looked up, if there are as many; None if there are not."""
@@ -262,7 +178,7 @@ class Cut:
 
     def joined(self, runs: int) -> Cut:
         """The cut of a dim into which a leading one was flattened, of extent `runs`."""
-        return self if runs == 1 else replace(self.scaled(runs), runs=self.runs * runs, origin=None)
+        return self if runs == 1 else replace(self.scaled(runs), runs=self.runs * runs, origin=None, core=None)
 
     def parted(self, runs: int) -> Cut:
         """The way back: the cut of one of `runs` stretches."""
@@ -283,8 +199,8 @@ class Cut:
         blocks = self.blocks
         if blocks is not None:
             blocks = tuple(sum(blocks[i : i + count]) for i in range(0, len(blocks), count))
-        inner = self.inner * count
-        return replace(self, mesh_dims=outer, parts=parts, blocks=blocks, block=None, inner=inner, origin=None)
+        left: dict[str, Any] = {"mesh_dims": outer, "parts": parts, "blocks": blocks, "inner": self.inner * count}
+        return replace(self, block=None, origin=None, core=None, **left)
 
     def scaled(self, factor: int) -> Cut:
         """The cut of a dim into which `factor` trailing elements for each of its own were flattened."""
@@ -296,9 +212,13 @@ class Cut:
             if blocks is None:
                 raise LayoutError("a chunk cut of a symbolic extent cannot be flattened with trailing dims")
             cut = Cut.of_sizes(self.mesh_dims, self.parts, blocks, "fixed")
-            return replace(cut, home=self.home, rows=self.rows, runs=self.runs)
-        scale, origin = self.scale * factor, self._scaled_origin(factor)
-        return replace(self, extent=self.extent * factor, blocks=blocks, block=block, scale=scale, origin=origin)
+            return self._as_known_to(cut)
+        cut = replace(self, extent=self.extent * factor, blocks=blocks, block=block, scale=self.scale * factor)
+        return replace(cut, origin=self._scaled_origin(factor), core=None)
+
+    def _as_known_to(self, cut: Cut) -> Cut:
+        """Another cut of the same rows, with what this one remembers."""
+        return replace(cut, home=self.home, rows=self.rows, runs=self.runs, makeshift=self.makeshift)
 
     def _scaled_origin(self, factor: int) -> tuple[Cut, IntLike, int] | None:
         """Rows one after the other stay so when each becomes several."""
@@ -329,14 +249,13 @@ class Cut:
         if self.kind != "chunk" and self.scale % (factor * self.runs) == 0:
             blocks = None if self.blocks is None else tuple(b // factor for b in self.blocks)
             block = self._block_as(lambda block: block // factor)
-            scale = self.scale // factor
-            extent, origin = self.extent // factor, self._unscaled_origin(factor)
-            return replace(self, extent=extent, blocks=blocks, block=block, scale=scale, origin=origin)
+            cut = replace(self, extent=self.extent // factor, blocks=blocks, block=block, scale=self.scale // factor)
+            return replace(cut, origin=self._unscaled_origin(factor), core=None)
         if self.blocks is None or any(b % (factor * self.runs) for b in self.blocks):
             return None
         kind: Kind = "fixed" if self.kind == "chunk" else self.kind
         cut = Cut.of_sizes(self.mesh_dims, self.parts, [b // factor for b in self.blocks], kind)
-        return replace(cut, home=self.home, rows=self.rows, runs=self.runs)
+        return self._as_known_to(cut)
 
     def prefix(self, depth: int) -> Cut | None:
         """The cut over the first `depth` mesh dims only."""
@@ -392,7 +311,7 @@ class Cut:
 
     def __reduce__(self) -> tuple[object, ...]:
         """The sizes that the key stands for come along: another process may not know them."""
-        known = _TABLE.find(self.key) if self.kind == "dynamic" and isinstance(self.key, int) else None
+        known = known_sizes(self.key) if self.kind == "dynamic" and isinstance(self.key, int) else None
         return _restore, (known, *(getattr(self, f.name) for f in fields(self)))
 
     def describe(self) -> str:
@@ -403,48 +322,5 @@ class Cut:
 
 def _restore(known: tuple[int, ...] | None, *values: Any) -> Cut:
     if known is not None:
-        _TABLE.key_of(known)
+        key_of(known)
     return Cut(*values)
-
-
-@dataclass(frozen=True)
-class GroupCut:
-    """The blocks of one process group, as arguments of a collective op.
-
-    Attributes:
-        sizes: block sizes in group order; empty if `key` tells.
-        key: key of the whole cut, `CHUNK_KEY` for torch.chunk of what the group holds together.
-        grouping: empty, or (number of blocks of `key` that make one block here, index of the group's first block,
-            elements here for one of `key`'s).
-    """
-
-    sizes: list[int]
-    key: IntLike
-    grouping: list[int]
-
-    def blocks(self, total: int, ranks: int) -> tuple[int, ...]:
-        """Block sizes in group order, at run time; see `resolve`."""
-        return GroupCut.resolve(total, self.sizes, self.key, self.grouping, ranks)  # type: ignore[arg-type]
-
-    @staticmethod
-    def resolve(
-        total: int, sizes: Sequence[int], key: int, grouping: Sequence[int], world_size: int
-    ) -> tuple[int, ...]:
-        """Block sizes in group order, at run time.
-
-        Args:
-            total: what the group's blocks add up to.
-            sizes: as in `GroupCut`.
-            key: as in `GroupCut`.
-            grouping: as in `GroupCut`.
-            world_size: number of ranks in the group.
-        """
-        if sizes:
-            return tuple(sizes)
-        if key == CHUNK_KEY:
-            return chunk_sizes(total, world_size)
-        blocks = _TABLE.sizes_of(key)
-        if not grouping:
-            return blocks[:world_size]  # of a nested cut, the first group's
-        inner, first, scale = grouping
-        return tuple(sum(blocks[(first + i) * inner : (first + i + 1) * inner]) * scale for i in range(world_size))

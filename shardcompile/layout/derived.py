@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from shardcompile.layout.cut import chunk_sizes
+from shardcompile.layout.sizes import chunk_sizes
 
 Sizes = tuple[int, ...]
 

@@ -12,8 +12,9 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from shardcompile.compat import forget_with_world, world_epoch
 from shardcompile.errors import LayoutError
-from shardcompile.layout.cut import Cut, IntLike
+from shardcompile.layout.cut import Cut
 from shardcompile.layout.mesh import Mesh
+from shardcompile.layout.sizes import IntLike
 
 REDUCE_OPS = ("sum", "avg", "product", "max", "min")
 """Reductions that a `Partial` placement may name."""

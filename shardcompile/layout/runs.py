@@ -12,8 +12,9 @@ from typing import TypeGuard
 
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from shardcompile.layout.cut import Cut, IntLike
+from shardcompile.layout.cut import Cut
 from shardcompile.layout.layout import Layout
+from shardcompile.layout.sizes import IntLike
 
 
 def has_runs(layout: Layout) -> bool:
@@ -23,7 +24,7 @@ def has_runs(layout: Layout) -> bool:
 
 def neighbouring(cut: Cut) -> Cut:
     """The cut into blocks of the same sizes, each of neighbouring rows."""
-    return cut if cut.runs == 1 else replace(cut, runs=1, origin=None, home=None)
+    return cut if cut.runs == 1 else replace(cut, runs=1, origin=None, core=None, home=None)
 
 
 def in_stretches(runs: int, cut: Cut) -> Cut | None:
@@ -33,7 +34,7 @@ def in_stretches(runs: int, cut: Cut) -> Cut | None:
     """
     if cut.kind == "chunk" or not is_cut_once(cut) or cut.unscaled(runs) is None:
         return None
-    return replace(cut, runs=runs, origin=None, home=None)
+    return replace(cut, runs=runs, origin=None, core=None, home=None)
 
 
 def is_cut_once(cut: Cut | None) -> TypeGuard[Cut]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardcompile.compat import forget_with_world, size_hint, surely
-from shardcompile.layout.cut import IntLike
 from shardcompile.layout.layout import Layout
+from shardcompile.layout.sizes import IntLike
 
 _INTERNED: dict[Spec, Spec] = {}
 _INTERNED_LIMIT = 1 << 16

@@ -34,7 +34,7 @@ from shardcompile.layout import (
     normalize_placements,
     sizes_of_key,
 )
-from shardcompile.layout import cut as cut_module
+from shardcompile.layout import sizes as sizes_module
 from shardcompile.layout.cut import Kind
 
 R, P = Replicate(), Partial("sum")
@@ -360,8 +360,8 @@ def test_a_group_ref_of_a_symbolic_chunk_resolves_by_the_group_extent() -> None:
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """An empty table in place of the process's own; called with a limit, that many sizes are kept."""
-    monkeypatch.setattr(cut_module, "_TABLE", cut_module._SizeTable())
-    return lambda limit: monkeypatch.setattr(cut_module, "_TABLE_LIMIT", limit)
+    monkeypatch.setattr(sizes_module, "_TABLE", sizes_module._SizeTable())
+    return lambda limit: monkeypatch.setattr(sizes_module, "_TABLE_LIMIT", limit)
 
 
 def key_of(*sizes: int) -> int:
@@ -378,7 +378,7 @@ def test_keys_stand_for_sizes(table: Callable[[int], None]) -> None:
 
 def test_keys_do_not_depend_on_what_was_there_before(table: Callable[[int], None]) -> None:
     key = key_of(2, 7)
-    cut_module._TABLE = cut_module._SizeTable()
+    sizes_module._TABLE = sizes_module._SizeTable()
     key_of(1, 1)
     assert key_of(2, 7) == key
 
@@ -417,7 +417,7 @@ def test_a_cut_that_is_larger_than_the_limit_is_kept(table: Callable[[int], None
 
 
 def test_two_cuts_of_one_key_raise(table: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cut_module, "_KEY_BASE", 1)  # every key is 1
+    monkeypatch.setattr(sizes_module, "_KEY_BASE", 1)  # every key is 1
     key_of(1, 2)
     with pytest.raises(LayoutError, match=r"two cuts share the key 1: \(1, 2\) and \(2, 1\)"):
         key_of(2, 1)
@@ -514,7 +514,7 @@ def test_pickle_and_copies_give_the_same_object(index: int) -> None:
 def test_a_pickled_cut_brings_its_sizes_to_another_process(table: Callable[[int], None]) -> None:
     cut = Cut.of_sizes((0, 1), (2, 2), (1, 2, 3, 4))
     pickled = pickle.dumps([cut, cut.coarsen(), cut.scaled(3)])
-    cut_module._TABLE = cut_module._SizeTable()  # as in a process that has not seen the cut
+    sizes_module._TABLE = sizes_module._SizeTable()  # as in a process that has not seen the cut
     for loaded in pickle.loads(pickled):
         ref = loaded.group_ref((1, 0))
         count = loaded.parts[-1]

@@ -44,6 +44,12 @@ FINDINGS = {
             "v10 = v8 * v3",
         ],
     ),
+    "the backward pass needs what a result with a gradient was written over": Finding(
+        "aot_eager_decomp_partition",
+        (3,),
+        [Input("a1", (5, 2, 5), dtype="float32"), Input("a2", (5, 1, 5), "P(sum)", dtype="float32", grad=True)],
+        ["v0 = torch.atan2(a2, a1.square() + 1)", "a1[:] = v0"],
+    ),
     "an extent is one by a formula, and is joined with others": Finding(
         "aot_eager",
         (3,),

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -176,7 +176,7 @@ class _WholeRows:
         if compat.is_compiling() and cut.blocks is not None and cut.kind != "fixed":
             return None
         numbers = [self.count, self.rows, 1, 0, self.rows - 1, 0]
-        return derive("reading", [cut], numbers, self.count, mesh)[0].scaled(self.rows)
+        return replace(derive("reading", [cut], numbers, self.count, mesh)[0].scaled(self.rows), makeshift=True)
 
 
 def _through_view(around: tuple[Any, Any], within: tuple[Any, Any], joins: bool, cut: Cut) -> Cut | None:

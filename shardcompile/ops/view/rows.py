@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import block_size, derive
+from shardcompile.collectives import block_size, derive, derive_spread
 from shardcompile.compat import OpOverload
 from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
 from shardcompile.ops import state
@@ -74,6 +74,8 @@ def sliced_cut(cut: Cut, start: IntLike, step: int, count: IntLike, mesh: Device
     found, row = derive("sliced", [cut], [start, step, count], count, mesh)
     if found.blocks is not None and cut.blocks is None:
         return found, row  # no rows at all; what is known is not made of symbols
+    if cut.core is not None and step == 1 and _surely_same((start, count), (cut.core[1], cut.core[0].extent)):
+        return cut.core[0], row
     depth, base = 1, cut.origin
     while base is not None:
         depth, base = depth + 1, base[0].origin
@@ -288,7 +290,7 @@ def _surely_same(a: Sequence[IntLike], b: Sequence[IntLike]) -> bool:
 
 def grown(x: Sharded, dim: int, begin: IntLike, step: int, extent: IntLike, value: Scalar) -> Sharded:
     """Row i of a cut dim as row ``begin + i * step`` of `extent`, the others filled with a value."""
-    cut, row = derive("spread", [x._spec.layout.cut_of(dim)], [begin, step, extent], extent, x._spec.layout.mesh)
+    cut, row = derive_spread(x._spec.layout.cut_of(dim), begin, step, extent, x._spec.layout.mesh)
     return _place(x, dim, cut, row, step, value)
 
 
@@ -322,7 +324,8 @@ def pad(x: Sharded, amounts: Sequence[IntLike], value: Scalar = 0) -> Tensor:
         if _negative(before) or _negative(after):
             x = slice_rows(x, d, -before if _negative(before) else 0, after if _negative(after) else None)
         before, after = (0 if _negative(n) else n for n in (before, after))
-        x = grown(x, d, before, 1, before + x.shape[d] + after, value)
+        if not _holds_nothing((before, after)):
+            x = grown(x, d, before, 1, before + x.shape[d] + after, value)
     rest = [n for d in range(x.ndim - 1, -1, -1) for n in by_dim.get(d, (0, 0))]
     return x if _holds_nothing(rest) else aten.constant_pad_nd.default(x, rest, value)
 

@@ -1,0 +1,157 @@
+"""Sizes of blocks, by the key that stands for them inside a graph, and of the blocks of one process group."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardcompile.errors import LayoutError
+
+IntLike = int | torch.SymInt
+
+CHUNK_KEY = 0
+"""The key that stands for "what torch.chunk gives"."""
+
+_KEY_BASE = 1 << 60
+_TABLE_LIMIT = 1 << 24  # block sizes kept by key in all, 128 MiB; the oldest go first
+
+
+def digest_of(text: str) -> int:
+    """56 bits that are the same for the same text in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def chunk_sizes(extent: int, parts: int) -> tuple[int, ...]:
+    """Sizes of the blocks that `torch.chunk` makes, padded with zeros to `parts` blocks.
+
+    >>> chunk_sizes(9, 4)
+    (3, 3, 3, 0)
+    """
+    if parts == 1:
+        return (extent,)
+    full = -(-extent // parts)
+    return tuple(max(min(extent - i * full, full), 0) for i in range(parts))
+
+
+class _SizeTable:
+    """Sizes by key, so that an op inside a compiled graph can look up the cut it is called with.
+
+    Keys are derived from the sizes themselves, so that they agree between ranks, processes and warm starts.
+    """
+
+    def __init__(self) -> None:
+        self._by_key: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        self._by_sizes: dict[tuple[int, ...], int] = {}
+        self._stored = 0
+
+    def key_of(self, sizes: tuple[int, ...]) -> int:
+        key = self._by_sizes.get(sizes)
+        if key is not None:
+            self._by_key.move_to_end(key)
+            return key
+        digest = hashlib.blake2b(array("q", sizes).tobytes(), digest_size=8).digest()
+        key = _KEY_BASE + int.from_bytes(digest, "big") % _KEY_BASE
+        if self._by_key.setdefault(key, sizes) != sizes:
+            raise LayoutError(f"two cuts share the key {key}: {self._by_key[key]} and {sizes}; use another cut")
+        self._by_sizes[sizes] = key
+        self._stored += len(sizes)
+        self._evict()
+        return key
+
+    def find(self, key: int) -> tuple[int, ...] | None:
+        return self._by_key.get(key)
+
+    def sizes_of(self, key: int) -> tuple[int, ...]:
+        sizes = self._by_key.get(key)
+        if sizes is None:
+            raise LayoutError(
+                f"the cut with key {key} is no longer known in this process: more than {_TABLE_LIMIT} block sizes "
+                "were used since it was made. Keep fewer steps in flight, or raise the limit."
+            )
+        return sizes
+
+    def _evict(self) -> None:
+        while self._stored > _TABLE_LIMIT and len(self._by_key) > 1:
+            _, sizes = self._by_key.popitem(last=False)
+            del self._by_sizes[sizes]
+            self._stored -= len(sizes)
+
+
+_TABLE = _SizeTable()
+
+
+def key_of(sizes: tuple[int, ...]) -> int:
+    """The key that stands for these sizes from now on.
+
+    Raises:
+        LayoutError: it stands for others.
+    """
+    return _TABLE.key_of(sizes)
+
+
+def known_sizes(key: int) -> tuple[int, ...] | None:
+    """The sizes that a key stands for, if this process knows them."""
+    return _TABLE.find(key)
+
+
+def sizes_of_key(key: int, inner: int = 1, scale: int = 1) -> tuple[int, ...]:
+    """All block sizes of the dynamic cut with this key.
+
+    Args:
+        key: as in `Cut`.
+        inner: as in `Cut`.
+        scale: as in `Cut`.
+
+    Raises:
+        LayoutError: the key is unknown in this process.
+    """
+    base = _TABLE.sizes_of(key)
+    return tuple(sum(base[i : i + inner]) * scale for i in range(0, len(base), inner))
+
+
+@dataclass(frozen=True)
+class GroupCut:
+    """The blocks of one process group, as arguments of a collective op.
+
+    Attributes:
+        sizes: block sizes in group order; empty if `key` tells.
+        key: key of the whole cut, `CHUNK_KEY` for torch.chunk of what the group holds together.
+        grouping: empty, or (number of blocks of `key` that make one block here, index of the group's first block,
+            elements here for one of `key`'s).
+    """
+
+    sizes: list[int]
+    key: IntLike
+    grouping: list[int]
+
+    def blocks(self, total: int, ranks: int) -> tuple[int, ...]:
+        """Block sizes in group order, at run time; see `resolve`."""
+        return GroupCut.resolve(total, self.sizes, self.key, self.grouping, ranks)  # type: ignore[arg-type]
+
+    @staticmethod
+    def resolve(
+        total: int, sizes: Sequence[int], key: int, grouping: Sequence[int], world_size: int
+    ) -> tuple[int, ...]:
+        """Block sizes in group order, at run time.
+
+        Args:
+            total: what the group's blocks add up to.
+            sizes: as in `GroupCut`.
+            key: as in `GroupCut`.
+            grouping: as in `GroupCut`.
+            world_size: number of ranks in the group.
+        """
+        if sizes:
+            return tuple(sizes)
+        if key == CHUNK_KEY:
+            return chunk_sizes(total, world_size)
+        blocks = _TABLE.sizes_of(key)
+        if not grouping:
+            return blocks[:world_size]  # of a nested cut, the first group's
+        inner, first, scale = grouping
+        return tuple(sum(blocks[(first + i) * inner : (first + i + 1) * inner]) * scale for i in range(world_size))
