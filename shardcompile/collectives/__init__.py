@@ -32,6 +32,8 @@ from shardcompile.collectives.links import find_links as find_links
 from shardcompile.collectives.links import named_rows as named_rows
 from shardcompile.collectives.links import reduce_rows as reduce_rows
 from shardcompile.collectives.links import take_rows as take_rows
+from shardcompile.collectives.moved import MovedRows as MovedRows
+from shardcompile.collectives.moved import recording_rows as recording_rows
 from shardcompile.collectives.nearest import nearest as nearest
 from shardcompile.collectives.pending import Decoded as Decoded
 from shardcompile.collectives.pending import Pending as Pending

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcompile import compat
 from shardcompile.collectives import scratch, transport
 from shardcompile.collectives.descriptor import Descriptor
+from shardcompile.collectives.moved import note_rows
 from shardcompile.collectives.pending import wait
 from shardcompile.collectives.traffic import even_exchange, even_gather, is_number, of_any_rows
 from shardcompile.errors import CollectiveError, LayoutError, RowRangeError
@@ -282,6 +283,7 @@ def _exchange_rows(a: ExchangeRows) -> list[Tensor]:
                 f"exchange_rows: rank {group.rank()} of the group has {x.shape[0]} rows (shape {tuple(x.shape)}) and "
                 f"is to get {block}; its route sends {sum(sent)} and brings {sum(received)}"
             )
+    note_rows(group, inputs, a.counts, a.back)
     outs = [x.new_empty([block * math.prod(x.shape[1:])]) for x in inputs]
     if len(inputs) == 1:
         target = outs[0].view([block, *inputs[0].shape[1:]])

@@ -24,6 +24,20 @@ Gaps = list[tuple[int, int | None]]
 """Dims from the fastest on; where the whole tensor has a gap in front of the next row, how many elements."""
 
 
+_BLOCK, _KEYS = "_local_tensor", "_cut_keys"
+"""The inner tensors of a sharded one: its block, and what carries the keys of its cuts."""
+
+
+def is_block(source: Any) -> bool:
+    """Whether an input of a graph is the block of a sharded tensor, by where Dynamo has it from."""
+    return getattr(source, "member", None) == _BLOCK
+
+
+def tells_of_block(source: Any) -> bool:
+    """Whether a number is an extent, a stride or an offset of a block, or says how a tensor is cut."""
+    return getattr(getattr(source, "base", None), "member", None) in (_BLOCK, _KEYS)
+
+
 def name_symbols_of_blocks(shape_env: Any) -> None:
     """Have a trace make the symbols of blocks from what all ranks share."""
     symbols = _Symbols(shape_env)
@@ -60,7 +74,7 @@ class _Symbols:
     def create(self, value: Any, source: Any, *args: object, **kwargs: object) -> object:
         """The symbol, or the number, for an input's size, stride or offset; in place of torch's `create_symbol`."""
         what = getattr(source, "prop", None)
-        of_block = what is not None and getattr(source.base, "member", None) == "_local_tensor"
+        of_block = what is not None and is_block(source.base)
         if what is TensorProperty.SIZE:
             if value in (0, 1) and source.idx not in self._hints:
                 # Not cut, so that all ranks see it alike: it may be there to be broadcast. Dynamo would have a symbol
@@ -164,7 +178,7 @@ def _strides_of_few_rows(strides_of: Callable[..., object]) -> Callable[..., obj
     """
 
     def strides(source: Any, size: Any, known_size: Any, known_stride: Any, *rest: object) -> object:
-        few = 0 in known_size or (1 in known_size and getattr(source, "member", None) == "_local_tensor")
+        few = 0 in known_size or (1 in known_size and is_block(source))
         # What has no elements on any rank counts as one.
         one = [dim for dim, extent in enumerate(size) if known_size[dim] == 0 and not isinstance(extent, sympy.Symbol)]
         factors = [1 if dim in one else extent for dim, extent in enumerate(known_size)]

@@ -16,6 +16,7 @@ from torch.fx.experimental.sym_node import SymNode  # 2.11 - 2.15
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 
 from shardcompile import errors
+from shardcompile.compat.block_symbols import tells_of_block
 from shardcompile.compat.patch import replace
 from shardcompile.compat.sizes import surely
 
@@ -58,9 +59,7 @@ def _whether_few_rows(node: Any) -> bool:
 
 
 def _is_of_block(shape_env: ShapeEnv, symbol: sympy.Symbol) -> bool:
-    """Whether a symbol is an extent, a stride or an offset of a block, or says how a tensor is cut."""
-    source = shape_env.var_to_sources.get(symbol, [None])[0]  # 2.11 - 2.15
-    return getattr(getattr(source, "base", None), "member", None) in ("_local_tensor", "_cut_keys")
+    return tells_of_block(shape_env.var_to_sources.get(symbol, [None])[0])  # 2.11 - 2.15
 
 
 def plain_extents_are_guarded(stack: contextlib.ExitStack) -> None:

@@ -8,6 +8,7 @@ from shardcompile.layout.cut import Cut as Cut
 from shardcompile.layout.derived import DERIVATIONS as DERIVATIONS
 from shardcompile.layout.layout import Layout as Layout
 from shardcompile.layout.layout import normalize_placements as normalize_placements
+from shardcompile.layout.layout import short_dtype as short_dtype
 from shardcompile.layout.mesh import Mesh as Mesh
 from shardcompile.layout.mesh import MeshShape as MeshShape
 from shardcompile.layout.runs import Apart as Apart

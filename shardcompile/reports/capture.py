@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import Graph, GraphModule
 
+from shardcompile.collectives import recording_rows
 from shardcompile.compat import observe
 from shardcompile.passes.cost.model import CostModel
 from shardcompile.passes.graph.collective import collectives, origins
@@ -70,7 +71,7 @@ def capture(
     report = Report(torch=str(torch.__version__))
     watcher = _Watcher(report, frozenset(stages), model)
     start, breaks, cached = time.time(), observe.graph_breaks(), observe.cache_counts()
-    with observe.observing(watcher, caches), watching(watcher):
+    with observe.observing(watcher, caches), watching(watcher), recording_rows() as moved:
         try:
             with written_sources(sources, report):
                 yield report
@@ -78,6 +79,7 @@ def capture(
             report.error = f"{type(error).__name__}: {error}"
             raise
         finally:
+            report.moved = list(moved.values())
             _describe_run(report, start, breaks, cached)
 
 

@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from shardcompile.collectives import MovedRows
+
 
 @dataclass(frozen=True)
 class TracedCollective:
@@ -177,6 +179,7 @@ class ReportData:
     recompiles: list[str] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
     caches: dict[str, int] = field(default_factory=dict)
+    moved: list[MovedRows] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     error: str = ""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardcompile.collectives import MovedRows
 from shardcompile.reports.data import (
     Compilation,
     GraphReport,
@@ -39,6 +40,7 @@ class Report(ReportData):
         recompiles: why something was compiled again, in torch's words.
         graph_breaks: why a function became several graphs, in torch's words.
         caches: hits and misses of the compiler's caches; while capturing they are off unless they are asked for.
+        moved: rows that went where data says while it was captured, those of all ranks together.
         notes: what is missing, and why.
         error: what ended it, or an empty text.
     """
@@ -50,6 +52,7 @@ class Report(ReportData):
         data["compilations"] = [
             Compilation(**(c | {"graphs": [_graph(g) for g in c["graphs"]]})) for c in data["compilations"]
         ]
+        data["moved"] = [_tuples(MovedRows, rows) for rows in data["moved"]]
         return Report(**data)
 
     def diff(self, other: Report) -> Difference:

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
+from shardcompile.collectives import MovedRows
 from shardcompile.reports.advice import advice
 from shardcompile.reports.data import Compilation, GraphReport, IssuedCollective, ReportData, TracedCollective
 from shardcompile.units import in_bytes, in_seconds
@@ -36,6 +37,10 @@ def _lines(report: ReportData) -> Iterator[str]:
     for compilation in report.compilations:
         yield ""
         yield from _compilation_lines(compilation)
+    if report.moved:
+        yield ""
+        yield "rows that went where data says"
+        yield from (f"  {_moved(rows)}" for rows in report.moved)
     if any("[?]" in c.redistribution for c in report.traced):
         yield ""
         yield "[?]: sizes of blocks that the graph takes as data, so that it serves every layout"
@@ -44,6 +49,14 @@ def _lines(report: ReportData) -> Iterator[str]:
         yield ""
         yield "what to do"
         yield from (f"  - {line}" for line in found)
+
+
+def _moved(rows: MovedRows) -> str:
+    most = f"; at most {rows.unevenness:.2f} of the mean to one rank" if rows.rows else ""
+    return (
+        f"{plural(rows.calls, 'exchange')} over ranks {named_ranks(rows.ranks)} of {rows.row}: {rows.moved:,} of "
+        f"{plural(rows.rows, 'row')} to another rank, {in_bytes(rows.moved * rows.row_bytes)}{most}"
+    )
 
 
 def _compilation_lines(compilation: Compilation) -> Iterator[str]:

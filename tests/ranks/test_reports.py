@@ -98,6 +98,35 @@ def test_capture_sees_recompiles_and_graph_breaks() -> None:
     assert "1 graph break," in text and "compiled again: step" in text and "fullgraph=True" in text
 
 
+@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_rows_that_move_are_counted(backend: str | None) -> None:
+    """By the table of the destinations: 7 of 11 rows leave, and 6 arrive at one rank, where the mean is 11 in 3."""
+    x, destinations = points().requires_grad_(), torch.tensor([0, 2, 2, 2, 1, 0, 2, 2, 1, 2, 0])
+    home = torch.repeat_interleave(torch.arange(3), torch.tensor(SIZES[3]))
+    where = sc.ShardTensor.from_local(destinations.split(SIZES[3])[rank()], x.device_mesh, [Shard(0)], {0: SIZES[3]})
+
+    def there_and_back(x: Any, where: Any) -> Tensor:
+        rows, route = sc.route_rows(x, where)
+        return route.back(rows * 2).sum()
+
+    torch._dynamo.reset()
+    run = torch.compile(there_and_back, fullgraph=True, backend=backend) if backend else there_and_back
+    with capture() as report:
+        run(x, where).backward()
+    run(x, where)  # nobody counts
+    (moved,) = report.moved
+    gone = int((home != destinations).sum())
+    assert (moved.calls, moved.rows, moved.moved) == (4, 4 * 11, 4 * gone)  # there, back, and the gradients of both
+    assert moved.unevenness == pytest.approx(destinations.bincount().max().item() * 3 / 11)
+    assert (moved.ranks, moved.row, moved.row_bytes) == ((0, 1, 2), "f32[4]", 16)
+    told = (
+        f"4 exchanges over ranks 0-2 of f32[4]: {4 * gone} of 44 rows to another rank, {64 * gone} B; at most 1.64 of"
+    )
+    assert told in str(report)
+    assert Report.from_json(report.to_json()).moved == report.moved
+
+
 @pytest.mark.ranks(2, timeout=300)
 def test_capture_after_the_fact_sees_nothing_and_costs_nothing() -> None:
     x = points()
