@@ -268,7 +268,13 @@ class Traced(Sharded):
         layout = self._spec.layout
         return redistributed(self, layout.reduced()) if layout.is_partial else self
 
-    def __coerce_same_metadata_as_tangent__(self, metadata: Metadata, expected_type: type | None = None) -> Self | None:
+    def __coerce_same_metadata_as_tangent__(
+        self, metadata: Metadata, expected_type: type | None = None
+    ) -> Tensor | None:
+        if expected_type is Tensor:
+            # Of an input that a graph writes to. Torch (2.11 - 2.15) takes it that nothing reads what was written, and
+            # traces a plain gradient of zeros; if something does, the plain one has this value.
+            return redistributed(self, self._spec.layout.replicated())._local_tensor
         if expected_type is not None and expected_type is not type(self):
             return None
         layout = target_layout(self._spec.layout, metadata.placements)

@@ -50,6 +50,18 @@ FINDINGS = {
         [Input("a1", (5, 2, 5), dtype="float32"), Input("a2", (5, 1, 5), "P(sum)", dtype="float32", grad=True)],
         ["v0 = torch.atan2(a2, a1.square() + 1)", "a1[:] = v0"],
     ),
+    "what is written to a sharded input is used afterwards": Finding(
+        "aot_eager_decomp_partition",
+        (2, 2),
+        [Input("a0", (7, 3, 7), "S(0) S(1)", {0: [2, 5], 1: [3, 0]}), Input("a1", (), grad=True)],
+        ["a0.copy_(a1)", "v0 = a0.mT"],
+    ),
+    "what is written to a sharded input is used afterwards, and is of its cut": Finding(
+        "aot_eager",
+        (3,),
+        [Input("a0", (7, 3), "S(0)", {0: [2, 0, 5]}), Input("a1", (7, 3), "S(0)", {0: [1, 5, 1]}, grad=True)],
+        ["a0.mul_(a1.sin())", "v0 = a0[1:]", "v1 = a1.cos()"],
+    ),
     "an extent is one by a formula, and is joined with others": Finding(
         "aot_eager",
         (3,),
