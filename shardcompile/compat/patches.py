@@ -33,6 +33,7 @@ from shardcompile.compat.kernel_questions import (
 from shardcompile.compat.patch import Patch, in_place, put_in, replace
 from shardcompile.compat.replacements import (
     asserts_of_known_sizes,
+    backward_at_once,
     batched_products_by_hint,
     buffers_vary,
     channels_last_by_hint,
@@ -50,7 +51,7 @@ from shardcompile.compat.replacements import (
 )
 from shardcompile.compat.saved_inputs import saved_before_written, sizes_of_saved_products
 from shardcompile.compat.saved_strides import saved_as_traced, saved_behind_written
-from shardcompile.compat.writes import copies_by_hint, overlap_by_hint, overlaps_of_sizes
+from shardcompile.compat.writes import copies_by_hint, joins_of_copies, overlap_by_hint, overlaps_of_sizes
 
 
 def trace_size_obliviously() -> None:
@@ -123,6 +124,16 @@ OF_RANKS_ALIKE = (
         "donated while the other, which shares its memory, is still read.",
         "2.15",
         no_donated_buffers,
+    ),
+    Patch(
+        "backward_at_once",
+        "torch._functorch.config.force_non_lazy_backward_lowering",
+        "A backward graph that needs no sizes of the forward pass is compiled when it is called for the first time. "
+        "Nothing of what is stated here is in place then.",
+        "A backward graph that is compiled lazily is compiled under the settings of that moment, not under "
+        "those of its forward graph.",
+        "2.11 - 2.15",
+        backward_at_once,
     ),
     Patch(
         "collectives_stay",
@@ -280,6 +291,17 @@ OF_A_COMPILATION = (
         "it does for sizes of data.",
         "2.11 - 2.15",
         overlaps_of_sizes,
+    ),
+    Patch(
+        "joins_of_copies",
+        "torch._inductor.ir.ConcatKernel.realize_into",
+        "Inductor has parts of a join computed in the memory of the whole. If a part is written to in place later, as "
+        "by the gradient of a slice or a diagonal, the whole has the new values: wrong gradients, without a word.",
+        "https://github.com/pytorch/pytorch/issues/177821 is the same where the whole is written to. Of a part: with "
+        "b = x.sin(); c = torch.cat([y, b], 1); d = b.diagonal_scatter(z) a compiled function has z in c, too, if the "
+        "cat comes first (a backward graph, or reorder_for_locality = False).",
+        "2.11 - 2.15",
+        joins_of_copies,
     ),
     Patch(
         "views_by_stride",

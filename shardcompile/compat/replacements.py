@@ -53,6 +53,10 @@ def no_donated_buffers(stack: contextlib.ExitStack) -> None:
     replace(stack, _functorch_config, "donated_buffer", lambda donated: False)  # 2.11 - 2.15
 
 
+def backward_at_once(stack: contextlib.ExitStack) -> None:
+    replace(stack, _functorch_config, "force_non_lazy_backward_lowering", lambda forced: True)  # 2.11 - 2.15
+
+
 def memory_format_by_hint(stack: contextlib.ExitStack) -> None:
     replace(stack, torch._C, "_conv_determine_backend_memory_format", answer_by_hint)  # 2.11 - 2.15
 

@@ -108,7 +108,7 @@ def _copies(graph: Graph, results: int) -> dict[str, Node]:
         The copies by the name of what they are made of.
     """
     written = {
-        _source(node.args[0]) for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        source_of(node.args[0]) for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     }
     written |= _written_after_the_call(graph)
     if not written:
@@ -119,7 +119,7 @@ def _copies(graph: Graph, results: int) -> dict[str, Node]:
     assert isinstance(outputs, (list, tuple)), "a forward graph returns several values"
     saved = list(outputs)
     for n, node in enumerate(outputs):
-        if n < results or not isinstance(node, Node) or _source(node) not in written:
+        if n < results or not isinstance(node, Node) or source_of(node) not in written:
             continue
         if node.name not in copies:
             copies[node.name] = _copy(graph, node)
@@ -152,7 +152,7 @@ def _copy(graph: Graph, node: Node) -> Node:
     return copy
 
 
-def _source(node: object) -> object:
+def source_of(node: object) -> object:
     """The input, or the result of a kernel, whose memory a node shows."""
     while isinstance(node, Node) and isinstance(node.target, OpOverload) and node.target.is_view:
         node = node.args[0]

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 import torch._subclasses.fake_impls as fake_impls
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import Node
 
 from shardcompile.compat.patch import replace
 from shardcompile.compat.replacements import answer_by_hint
+from shardcompile.compat.saved_inputs import source_of
 
 
 def overlap_by_hint(stack: contextlib.ExitStack) -> None:
@@ -56,3 +59,57 @@ def _overlapping_unless_known(compute: Callable[..., set[int]]) -> Callable[...,
         return compute(tensors, *args, **kwargs)
 
     return compute_overlapping
+
+
+def joins_of_copies(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
+    from torch._inductor import ir  # 2.11 - 2.15
+
+    replace(stack, ir.ConcatKernel, "realize_into", _copying_what_is_written)  # 2.11 - 2.15
+
+
+def _copying_what_is_written(realize: Callable[[Any, Any], object]) -> object:
+    """Have parts of a join copied where something writes to one of them, or to the whole, in place."""
+    # Heavy, and only a compilation needs it.
+    from torch._inductor import ir  # 2.11 - 2.15
+    from torch._inductor.virtualized import V  # 2.11 - 2.15
+
+    copying = False
+
+    def realize_into(part: Any, whole: Any) -> object:
+        nonlocal copying
+        node = V.graph.current_node  # 2.11 - 2.15
+        if copying or node is None or not any(map(_is_written_to, (node, *node.all_input_nodes))):
+            return realize(part, whole)
+        copying = True  # torch's own calls this again
+        try:
+            copy = ir.Pointwise.create(
+                device=part.get_device(), dtype=part.get_dtype(), inner_fn=part.make_loader(), ranges=part.get_size()
+            )
+            return realize(copy, whole)
+        finally:
+            copying = False
+
+    return staticmethod(realize_into)
+
+
+def _is_written_to(node: Node) -> bool:
+    """Whether an op of a graph writes to the memory of a result."""
+    seen: list[Any] = [source_of(node)]
+    for x in seen:
+        for user in x.users:
+            target = user.target
+            if not isinstance(target, OpOverload):
+                if isinstance(target, HigherOrderOperator):
+                    return True  # kernels written by hand, and what takes their place, may write
+            elif target._schema.is_mutable:
+                written = [a for a, s in zip(user.args, target._schema.arguments, strict=False) if _is_write(s)]
+                if x in written:
+                    return True
+            elif target.is_view:
+                seen.append(user)
+    return False
+
+
+def _is_write(argument: torch.Argument) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write

@@ -306,6 +306,19 @@ WRITTEN_PARTIAL = Fuzzed(
 )
 """It writes to a pending sum, of which ranks hold zeros but for one, and saves tensors behind it."""
 
+WRITTEN_AFTER_A_JOIN = Fuzzed(
+    [
+        *("v1 = F.linear(a0, weight(1, 4).to(a0.dtype))", "v2 = v1.reshape([1, 5])"),
+        *("v3 = v2.diagonal(-1, 1, 0)", "v5 = v2[-3:, -5:-5]"),
+    ],
+    [Input("a0", (5, 4), "S(0)", {0: [0, 5]}, grad=True)],
+    2,
+    "inductor",
+)
+"""The gradient of a slice joins zeros with what comes, and that of a diagonal writes to the same zeros: a backward graph
+that needs no sizes of the forward pass."""
+
+
 SCENES: dict[str, Callable[[], str]] = {
     "views_by_stride": SELECTED,
     "overlap_by_hint": SELECTED,
@@ -405,6 +418,8 @@ SCENES: dict[str, Callable[[], str]] = {
     "copies_by_hint": Fuzzed(
         ["a0[::3] = 1.25"], [Input("a0", (5, 1), "S(1)", {0: [0, 1]})], 2, "aot_eager_decomp_partition"
     ),
+    "backward_at_once": WRITTEN_AFTER_A_JOIN,
+    "joins_of_copies": WRITTEN_AFTER_A_JOIN,
     "overlaps_of_sizes": Fuzzed(["a1[::3] = 0"], [Input("a1", (5, 1), "S(1)", {0: [0, 1, 0, 0]})], 4, "inductor"),
     "traces_agree": Fuzzed(
         [
