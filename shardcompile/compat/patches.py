@@ -130,10 +130,20 @@ OF_RANKS_ALIKE = (
         "torch._functorch.config.force_non_lazy_backward_lowering",
         "A backward graph that needs no sizes of the forward pass is compiled when it is called for the first time. "
         "Nothing of what is stated here is in place then.",
-        "A backward graph that is compiled lazily is compiled under the settings of that moment, not under "
-        "those of its forward graph.",
+        "A backward graph that is compiled late has the settings of that moment, not those of its forward graph.",
         "2.11 - 2.15",
         backward_at_once,
+    ),
+    Patch(
+        "joins_of_copies",
+        "torch._inductor.ir.ConcatKernel.realize_into",
+        "Inductor has parts of a join computed in the memory of the whole. If a part is written to in place later, as "
+        "by the gradient of a slice or a diagonal, the whole has the new values: wrong gradients, without a word.",
+        "https://github.com/pytorch/pytorch/issues/177821 is the same where the whole is written to. Of a part: with "
+        "b = x.sin(); c = torch.cat([y, b], 1); d = b.diagonal_scatter(z) a compiled function has z in c, too, if the "
+        "cat comes first (a backward graph, or reorder_for_locality = False).",
+        "2.11 - 2.15",
+        joins_of_copies,
     ),
     Patch(
         "collectives_stay",
@@ -291,17 +301,6 @@ OF_A_COMPILATION = (
         "it does for sizes of data.",
         "2.11 - 2.15",
         overlaps_of_sizes,
-    ),
-    Patch(
-        "joins_of_copies",
-        "torch._inductor.ir.ConcatKernel.realize_into",
-        "Inductor has parts of a join computed in the memory of the whole. If a part is written to in place later, as "
-        "by the gradient of a slice or a diagonal, the whole has the new values: wrong gradients, without a word.",
-        "https://github.com/pytorch/pytorch/issues/177821 is the same where the whole is written to. Of a part: with "
-        "b = x.sin(); c = torch.cat([y, b], 1); d = b.diagonal_scatter(z) a compiled function has z in c, too, if the "
-        "cat comes first (a backward graph, or reorder_for_locality = False).",
-        "2.11 - 2.15",
-        joins_of_copies,
     ),
     Patch(
         "views_by_stride",

@@ -168,10 +168,13 @@ class _WholeRows:
     def cut_like(self, through: OnCut, mesh: DeviceMesh, cut: Cut) -> Cut | None:
         """The cut that gives each rank those rows together of which the first one is in its block.
 
-        None if the view leaves the cut as it is; if blocks are no neighbouring rows; or if a trace would take the sizes
-        of the new blocks for numbers, by which the graphs of the ranks would differ.
+        None if the view leaves the cut as it is; if blocks are no neighbouring rows; if there are more ranks than rows
+        of the output; or if a trace would take the sizes of the new blocks for numbers, by which the graphs of the
+        ranks would differ.
         """
-        if self.rows < 2 or cut.runs > 1 or through(cut) is not None:
+        if self.rows < 2 or cut.runs > 1 or compat.size_hint(self.count) < math.prod(cut.parts):
+            return None
+        if through(cut) is not None:
             return None
         if compat.is_compiling() and cut.blocks is not None and cut.kind != "fixed":
             return None
