@@ -317,6 +317,13 @@ def test_results_are_stored_as_plain_ones(lines: list[str], inputs: list[Input],
     assert found(lines, inputs, mesh).kind == RIGHT
 
 
+@pytest.mark.parametrize("backend", often([None, "aot_eager"], 2))
+@pytest.mark.parametrize("amounts", ["[0, 0, -1, 0]", "[0, 0, 0, -2]", "[0, 0, -1, -1]"])
+def test_rows_that_are_padded_by_less_than_none_are_a_copy(amounts: str, backend: str | None) -> None:
+    lines = [f"v0 = F.pad(a0, {amounts}, value=0.5)", "v0.add_(0.25)", "v1 = a0.sin()"]
+    assert found(lines, [Input("a0", (7, 3), "S(0)", CUT)], backend=backend).kind == RIGHT
+
+
 def test_a_block_of_one_row_has_any_stride() -> None:
     assert found(["v0 = a0[::3]", "v1 = v0.argsort(0)"], [Input("a0", (2,), "S(0)", {0: [0, 2]})], (2,)).kind == RIGHT
 

@@ -163,7 +163,7 @@ OF_TEXT = [
     _decoder("hf-gpt2", "gpt2", n_embd=32, n_layer=1, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
     _decoder("hf-mixtral", "mixtral", _EXPERTS, dtype=torch.float32, num_local_experts=4, num_experts_per_tok=2),
     _decoder("hf-olmoe", "olmoe", _EXPERTS, dtype=torch.float32, num_experts=4, num_experts_per_tok=2),
-    _decoder("hf-mamba", "mamba", attention="eager", state_size=4),
+    _decoder("hf-mamba", "mamba", (("associative_scan", "needed: of a step of the scan in which there are fewer rows than ranks"),), attention="eager", state_size=4),
     # It pads to whole chunks where words are left over, which is another graph, as in plain PyTorch.
     _decoder("hf-mamba2", "mamba2", (*_PLAIN, *_OF_CHUNKS), graphs=2, attention="eager", dtype=torch.float32, num_heads=4, head_dim=16, state_size=4, n_groups=1, chunk_size=4),
     _encoder("hf-bert", "bert"),

@@ -324,7 +324,9 @@ def pad(x: Sharded, amounts: Sequence[IntLike], value: Scalar = 0) -> Tensor:
         if _negative(before) or _negative(after):
             x = slice_rows(x, d, -before if _negative(before) else 0, after if _negative(after) else None)
         before, after = (0 if _negative(n) else n for n in (before, after))
-        if not _holds_nothing((before, after)):
+        if _holds_nothing((before, after)):
+            x = aten.clone.default(x)  # a slice would share its memory
+        else:
             x = grown(x, d, before, 1, before + x.shape[d] + after, value)
     rest = [n for d in range(x.ndim - 1, -1, -1) for n in by_dim.get(d, (0, 0))]
     return x if _holds_nothing(rest) else aten.constant_pad_nd.default(x, rest, value)
