@@ -9,17 +9,22 @@ same fault. What was learnt holds from then on, so that another pair of traces a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch._functorch._aot_autograd import graph_compile  # 2.11 - 2.15
 from torch._functorch._aot_autograd.descriptors import (  # 2.11 - 2.15
     BackwardTokenAOTOutput,
     GradAOTOutput,
     PhiloxUpdatedBackwardOffsetAOTOutput,
+    SubclassGetAttrAOTOutput,
 )
 from torch._functorch.partitioners import default_partition  # 2.11 - 2.15
 from torch.fx import GraphModule
+
+from shardcompile.compat.patch import replace
 
 _OF_BACKWARD_PASS = (GradAOTOutput, BackwardTokenAOTOutput, PhiloxUpdatedBackwardOffsetAOTOutput)
 MOST_TRACES = 4
@@ -41,10 +46,10 @@ def tracing_again(aot: Callable[..., Any]) -> Callable[..., object]:
     def traced(mod: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
         partition = kwargs.get("partition_fn") or default_partition
         for _ in range(MOST_TRACES - 1):
-            try:
+            with contextlib.ExitStack() as meanwhile, contextlib.suppress(_LearntLate):
+                for stage in ("aot_stage2_autograd", "aot_stage2_inference"):
+                    replace(meanwhile, graph_compile, stage, _check_parts)  # 2.11 - 2.15
                 return aot(mod, args, *rest, **{**kwargs, "partition_fn": _check(partition)})
-            except _LearntLate:
-                continue
         return aot(mod, args, *rest, **kwargs)
 
     return traced
@@ -56,6 +61,23 @@ def _check(partition: Callable[..., object]) -> Callable[..., object]:
         if _forward_results(joint) not in (None, kwargs.get("num_fwd_outputs")):
             raise _LearntLate
         return partition(joint, inputs, **kwargs)
+
+    return checked
+
+
+def _check_parts(stage: Callable[..., object]) -> Callable[..., object]:
+    """Compare which parts of sharded results the two traces have: as many of them in all may be others."""
+
+    @functools.wraps(stage)
+    def checked(state: Any, captured: Any, *args: object, **kwargs: object) -> object:
+        described = captured.graph_module.graph.output_node().meta.get("desc")
+        metas = state.fw_metadata.subclass_fw_graph_out_meta  # 2.11 - 2.15
+        if described is not None and metas is not None:
+            counted = [part for meta in metas for part in getattr(meta, "attrs", ())]
+            parts = [d for d in described if isinstance(d, SubclassGetAttrAOTOutput)]
+            if counted != [d.attr for d in parts if not isinstance(_root(d), _OF_BACKWARD_PASS)]:
+                raise _LearntLate
+        return stage(state, captured, *args, **kwargs)
 
     return checked
 

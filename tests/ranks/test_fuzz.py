@@ -27,6 +27,12 @@ def test_compiled_programs(first: int) -> None:
     assert set(search(range(first, first + 25), "aot_eager")) <= {RIGHT, REFUSED}
 
 
+@pytest.mark.parametrize("seeds", often([range(15300197, 15300201)], 0))
+def test_programs_of_which_one_needs_those_before_it(seeds: range) -> None:
+    """Dynamo has seen other sizes by then, and has symbols for extents that the program takes for numbers."""
+    assert set(search(seeds, "aot_eager_decomp_partition")) <= {RIGHT, REFUSED}
+
+
 @pytest.mark.parametrize("first", often(list(range(0, 50, 10)), 0))
 def test_programs_through_inductor(first: int) -> None:
     assert set(search(range(first, first + 10), "inductor")) <= {RIGHT, REFUSED}
