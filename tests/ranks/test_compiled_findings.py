@@ -50,6 +50,9 @@ FINDINGS = {
         [Input("a1", (5, 2, 5), dtype="float32"), Input("a2", (5, 1, 5), "P(sum)", dtype="float32", grad=True)],
         ["v0 = torch.atan2(a2, a1.square() + 1)", "a1[:] = v0"],
     ),
+    "a rank without rows sends constants, which are equal": Finding(
+        "inductor", (3,), [Input("a1", (2,), "R", grad=True)], ['v0 = to(a1, "S(0)")', "v1 = v0.cumprod(0)"]
+    ),
     "what is written to a sharded input is used afterwards": Finding(
         "aot_eager_decomp_partition",
         (2, 2),
