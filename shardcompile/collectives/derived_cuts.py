@@ -46,9 +46,7 @@ def derive(
         sizes, rows = DERIVATIONS[how]([c.sizes if isinstance(c, Cut) else (int(c),) for c in cuts], *numbers)
         fixed = all(c.kind == "fixed" for c in cuts if isinstance(c, Cut)) or compat.is_compiling()
         cut = Cut.of_sizes(like.mesh_dims, like.parts, sizes, "fixed" if fixed else "dynamic")
-        return replace(cut, home=like.home, makeshift=like.makeshift), rows[
-            cut.block_index(compat.coordinate(mesh) or ())
-        ]
+        return _remembering(like, cut), rows[cut.block_index(compat.coordinate(mesh) or ())]
     groups = ",".join(compat.group_name_of(mesh, m) for m in like.mesh_dims)
     code = [n for c in cuts for n in _code(c)]
     # What makes this part of a trace. For a chunk cut with a known extent that may be the block alone.
@@ -56,14 +54,18 @@ def derive(
         n for n in (*code, *numbers, *(c.block for c in cuts if isinstance(c, Cut))) if isinstance(n, torch.SymInt)
     ]
     key, block, row = _symbols(how, list(numbers), code, list(like.parts), groups, extent, symbols[0])
-    cut = Cut.traced(like.mesh_dims, like.parts, extent, key, block)
-    return replace(cut, home=like.home, makeshift=like.makeshift), row
+    return _remembering(like, Cut.traced(like.mesh_dims, like.parts, extent, key, block)), row
+
+
+def _remembering(like: Cut, cut: Cut) -> Cut:
+    """A cut that follows from `like`, with what that one says of why it was chosen."""
+    return replace(cut, home=like.home, makeshift=like.makeshift)
 
 
 def derive_spread(cut: Cut, begin: IntLike, step: int, extent: IntLike, mesh: DeviceMesh) -> tuple[Cut, IntLike]:
     """The cut of `extent` rows of which row ``begin + i * step`` is row i of a cut, and where this rank's first one is.
 
-    New rows stay with the row before them. What has got its rows one after the other leads back to the cut.
+    New rows stay with the row before them. If none come between two rows of the cut, the result remembers it.
     """
     found, row = derive("spread", [cut], [begin, step, extent], extent, mesh)
     return (replace(found, core=(cut, begin)) if step == 1 else found), row

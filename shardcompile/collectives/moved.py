@@ -25,7 +25,8 @@ class MovedRows:
         calls: how many exchanges.
         rows: of all ranks and calls, those included that stay where they are.
         moved: those that went to another rank.
-        unevenness: the most rows that a rank was given in a call, in the mean of that call; the largest of all calls.
+        unevenness: the most rows that a rank was given in a call, divided by the mean of the ranks; the largest of all
+            calls.
     """
 
     ranks: tuple[int, ...]

@@ -45,15 +45,17 @@ class Window:
         return -((self.before - row * self.num) // self.den)
 
 
-def _cut_in_place(held: Cut, count: IntLike, window: Window, mesh: DeviceMesh) -> Cut | None:
-    """The cut of a result that has a row for each one of the dim: where that is, or was before others were added."""
-    if (window.num, window.den) != (1, 1):
-        return None
-    if held.core is not None and compat.surely(count == held.core[0].extent):
-        return held.core[0]
-    if window.shift == 0 and compat.surely(count > held.extent):
-        return derive_spread(held, 0, 1, count, mesh)[0]
-    return None
+def _cut_and_shift(held: Cut, count: IntLike, window: Window, mesh: DeviceMesh) -> tuple[Cut | None, IntLike]:
+    """The cut of a result if its rows stay with rows of the dim, and by how many rows the two are apart.
+
+    They stay with those that the dim had before others were added around them, or has. None if windows decide.
+    """
+    if (window.num, window.den) == (1, 1):
+        if held.core is not None and compat.surely(count == held.core[0].extent):
+            return held.core
+        if window.shift == 0 and compat.surely(count > held.extent):
+            return derive_spread(held, 0, 1, count, mesh)[0], 0
+    return None, window.shift
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,7 @@ class Reads:
         same = w.is_aligned and compat.same_symbol(count, held.extent)
         if same and w.before == 0:
             return Reads(dim, held, held, window, block_size(held, mesh), mesh)
-        known = held if same else _cut_in_place(held, count, window, mesh)
-        shift = held.core[1] if held.core is not None and known is held.core[0] else w.shift
+        known, shift = (held, w.shift) if same else _cut_and_shift(held, count, window, mesh)
         cut, rows = derive("reading", [held], [count, w.num, w.den, w.before, w.after, shift], count, mesh)
         return Reads(dim, held, cut if known is None else known, window, rows, mesh)
 

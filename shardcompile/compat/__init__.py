@@ -75,6 +75,7 @@ from shardcompile.compat.torch_ops import (
     decomposition_by_torch,
     decomposition_of,
     functional_variant,
+    is_written,
     kernel_of,
 )
 from shardcompile.compat.tracing import (
@@ -132,6 +133,7 @@ __all__ = [
     "is_traced",
     "is_transforming",
     "is_unbacked",
+    "is_written",
     "joined",
     "keep_first_proxies",
     "keep_from_dynamo",

@@ -32,7 +32,7 @@ MOST_TRACES = 4
 
 
 class _LearntLate(Exception):
-    """The traces do not agree on how many results the forward pass has."""
+    """The traces do not agree on the results that the forward pass has."""
 
 
 def tracing_again(aot: Callable[..., Any]) -> Callable[..., object]:
@@ -66,7 +66,7 @@ def _check(partition: Callable[..., object]) -> Callable[..., object]:
 
 
 def _check_parts(stage: Callable[..., object]) -> Callable[..., object]:
-    """Compare which parts of sharded results the two traces have: as many of them in all may be others."""
+    """Compare the parts of sharded results in the two traces, in order: an equal number of them does not suffice."""
 
     @functools.wraps(stage)
     def checked(state: Any, captured: Any, *args: object, **kwargs: object) -> object:

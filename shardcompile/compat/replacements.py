@@ -76,7 +76,7 @@ def parts_stay_apart(stack: contextlib.ExitStack) -> None:
         *(aten.slice, aten.slice_backward, aten.slice_scatter, aten.select, aten.select_backward, aten.select_scatter),
         *(aten.as_strided, aten.as_strided_scatter, aten.split, aten.split_with_sizes, aten.diagonal, aten.roll),
         *(aten.constant_pad_nd, aten.arange, torch.ops.prims.iota),
-        aten.full,  # what a rank without rows has in the place of its part, where the rest of the part does nothing
+        aten.full,  # what a rank without rows sends in place of a part; its slices of that may have been left out
     ]
     replace(stack, compile_utils, "rand_ops", lambda kept: [*kept, *parts])  # 2.11 - 2.15
 

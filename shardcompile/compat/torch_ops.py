@@ -25,6 +25,11 @@ def decomposition_by_torch(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return decomposed
 
 
+def is_written(argument: torch.Argument) -> bool:
+    """Whether an op writes to an argument of its schema."""
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
 def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """The op that returns what `op` writes to its argument, or None."""
     namespace, name = op._schema.name.split("::")

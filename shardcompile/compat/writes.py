@@ -14,6 +14,7 @@ from torch.fx import Node
 from shardcompile.compat.patch import replace
 from shardcompile.compat.replacements import answer_by_hint
 from shardcompile.compat.saved_inputs import source_of
+from shardcompile.compat.torch_ops import is_written
 
 
 def overlap_by_hint(stack: contextlib.ExitStack) -> None:
@@ -103,13 +104,9 @@ def _is_written_to(node: Node) -> bool:
                 if isinstance(target, HigherOrderOperator):
                     return True  # kernels written by hand, and what takes their place, may write
             elif target._schema.is_mutable:
-                written = [a for a, s in zip(user.args, target._schema.arguments, strict=False) if _is_write(s)]
+                written = [a for a, s in zip(user.args, target._schema.arguments, strict=False) if is_written(s)]
                 if x in written:
                     return True
             elif target.is_view:
                 seen.append(user)
     return False
-
-
-def _is_write(argument: torch.Argument) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write

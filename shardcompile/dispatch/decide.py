@@ -216,11 +216,7 @@ def _find_mutated(op: OpOverload, args: Sequence[object], kwargs: dict[str, obje
     """The arguments that are written to, each by its position or its name."""
     if not op._schema.is_mutable:
         return []
-    written = [
-        i if i < len(args) else a.name
-        for i, a in enumerate(op._schema.arguments)
-        if a.alias_info is not None and a.alias_info.is_write
-    ]
+    written = [i if i < len(args) else a.name for i, a in enumerate(op._schema.arguments) if compat.is_written(a)]
     return [w for w in written if argument(w, args, kwargs) is not None]
 
 

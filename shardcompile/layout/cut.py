@@ -40,8 +40,8 @@ class Cut:
         scale: elements of this dim for one of `key`'s; more than 1 where trailing dims were flattened into the dim.
         carrier: while tracing, the tensor whose shape brought the key into the graph; not part of the value.
         origin: for the cut of a slice: the cut of what was sliced, first row and step, by which a gradient gets back.
-        core: for rows of which some were added around others: the cut of these others, and the row at which they begin.
-        makeshift: whether an op has asked for it. Where it meets another cut, the other one is kept.
+        core: where rows were added around others, as by padding: the others' cut, and the row at which they begin.
+        makeshift: whether an op asked for it in place of the cut that it was given. Any other cut is preferred to it.
         home: for a dim that was cut in place of another one: the cut that the other one had.
         rows: for what was looked up by numbers of rows: their cut, which new sums over them take over.
         runs: how many equal stretches the dim has, each divided alike: more than 1 if leading dims were flattened into
@@ -199,8 +199,8 @@ class Cut:
         blocks = self.blocks
         if blocks is not None:
             blocks = tuple(sum(blocks[i : i + count]) for i in range(0, len(blocks), count))
-        left: dict[str, Any] = {"mesh_dims": outer, "parts": parts, "blocks": blocks, "inner": self.inner * count}
-        return replace(self, block=None, origin=None, core=None, **left)
+        cut = replace(self, mesh_dims=outer, parts=parts, blocks=blocks, inner=self.inner * count)
+        return replace(cut, block=None, origin=None, core=None)
 
     def scaled(self, factor: int) -> Cut:
         """The cut of a dim into which `factor` trailing elements for each of its own were flattened."""

@@ -112,6 +112,8 @@ def _slowest_first(shape: Sequence[IntLike], stride: Sequence[IntLike]) -> list[
     So the order of other dims depends on where an expanded one is, and no key to sort by would give it.
     """
     step, extent = [size_hint(s) for s in stride], [size_hint(n) for n in shape]
+    if 0 not in step:  # the same order, sooner: eager ops come here
+        return sorted(range(len(step)), key=lambda d: (-step[d], -extent[d]))
     fastest = list(reversed(range(len(step))))
     for i in range(1, len(fastest)):
         at = i

@@ -185,7 +185,7 @@ def _cut_options(layouts: Sequence[Layout], strategy: Strategy, mesh_dims: tuple
             options.append(cut)
     if strategy.other_cut is not None:
         options += [c for c in map(strategy.other_cut, options) if c is not None]
-    if options:  # at one cost the first is taken: of equal blocks those that tell what rows they were looked up in
+    if options:  # of choices that cost the same the first is taken
         return sorted(options, key=lambda c: (c.makeshift, c.rows is None))
     if any(map(_is_of_trace, layouts)) and isinstance(extent, int) and extent % math.prod(parts):
         return []

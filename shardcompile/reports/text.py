@@ -52,7 +52,7 @@ def _lines(report: ReportData) -> Iterator[str]:
 
 
 def _moved(rows: MovedRows) -> str:
-    most = f"; at most {rows.unevenness:.2f} of the mean to one rank" if rows.rows else ""
+    most = f"; at most {rows.unevenness:.2f} times the mean to one rank" if rows.rows else ""
     return (
         f"{plural(rows.calls, 'exchange')} over ranks {named_ranks(rows.ranks)} of {rows.row}: {rows.moved:,} of "
         f"{plural(rows.rows, 'row')} to another rank, {in_bytes(rows.moved * rows.row_bytes)}{most}"

@@ -120,9 +120,7 @@ def test_rows_that_move_are_counted(backend: str | None) -> None:
     assert (moved.calls, moved.rows, moved.moved) == (4, 4 * 11, 4 * gone)  # there, back, and the gradients of both
     assert moved.unevenness == pytest.approx(destinations.bincount().max().item() * 3 / 11)
     assert (moved.ranks, moved.row, moved.row_bytes) == ((0, 1, 2), "f32[4]", 16)
-    told = (
-        f"4 exchanges over ranks 0-2 of f32[4]: {4 * gone} of 44 rows to another rank, {64 * gone} B; at most 1.64 of"
-    )
+    told = f"4 exchanges over ranks 0-2 of f32[4]: {4 * gone} of 44 rows to another rank, {64 * gone} B; at most 1.64 times the mean"
     assert told in str(report)
     assert Report.from_json(report.to_json()).moved == report.moved
 

@@ -147,11 +147,11 @@ def _step_fused(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]
         if not isinstance(a, (list, tuple)):
             local.append(a)
             continue
-        writes = argument.alias_info is not None and argument.alias_info.is_write
+        writes = compat.is_written(argument)
         local.append([_like_parameter(op, p, x, writes) for p, x in zip(parameters, a, strict=False)] if a else a)
     op(*local, **{k: v.full_tensor() if isinstance(v, Sharded) else v for k, v in kwargs.items()})
     for a, argument in zip(args, op._schema.arguments, strict=False):
-        if isinstance(a, (list, tuple)) and argument.alias_info is not None and argument.alias_info.is_write:
+        if isinstance(a, (list, tuple)) and compat.is_written(argument):
             for target in a:
                 _write(op, target)
 

@@ -155,8 +155,10 @@ def _convolution_windows(weight: Tensor, options: Sequence[Any], spatial: int) -
 
 
 def _forward_window(stride: int, padding: int, reach: int) -> Window:
-    """The rows that are read. Padded by all of a window but a row, it has a row for each one of the input, with which
-    it stays: causal convolutions leave out those that are over.
+    """The rows that are read for a row of the result.
+
+    If the padding is a window less one row, the result has a row for each row of the input, and that stays with it.
+    Causal convolutions cut off the rows that are left over.
     """
     if stride == 1 and padding == reach:
         return Window(1, 1, padding, 0, 0)
