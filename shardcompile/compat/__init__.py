@@ -12,6 +12,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass  # 2.11 - 2.15
 from torch._ops import OpOverload, OpOverloadPacket  # 2.11 - 2.15
 from torch._subclasses.fake_tensor import FakeTensorMode, is_fake  # 2.11 - 2.15
 
+from shardcompile.compat.compiling import keep_ranks_alike, trace_size_obliviously
 from shardcompile.compat.dynamo import (
     has_guarded_address,
     keep_from_dynamo,
@@ -46,7 +47,6 @@ from shardcompile.compat.memory import (
     without_base,
 )
 from shardcompile.compat.nodes import last_repetition
-from shardcompile.compat.patches import keep_ranks_alike, trace_size_obliviously
 from shardcompile.compat.replacements import without_guards
 from shardcompile.compat.sizes import (
     expression_of,

@@ -3,23 +3,14 @@
 A block may be empty or of one row on any rank in any call. So a trace must not compare a block's size with 0, 1 or
 another size: what it finds becomes a guard that holds on some ranks only, and those ranks compile again, alone. Torch
 has a switch for that, `backed_size_oblivious`, that not all of its code heeds yet; most of these patches are about the
-places that do not. What is put in for as long as the process lives is stated in `wrappers`, `state_dicts`, `worlds` and
-`groups`.
+places that do not. `compiling` says when they are put in. What is put in for as long as the process lives is stated in
+`wrappers`, `state_dicts`, `worlds` and `groups`.
 
 `tests/ranks/test_patches.py` has a program for each that goes wrong without it, and fails when it no longer does: the
 patch can go then.
 """
 
 from __future__ import annotations
-
-import contextlib
-import functools
-from collections.abc import Callable
-
-import torch.fx.experimental._config as _symbolic_shapes_config
-from torch._dynamo.callback import callback_handler as _compile_callbacks  # 2.11 - 2.15
-from torch._guards import TracingContext  # 2.11 - 2.15
-from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 
 from shardcompile.compat.block_symbols import name_symbols_of_blocks
 from shardcompile.compat.decompositions import decompositions_ask_no_sizes
@@ -30,7 +21,7 @@ from shardcompile.compat.kernel_questions import (
     sizes_stay_symbols,
     storage_of_no_rows,
 )
-from shardcompile.compat.patch import Patch, in_place, put_in, replace
+from shardcompile.compat.patch import Patch, in_place
 from shardcompile.compat.replacements import (
     asserts_of_known_sizes,
     backward_at_once,
@@ -51,68 +42,9 @@ from shardcompile.compat.replacements import (
 )
 from shardcompile.compat.saved_inputs import saved_before_written, sizes_of_saved_products
 from shardcompile.compat.saved_strides import saved_as_traced, saved_behind_written
+from shardcompile.compat.scheduling import reads_after_writes
 from shardcompile.compat.writes import copies_by_hint, joins_of_copies, overlap_by_hint, overlaps_of_sizes
 
-
-def trace_size_obliviously() -> None:
-    """Make the compilation that is running trace without specialising on sizes of 0 and 1.
-
-    The switch is torch's own (`backed_size_oblivious`). It is read all through a compilation, and goes back to what it
-    was when the compilation ends. So do the patches.
-    """
-    context = TracingContext.try_get()
-    if context is not None and context.fake_mode is not None:
-        if context.fake_mode.shape_env is not None:
-            _put_into_trace(context.fake_mode.shape_env)
-        # Without `fullgraph` Dynamo would break the graph where we read the sizes of a derived cut. It asks its own
-        # switch for a user's `item`.
-        context.fake_mode.allow_scalar_outputs = True  # 2.11 - 2.15
-    keep_ranks_alike()
-    if _symbolic_shapes_config.backed_size_oblivious:
-        return
-    _symbolic_shapes_config.backed_size_oblivious = True
-    stack = _COMPILATION[0]
-    stack.callback(setattr, _symbolic_shapes_config, "backed_size_oblivious", False)
-    # Dynamo may trace again, and makes the symbols of tensors that are not cut before it meets one that is.
-    replace(stack, ShapeEnv, "__init__", _with_patches)
-    put_in(OF_A_COMPILATION, stack)
-
-
-def _put_into_trace(shape_env: ShapeEnv) -> None:
-    if not vars(shape_env).keys() & {"suppress_guards", "create_symbol"}:
-        put_in(OF_A_TRACE, shape_env)
-
-
-def _with_patches(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def initialised(shape_env: ShapeEnv, *args: object, **kwargs: object) -> None:
-        init(shape_env, *args, **kwargs)
-        _put_into_trace(shape_env)
-
-    return initialised
-
-
-def keep_ranks_alike() -> None:
-    """Have the compilation that is running decide on collectives by the program, not by this rank's numbers.
-
-    For all graphs with sharded tensors: blocks of parameters, and those of a tensor that the program cuts, have known
-    sizes, which differ from rank to rank.
-    """
-    if _COMPILATION:
-        return
-    _COMPILATION.append(contextlib.ExitStack())
-    put_in(OF_RANKS_ALIKE, _COMPILATION[0])
-
-    def restore(_: object) -> None:
-        _COMPILATION.pop().close()
-        _compile_callbacks.remove_end_callback(restore)
-
-    # One for all patches: torch goes on in its list of callbacks behind one that takes itself out.
-    _compile_callbacks.register_end_callback(restore)
-
-
-_COMPILATION: list[contextlib.ExitStack] = []
-"""What is put back when the compilation ends that is running; empty if nothing is in place."""
 
 OF_RANKS_ALIKE = (
     Patch(
@@ -133,6 +65,16 @@ OF_RANKS_ALIKE = (
         "A backward graph that is compiled late has the settings of that moment, not those of its forward graph.",
         "2.11 - 2.15",
         backward_at_once,
+    ),
+    Patch(
+        "reads_after_writes",
+        "torch._inductor.scheduler.SchedulerNode._compute_attrs",
+        "Where Inductor fuses loops of different shapes, it works out again what a loop reads, and forgets what has been "
+        "written to that since. A wait is a write: code may read the result of a collective before it has waited.",
+        "https://github.com/pytorch/pytorch/issues/185509, https://github.com/pytorch/pytorch/pull/185873, "
+        "https://github.com/pytorch/pytorch/pull/177816; cancel_reduction_split forgets it still (2.15).",
+        "2.11 - 2.15",
+        reads_after_writes,
     ),
     Patch(
         "joins_of_copies",

@@ -347,13 +347,15 @@ def _sort_by_hint(fill_order: Callable[..., Any]) -> Callable[..., object]:
     """
 
     def order(strides: Sequence[Any], shape_env: ShapeEnv | None = None) -> Any:
-        of_strides = next((s.node.shape_env for s in strides if isinstance(s, torch.SymInt)), shape_env)
+        formulas = any(isinstance(s, sympy.Expr) and s.free_symbols for s in strides)  # torch forgets their environment
+        in_general = V.graph.sizevars.shape_env if formulas else shape_env
+        of_strides = next((s.node.shape_env for s in strides if isinstance(s, torch.SymInt)), in_general)
         if of_strides is None:
             return fill_order(strides)
         with of_strides.suppress_guards():
             # Those that a run gives have no hints; torch compares them in another way if it is given the environment.
             unknown = any(isinstance(s, torch.SymInt) and is_unbacked(s) for s in strides)
-            return fill_order(strides, of_strides if unknown else shape_env)
+            return fill_order(strides, of_strides if unknown else in_general)
 
     return order
 
