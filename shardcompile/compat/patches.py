@@ -28,6 +28,7 @@ from shardcompile.compat.replacements import (
     batched_products_by_hint,
     buffers_vary,
     channels_last_by_hint,
+    channels_last_of_known_sizes,
     clamped_ends,
     collectives_stay,
     decide_by_hint_where_guards_are_suppressed,
@@ -42,9 +43,8 @@ from shardcompile.compat.replacements import (
 )
 from shardcompile.compat.saved_inputs import saved_before_written, sizes_of_saved_products
 from shardcompile.compat.saved_strides import saved_as_traced, saved_behind_written
-from shardcompile.compat.scheduling import reads_after_writes
+from shardcompile.compat.scheduling import parts_own_no_memory, reads_after_writes
 from shardcompile.compat.writes import copies_by_hint, joins_of_copies, overlap_by_hint, overlaps_of_sizes
-
 
 OF_RANKS_ALIKE = (
     Patch(
@@ -75,6 +75,16 @@ OF_RANKS_ALIKE = (
         "https://github.com/pytorch/pytorch/pull/177816; cancel_reduction_split forgets it still (2.15).",
         "2.11 - 2.15",
         reads_after_writes,
+    ),
+    Patch(
+        "parts_own_no_memory",
+        "torch._inductor.codegen.wrapper.PythonWrapperCodegen.can_reuse",
+        "What is computed from a part of a join may be stored in its place, in the memory of the whole. That is given to "
+        "another result when nobody reads the whole any more: wrong values, without a word.",
+        "decide_inplace_update takes buffers with a NonOwningLayout for its inputs: its result is then a view of the "
+        "owner's memory, and the wrapper frees the owner after its last use, and reuses it, while the result lives.",
+        "2.11 - 2.15",
+        parts_own_no_memory,
     ),
     Patch(
         "joins_of_copies",
@@ -282,6 +292,18 @@ OF_A_COMPILATION = (
         "leave none: guard_or_true would do.",
         "2.11 - 2.13",
         channels_last_by_hint,
+    ),
+    Patch(
+        "channels_last_of_known_sizes",
+        "torch._inductor.graph.GraphLowering.find_nodes_prefer_channels_last",
+        "What is computed before and after a convolution is stored with the channels last. Where its strides follow from "
+        "sizes that differ from call to call, the backward graph is made for those of the first call.",
+        "decide_layout_opt has graphs with dynamic shapes left out, but for CPUs, and looks at what is convolved only: "
+        "find_nodes_prefer_channels_last goes on to tensors of symbolic sizes, and AOTAutograd calls as_strided with "
+        "the strides of the first call (AssertionError: expected size 3==3, stride 54==24), or "
+        "TypeError: cannot determine truth value of Relational.",
+        "2.11 - 2.15",
+        channels_last_of_known_sizes,
     ),
     Patch(
         "symbols_by_both_names",

@@ -65,6 +65,13 @@ def channels_last_by_hint(stack: contextlib.ExitStack) -> None:
     replace(stack, _prims_common, "are_strides_like_channels_last_or_false", _comparing_by_hint)  # 2.11 - 2.15
 
 
+def channels_last_of_known_sizes(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
+    from torch._inductor.graph import GraphLowering
+
+    replace(stack, GraphLowering, "find_nodes_prefer_channels_last", _of_known_strides)  # 2.11 - 2.15
+
+
 def collectives_stay(stack: contextlib.ExitStack) -> None:
     replace(stack, partitioners, "force_save_collectives", _where_they_were_traced)  # 2.11 - 2.15
     replace(stack, partitioners, "_extract_fwd_bwd_modules", _once)  # 2.11 - 2.15
@@ -339,6 +346,20 @@ def _without_comparing(stride_of_view: Callable[..., object]) -> Callable[..., o
     return strides
 
 
+def _of_known_strides(find: Callable[[Any], Any]) -> Callable[[Any], object]:
+    """Leave out those whose strides would depend on symbols, with the channels last."""
+
+    def found(graph: Any) -> object:
+        nodes = find(graph)
+        for node in list(nodes):
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in value.shape[1:]):
+                nodes.discard(node)
+        return nodes
+
+    return found
+
+
 def _sort_by_hint(fill_order: Callable[..., Any]) -> Callable[..., object]:
     """Have Inductor sort strides by their hints, which are the same on every rank and larger than 1.
 
@@ -347,15 +368,13 @@ def _sort_by_hint(fill_order: Callable[..., Any]) -> Callable[..., object]:
     """
 
     def order(strides: Sequence[Any], shape_env: ShapeEnv | None = None) -> Any:
-        formulas = any(isinstance(s, sympy.Expr) and s.free_symbols for s in strides)  # torch forgets their environment
-        in_general = V.graph.sizevars.shape_env if formulas else shape_env
-        of_strides = next((s.node.shape_env for s in strides if isinstance(s, torch.SymInt)), in_general)
+        of_strides = next((s.node.shape_env for s in strides if isinstance(s, torch.SymInt)), shape_env)
         if of_strides is None:
             return fill_order(strides)
         with of_strides.suppress_guards():
             # Those that a run gives have no hints; torch compares them in another way if it is given the environment.
             unknown = any(isinstance(s, torch.SymInt) and is_unbacked(s) for s in strides)
-            return fill_order(strides, of_strides if unknown else in_general)
+            return fill_order(strides, of_strides if unknown else shape_env)
 
     return order
 

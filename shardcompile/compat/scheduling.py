@@ -1,4 +1,4 @@
-"""What Inductor's scheduler knows of the order of reads and writes. `patches` says why."""
+"""What Inductor's scheduler knows of reads and writes, and of memory. `patches` says why."""
 
 from __future__ import annotations
 
@@ -15,6 +15,25 @@ def reads_after_writes(stack: contextlib.ExitStack) -> None:
     from torch._inductor.scheduler import SchedulerNode  # 2.11 - 2.15
 
     replace(stack, SchedulerNode, "_compute_attrs", _keeping_orders)  # 2.11 - 2.15
+
+
+def parts_own_no_memory(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen  # 2.11 - 2.15
+
+    replace(stack, PythonWrapperCodegen, "can_reuse", _unless_another_owns_it)  # 2.11 - 2.15
+
+
+def _unless_another_owns_it(can_reuse: Callable[..., bool]) -> Callable[..., bool]:
+    """Have no result take over memory that belongs to another buffer."""
+
+    @functools.wraps(can_reuse)
+    def reusable(wrapper: Any, buffer: Any, result: Any = None) -> bool:
+        if result is not None and buffer.node is not None and buffer.node.get_inputs_that_alias_output():
+            return False
+        return can_reuse(wrapper, buffer, result)
+
+    return reusable
 
 
 def _keeping_orders(compute: Callable[..., None]) -> Callable[..., None]:
