@@ -69,8 +69,8 @@ OF_RANKS_ALIKE = (
     Patch(
         "reads_after_writes",
         "torch._inductor.scheduler.SchedulerNode._compute_attrs",
-        "Where Inductor fuses loops of different shapes, it works out again what a loop reads, and forgets what has been "
-        "written to that since. A wait is a write: code may read the result of a collective before it has waited.",
+        "Where Inductor fuses loops of different shapes, it works out again what a loop reads, and forgets what has "
+        "been written to that since. A wait is a write: code may read what a collective gives before it has waited.",
         "https://github.com/pytorch/pytorch/issues/185509, https://github.com/pytorch/pytorch/pull/185873, "
         "https://github.com/pytorch/pytorch/pull/177816; cancel_reduction_split forgets it still (2.15).",
         "2.11 - 2.15",
@@ -79,10 +79,12 @@ OF_RANKS_ALIKE = (
     Patch(
         "parts_own_no_memory",
         "torch._inductor.codegen.wrapper.PythonWrapperCodegen.can_reuse",
-        "What is computed from a part of a join may be stored in its place, in the memory of the whole. That is given to "
-        "another result when nobody reads the whole any more: wrong values, without a word.",
-        "decide_inplace_update takes buffers with a NonOwningLayout for its inputs: its result is then a view of the "
-        "owner's memory, and the wrapper frees the owner after its last use, and reuses it, while the result lives.",
+        "What is computed from a part of a join may be stored in its place, in the memory of the whole. That is given "
+        "to another result when nobody reads the whole any more: wrong values, without a word.",
+        "decide_inplace_update takes inputs with a NonOwningLayout: its result is a view of the owner's memory then, "
+        "and the wrapper frees and reuses the owner while the result lives. def f(x, w): a = x.sin(); "
+        "s = torch.cat([x, a]).cumsum(0); e = a * s[2:]; t = e.cumsum(0); return e, t, w @ s gives a wrong e and t for "
+        "torch.randn(2, 5), torch.randn(4, 4), on CPUs.",
         "2.11 - 2.15",
         parts_own_no_memory,
     ),
@@ -296,8 +298,8 @@ OF_A_COMPILATION = (
     Patch(
         "channels_last_of_known_sizes",
         "torch._inductor.graph.GraphLowering.find_nodes_prefer_channels_last",
-        "What is computed before and after a convolution is stored with the channels last. Where its strides follow from "
-        "sizes that differ from call to call, the backward graph is made for those of the first call.",
+        "What is computed around a convolution is stored with the channels last. Where its strides follow from sizes "
+        "that differ from call to call, the backward graph is made for those of the first call.",
         "decide_layout_opt has graphs with dynamic shapes left out, but for CPUs, and looks at what is convolved only: "
         "find_nodes_prefer_channels_last goes on to tensors of symbolic sizes, and AOTAutograd calls as_strided with "
         "the strides of the first call (AssertionError: expected size 3==3, stride 54==24), or "

@@ -320,6 +320,34 @@ that needs no sizes of the forward pass."""
 
 
 SCENES: dict[str, Callable[[], str]] = {
+    "reads_after_writes": Fuzzed(
+        [
+            *('v0 = torch.einsum("a,cd->cda", a1, a0)', "v1 = F.scaled_dot_product_attention(v0, v0.sin(), v0)"),
+            *("v2 = F.scaled_dot_product_attention(v0, v0.sin(), v0)", "v3 = F.pad(v2, [-1, 2], value=0.5)"),
+        ],
+        [Input("a0", (4, 3), "P(sum)", grad=True), Input("a1", (1,), "S(0)", {0: [0, 1]}, seed=388595)],
+        2,
+        "inductor",
+    ),
+    "parts_own_no_memory": Fuzzed(
+        [
+            *("v0 = a0.sin()", "v1 = torch.cat([a0, v0], 0)", "v2 = v1.cumsum(0)", "v3 = v0 * v2[2:]"),
+            "v4 = weight(4, 4) @ v2",
+        ],
+        [Input("a0", (2, 5), "S(1)", {0: [2, 3]})],
+        2,
+        "inductor",
+    ),
+    "channels_last_of_known_sizes": Fuzzed(
+        [
+            *("v0 = a1.unflatten(0, [3, 1])", "v1 = F.conv1d(a1, weight(2, 6, 3), padding=1)"),
+            *("v2 = torch.where(torch.gt(v0, a0), v0, 2 * a0)", "v3 = whole(v2)"),
+            "v4 = v1.index_fill(0, torch.tensor([2, 1], dtype=torch.int64), 0.5)",
+        ],
+        [Input("a0", (3, 6, 3), "R S(0)", {1: [0, 3]}), Input("a1", (3, 6, 3), seed=15442)],
+        (2, 2),
+        "inductor",
+    ),
     "views_by_stride": SELECTED,
     "overlap_by_hint": SELECTED,
     "memory_format_by_hint": Compiled(
