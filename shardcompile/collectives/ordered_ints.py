@@ -24,4 +24,5 @@ def encode(x: Tensor, reduce_op: str) -> Tensor:
 def decode(ordered: Tensor, dtype: torch.dtype) -> Tensor:
     """Inverse of `encode`."""
     bits = torch.where(ordered < 0, ordered ^ torch.iinfo(ordered.dtype).max, ordered)
-    return bits.view(dtype)
+    x = bits.view(dtype)
+    return torch.where(x.isnan(), torch.nan, x)  # no view: Inductor cannot write to one of another dtype

@@ -30,6 +30,12 @@ FINDINGS = {
         ],
         ["v3 = (a2 + a0).movedim(0, -1)", "v9 = a2[3:6:3, None, 0:4:2]", "v10 = a0.prod(1)"],
     ),
+    "a largest row that comes back from its integers is written to": Finding(
+        "inductor",
+        (2,),
+        [Input("a0", (1, 2, 1), "S(2)", {0: [1, 0]}, grad=True)],
+        ["v0 = a0.amax([-2, -1], False)", "v1 = v0.index_add(0, torch.arange(1), v0)"],
+    ),
     "a diagonal beside the main one is one row of rows that vary": Finding(
         "aot_eager_decomp_partition",
         (4,),
