@@ -25,7 +25,7 @@ from shardcompile.passes.cleanup.unneeded import DropRepeatedWaits, ShareEqualCo
 from shardcompile.passes.cost.model import CostModel, keeping_prices
 from shardcompile.passes.foreign.normalise import NormaliseChains
 from shardcompile.passes.graph.collective import Seen, collectives, forget_origins
-from shardcompile.passes.schedule.hold_order import HoldOrder
+from shardcompile.passes.schedule.hold_order import HoldOrder, hold_payloads
 from shardcompile.passes.schedule.overlap import ScheduleOverlap
 from shardcompile.passes.verify import agreed, is_record, record_of, verify
 
@@ -155,6 +155,8 @@ class Pipeline(compat.CustomGraphPass):
                 watcher.passed(graph, graph_pass.name)
             if before is not None:
                 self.history[-1].append(_step(graph_pass.name, before, _describe(graph)))
+        if self.final and graph.owning_module is not None and not any(isinstance(p, HoldOrder) for p in self.passes):
+            hold_payloads(graph)  # no matter of speed
         for watcher in watchers:
             watcher.ended(graph)
         if not self.final:

@@ -14,9 +14,17 @@ from torch.fx import Node
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
+_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
+_LIBRARY.define("in_flight(Tensor x) -> ()", tags=[torch.Tag.pt2_compliant_tag])
+_LIBRARY.impl("in_flight", lambda x: None, "CompositeExplicitAutograd")
+torch.library.register_fake("shardcompile::in_flight", lambda x: None, lib=_LIBRARY)
+IN_FLIGHT = torch.fx.node.has_side_effect(torch.ops.shardcompile.in_flight.default)
+"""Reads a tensor, and does nothing: it is being sent until here. In a graph it stays though nothing uses it."""
+
 _ALLOCATIONS = {
     *(aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default),
     *(aten.new_empty.default, aten.new_empty_strided.default),
+    IN_FLIGHT,
 }
 """Ops that run no kernel."""
 
@@ -30,7 +38,7 @@ class Op(NamedTuple):
         random: whether it draws random numbers.
         pointwise: whether it works element by element.
         reduces: whether it is a reduction.
-        allocates: whether all that it does is to allocate memory.
+        allocates: whether all that it does is to allocate memory, if anything.
         shares: position or keyword of the argument whose memory its result shares, by its schema; None of most.
     """
 

@@ -1,20 +1,25 @@
-"""Makes Inductor keep the order of a scheduled graph.
+"""Makes Inductor keep the order of a scheduled graph, and what is being sent.
 
 Inductor orders kernels by their data alone: a collective that is started early sinks to its wait, and a wait rises to
 its start. Edges that carry no data hold them in their places (`control_deps`, which Inductor has for its own overlap
 scheduling, down to the generated code).
+
+It also has ops that put values into a tensor, such as ``index_fill``, write to the tensor itself where nothing reads
+that any more. What a collective has been given is read until the wait.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch.fx import Graph, Node
 
 from shardcompile import compat
-from shardcompile.passes.graph.collective import WAIT, kind_of
+from shardcompile.passes.graph.collective import WAIT, collectives, kind_of
 from shardcompile.passes.graph.dependencies import ordered_inputs
+from shardcompile.passes.graph.ops import IN_FLIGHT, op_of
 
 aten = torch.ops.aten
 
@@ -43,7 +48,8 @@ ANCHORS = {
 class HoldOrder:
     """Hold starts before, and waits behind, the matrix products, convolutions and attentions that they stand next to.
 
-    Legal because the graph stands in this order already: an edge that follows it closes no circle.
+    Legal because the graph stands in this order already: an edge that follows it closes no circle. What is being sent
+    is held as well, see `hold_payloads`.
     """
 
     name = "hold_order"
@@ -54,9 +60,32 @@ class HoldOrder:
     def __call__(self, graph: Graph) -> None:
         if graph.owning_module is None or all(kind_of(node) is None for node in graph.nodes):
             return
+        hold_payloads(graph)
         edges = held_edges(graph)
         if edges:
             compat.preserve_node_ordering(graph, edges)
+
+
+def hold_payloads(graph: Graph) -> None:
+    """Have what a collective sends read behind its wait, where something stands between that might write to it."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    others = [i for node, i in place.items() if _may_write(node)]
+    for c in collectives(graph):
+        last = max(c.waits, key=place.__getitem__, default=c.node)
+        first = bisect.bisect(others, place[c.node])
+        if first == len(others) or others[first] > place[last]:
+            continue
+        with graph.inserting_after(last):
+            for payload in dict.fromkeys(c.payloads):
+                graph.call_function(IN_FLIGHT, (payload,))
+
+
+def _may_write(node: Node) -> bool:
+    """Whether it could be done in place: Inductor does so with some of the ops that are no loops over all elements."""
+    op = op_of(node)
+    if op.target is None or op.pointwise or op.reduces or op.allocates or op.shares is not None:
+        return False
+    return op.target not in ANCHORS and kind_of(node) is None
 
 
 def held_edges(graph: Graph) -> dict[Node, list[Node]]:
