@@ -209,6 +209,9 @@ class Prices:
         link: by group: the name of the link that it uses; left out where it has one for itself.
         labels: of the nodes whose extents may differ between ranks, see `shardcompile.passes.graph.blocks.labels`.
         call: before the first node runs.
+
+    Nodes that other ranks may not have (`shardcompile.passes.graph.blocks.only_here`) cost nothing, and hold what they
+    are copies of: schedules leave them out, and are the same on every rank.
     """
 
     seconds: Mapping[Node, float]
@@ -244,6 +247,7 @@ class Prices:
     def _of(graph: Graph, model: CostModel) -> Prices:
         labels = blocks.labels(graph, model.group_sizes)
         largest = _largest_blocks(graph, model, labels)
+        unsure = blocks.only_here(graph, labels)
         seconds: dict[Node, float] = {}
         nbytes: dict[Node, int] = {}
         storage: dict[Node, Node] = {}
@@ -257,6 +261,11 @@ class Prices:
             base = _base(node)
             storage[node] = node if base is None else storage[base]
             nbytes[node] = 0
+            if node in unsure:
+                copied = [i for i in inputs[node] if i not in unsure or storage[i] is not i]
+                storage[node] = storage[copied[0]] if len(copied) == 1 else node
+                seconds[node], inputs[node] = 0.0, ()
+                continue
             if base is None and node.op != "output":
                 nbytes[node] = largest.get(node, NOMINAL_BYTES) if node in labels else blocks.nbytes_of(node)
             c = Collective.of(node)

@@ -97,6 +97,32 @@ def labels(graph: Graph, group_sizes: Mapping[str, int] | None = None) -> dict[N
     return found
 
 
+_COPIES = {aten.clone.default, aten.copy.default, aten.cat.default, aten.constant_pad_nd.default}
+"""Ops that torch leaves out, or not, by what it knows of a block's size."""
+
+
+def only_here(graph: Graph, labels: Mapping[Node, set[str]]) -> set[Node]:
+    """The nodes that the graphs of other ranks may not have.
+
+    Where a block's size is a number, torch traces as it likes it: it copies no block without rows, and makes zeros of
+    other sizes. So these are copies whose extents may differ between ranks and are numbers, and what is computed from
+    nothing.
+
+    Args:
+        graph: any.
+        labels: of the graph.
+    """
+    found: set[Node] = set()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "call_function" and node.target is not WAIT and Collective.of(node) is None:
+            constant = found.issuperset(inputs) and not any(i in labels for i in inputs)
+            known = node in labels and all(isinstance(n, int) for t in tensors(node) for n in t.shape)
+            if constant or (known and node.target in _COPIES):
+                found.add(node)
+    return found
+
+
 @dataclass(frozen=True)
 class _Boundary:
     """An op that changes the cut along a group, so that its result's extents do not follow from its payloads'."""

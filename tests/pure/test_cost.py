@@ -6,7 +6,7 @@ import logging
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -24,7 +24,9 @@ from shardcompile.passes.cost.model import NOMINAL_BYTES, CostModel, Prices
 from shardcompile.passes.graph.blocks import labels, rank_dependent
 from shardcompile.passes.graph.collective import WAIT, Collective, add_node
 from shardcompile.passes.schedule.bounds import lower_bound
+from shardcompile.passes.schedule.edges import Edges
 from shardcompile.passes.schedule.simulator import simulate
+from shardcompile.passes.schedule.tasks import Tasks
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -409,6 +411,27 @@ def test_blocks_of_a_known_cut_count_as_the_largest_of_them() -> None:
     prices = Prices.of(b.output(start, b.call(WAIT, scattered), other), model())
     assert [prices.nbytes[n] for n in (x, start, scattered)] == [80, 120, 80]
     assert prices.nbytes[other] == NOMINAL_BYTES
+
+
+def test_what_only_one_rank_has_costs_nothing() -> None:
+    def step_of(rank: int) -> Graph:
+        """Rank 0 has no rows: torch has it copy nothing, and makes the zeros of another block."""
+        b = Builder()
+        rows = [0, 4][rank]
+        x, w = b.input(rows, 10), b.input(10, 10)
+        whole = b.call(WAIT, b.call(ours.all_gather_v.default, x, 0, 6, *cut([0, 4, 2]), "g"))
+        product = b.call(aten.mm.default, b.call(aten.view.default, whole, [6, 10]), w)
+        if rank:
+            x = b.call(aten.clone.default, x)
+        other = b.call(WAIT, b.call(ours.all_gather_v.default, x, 0, 6, *cut([0, 4, 2]), "g"))
+        return b.output(product, other)
+
+    tasks = []
+    for rank in range(2):
+        graph = step_of(rank)
+        found = Tasks.of(Edges.of(graph), Prices.of(graph, model()))
+        tasks.append([getattr(found, f.name) for f in fields(found) if f.name != "nodes"])
+    assert tasks[0] == tasks[1]
 
 
 def test_whether_blocks_are_uneven_is_told_by_the_cut_and_not_by_the_block() -> None:
