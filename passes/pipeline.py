@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,10 +25,19 @@ from shardcompile.passes.cleanup.round_trips import CancelRoundTrips, DropOwnSli
 from shardcompile.passes.cleanup.unneeded import DropRepeatedWaits, ShareEqualCollectives
 from shardcompile.passes.cost.model import CostModel, keeping_prices
 from shardcompile.passes.foreign.normalise import NormaliseChains
+from shardcompile.passes.graph import blocks
 from shardcompile.passes.graph.collective import Seen, collectives, forget_origins
 from shardcompile.passes.schedule.hold_order import HoldOrder, hold_payloads
 from shardcompile.passes.schedule.overlap import ScheduleOverlap
 from shardcompile.passes.verify import agreed, is_record, record_of, verify
+
+_LOG = logging.getLogger("shardcompile")
+
+_DECIDING = (
+    *(ShareEqualCollectives, CancelRoundTrips, DropOwnSlice, ReduceThenSlice, MergeReductions),
+    *(BucketAllGathers, BucketAllToAlls, BucketReduceScatters, BucketAllReduces, ScheduleOverlap),
+)
+"""The passes that decide by the graph which collectives there are, and in which order they start."""
 
 
 class Pass(Protocol):
@@ -147,8 +157,14 @@ class Pipeline(compat.CustomGraphPass):
         watchers = _WATCHERS.here() if self.final else []
         for watcher in watchers:
             watcher.begun(graph)
-        seen = None
-        for graph_pass in self.passes:
+        seen, passes = None, self.passes
+        few_rows = blocks.have_few_rows(graph)
+        if few_rows and blocks.ranks_may_differ(graph):
+            _LOG.info(
+                "some ranks have no rows or one of blocks whose sizes are known: the graph stays as it was traced"
+            )
+            passes = [p for p in passes if not isinstance(p, _DECIDING)]
+        for graph_pass in passes:
             before = _describe(graph) if self.record else None
             seen = _call(graph_pass, graph, seen)
             for watcher in watchers:
@@ -161,7 +177,7 @@ class Pipeline(compat.CustomGraphPass):
             watcher.ended(graph)
         if not self.final:
             forget_origins(graph)
-        if self.is_verified:
+        if self.is_verified or (self.final and few_rows):
             look_at_notes(_before_first_run)
             leave_note(graph, record_of(graph))
 
@@ -189,7 +205,7 @@ class Pipeline(compat.CustomGraphPass):
 
 def _before_first_run(notes: tuple[Any, ...]) -> Callable[[], None] | None:
     """What has to be done before a compiled graph runs, by the records that came with it: one for each module."""
-    if not config.verify or not (notes or any(p.is_verified for p in runs_behind(Pipeline))):
+    if not notes and not (config.verify and any(p.is_verified for p in runs_behind(Pipeline))):
         return None
     if not notes or not all(map(is_record, notes)):
         raise PassError(

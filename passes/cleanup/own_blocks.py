@@ -107,8 +107,8 @@ def _is_spread(node: Node, dim: int, path: list[Node]) -> bool:
     if node in path:
         return True
     ndim = node.meta["val"].ndim
-    if node.op != "call_function" or writes(node):
-        return False
+    if node.op != "call_function" or writes(node) or _is_one(node.meta["val"].shape[dim]):
+        return False  # one row is not made of others: the block has it, or has none
     if node.target is aten.expand.default:
         source: Any = node.args[0]
         at = dim - (ndim - source.meta["val"].ndim)

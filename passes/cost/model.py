@@ -211,7 +211,7 @@ class Prices:
         call: before the first node runs.
 
     Nodes that other ranks may not have (`shardcompile.passes.graph.blocks.only_here`) cost nothing, and hold what they
-    are copies of: schedules leave them out, and are the same on every rank.
+    are made of: schedules leave them out, and are the same on every rank.
     """
 
     seconds: Mapping[Node, float]
@@ -247,7 +247,7 @@ class Prices:
     def _of(graph: Graph, model: CostModel) -> Prices:
         labels = blocks.labels(graph, model.group_sizes)
         largest = _largest_blocks(graph, model, labels)
-        unsure = blocks.only_here(graph, labels)
+        unsure = blocks.only_here(graph, labels, model.group_sizes)
         seconds: dict[Node, float] = {}
         nbytes: dict[Node, int] = {}
         storage: dict[Node, Node] = {}
@@ -262,8 +262,8 @@ class Prices:
             storage[node] = node if base is None else storage[base]
             nbytes[node] = 0
             if node in unsure:
-                copied = [i for i in inputs[node] if i not in unsure or storage[i] is not i]
-                storage[node] = storage[copied[0]] if len(copied) == 1 else node
+                made_of = [storage[i] for i in inputs[node] if nbytes[storage[i]]]
+                storage[node] = made_of[0] if made_of else storage[node]
                 seconds[node], inputs[node] = 0.0, ()
                 continue
             if base is None and node.op != "output":

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.fx import Graph, Node
+from torch.utils.flop_counter import flop_registry
 
 from shardcompile import compat
 from shardcompile.collectives import traffic
@@ -97,30 +98,75 @@ def labels(graph: Graph, group_sizes: Mapping[str, int] | None = None) -> dict[N
     return found
 
 
-_COPIES = {aten.clone.default, aten.copy.default, aten.cat.default, aten.constant_pad_nd.default}
-"""Ops that torch leaves out, or not, by what it knows of a block's size."""
+_COPIES = {
+    *(WAIT, operator.getitem, aten.clone.default, aten.copy.default, aten.cat.default, aten.constant_pad_nd.default),
+}
+
+_WINDOWS = {
+    *(aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d, aten.max_pool2d_with_indices, aten.max_pool3d_with_indices),
+    *(aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d, aten.upsample_bilinear2d),
+}
 
 
-def only_here(graph: Graph, labels: Mapping[Node, set[str]]) -> set[Node]:
-    """The nodes that the graphs of other ranks may not have.
+def ranks_may_differ(graph: Graph, group_sizes: Mapping[str, int] | None = None) -> bool:
+    """Whether other ranks may have a graph of other nodes, and decide something else by it.
 
-    Where a block's size is a number, torch traces as it likes it: it copies no block without rows, and makes zeros of
-    other sizes. So these are copies whose extents may differ between ranks and are numbers, and what is computed from
-    nothing.
+    Torch traces, and divides, a program by sizes that are numbers: it copies no block without rows, joins no empty
+    part, broadcasts one row, and saves what is smallest. So ranks may differ where some ranks' blocks have no rows or
+    one, others have more, all of them are numbers, and something is computed with them. Products, windows and ops
+    element by element are not counted: every rank has them. Nor are copies, which schedules leave out (`only_here`).
+    """
+    if not have_few_rows(graph, group_sizes):
+        return False
+    boundaries = _boundaries(graph, group_sizes or {})
+    return any(
+        n.op == "call_function" and n not in boundaries and tensors(n) and _is_of_numbers(n) and not _is_everywhere(n)
+        for n in labels(graph, group_sizes)
+    )
 
-    Args:
-        graph: any.
-        labels: of the graph.
+
+def have_few_rows(graph: Graph, group_sizes: Mapping[str, int] | None = None) -> bool:
+    """Whether it has blocks of known sizes of which some have no rows or one, and others have more.
+
+    It is told by what collectives and own blocks are given, and so the same on every rank.
+    """
+    if not graph.find_nodes(op="call_function", target=WAIT):
+        return False
+    for boundary in _boundaries(graph, group_sizes or {}).values():
+        for m in boundary.members:
+            for side in (m.put, m.get):
+                if side is not None and side.sizes is None and side.number:
+                    return True
+                if side is not None and side.sizes is not None and len({min(n, 2) for n in side.sizes}) > 1:
+                    return True
+    return False
+
+
+def only_here(graph: Graph, labels: Mapping[Node, set[str]], group_sizes: Mapping[str, int] | None = None) -> set[Node]:
+    """The nodes that the graphs of other ranks may not have, where blocks have few rows; see `ranks_may_differ`.
+
+    Copies whose extents may differ between ranks and are numbers, and what is computed from nothing, such as zeros.
     """
     found: set[Node] = set()
-    for node in graph.nodes:
+    for node in graph.nodes if labels and have_few_rows(graph, group_sizes) else ():
         inputs = node.all_input_nodes
         if node.op == "call_function" and node.target is not WAIT and Collective.of(node) is None:
             constant = found.issuperset(inputs) and not any(i in labels for i in inputs)
-            known = node in labels and all(isinstance(n, int) for t in tensors(node) for n in t.shape)
-            if constant or (known and node.target in _COPIES):
+            if constant or (node in labels and node.target in _COPIES and _is_of_numbers(node)):
                 found.add(node)
     return found
+
+
+def _is_of_numbers(node: Node) -> bool:
+    return all(isinstance(n, int) for t in tensors(node) for n in t.shape)
+
+
+def _is_everywhere(node: Node) -> bool:
+    """Whether the graphs of all ranks have a node, or do not care."""
+    op, packet = op_of(node), getattr(node.target, "overloadpacket", None)
+    return (
+        op.pointwise or op.shares is not None or node.target in _COPIES or packet in _WINDOWS or packet in flop_registry
+    )
 
 
 @dataclass(frozen=True)

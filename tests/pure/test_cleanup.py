@@ -449,10 +449,12 @@ def test_the_own_block_of_what_is_spread_is_spread_alone(dim: int) -> None:
     assert TAKE not in targets(graphs[0])
 
 
-@pytest.mark.parametrize("rows", ["several", "written to"])
+@pytest.mark.parametrize("rows", ["several", "written to", "one in all"])
 def test_the_block_of_other_rows_is_taken(rows: str) -> None:
     def write(b: Builder, rank: int) -> list[Node]:
         x, y = b.input(1, 4), b.input(5, 4)
+        if rows == "one in all":
+            return [taken(b, b.call(aten.neg.default, x), 0, rank, [0, 1, 0]), b.call(aten.neg.default, y)]
         spread = b.call(aten.expand.default, x, [5, 4])
         if rows == "written to":
             spread = b.call(aten.neg.default, spread)

@@ -36,6 +36,25 @@ FINDINGS = {
         [Input("a0", (1, 2, 1), "S(2)", {0: [1, 0]}, grad=True)],
         ["v0 = a0.amax([-2, -1], False)", "v1 = v0.index_add(0, torch.arange(1), v0)"],
     ),
+    "ranks with and without rows of known blocks start collectives in one order": Finding(
+        "shardcompile",
+        (2, 2),
+        [
+            Input("a0", (4, 3, 6), "S(1) S(0)", {1: [3, 1], 0: [0, 3]}, grad=True, seed=357682),
+            Input("a1", (4, 3, 6), seed=303316),
+            Input("a2", (4, 3, 6), "R S(2)", {1: [6, 0]}, grad=True, seed=761636, inferred=True),
+        ],
+        [
+            "v0 = a1.index_add(0, torch.arange(4).mul(4).remainder(4), a0)",
+            *("v1 = torch.cat([v0, a0, v0], 0)", "v2 = a0[:, torch.tensor([2, 2], dtype=torch.int64)]"),
+            *("v3 = F.conv1d(v0, weight(2, 3, 3), padding=0)", "v4 = v3.view([-1])", 'v5 = to(v2, "S(0) S(2)")'),
+            *('v6 = to(v3, "S(1) S(2)")', "v7 = v5.median(-3)[0]", "v8 = torch.cdist(v6, v6 + 1)"),
+            "v9 = torch.cat([v5, v2], 0)",
+        ],
+    ),
+    "the own block of the only row": Finding(
+        "shardcompile", (3,), [Input("a0", (1, 4), "P(sum)")], ["v0 = a0.sigmoid()", 'v1 = to(v0, "S(0)")']
+    ),
     "a diagonal beside the main one is one row of rows that vary": Finding(
         "aot_eager_decomp_partition",
         (4,),
