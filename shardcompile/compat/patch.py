@@ -52,6 +52,12 @@ def put_in_for_good(*patches: Patch) -> None:
         _IN_PLACE[patch.name] = patch, stack
 
 
+def put_in_once(patch: Patch) -> None:
+    """Put in what stays for as long as the process lives, where it is not in place or left out."""
+    if patch.name not in LEFT_OUT and patch.name not in _IN_PLACE:
+        put_in_for_good(patch)
+
+
 def in_place() -> tuple[Patch, ...]:
     """What was put in for good."""
     return tuple(patch for patch, _ in _IN_PLACE.values())

@@ -15,6 +15,7 @@ from __future__ import annotations
 from shardcompile.compat.block_symbols import name_symbols_of_blocks
 from shardcompile.compat.decompositions import decompositions_ask_no_sizes
 from shardcompile.compat.dtensor_padding import pads_on_all_ranks
+from shardcompile.compat.inductor import PAYLOADS_UNTIL_THE_WAIT
 from shardcompile.compat.kernel_questions import (
     ones_in_kernels_by_hint,
     plain_extents_are_guarded,
@@ -413,4 +414,5 @@ OF_A_TRACE = (
 
 def all_patches() -> tuple[Patch, ...]:
     """Those above, and those that were put in for good."""
-    return (*OF_RANKS_ALIKE, *OF_A_COMPILATION, *OF_A_TRACE, *in_place())
+    stated = (*OF_RANKS_ALIKE, *OF_A_COMPILATION, *OF_A_TRACE, PAYLOADS_UNTIL_THE_WAIT)
+    return tuple(dict.fromkeys((*stated, *in_place())))

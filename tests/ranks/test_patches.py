@@ -37,6 +37,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 
 import shardcompile as sc
+from shardcompile import compat
 from shardcompile.compat.caches import put_into_keys
 from shardcompile.compat.patch import LEFT_OUT, left_out
 from shardcompile.compat.patches import all_patches
@@ -319,7 +320,35 @@ WRITTEN_AFTER_A_JOIN = Fuzzed(
 that needs no sizes of the forward pass."""
 
 
+def _sent_together(mesh: DeviceMesh, run: Callable[[Tensor, Tensor], Tensor]) -> None:
+    own, other = (random(3, 16) + rank for rank in (mesh.get_rank(), 1 - mesh.get_rank()))
+    got = run(own, torch.eye(16, dtype=own.dtype))
+    torch.testing.assert_close(got, torch.cat([other.sin().flatten(), other.cos().flatten()]))
+
+
+def sent_together() -> str:
+    """Two tensors are sent by one call, while products of the same shape are computed."""
+
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        cut = (6, 3, 1, True, [3, 3], 0, [], None)
+        started = torch.ops.shardcompile.fetch_block.default([x.sin(), x.cos()], [0, 0], *cut, name[0])
+        product = x @ w @ w
+        return torch.ops._c10d_functional.wait_tensor.default(started), product
+
+    name = [""]
+    compiled = torch.compile(function, fullgraph=True, backend="shardcompile")
+
+    def run(mesh: DeviceMesh) -> None:
+        name[0] = compat.group_name_of(mesh, 0)
+        _sent_together(mesh, lambda x, w: compiled(x, w)[0])
+
+    with LocalRanks(2, processes=False) as ranks:
+        ranks(run)
+    return RIGHT
+
+
 SCENES: dict[str, Callable[[], str]] = {
+    "payloads_until_the_wait": sent_together,
     "reads_after_writes": Fuzzed(
         [
             *('v0 = torch.einsum("a,cd->cda", a1, a0)', "v1 = F.scaled_dot_product_attention(v0, v0.sin(), v0)"),
