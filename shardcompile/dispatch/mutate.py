@@ -227,6 +227,9 @@ def _write(op: OpOverload, target: Tensor, value: Tensor) -> None:
 
 def _as_term(value: Tensor, reduce_op: str, first: bool) -> Tensor:
     """This rank's term of a pending reduction that gives `value`."""
-    if first or reduce_op not in ("sum", "product"):
+    if reduce_op not in ("sum", "product"):
         return value
-    return torch.zeros_like(value) if reduce_op == "sum" else torch.ones_like(value)
+    neutral = torch.full((), int(reduce_op == "product"), dtype=value.dtype, device=value.device)
+    if compat.is_fake(value):  # in a trace the same nodes on every rank: passes decide by them
+        return torch.where(torch.full((), first, dtype=torch.bool, device=value.device), value, neutral)
+    return value if first else neutral.expand(value.shape).clone()

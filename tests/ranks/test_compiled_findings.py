@@ -52,6 +52,15 @@ FINDINGS = {
             "v9 = torch.cat([v5, v2], 0)",
         ],
     ),
+    "what is written to a pending sum depends on the same values on every rank": Finding(
+        "shardcompile",
+        (3,),
+        [Input("a2", (), "R", grad=True, seed=679908), Input("a3", (7,), "S(0)", {0: [2, 1, 4]}, grad=True)],
+        [
+            *("v0 = a3.sum([0], False)", "v1 = v0.reshape([-1])", "v2 = a3.unflatten(0, [1, 7])"),
+            *("v1[..., 1:] += a2.sum()", "v4 = F.mse_loss(v0, a2.expand_as(v0))"),
+        ],
+    ),
     "the own block of the only row": Finding(
         "shardcompile", (3,), [Input("a0", (1, 4), "P(sum)")], ["v0 = a0.sigmoid()", 'v1 = to(v0, "S(0)")']
     ),
