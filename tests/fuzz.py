@@ -2,6 +2,7 @@
 
     python tests/fuzz.py --programs 10000 --seed 0
     python tests/fuzz.py --programs 500 --compiled aot_eager
+    python tests/fuzz.py --programs 50 --compiled shardcompile
 
 Every program is a number: lines of Python (`fuzz_lines`), inputs with layouts, a mesh. It ends right, or refused in words
 on every rank, or as a finding, which is shrunk to a few lines that can be run:

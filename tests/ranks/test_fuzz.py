@@ -33,9 +33,11 @@ def test_programs_of_which_one_needs_those_before_it(seeds: range) -> None:
     assert set(search(seeds, "aot_eager_decomp_partition")) <= {RIGHT, REFUSED}
 
 
+@pytest.mark.parametrize("backend", ["inductor", "shardcompile"])
 @pytest.mark.parametrize("first", often(list(range(0, 50, 10)), 0))
-def test_programs_through_inductor(first: int) -> None:
-    assert set(search(range(first, first + 10), "inductor")) <= {RIGHT, REFUSED}
+def test_programs_through_inductor(first: int, backend: str) -> None:
+    """Alone, and with the passes, which move collectives among what may write to what they send."""
+    assert set(search(range(first, first + 10), backend)) <= {RIGHT, REFUSED}
 
 
 def test_a_sample_of_the_programs() -> None:
