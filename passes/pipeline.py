@@ -192,9 +192,9 @@ class Pipeline(compat.CustomGraphPass):
         """
         if self.record or self.in_step or _WATCHERS.here():
             return None
+        look_at_notes(_before_first_run)  # torch asks for this before it looks anything up
         if not self.is_verified:
             return repr(self.passes)
-        look_at_notes(_before_first_run)  # torch asks for this before it looks anything up
         return f"{self.passes!r} and a record of collectives"
 
     @property
