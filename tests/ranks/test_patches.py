@@ -519,12 +519,14 @@ WITHOUT_A_PROGRAM = {
 """Patches of which no program is known that goes wrong with the torch that is installed, and why."""
 
 RIGHT_SINCE = {
+    "reads_after_writes": (2, 14),
     "saved_before_written": (2, 14),
     "sizes_of_saved_products": (2, 14),
     "copies_by_hint": (2, 15),
 }
 """Patches without which their programs go right from this version of torch on, because its partitioner saves other tensors
-of them, or we trace other ones. Other programs may still go wrong, so the patches stay."""
+of them, we trace other ones, or a part of what they do has come to torch. Other programs may still go wrong, so the
+patches stay."""
 
 
 @contextlib.contextmanager
