@@ -178,7 +178,7 @@ def _difference(rank: int, lines: Sequence[str], other_rank: int, others: Sequen
         f"ranks {rank} and {other_rank} have compiled different collectives, and would wait for one another without "
         f"end. They differ from number {same} on (of {len(lines)} and {len(others)}): rank {rank} has {at[0]}; rank "
         f"{other_rank} has {at[1]}. The program, or a pass, takes a decision by what only one rank knows: the rank, "
-        "the size of its block, or its values"
+        "the size of its block, or its values. Where it is a pass, torch.compile(backend='inductor') does without"
     )
 
 
