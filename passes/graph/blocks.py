@@ -111,10 +111,11 @@ _WINDOWS = {
 def ranks_may_differ(graph: Graph, group_sizes: Mapping[str, int] | None = None) -> bool:
     """Whether other ranks may have a graph of other nodes, and decide something else by it.
 
-    Torch traces, and divides, a program by sizes that are numbers: it copies no block without rows, joins no empty
-    part, broadcasts one row, and saves what is smallest. So ranks may differ where some ranks' blocks have no rows or
-    one, others have more, all of them are numbers, and something is computed with them. Products, windows and ops
-    element by element are not counted: every rank has them. Nor are copies, which schedules leave out (`only_here`).
+    Torch traces, and divides, a program by sizes that are numbers. It copies no block without rows, joins no empty
+    part, broadcasts one row, and saves what is smallest. So ranks may differ if some have no rows of a block, or one,
+    and others more. They do where all of these are numbers and something is computed with them. Products, windows and
+    ops element by element are not counted: every rank has them. Nor are copies, which schedules leave out
+    (`only_here`).
     """
     if not have_few_rows(graph, group_sizes):
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSet, Sequence
 from typing import Any
 from unittest import mock
 
@@ -346,10 +346,10 @@ def _without_comparing(stride_of_view: Callable[..., object]) -> Callable[..., o
     return strides
 
 
-def _of_known_strides(find: Callable[[Any], Any]) -> Callable[[Any], object]:
+def _of_known_strides(find: Callable[[object], MutableSet[torch.fx.Node]]) -> Callable[[object], object]:
     """Leave out those whose strides would depend on symbols, with the channels last."""
 
-    def found(graph: Any) -> object:
+    def found(graph: object) -> object:
         nodes = find(graph)
         for node in list(nodes):
             value = node.meta.get("val")
