@@ -85,6 +85,8 @@ def _may_write(node: Node) -> bool:
     op = op_of(node)
     if op.target is None or op.pointwise or op.reduces or op.allocates or op.shares is not None:
         return False
+    if isinstance(node.meta.get("val"), (int, torch.SymInt, torch.SymBool)):  # arithmetic of sizes
+        return False
     return op.target not in ANCHORS and kind_of(node) is None
 
 
