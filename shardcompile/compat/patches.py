@@ -44,7 +44,7 @@ from shardcompile.compat.replacements import (
 )
 from shardcompile.compat.saved_inputs import saved_before_written, sizes_of_saved_products
 from shardcompile.compat.saved_strides import saved_as_traced, saved_behind_written
-from shardcompile.compat.scheduling import parts_own_no_memory, reads_after_writes
+from shardcompile.compat.scheduling import broadcast_by_guards, parts_own_no_memory, reads_after_writes
 from shardcompile.compat.writes import copies_by_hint, joins_of_copies, overlap_by_hint, overlaps_of_sizes
 
 OF_RANKS_ALIKE = (
@@ -88,6 +88,15 @@ OF_RANKS_ALIKE = (
         "torch.randn(2, 5), torch.randn(4, 4), on CPUs.",
         "2.11 - 2.15",
         parts_own_no_memory,
+    ),
+    Patch(
+        "broadcast_by_guards",
+        "torch._inductor.ir.ExpandView.make_reindexer",
+        "A dim whose extent is an expression, such as s // 3, and 1 by a guard is broadcast by its neighbours' extents, "
+        "but read at every place: values from outside of the tensor, without a word.",
+        "Mended in 2.15. F.linear(x.unfold(1, 3, 3).clone(), w) of a dynamic (1, 5) is wrong on CPUs.",
+        "2.11 - 2.14",
+        broadcast_by_guards,
     ),
     Patch(
         "joins_of_copies",

@@ -1,11 +1,13 @@
-"""What Inductor's scheduler knows of reads and writes, and of memory. `patches` says why."""
+"""What Inductor knows of reads and writes, of memory, and of dims of one row. `patches` says why."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import sympy
 
 from shardcompile.compat.patch import replace
 
@@ -22,6 +24,31 @@ def parts_own_no_memory(stack: contextlib.ExitStack) -> None:
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen  # 2.11 - 2.15
 
     replace(stack, PythonWrapperCodegen, "can_reuse", _unless_another_owns_it)  # 2.11 - 2.15
+
+
+def broadcast_by_guards(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
+    from torch._inductor.ir import ExpandView  # 2.11 - 2.15
+
+    replace(stack, ExpandView, "make_reindexer", _of_dims_known_to_be_one)  # 2.11 - 2.15
+
+
+def _of_dims_known_to_be_one(make: Callable[[Any], Callable[..., list[Any]]]) -> Callable[[Any], Callable[..., Any]]:
+    """Have a dim be read at 0 where guards say that its extent is 1, and not only where it is the number."""
+    # Heavy, and only a compilation needs it.
+    from torch._inductor.virtualized import V  # 2.11 - 2.15
+
+    @functools.wraps(make)
+    def made(view: Any) -> Callable[[Sequence[Any]], list[Any]]:
+        reindex = make(view)
+        ones = [V.graph.sizevars.is_size_one_or_false(n) for n in view.data.get_size()]
+
+        def reindexed(index: Sequence[Any]) -> list[Any]:
+            return [sympy.S.Zero if one else i for one, i in zip(ones, reindex(index), strict=True)]
+
+        return reindexed
+
+    return made
 
 
 def _unless_another_owns_it(can_reuse: Callable[..., bool]) -> Callable[..., bool]:

@@ -124,6 +124,22 @@ def inputs_with_gradients() -> str:
     return RIGHT
 
 
+def _rows_of_windows(mesh: DeviceMesh) -> None:
+    def function(x: Any, plain: Tensor) -> Any:
+        return x.sin(), nnf.linear(plain.unfold(1, 3, 3).clone(), WEIGHT, BIAS)
+
+    plain = random(1, 5)
+    torch._dynamo.maybe_mark_dynamic(plain, 1)
+    _, got = torch.compile(function, fullgraph=True, backend="inductor")(sharded(random(5), 0, [4, 1], mesh), plain)
+    torch.testing.assert_close(got, nnf.linear(plain.unfold(1, 3, 3), WEIGHT, BIAS))
+
+
+def rows_of_windows() -> str:
+    with LocalRanks(2, processes=False) as ranks:
+        ranks(_rows_of_windows)
+    return RIGHT
+
+
 class WithBuffer(torch.nn.Module):
     def __init__(self, table: Tensor) -> None:
         super().__init__()
@@ -286,6 +302,7 @@ assert mode.get_total_counts() == 1
 
 
 KERNEL, FACTOR, NOTHING = random(3, 2, 3, 3), random(2, 4, 5), random(5, 0)
+WEIGHT, BIAS = random(4, 3), random(4)
 ROWS = [[3, 2], [1, 4]]
 SELECTED = Compiled(lambda x: x[:, 0].exp() + x.select(1, 2), lambda n: random(n, 3, 4), 0, ROWS)
 
@@ -358,6 +375,7 @@ SCENES: dict[str, Callable[[], str]] = {
         2,
         "inductor",
     ),
+    "broadcast_by_guards": rows_of_windows,
     "parts_own_no_memory": Fuzzed(
         [
             *("v0 = a0.sin()", "v1 = torch.cat([a0, v0], 0)", "v2 = v1.cumsum(0)", "v3 = v0 * v2[2:]"),
