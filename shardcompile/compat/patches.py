@@ -92,8 +92,8 @@ OF_RANKS_ALIKE = (
     Patch(
         "broadcast_by_guards",
         "torch._inductor.ir.ExpandView.make_reindexer",
-        "A dim whose extent is an expression, such as s // 3, and 1 by a guard is broadcast by its neighbours' extents, "
-        "but read at every place: values from outside of the tensor, without a word.",
+        "A dim whose extent is an expression, such as s // 3, and 1 by a guard takes the extent of what it meets, but "
+        "is read at every place: values from outside of the tensor, without a word.",
         "Mended in 2.15. F.linear(x.unfold(1, 3, 3).clone(), w) of a dynamic (1, 5) is wrong on CPUs.",
         "2.11 - 2.14",
         broadcast_by_guards,

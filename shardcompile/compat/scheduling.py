@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 
 from shardcompile.compat.patch import replace
+
+if TYPE_CHECKING:
+    from torch._inductor.ir import ExpandView  # 2.11 - 2.15
+
+Reindexer = Callable[[Sequence[sympy.Expr]], Sequence[sympy.Expr]]
 
 
 def reads_after_writes(stack: contextlib.ExitStack) -> None:
@@ -28,22 +33,22 @@ def parts_own_no_memory(stack: contextlib.ExitStack) -> None:
 
 def broadcast_by_guards(stack: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
-    from torch._inductor.ir import ExpandView  # 2.11 - 2.15
+    from torch._inductor.ir import ExpandView
 
     replace(stack, ExpandView, "make_reindexer", _of_dims_known_to_be_one)  # 2.11 - 2.15
 
 
-def _of_dims_known_to_be_one(make: Callable[[Any], Callable[..., list[Any]]]) -> Callable[[Any], Callable[..., Any]]:
+def _of_dims_known_to_be_one(make: Callable[..., Reindexer]) -> Callable[..., Reindexer]:
     """Have a dim be read at 0 where guards say that its extent is 1, and not only where it is the number."""
     # Heavy, and only a compilation needs it.
     from torch._inductor.virtualized import V  # 2.11 - 2.15
 
     @functools.wraps(make)
-    def made(view: Any) -> Callable[[Sequence[Any]], list[Any]]:
+    def made(view: ExpandView) -> Reindexer:
         reindex = make(view)
         ones = [V.graph.sizevars.is_size_one_or_false(n) for n in view.data.get_size()]
 
-        def reindexed(index: Sequence[Any]) -> list[Any]:
+        def reindexed(index: Sequence[sympy.Expr]) -> Sequence[sympy.Expr]:
             return [sympy.S.Zero if one else i for one, i in zip(ones, reindex(index), strict=True)]
 
         return reindexed
