@@ -138,7 +138,12 @@ def _share(graph: Graph, c: Collective, first: Node) -> None:
 
 
 def _keep_separate(graph: Graph, node: Node) -> None:
-    """Give those who read a node a copy."""
+    """Give those who read a node a copy.
+
+    The copy takes over the node's fake tensor, of which readers are views: torch drops a copy of which it finds no view
+    among the results.
+    """
     with graph.inserting_after(node):
         copy = clone(graph, node)
+    node.meta["val"], copy.meta["val"] = copy.meta["val"], node.meta["val"]
     node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from shardcompile.compat.block_symbols import name_symbols_of_blocks
 from shardcompile.compat.decompositions import decompositions_ask_no_sizes
 from shardcompile.compat.dtensor_padding import pads_on_all_ranks
+from shardcompile.compat.equal_nodes import one_wait_each, parts_stay_apart
 from shardcompile.compat.inductor import PAYLOADS_UNTIL_THE_WAIT
 from shardcompile.compat.kernel_questions import (
     ones_in_kernels_by_hint,
@@ -36,7 +37,6 @@ from shardcompile.compat.replacements import (
     fill_order_by_hint,
     memory_format_by_hint,
     no_donated_buffers,
-    parts_stay_apart,
     places_of_parts,
     symbols_by_both_names,
     traces_agree,
@@ -160,6 +160,18 @@ OF_RANKS_ALIKE = (
         "different collectives, and wait for one another.",
         "2.11 - 2.15",
         parts_stay_apart,
+    ),
+    Patch(
+        "one_wait_each",
+        "torch._functorch.partitioners.fx_graph_cse",
+        "Of two equal collectives one is left, but two waits for it if a result leaves the graph: two names of one "
+        "memory. Inductor writes to one of them in place while the other is still read, and a caller that writes to "
+        "one result changes the other.",
+        "fx_graph_cse keeps what shares its memory with an output, by the storages of fake tensors. A fake wait has "
+        "another storage than what it waits for, so that the collective is merged and its waits are not. def f(x): "
+        "return wait(all_reduce(x)), wait(all_reduce(x)).index_fill(0, i, 0.5) gives 0.5 in both.",
+        "2.11 - 2.15",
+        one_wait_each,
     ),
     Patch(
         "pads_on_all_ranks",

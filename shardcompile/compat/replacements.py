@@ -14,8 +14,8 @@ import torch._subclasses.fake_impls as fake_impls
 import torch.fx.experimental._config as _symbolic_shapes_config
 from torch import _prims_common
 from torch._dynamo.backends import common  # 2.11 - 2.15
-from torch._functorch import compile_utils, partitioners  # 2.11 - 2.15
 from torch._functorch import config as _functorch_config  # 2.11 - 2.15
+from torch._functorch import partitioners  # 2.11 - 2.15
 from torch._guards import detect_fake_mode  # 2.11 - 2.15
 from torch._inductor.virtualized import V  # 2.11 - 2.15
 from torch.fx import GraphModule, Node
@@ -75,17 +75,6 @@ def channels_last_of_known_sizes(stack: contextlib.ExitStack) -> None:
 def collectives_stay(stack: contextlib.ExitStack) -> None:
     replace(stack, partitioners, "force_save_collectives", _where_they_were_traced)  # 2.11 - 2.15
     replace(stack, partitioners, "_extract_fwd_bwd_modules", _once)  # 2.11 - 2.15
-
-
-def parts_stay_apart(stack: contextlib.ExitStack) -> None:
-    aten = torch.ops.aten
-    parts = [
-        *(aten.slice, aten.slice_backward, aten.slice_scatter, aten.select, aten.select_backward, aten.select_scatter),
-        *(aten.as_strided, aten.as_strided_scatter, aten.split, aten.split_with_sizes, aten.diagonal, aten.roll),
-        *(aten.constant_pad_nd, aten.arange, torch.ops.prims.iota),
-        aten.full,  # what a rank without rows sends in place of a part; its slices of that may have been left out
-    ]
-    replace(stack, compile_utils, "rand_ops", lambda kept: [*kept, *parts])  # 2.11 - 2.15
 
 
 def traces_agree(stack: contextlib.ExitStack) -> None:

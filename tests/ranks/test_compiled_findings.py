@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+import torch
 from fuzz import RIGHT, Found, Input, Program, judge
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Replicate, Shard
 
+import shardcompile as sc
 from shardcompile.testing import LocalRanks
 
 
@@ -182,3 +188,25 @@ def test_an_extent_of_one_is_broadcast_where_dynamo_has_seen_another_and_traces_
     )
     told = _judge(of_one, "aot_eager")
     assert told.kind == RIGHT, told
+
+
+def _gathered_twice(x: Any) -> tuple[Any, Any]:
+    return x.redistribute(placements=[Replicate()]), x.redistribute(placements=[Replicate()])
+
+
+def _second_after_a_write_to_the_first(mesh: DeviceMesh, backend: str, grad: bool) -> Tensor:
+    full = torch.arange(8.0).view(4, 2)
+    x = sc.distribute_tensor(full, mesh, [Shard(0)], sharding_shapes={0: [3, 1]}).detach().requires_grad_(grad)
+    first, second = torch.compile(_gathered_twice, fullgraph=True, backend=backend)(x)
+    with torch.no_grad():
+        first.fill_(9.0)
+    whole: Tensor = second.full_tensor()
+    return whole.detach()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "shardcompile"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_two_results_of_one_gather_do_not_share_memory(backend: str, grad: bool) -> None:
+    with LocalRanks(2, processes=False) as ranks:
+        for second in ranks(_second_after_a_write_to_the_first, backend, grad):
+            torch.testing.assert_close(second, torch.arange(8.0).view(4, 2))

@@ -489,6 +489,12 @@ SCENES: dict[str, Callable[[], str]] = {
         [Input("a0", (5, 1), "R", grad=True)],
         2,
     ),
+    "one_wait_each": Fuzzed(
+        ['v0 = to(a0, "R")', "v1 = a0.index_fill(0, torch.tensor([2, 0, 0, 3], dtype=torch.int64), 0.5)"],
+        [Input("a0", (4,), "S(0)", {0: [3, 1]}, grad=True)],
+        2,
+        "inductor",
+    ),
     "pads_on_all_ranks": columns_over_the_rows,
     "copies_by_hint": Fuzzed(
         ["a0[::3] = 1.25"], [Input("a0", (5, 1), "S(1)", {0: [0, 1]})], 2, "aot_eager_decomp_partition"

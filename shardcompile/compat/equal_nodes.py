@@ -1,0 +1,60 @@
+"""What torch takes for one where a graph computes it twice. `patches` says why."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+
+import torch
+from torch._functorch import compile_utils, partitioners  # 2.11 - 2.15
+from torch.fx import Graph, Node
+from torch.multiprocessing.reductions import StorageWeakRef  # 2.11 - 2.15
+
+from shardcompile.compat.patch import replace
+
+aten = torch.ops.aten
+
+
+def parts_stay_apart(stack: contextlib.ExitStack) -> None:
+    parts = [
+        *(aten.slice, aten.slice_backward, aten.slice_scatter, aten.select, aten.select_backward, aten.select_scatter),
+        *(aten.as_strided, aten.as_strided_scatter, aten.split, aten.split_with_sizes, aten.diagonal, aten.roll),
+        *(aten.constant_pad_nd, aten.arange, torch.ops.prims.iota),
+        aten.full,  # what a rank without rows sends in place of a part; its slices of that may have been left out
+    ]
+    replace(stack, compile_utils, "rand_ops", lambda kept: [*kept, *parts])  # 2.11 - 2.15
+
+
+def one_wait_each(stack: contextlib.ExitStack) -> None:
+    replace(stack, partitioners, "fx_graph_cse", _waiting_once)  # 2.11 - 2.15
+
+
+def _waiting_once(merge: Callable[[Graph], Graph]) -> Callable[[Graph], Graph]:
+    """Have what was merged be waited for once, and a second result that leaves the graph be a copy."""
+
+    @functools.wraps(merge)
+    def merged(graph: Graph) -> Graph:
+        new = merge(graph)
+        returned = {storage for node in new.output_node().all_input_nodes if (storage := _storage_of(node))}
+        first: dict[object, Node] = {}
+        for node in new.find_nodes(op="call_function", target=torch.ops._c10d_functional.wait_tensor.default):
+            earlier = first.setdefault(node.args[0], node)
+            if earlier is node:
+                continue
+            if _storage_of(node) in returned:
+                with new.inserting_before(node):
+                    result = new.call_function(aten.clone.default, (earlier,))
+                result.meta = dict(node.meta)
+            else:
+                result = earlier
+            node.replace_all_uses_with(result)
+            new.erase_node(node)
+        return new
+
+    return merged
+
+
+def _storage_of(node: Node) -> StorageWeakRef | None:
+    value = node.meta.get("val")
+    return StorageWeakRef(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
