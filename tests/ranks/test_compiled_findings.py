@@ -27,6 +27,15 @@ class Finding:
 
 
 FINDINGS = {
+    "the last chunk has one row, by an extent that varies": Finding(
+        "aot_eager",
+        (2, 2),
+        [Input("a0", (2, 7), "R S(1)", {1: [6, 1]}), Input("a1", (5, 2), dtype="float32", seed=211880)],
+        [
+            *("v0 = a1.logsumexp([-2], False)", 'v1 = to(a0, "S(1) S(0)")', "v3 = -v0"),
+            *("v4 = v3.chunk(4, 0)[-1]", "v6 = v4 - v1"),
+        ],
+    ),
     "a slice that ends behind the last row, of rows that vary": Finding(
         "inductor",
         (2,),

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile.layout import IntLike
-from shardcompile.ops.pointwise.rule import is_one
+from shardcompile.ops.pointwise.rule import is_one, is_stretched
 from shardcompile.ops.registry import register
 from shardcompile.ops.strategy import OpCall, Strategy, TensorArg, along, partial
 
@@ -95,7 +95,7 @@ def _index_put(call: OpCall) -> Iterable[Strategy]:
     for dim in range(target.ndim):
         if dim < at[0] or dim > at[-1]:
             out = (dim if dim < at[0] else dim - len(at) + rank) - outer
-            broadcast = out < 0 or (is_one(values.shape[out]) and not is_one(target.shape[dim]))
+            broadcast = out < 0 or is_stretched(values.shape[out], target.shape[dim])
             yield along([dim, *[None] * len(at), None if broadcast else out], [dim])
     if add:
         yield partial(["sum", *[None] * len(at), "sum"], ["sum"])

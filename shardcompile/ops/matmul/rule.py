@@ -2,47 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from shardcompile.layout import IntLike
 from shardcompile.ops.notation import multilinear
-from shardcompile.ops.pointwise.rule import is_one
+from shardcompile.ops.pointwise.rule import is_stretched
 from shardcompile.ops.registry import register
 from shardcompile.ops.strategy import OpCall, Strategy, TensorArg, along, partial
 
 aten = torch.ops.aten
 
 
-def _broadcast_dim(bias: TensorArg, dim: int, ndim: int) -> int | None:
-    """The dim of a broadcast term that runs along output dim `dim`, if it has one."""
-    own = dim - (ndim - bias.ndim)
-    return None if own < 0 or is_one(bias.shape[own]) else own
+def _broadcast_dim(bias: TensorArg, dim: int, extents: Sequence[IntLike]) -> int | None:
+    """The dim of a broadcast term that runs along output dim `dim` of the extents, if it has one."""
+    own = dim - (len(extents) - bias.ndim)
+    return None if own < 0 or is_stretched(bias.shape[own], extents[dim]) else own
 
 
 def _addmm(call: OpCall) -> list[Strategy]:
     """``bias + a @ b``: the bias must be added once, so the contracted axis stays whole."""
-    bias = call.tensors[0]
+    bias, a, b = call.tensors
+    out = (a.shape[0], b.shape[1])
     return [
-        along([_broadcast_dim(bias, 0, 2), 0, None], [0]),
-        along([_broadcast_dim(bias, 1, 2), None, 1], [1]),
+        along([_broadcast_dim(bias, 0, out), 0, None], [0]),
+        along([_broadcast_dim(bias, 1, out), None, 1], [1]),
     ]
 
 
 def _baddbmm(call: OpCall) -> list[Strategy]:
-    bias = call.tensors[0]
+    bias, a, b = call.tensors
+    out = (a.shape[0], a.shape[1], b.shape[2])
     return [
-        along([_broadcast_dim(bias, 0, 3), 0, 0], [0]),
-        along([_broadcast_dim(bias, 1, 3), 1, None], [1]),
-        along([_broadcast_dim(bias, 2, 3), None, 2], [2]),
+        along([_broadcast_dim(bias, 0, out), 0, 0], [0]),
+        along([_broadcast_dim(bias, 1, out), 1, None], [1]),
+        along([_broadcast_dim(bias, 2, out), None, 2], [2]),
     ]
+
+
+def _differ(a: IntLike, b: IntLike) -> bool:
+    return is_stretched(a, b) or is_stretched(b, a)
 
 
 def _matmul(call: OpCall) -> Iterable[Strategy]:
     """A batched product with any number of batch dims. Torch splits the op up; `ops.attention` calls it as one."""
     a, b = call.tensors
     rows, inner = a.ndim - 2, a.ndim - 1
-    if a.ndim != b.ndim or a.ndim < 2 or any(is_one(a.shape[d]) != is_one(b.shape[d]) for d in range(rows)):
+    if a.ndim != b.ndim or a.ndim < 2 or any(_differ(a.shape[d], b.shape[d]) for d in range(rows)):
         return
     yield from (along([d, d], [d]) for d in range(rows))
     yield along([rows, None], [rows])

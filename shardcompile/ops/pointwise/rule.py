@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardcompile.compat import OpOverload
+from shardcompile.compat import OpOverload, guarded, size_hint
 from shardcompile.layout import IntLike
 from shardcompile.ops.record import Facts, Rule
 from shardcompile.ops.registry import family, register, state
@@ -19,8 +19,19 @@ _REDUCE_OPS = ("sum", "avg", "product", "max", "min")
 
 
 def is_one(extent: IntLike) -> bool:
-    """Whether an extent is 1 for sure; a symbolic extent never broadcasts."""
+    """Whether an extent is 1 for sure; see `is_stretched` for a symbolic one."""
     return isinstance(extent, int) and extent == 1
+
+
+def is_stretched(extent: IntLike, to: IntLike) -> bool:
+    """Whether a dim of one row is broadcast to another extent.
+
+    A symbolic extent stays, whatever it is, next to one that is as large: one graph serves all extents. It is taken
+    for 1 where it is 1 now and meets another extent, as that of the last chunk may. A guard says so then.
+    """
+    if isinstance(extent, int):
+        return extent == 1 and not is_one(to)
+    return size_hint(extent) == 1 and size_hint(to) not in (1, -1) and guarded(extent == 1)
 
 
 def broadcast_axes(call: OpCall) -> list[list[int | None]]:
@@ -30,8 +41,9 @@ def broadcast_axes(call: OpCall) -> list[list[int | None]]:
     for dim in range(ndim):
         dims = [dim - (ndim - t.ndim) for t in call.tensors]
         extents = [t.shape[d] if d >= 0 else 1 for t, d in zip(call.tensors, dims, strict=True)]
-        spread = all(is_one(e) for e in extents)
-        axes.append([d if d >= 0 and (spread or not is_one(e)) else None for d, e in zip(dims, extents, strict=True)])
+        others = [e for e in extents if not is_one(e)]
+        to = next((e for e in others if size_hint(e) != 1), others[0] if others else 1)
+        axes.append([None if d < 0 or is_stretched(e, to) else d for d, e in zip(dims, extents, strict=True)])
     return axes
 
 

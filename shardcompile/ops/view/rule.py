@@ -10,7 +10,7 @@ import torch
 from shardcompile import compat
 from shardcompile.layout import IntLike, Layout, dense_stride
 from shardcompile.ops.pointwise.rule import _REDUCE_OPS as REDUCE_OPS
-from shardcompile.ops.pointwise.rule import is_one
+from shardcompile.ops.pointwise.rule import is_one, is_stretched
 from shardcompile.ops.registry import register
 from shardcompile.ops.strategy import OpCall, Strategy, along, partial
 
@@ -41,10 +41,9 @@ def local_shape_at(position: int) -> Callable[..., tuple[Any, ...]]:
 def _expand(call: OpCall) -> Iterable[Strategy]:
     src, shape = call.tensors[0].shape, call.args[1]
     new = len(shape) - len(src)
-    kept = [along([d], [d + new]) for d, extent in enumerate(src) if not is_one(extent) or is_one(shape[d + new])]
-    grows = any(not is_one(e) for e in shape[:new]) or any(
-        is_one(extent) and not is_one(shape[d + new]) for d, extent in enumerate(src)
-    )
+    stretched = [is_stretched(extent, shape[d + new]) for d, extent in enumerate(src)]
+    kept = [along([d], [d + new]) for d in range(len(src)) if not stretched[d]]
+    grows = any(not is_one(e) for e in shape[:new]) or any(stretched)
     # A term that is spread out is reduced first: afterwards the reduction would move every copy.
     return kept if grows else passing(kept)
 
