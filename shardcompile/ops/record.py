@@ -115,7 +115,7 @@ class OpRecord:
         kernel: what runs on a block in its place.
         elementwise: whether all that it reads for an element of its result are that element of its inputs, broadcast.
         order: in which order of dims its result is stored.
-        keeps_strides: whether its result has the strides of what it copies, those along extents of 1 included.
+        keeps_strides: whether its result has the strides of its input, those along extents of 1 included.
         indices: finds the index tensors among its arguments, which are looked at before anything is sent.
         check: raises what kernels raise for arguments of the global shapes, and fake kernels do not.
         shape_kernel: what is run in its place to find out the shapes and strides of its results.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -59,3 +60,30 @@ def test_strides_of_pointwise_ops(dtype: torch.dtype) -> None:
     assert not wrong, "\n".join(wrong)
     assert len(seen) > 25
     assert sum(record_of(op).order is Order.AS_A_SUM for op in seen) > (2 if dtype is torch.bool else 6)
+
+
+def test_strides_along_extents_of_1() -> None:
+    """Kernels tell the order of dims by them. Of a number, a schema does not say whether it is an operand."""
+    x = torch.ones(3, 6, 1, 1).as_strided((3, 6, 1, 1), (6, 1, 6, 6))
+    others = [x, 2, torch.ones(()), torch.ones(3, 6, 1, 1)]
+    pairs: list[tuple[Any, ...]] = [*((x, y) for y in others), *((y, x) for y in others)]
+    calls = [(op, pair) for op in of_two_tensors() for pair in pairs]
+    with_numbers = (aten.eq.Scalar, aten.fmod.Scalar, aten.pow.Tensor_Scalar, aten.clamp_max.default, aten.fill.Scalar)
+    calls += [(op, (x, 2)) for op in with_numbers]
+    calls += [(op, (2, x)) for op in (aten.pow.Scalar, aten.polygamma.default, aten.special_zeta.self_scalar)]
+    alone = (aten.abs.default, aten.relu.default, aten.hardtanh.default, aten.nan_to_num.default, aten.deg2rad.default)
+    calls += [(op, (x,)) for op in alone]
+    seen, wrong = 0, []
+    for op, args in calls:
+        try:
+            real = op(*args)
+        except (RuntimeError, NotImplementedError):
+            continue  # not for numbers, or not for this dtype
+        if not isinstance(real, Tensor):
+            continue
+        seen += 1
+        told = global_meta(op, args, {})
+        if real.stride() != told.stride():
+            wrong.append(f"{op}{args}: {real.stride()}, told {told.stride()}")
+    assert not wrong, "\n".join(wrong)
+    assert seen > 150

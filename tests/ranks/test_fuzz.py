@@ -396,6 +396,16 @@ def test_a_copy_keeps_strides_along_extents_of_1() -> None:
 
 
 @pytest.mark.parametrize(
+    "line", ["v0.abs() + 0.5", "2 / v0.abs()", "v0.abs() > 0", "F.hardtanh(v0.abs())", "v0.abs().clamp_max(1)"]
+)
+def test_strides_along_extents_of_1_are_those_of_an_operand_that_meets_a_number(line: str) -> None:
+    """Two contiguous tensors of one shape give one in rows; a number is a tensor without dims, and no option is."""
+    inputs = [Input("a0", (6, 1), "S(0)", {0: [5, 1]}), Input("a1", (1, 2, 1), "R")]
+    lines = ["v0 = a0.expand([1, 6, 3]).transpose(2, -3).unsqueeze(2)", f"v1 = {line}", "v2 = a1 + v1"]
+    assert found(lines, inputs, (2,)).kind == RIGHT
+
+
+@pytest.mark.parametrize(
     "line",
     ["v0.max()", "v0.min()", "v0.long().std()", "v0.long().var(0)", "(v0 > 0).argmax(0)", "(v0 > 0).argmin()"],
 )

@@ -38,6 +38,8 @@ What is found in a trace is kept with its mode: the layers of a model ask for th
 """
 
 _FOUND_LIMIT = 4096
+_OPERANDS = ("self", "other", "x", "n")
+"""What schemas call the operands of a pointwise op of two; the latter ones those of polynomials."""
 
 
 def global_meta(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
@@ -115,13 +117,13 @@ def _work_out(
             run: Callable[..., Any] = record.shape_kernel or op
             out = run(*given, **{k: fake(a) for k, a in kwargs.items()})
             as_inputs = isinstance(out, Tensor) and "memory_format" not in kwargs and not op._schema.is_mutable
-            if mode is _EAGER.mode and as_inputs and record.elementwise and not record.keeps_strides:
-                out = _in_rows_if_all_are(out, list(tensors_of(given)))
             if record.order is Order.IN_ROWS:
                 out = out.new_empty(out.shape)  # in rows, however the exponents are stored
             if record.order is Order.AS_A_SUM:
                 first, *others = tensors_of(given)  # no other one where that is a number with a symbol
                 out = out.new_empty_strided(out.shape, torch.add(first, others[0] if others else 0).stride())
+            if mode is _EAGER.mode and as_inputs and record.elementwise and not record.keeps_strides:
+                out = _in_rows_if_all_are(op, out, given)
             return out
         except (ValueError, RuntimeError) as error:
             if not record.instead or not _NO_VIEW.search(str(error)):
@@ -186,15 +188,29 @@ def _refuse_integers(op: OpOverload, given: Sequence[Any]) -> None:
         raise RuntimeError(f"{op}: std and var only support floating point and complex dtypes, not {x.dtype}")
 
 
-def _in_rows_if_all_are(out: Tensor, given: Sequence[Tensor]) -> Tensor:
-    """The result of an elementwise op, its strides those of rows if all inputs are contiguous and of its shape.
+def _in_rows_if_all_are(op: OpOverload, out: Tensor, given: Sequence[object]) -> Tensor:
+    """The result of an elementwise op, its strides those of rows if all operands are contiguous and of its shape.
 
     Kernels give it these. Fake kernels (2.11 - 2.15) keep an input's strides along dims of extent 1, and other kernels
-    tell the order of dims by them.
+    tell the order of dims by them. Where an operand is a number kernels keep them too: it has not the result's shape.
     """
-    if all(x.shape == out.shape and x.is_contiguous() for x in given):
+    if _is_given_a_number_as_operand(op, given):
+        return out
+    if all(x.shape == out.shape and x.is_contiguous() for x in tensors_of(given)):
         return out.as_strided(out.shape, contiguous_stride(out.shape))
     return out
+
+
+def _is_given_a_number_as_operand(op: OpOverload, given: Sequence[object]) -> bool:
+    """Whether a number is one of its operands: kernels make it a tensor without dims, unlike an option.
+
+    Nothing in a schema tells one from the other but names. The `exponent` of `pow` and the `max` of `clamp_max` are
+    options, though there are overloads with tensors in their place.
+    """
+    return any(
+        isinstance(a, (int, float, complex)) and stated.name in _OPERANDS and str(stated.type) in ("Tensor", "number")
+        for stated, a in zip(op._schema.arguments, given, strict=False)
+    )
 
 
 def _hold(x: Tensor) -> Tensor:
@@ -221,5 +237,11 @@ state(
 state([aten.max.default, aten.min.default], check=_refuse_nothing)
 state([aten.argmax.default, aten.argmin.default], check=_refuse_bools)
 state([packet.correction for packet in (aten.std, aten.var, aten.std_mean, aten.var_mean)], check=_refuse_integers)
-state([aten.clone.default, aten._to_copy.default], keeps_strides=True)
+state(
+    [
+        *(aten.clone.default, aten._to_copy.default, aten.fill.Scalar, aten.hardtanh.default, aten.nan_to_num.default),
+        *(aten.deg2rad.default, aten.rad2deg.default, aten._prelu_kernel.default),
+    ],
+    keeps_strides=True,
+)
 state(aten.view.default, instead="Use reshape, which copies where it has to")
