@@ -44,7 +44,12 @@ from shardcompile.compat.replacements import (
 )
 from shardcompile.compat.saved_inputs import saved_before_written, sizes_of_saved_products
 from shardcompile.compat.saved_strides import saved_as_traced, saved_behind_written
-from shardcompile.compat.scheduling import broadcast_by_guards, parts_own_no_memory, reads_after_writes
+from shardcompile.compat.scheduling import (
+    broadcast_by_guards,
+    lookups_in_no_rows,
+    parts_own_no_memory,
+    reads_after_writes,
+)
 from shardcompile.compat.writes import copies_by_hint, joins_of_copies, overlap_by_hint, overlaps_of_sizes
 
 OF_RANKS_ALIKE = (
@@ -97,6 +102,16 @@ OF_RANKS_ALIKE = (
         "Mended in 2.15. F.linear(x.unfold(1, 3, 3).clone(), w) of a dynamic (1, 5) is wrong on CPUs.",
         "2.11 - 2.14",
         broadcast_by_guards,
+    ),
+    Patch(
+        "lookups_in_no_rows",
+        "torch._inductor.lowering.index_impl_helper",
+        "A rank without rows serves lookups of other ranks: none, but how many is a number of the run. Inductor "
+        "refuses to compile that.",
+        "lowering of aten.index raises IndexError for a dim of 0 rows unless an extent of the index is the number 0; "
+        "it may be a symbol that is 0 when the graph runs.",
+        "2.11 - 2.15",
+        lookups_in_no_rows,
     ),
     Patch(
         "joins_of_copies",

@@ -1,4 +1,4 @@
-"""What Inductor knows of reads and writes, of memory, and of dims of one row. `patches` says why."""
+"""What Inductor knows of reads and writes, of memory, and of dims of one row or none. `patches` says why."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import sympy
 
@@ -36,6 +37,35 @@ def broadcast_by_guards(stack: contextlib.ExitStack) -> None:
     from torch._inductor.ir import ExpandView
 
     replace(stack, ExpandView, "make_reindexer", _of_dims_known_to_be_one)  # 2.11 - 2.15
+
+
+def lookups_in_no_rows(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
+    from torch._inductor import lowering  # 2.11 - 2.15
+
+    replace(stack, lowering, "index_impl_helper", _leaving_it_to_the_run)  # 2.11 - 2.15
+
+
+def _leaving_it_to_the_run(look_up: Callable[..., object]) -> Callable[..., object]:
+    """Have a lookup in a block without rows be refused by the run, if it looks anything up, and not by its lowering."""
+    # Heavy, and only a compilation needs it.
+    from torch._inductor import lowering
+
+    @functools.wraps(look_up)
+    def looked_up(x: Any, indices: Sequence[Any], check: bool, wrap_neg: bool = True) -> object:
+        at = [(n, i) for n, i in zip(x.get_size(), indices, strict=False) if i is not None]
+        counts = [n for _, i in at for n in i.get_size()]
+        if not check or all(n != 0 for n, _ in at) or all(isinstance(n, (int, sympy.Integer)) for n in counts):
+            return look_up(x, indices, check, wrap_neg)
+        checked = functools.partial(_with_check, lowering.index_output_size_and_inner_fn)  # 2.11 - 2.15
+        with mock.patch.object(lowering, "index_output_size_and_inner_fn", checked):
+            return look_up(x, indices, False, wrap_neg)
+
+    return looked_up
+
+
+def _with_check(index: Callable[..., object], *args: object, **kwargs: object) -> object:
+    return index(*args, **kwargs | {"check": True})
 
 
 def _of_dims_known_to_be_one(make: Callable[..., Reindexer]) -> Callable[..., Reindexer]:

@@ -376,6 +376,18 @@ SCENES: dict[str, Callable[[], str]] = {
         "inductor",
     ),
     "broadcast_by_guards": rows_of_windows,
+    "lookups_in_no_rows": Fuzzed(
+        [
+            *('v1 = torch.einsum("ab,cd->cdab", a2, a2)', 'v5 = to(v1, "S(2)")', "v8 = v5.sum([1, 3], keepdim=True)"),
+            "v10 = v8.gather(2, torch.ones_like(v8, dtype=torch.int64).cumsum(2).mul(2).remainder(1))",
+        ],
+        [
+            Input("a0", (2, 1, 7), "S(2)", {0: [6, 1, 0]}, grad=True),
+            Input("a2", (1, 7), "S(1)", {0: [4, 3, 0]}, seed=173537),
+        ],
+        3,
+        "inductor",
+    ),
     "parts_own_no_memory": Fuzzed(
         [
             *("v0 = a0.sin()", "v1 = torch.cat([a0, v0], 0)", "v2 = v1.cumsum(0)", "v3 = v0 * v2[2:]"),
