@@ -30,12 +30,12 @@ def one_wait_each(stack: contextlib.ExitStack) -> None:
     replace(stack, partitioners, "fx_graph_cse", _waiting_once)  # 2.11 - 2.15
 
 
-def _waiting_once(merge: Callable[[Graph], Graph]) -> Callable[[Graph], Graph]:
+def _waiting_once(merge: Callable[..., Graph]) -> Callable[..., Graph]:
     """Have what was merged be waited for once, and a second result that leaves the graph be a copy."""
 
     @functools.wraps(merge)
-    def merged(graph: Graph) -> Graph:
-        new = merge(graph)
+    def merged(*args: object, **kwargs: object) -> Graph:
+        new = merge(*args, **kwargs)
         returned = {storage for node in new.output_node().all_input_nodes if (storage := _storage_of(node))}
         first: dict[object, Node] = {}
         for node in new.find_nodes(op="call_function", target=torch.ops._c10d_functional.wait_tensor.default):
