@@ -35,7 +35,7 @@ def _set_data(_: object, x: object, value: object) -> None:
         raise UnsupportedOpError("x.data = y needs two sharded tensors or none; see ShardTensor.from_local")
     torch.Tensor.data.__set__(x, value)  # type: ignore[attr-defined]
     x._local_tensor, x._spec = value._local_tensor, value._spec
-    x._keys = x._flat = x._hints = x._copied = None
+    x._keys = x._flat = x._hints = x._marked = x._copied = None
 
 
 def _require_grad(func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -56,6 +56,7 @@ class Traced(Sharded):
     _flat: tuple[list[str], Metadata] | None = None
     _may_vary: bool = True
     _hints: dict[int, int] | None = None
+    _marked: set[int] | None = None
     _beside_parameter: bool = False
 
     @classmethod
@@ -218,16 +219,21 @@ class Traced(Sharded):
 
     @property
     def _dynamo_weak_dynamic_indices(self) -> set[int]:
-        return set(self._dynamo_hint_overrides)
+        """Dims whose extents may vary: those that are cut, and what a user adds with `maybe_mark_dynamic`."""
+        if self._marked is None or self._is_static:
+            self._marked = set(self._dynamo_hint_overrides)
+        return self._marked
 
     @_dynamo_weak_dynamic_indices.setter
-    def _dynamo_weak_dynamic_indices(self, dims: set[int]) -> None: ...
+    def _dynamo_weak_dynamic_indices(self, dims: set[int]) -> None:
+        if not extent_hints(self._spec.layout):
+            self._marked = dims
 
     @property
     def _has_dynamo_dim_marking(self) -> bool:
-        if not self._may_vary:
+        if not self._may_vary and self._marked is None:
             raise _UNMARKED
-        return bool(self._dynamo_hint_overrides)
+        return bool(self._dynamo_weak_dynamic_indices)
 
     @_has_dynamo_dim_marking.setter
     def _has_dynamo_dim_marking(self, value: bool) -> None: ...

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
 from shardcompile.demo.model import PointTransformer, mean_squared_error
-from shardcompile.testing import assert_matches_single_device, mesh, once, rank, world_size
+from shardcompile.testing import LocalRanks, assert_matches_single_device, mesh, once, rank, world_size
 
 CUTS = {2: [7, 0], 3: [5, 0, 2], 4: [3, 0, 1, 3]}
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
@@ -713,3 +713,24 @@ def test_arithmetic_with_a_size_that_is_a_symbol() -> None:
     run = torch.compile(calculated, fullgraph=True, dynamic=True, backend="aot_eager")
     for ours, theirs in zip(run(x, torch.ones(3, 2)), calculated(full, torch.ones(3, 2)), strict=True):
         torch.testing.assert_close(ours.full_tensor(), theirs, rtol=0, atol=0)
+
+
+def _same_for_every_width(mesh: DeviceMesh, cut: bool, counter: CompileCounterWithBackend) -> None:
+    def function(x: Any) -> Any:
+        return (x * x.shape[1]).sin().sum(0)
+
+    run = torch.compile(function, fullgraph=True, backend=counter)
+    for width in (4, 6, 7):
+        full = torch.randn(5, width, dtype=torch.float64, generator=torch.Generator().manual_seed(width))
+        sizes = {"sharding_shapes": {0: [4, 1]}} if cut else {}
+        x: Any = sc.distribute_tensor(full, mesh, [Shard(0) if cut else Replicate()], **sizes)
+        torch._dynamo.maybe_mark_dynamic(x, 1)
+        torch.testing.assert_close(run(x).full_tensor(), function(full))
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_dim_that_a_user_marks_as_dynamic_has_one_graph(cut: bool) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    with LocalRanks(2, processes=False) as ranks:
+        ranks(_same_for_every_width, cut, counter)
+    assert counter.frame_count == 1
