@@ -24,7 +24,7 @@ def mark_weakly_dynamic(x: torch.Tensor, hints: Mapping[int, int | None], gaps: 
         hints: by dim, the number to take decisions with in place of the present extent; None for that one.
         gaps: of a block with gaps along a cut dim.
     """
-    marked = getattr(x, "_dynamo_weak_dynamic_indices", set())  # by a user; a graph is guarded by all marks
+    marked: set[int] = getattr(x, "_dynamo_weak_dynamic_indices", set())  # by a user; a graph is guarded by all marks
     x._dynamo_weak_dynamic_indices = marked | set(hints)  # type: ignore[attr-defined]
     x._dynamo_hint_overrides = {d: h for d, h in hints.items() if h is not None}  # type: ignore[attr-defined]
     if gaps:
