@@ -22,6 +22,7 @@ from torch.fx import Graph, Node
 from shardcompile import compat
 from shardcompile.collectives.of_torch import ALL_GATHER
 from shardcompile.collectives.reductions import ALL_REDUCE
+from shardcompile.passes.cleanup.edits import is_one
 from shardcompile.passes.graph.blocks import is_pointwise
 from shardcompile.passes.graph.collective import WAIT, Collective, add_node
 from shardcompile.passes.graph.dependencies import writes
@@ -296,13 +297,9 @@ def equal(a: Sequence[object], b: Sequence[object]) -> bool:
     return len(a) == len(b) and all(compat.surely(m == n) for m, n in zip(a, b, strict=True))
 
 
-def _is_one(size: object) -> bool:
-    return isinstance(size, int) and size == 1
-
-
 def _broadcast_axes(factor: Node, value: Node) -> Axes:
     shape = factor.meta["val"].shape
-    own = [() if _is_one(s) else (d,) for d, s in enumerate(shape)]
+    own = [() if is_one(s) else (d,) for d, s in enumerate(shape)]
     return ((),) * (value.meta["val"].ndim - len(shape)) + tuple(own)
 
 
@@ -338,7 +335,7 @@ def _unsqueeze(node: Node, axes: Axes) -> Axes | None:
 
 def _squeeze(node: Node, axes: Axes) -> Axes | None:
     gone = _dims(node, node.args[1])
-    if any(axes[d] or not _is_one(node.args[0].meta["val"].shape[d]) for d in gone):  # type: ignore[union-attr]
+    if any(axes[d] or not is_one(node.args[0].meta["val"].shape[d]) for d in gone):  # type: ignore[union-attr]
         return None
     return tuple(a for d, a in enumerate(axes) if d not in gone)
 
@@ -368,7 +365,7 @@ def _reshape(node: Node, axes: Axes) -> Axes | None:
     wanted = new[first : len(new) - last]
     if not any(middle):
         changed: Axes | None = ((),) * len(wanted)
-    elif all(a or _is_one(s) for a, s in zip(middle, sizes, strict=True)):
+    elif all(a or is_one(s) for a, s in zip(middle, sizes, strict=True)):
         changed = _regroup([d for a in middle for d in a], middle, sizes, wanted)
     else:
         changed = None
@@ -377,7 +374,7 @@ def _reshape(node: Node, axes: Axes) -> Axes | None:
 
 def _regroup(dims: list[int], middle: Axes, sizes: Sequence[object], wanted: Sequence[object]) -> Axes | None:
     """The dims of a factor, all of which are there, as other extents group them: all in one, or each for itself."""
-    wide = [i for i, s in enumerate(wanted) if not _is_one(s)]
+    wide = [i for i, s in enumerate(wanted) if not is_one(s)]
     if len(wide) == 1:
         return tuple(tuple(dims) if i == wide[0] else () for i in range(len(wanted)))
     if len(wide) == len(dims) and sum(bool(a) for a in middle) == 1:

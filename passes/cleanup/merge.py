@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from shardcompile.passes.cleanup.edits import is_one
 from shardcompile.passes.cleanup.factors import (
     DEPTH,
     RESHAPES,
@@ -330,7 +331,7 @@ def _find_weighted(most: Maximum, summed: Set[Node], place: Mapping[Node, float]
             return None
         own = Call(aten.exp.default, (Call(aten.sub.Tensor, (x, _finite(most.largest))),))
         ndim = node.meta["val"].ndim
-        axes = tuple(() if shift.meta["val"].shape[d] == 1 else (d,) for d in range(ndim))
+        axes = tuple(() if is_one(shift.meta["val"].shape[d]) else (d,) for d in range(ndim))
         return Term(own, (Factor(aten.mul.Tensor, shift, axes, most.largest),))
 
     factors = Factors(lambda node: after(start, node), name, exponential)

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from shardcompile.collectives.gathers import REDUCE_SCATTER_V
 from shardcompile.collectives.own_blocks import TAKE_BLOCK
-from shardcompile.passes.cleanup.edits import RESHAPES, aten, clone, equal, erase_unused, replace
+from shardcompile.passes.cleanup.edits import RESHAPES, aten, clone, equal, erase_unused, is_one, replace
 from shardcompile.passes.graph.blocks import is_pointwise
 from shardcompile.passes.graph.collective import (
     WAIT,
@@ -107,12 +107,12 @@ def _is_spread(node: Node, dim: int, path: list[Node]) -> bool:
     if node in path:
         return True
     ndim = node.meta["val"].ndim
-    if node.op != "call_function" or writes(node) or _is_one(node.meta["val"].shape[dim]):
+    if node.op != "call_function" or writes(node) or is_one(node.meta["val"].shape[dim]):
         return False  # one row is not made of others: the block has it, or has none
     if node.target is aten.expand.default:
         source: Any = node.args[0]
         at = dim - (ndim - source.meta["val"].ndim)
-        fits = len(node.args[1]) == ndim and (at < 0 or _is_one(source.meta["val"].shape[at]))  # type: ignore[arg-type]
+        fits = len(node.args[1]) == ndim and (at < 0 or is_one(source.meta["val"].shape[at]))  # type: ignore[arg-type]
     else:
         is_random = op_of(node).random
         inputs = [i for i in node.all_input_nodes if isinstance(i.meta.get("val"), torch.Tensor)]
@@ -128,11 +128,7 @@ def _is_spread(node: Node, dim: int, path: list[Node]) -> bool:
 def _is_row(node: Node, from_last: int) -> bool:
     """Whether a value is broadcast along the dim that is so far from the last one."""
     shape = node.meta["val"].shape
-    return len(shape) < from_last or _is_one(shape[len(shape) - from_last])
-
-
-def _is_one(extent: object) -> bool:
-    return isinstance(extent, int) and extent == 1
+    return len(shape) < from_last or is_one(shape[len(shape) - from_last])
 
 
 def _scatter(graph: Graph, c: Collective, writers: list[Node]) -> None:
