@@ -32,7 +32,11 @@ def put_into_keys(part: str, on: bool) -> None:
 
 def _source_digest() -> str:
     digest = hashlib.blake2b(digest_size=16)
-    folder = Path(__file__).parents[1]
-    for path in sorted([*folder.rglob("*.py"), *(folder / "passes").glob("*.py")]):  # rglob follows no links
+    for path in sources(Path(__file__).parents[1]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def sources(folder: Path) -> list[Path]:
+    """This library's modules, of its passes as well: in a checkout they lie behind a link, which `rglob` skips."""
+    return sorted({*folder.rglob("*.py"), *(folder / "passes").rglob("*.py")})

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from shardcompile.compat import caches
+
 PROGRAM = """
 import json, sys, torch, torch.distributed as dist
 from torch._dynamo.utils import counters
@@ -58,3 +60,14 @@ def test_a_second_process_hits_the_cache_and_another_rank_does_not_share_it(tmp_
     assert other_cut.get("autograd_cache_hit") == 1 and "autograd_cache_miss" not in other_cut, other_cut
     other = counted(1, [5, 0, 2], tmp_path)
     assert other.get("autograd_cache_miss") == 1, other
+
+
+def test_keys_tell_of_every_module_behind_a_link_too(tmp_path: Path) -> None:
+    library, linked = tmp_path / "library", tmp_path / "linked"
+    for folder in (library / "ops", linked / "cleanup"):
+        folder.mkdir(parents=True)
+    (library / "passes").symlink_to(linked)
+    modules = {library / "ops" / "rule.py", library / "passes" / "pipeline.py", library / "passes" / "cleanup" / "m.py"}
+    for path in modules:
+        path.touch()
+    assert caches.sources(library) == sorted(modules)
