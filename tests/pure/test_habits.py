@@ -56,3 +56,15 @@ def test_sentences_of_docstrings_are_short() -> None:
     files = [path for folder in ("shardcompile", "passes") for path in (ROOT / folder).rglob("*.py")]
     found = {f"{path.relative_to(ROOT)}: {s}" for path in files for d in _docstrings(path) for s in _long_sentences(d)}
     assert not found
+
+
+def test_passes_ask_no_extent_of_a_tensor_for_a_number() -> None:
+    """What Python asks of a symbol becomes a guard, which may hold on some ranks only."""
+    asked = re.compile(r"shape\[[^\]]+\] (?:==|!=|<|>|<=|>=) \d")
+    found = [
+        f"{path.name}: {line.strip()}"
+        for path in sorted((ROOT / "passes").rglob("*.py"))
+        for line in path.read_text().splitlines()
+        if asked.search(line)
+    ]
+    assert not found, found

@@ -88,6 +88,12 @@ FINDINGS = {
     "the own block of the only row": Finding(
         "shardcompile", (3,), [Input("a0", (1, 4), "P(sum)")], ["v0 = a0.sigmoid()", 'v1 = to(v0, "S(0)")']
     ),
+    "a softmax along a cut dim, of blocks of one row": Finding(
+        "shardcompile",
+        (2, 2),
+        [Input("a0", (2, 3), "S(1) S(0)", {0: [1, 2], 1: [1, 1]}, grad=True)],
+        ["v0 = a0.softmax(-1)"],
+    ),
     "a diagonal beside the main one is one row of rows that vary": Finding(
         "aot_eager_decomp_partition",
         (4,),
