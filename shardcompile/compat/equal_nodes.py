@@ -11,7 +11,7 @@ from torch._functorch import compile_utils, partitioners  # 2.11 - 2.15
 from torch.fx import Graph, Node
 from torch.multiprocessing.reductions import StorageWeakRef  # 2.11 - 2.15
 
-from shardcompile.compat.patch import replace
+from shardcompile.compat.patch import Patch, replace
 
 aten = torch.ops.aten
 
@@ -58,3 +58,28 @@ def _waiting_once(merge: Callable[..., Graph]) -> Callable[..., Graph]:
 def _storage_of(node: Node) -> StorageWeakRef | None:
     value = node.meta.get("val")
     return StorageWeakRef(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
+
+
+PARTS_STAY_APART = Patch(
+    "parts_stay_apart",
+    "torch._functorch.compile_utils.rand_ops",
+    "What is computed twice is computed once. Rows 0 to n and n to 2n of a tensor are the same where this rank's n "
+    "is 0: it would send one of them, where others send both. Of what is in this list each call stays.",
+    "fx_graph_cse merges nodes by their numbers. Where these are local sizes, ranks of one program merge "
+    "different collectives, and wait for one another.",
+    "2.11 - 2.15",
+    parts_stay_apart,
+)
+
+ONE_WAIT_EACH = Patch(
+    "one_wait_each",
+    "torch._functorch.partitioners.fx_graph_cse",
+    "Of two equal collectives one is left, but two waits for it if a result leaves the graph: two names of one "
+    "memory. Inductor writes to one of them in place while the other is still read, and a caller that writes to "
+    "one result changes the other.",
+    "fx_graph_cse keeps what shares its memory with an output, by the storages of fake tensors. A fake wait has "
+    "another storage than what it waits for, so that the collective is merged and its waits are not. def f(x): "
+    "return wait(all_reduce(x)), wait(all_reduce(x)).index_fill(0, i, 0.5) gives 0.5 in both.",
+    "2.11 - 2.15",
+    one_wait_each,
+)

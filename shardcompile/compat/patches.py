@@ -15,7 +15,7 @@ from __future__ import annotations
 from shardcompile.compat.block_symbols import name_symbols_of_blocks
 from shardcompile.compat.decompositions import decompositions_ask_no_sizes
 from shardcompile.compat.dtensor_padding import pads_on_all_ranks
-from shardcompile.compat.equal_nodes import one_wait_each, parts_stay_apart
+from shardcompile.compat.equal_nodes import ONE_WAIT_EACH, PARTS_STAY_APART
 from shardcompile.compat.inductor import PAYLOADS_UNTIL_THE_WAIT
 from shardcompile.compat.kernel_questions import (
     ones_in_kernels_by_hint,
@@ -166,28 +166,8 @@ OF_RANKS_ALIKE = (
         "2.11 - 2.15",
         saved_behind_written,
     ),
-    Patch(
-        "parts_stay_apart",
-        "torch._functorch.compile_utils.rand_ops",
-        "What is computed twice is computed once. Rows 0 to n and n to 2n of a tensor are the same where this rank's n "
-        "is 0: it would send one of them, where others send both. Of what is in this list each call stays.",
-        "fx_graph_cse merges nodes by their numbers. Where these are local sizes, ranks of one program merge "
-        "different collectives, and wait for one another.",
-        "2.11 - 2.15",
-        parts_stay_apart,
-    ),
-    Patch(
-        "one_wait_each",
-        "torch._functorch.partitioners.fx_graph_cse",
-        "Of two equal collectives one is left, but two waits for it if a result leaves the graph: two names of one "
-        "memory. Inductor writes to one of them in place while the other is still read, and a caller that writes to "
-        "one result changes the other.",
-        "fx_graph_cse keeps what shares its memory with an output, by the storages of fake tensors. A fake wait has "
-        "another storage than what it waits for, so that the collective is merged and its waits are not. def f(x): "
-        "return wait(all_reduce(x)), wait(all_reduce(x)).index_fill(0, i, 0.5) gives 0.5 in both.",
-        "2.11 - 2.15",
-        one_wait_each,
-    ),
+    PARTS_STAY_APART,
+    ONE_WAIT_EACH,
     Patch(
         "pads_on_all_ranks",
         "torch.distributed.tensor.placement_types.pad_tensor, unpad_tensor",
