@@ -26,7 +26,7 @@ from shardcompile.passes.cleanup.unneeded import DropRepeatedWaits, ShareEqualCo
 from shardcompile.passes.cost.model import CostModel, keeping_prices
 from shardcompile.passes.foreign.normalise import NormaliseChains
 from shardcompile.passes.graph import blocks
-from shardcompile.passes.graph.collective import WAIT, Seen, collectives, forget_origins
+from shardcompile.passes.graph.collective import Seen, collectives, forget_origins
 from shardcompile.passes.schedule.hold_order import HoldOrder, hold_payloads
 from shardcompile.passes.schedule.overlap import ScheduleOverlap
 from shardcompile.passes.verify import agreed, is_record, record_of, verify
@@ -159,8 +159,7 @@ class Pipeline(compat.CustomGraphPass):
             watcher.begun(graph)
         seen, passes = None, self.passes
         few_rows = blocks.have_few_rows(graph)
-        if few_rows and (_is_kept(graph) or blocks.ranks_may_differ(graph)):
-            _keep(graph)
+        if few_rows and blocks.ranks_may_differ(graph):
             _LOG.info(
                 "some ranks have no rows or one of blocks whose sizes are known: the graph stays as it was traced"
             )
@@ -232,22 +231,6 @@ def before_division(pipeline: Pipeline, foreign: bool = False) -> Pipeline:
     kinds = (ShareEqualCollectives, DropRepeatedWaits, CancelRoundTrips, MergeReductions)
     early = [p for kind in kinds for p in pipeline.passes if isinstance(p, kind)]
     return Pipeline([*(foreign_passes() if foreign else ()), *early], in_step=foreign, final=False)
-
-
-_KEPT = "shardcompile_keeps_order"
-
-
-def _keep(graph: Graph) -> None:
-    """Have the forward and the backward graph, into which a graph is divided, keep its order as it does.
-
-    A backward graph alone may not show that ranks differ: what is computed of no rows is zeros there.
-    """
-    for node in graph.find_nodes(op="call_function", target=WAIT):
-        node.meta[_KEPT] = True
-
-
-def _is_kept(graph: Graph) -> bool:
-    return any(_KEPT in node.meta for node in graph.find_nodes(op="call_function", target=WAIT))
 
 
 class Watcher(Protocol):

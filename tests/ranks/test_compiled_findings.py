@@ -67,15 +67,6 @@ FINDINGS = {
             "v9 = torch.cat([v5, v2], 0)",
         ],
     ),
-    "the backward pass of no rows keeps the order of the joint graph": Finding(
-        "shardcompile",
-        (2, 2),
-        [Input("a0", (4, 1, 1), "S(1) R", {0: [0, 1]}, grad=True, seed=726034)],
-        [
-            *('v1 = to(a0, "S(1) S(1)")', "v7 = F.layer_norm(v1, v1.shape[-1:])", "v9 = v7.log_softmax(1)"),
-            *("v10 = v7.sum([-2, 0], False)", "v11 = v9 / 3"),
-        ],
-    ),
     "what is written to a pending sum depends on the same values on every rank": Finding(
         "shardcompile",
         (3,),
