@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from shardcompile import compat
 from shardcompile.collectives.of_torch import ALL_GATHER
 from shardcompile.collectives.reductions import ALL_REDUCE
-from shardcompile.passes.cleanup.edits import is_one
+from shardcompile.passes.cleanup.edits import equal, is_one
 from shardcompile.passes.graph.blocks import is_pointwise
 from shardcompile.passes.graph.collective import WAIT, Collective, add_node
 from shardcompile.passes.graph.dependencies import writes
@@ -158,7 +158,7 @@ class Factors:
         if isinstance(right, Node) and self._is_open(right):
             if not self._is_open_factor(right):
                 return None
-            return replace(inner, factors=(*inner.factors, Factor(node.target, right, _broadcast_axes(right, node))))
+            return replace(inner, factors=(*inner.factors, Factor(node.target, right, broadcast_axes(right, node))))
         return replace(inner, base=Call(node.target, (inner.base, right)))
 
     def _is_open_factor(self, node: Any) -> bool:
@@ -292,12 +292,8 @@ def _same_shape(a: object, b: Node) -> bool:
     return equal(a.meta["val"].shape, b.meta["val"].shape)
 
 
-def equal(a: Sequence[object], b: Sequence[object]) -> bool:
-    """Whether two shapes are equal whatever the symbols in them are."""
-    return len(a) == len(b) and all(compat.surely(m == n) for m, n in zip(a, b, strict=True))
-
-
-def _broadcast_axes(factor: Node, value: Node) -> Axes:
+def broadcast_axes(factor: Node, value: Node) -> Axes:
+    """The axes of a factor by the dims of the value that it is multiplied with; none where it is broadcast."""
     shape = factor.meta["val"].shape
     own = [() if is_one(s) else (d,) for d, s in enumerate(shape)]
     return ((),) * (value.meta["val"].ndim - len(shape)) + tuple(own)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from shardcompile.passes.cleanup.factors import RESHAPES, equal, origin
+from shardcompile.passes.cleanup.edits import equal
+from shardcompile.passes.cleanup.factors import RESHAPES, origin
 from shardcompile.passes.graph.blocks import is_pointwise
 from shardcompile.passes.graph.collective import Collective, reduction_of
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from shardcompile.passes.cleanup.edits import is_one
+from shardcompile.passes.cleanup.edits import equal
 from shardcompile.passes.cleanup.factors import (
     DEPTH,
     RESHAPES,
@@ -23,8 +23,8 @@ from shardcompile.passes.cleanup.factors import (
     Factors,
     Term,
     applied,
+    broadcast_axes,
     emit,
-    equal,
     laid_out,
     origin,
 )
@@ -330,9 +330,7 @@ def _find_weighted(most: Maximum, summed: Set[Node], place: Mapping[Node, float]
         if not most.follows(shift) or not equal(shift.meta["val"].shape, most.largest.meta["val"].shape):
             return None
         own = Call(aten.exp.default, (Call(aten.sub.Tensor, (x, _finite(most.largest))),))
-        ndim = node.meta["val"].ndim
-        axes = tuple(() if is_one(shift.meta["val"].shape[d]) else (d,) for d in range(ndim))
-        return Term(own, (Factor(aten.mul.Tensor, shift, axes, most.largest),))
+        return Term(own, (Factor(aten.mul.Tensor, shift, broadcast_axes(shift, node), most.largest),))
 
     factors = Factors(lambda node: after(start, node), name, exponential)
     found: list[Sum] = []

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from shardcompile.passes.cleanup.factors import RESHAPES, equal, extents, origin
+from shardcompile.passes.cleanup.edits import equal
+from shardcompile.passes.cleanup.factors import RESHAPES, extents, origin
 from shardcompile.passes.cleanup.rewrite import (
     GatherPrices,
     erase,

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from shardcompile.passes.cleanup.factors import Factors, equal, origin
+from shardcompile.passes.cleanup.edits import equal
+from shardcompile.passes.cleanup.factors import Factors, origin
 from shardcompile.passes.cleanup.rewrite import erase, flat, in_shape_of, replace_results, shaped, sums
 from shardcompile.passes.graph.collective import Collective, add_node
 

@@ -1,4 +1,4 @@
-"""What torch takes for one where a graph computes it twice. `patches` says why."""
+"""How torch merges the equal nodes of a graph. The patches at the end say why that is changed."""
 
 from __future__ import annotations
 
