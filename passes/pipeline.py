@@ -159,6 +159,7 @@ class Pipeline(compat.CustomGraphPass):
             watcher.begun(graph)
         seen, passes = None, self.passes
         few_rows = blocks.have_few_rows(graph)
+        compared = self.is_verified or (self.final and (few_rows or blocks.are_marked(graph)))
         if few_rows and blocks.ranks_may_differ(graph):
             _LOG.info(
                 "some ranks have no rows or one of blocks whose sizes are known: the graph stays as it was traced"
@@ -177,7 +178,9 @@ class Pipeline(compat.CustomGraphPass):
             watcher.ended(graph)
         if not self.final:
             forget_origins(graph)
-        if self.is_verified or (self.final and few_rows):
+            if few_rows:
+                blocks.mark(graph)
+        if compared:
             look_at_notes(_before_first_run)
             leave_note(graph, record_of(graph))
 

@@ -102,7 +102,7 @@ def verify(record: Record) -> None:
     try:
         _compare_by_group(record)
     except PassError as error:
-        report_failure(error)  # ranks of other groups may be waiting for this one
+        _tell(error)  # ranks of other groups may be waiting for this one
         raise
 
 
@@ -136,9 +136,15 @@ def agreed(lines: Sequence[str]) -> list[str]:
 
 def report_failure(error: BaseException) -> None:
     """Tell the ranks that wait for this one that it could not compile."""
+    # Without verification, ranks compare only some graphs, and would hear of this failure when it is long over.
+    if config.verify:
+        _tell(error)
+
+
+def _tell(error: BaseException) -> None:
     if _is_of_another_rank(error):
         return
-    if config.verify and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
+    if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
         text = f"rank {dist.get_rank()} failed to compile: {type(error).__name__}: {error}"
         progress = _progress()
         compat.store().set(_failure_key(progress), text[:2000])

@@ -15,6 +15,7 @@ from shardcompile.api import register_sharding as register_sharding
 from shardcompile.api import scatter_tensor as scatter_tensor
 from shardcompile.api import zeros as zeros
 from shardcompile.compat.caches import tag_compiler_caches
+from shardcompile.compat.dynamo import name_backend
 from shardcompile.contexts import context_parallel as context_parallel
 from shardcompile.contractions import einsum as einsum
 from shardcompile.contractions import tensordot as tensordot
@@ -41,4 +42,5 @@ from shardcompile.visualize import visualize_sharding as visualize_sharding
 
 __version__ = "0.1.0"
 
+name_backend("shardcompile", "shardcompile.passes:compile_with_passes")
 tag_compiler_caches()

@@ -112,6 +112,9 @@ def _add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "Exits with 1 if anything is wrong.",
     )
     selftest.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto", help="auto: GPUs if there are")
+    selftest.add_argument(
+        "--one-process", action="store_true", help="ranks are threads of one process, and may share a GPU"
+    )
     selftest.add_argument("--ranks", type=_positive, help="number of processes: all GPUs, or 2 on a CPU")
     selftest.add_argument("--only", nargs="+", default=[], metavar="NAME", help="checks whose names begin so")
 
@@ -200,13 +203,20 @@ def _selftest(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
 
     from shardcompile.demo.launch import RankFailedError, launch
     from shardcompile.selftest import Job, print_table, run_checks, traced_collectives
+    from shardcompile.testing import LocalRanks
 
     gpus = torch.cuda.device_count()
     device = options.device if options.device != "auto" else "cuda" if gpus else "cpu"
-    ranks = options.ranks or (gpus if device == "cuda" and gpus else 2)
-    backend = _backend(parser, "nccl" if device == "cuda" else "gloo", ranks)
+    ranks = options.ranks or (gpus if device == "cuda" and gpus and not options.one_process else 2)
+    if options.one_process and device == "cuda" and not gpus:
+        parser.error("--device cuda needs a GPU, found none")
+    backend = "one process" if options.one_process else _backend(parser, "nccl" if device == "cuda" else "gloo", ranks)
     print(f"{ranks} rank{'s' * (ranks > 1)}, {device}, {backend}, torch {torch.__version__}", flush=True)
     job = Job(traced_collectives(ranks, device), tuple(options.only))
+    if options.one_process:
+        with LocalRanks(ranks, processes=False, device=device) as threads:
+            findings = threads(lambda _: run_checks(job), timeout=3600.0)[0]
+        return 0 if print_table(findings) else 1
     try:
         findings = launch(run_checks, job, ranks, backend)[0]
     except RankFailedError as error:

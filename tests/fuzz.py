@@ -3,6 +3,7 @@
     python tests/fuzz.py --programs 10000 --seed 0
     python tests/fuzz.py --programs 500 --compiled aot_eager
     python tests/fuzz.py --programs 50 --compiled shardcompile
+    FUZZ_DEVICE=cuda python tests/fuzz.py --programs 1000
 
 Every program is a number: lines of Python (`fuzz_lines`), inputs with layouts, a mesh. It ends right, or refused in words
 on every rank, or as a finding, which is shrunk to a few lines that can be run:
@@ -44,7 +45,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from fuzz_lines import CALLS, Draw, draw_line, holds, names_in, placements_of, results_of, run_line, sizes_for
+from fuzz_lines import CALLS, DEVICE, Draw, draw_line, holds, names_in, placements_of, results_of, run_line, sizes_for
 from view_writes import stored
 
 from shardcompile import ShardTensor, errors
@@ -94,8 +95,8 @@ class Input:
         generator = torch.Generator().manual_seed(self.seed)
         dtype = getattr(torch, self.dtype)
         if not dtype.is_floating_point:
-            return torch.randint(-9, 10, self.shape, generator=generator)
-        values = torch.randn(self.shape, generator=generator, dtype=torch.float64).to(dtype)
+            return torch.randint(-9, 10, self.shape, generator=generator).to(DEVICE)
+        values = torch.randn(self.shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
         return with_bits_to_spare(values).requires_grad_(self.grad)
 
     def on(self, mesh: DeviceMesh, full: Tensor) -> Tensor:
@@ -169,7 +170,7 @@ class Program:
         Args:
             backend: of the compiler; None for eager mode.
         """
-        with LocalRanks(self.ranks, processes=False) as ranks:
+        with LocalRanks(self.ranks, processes=False, device=DEVICE) as ranks:
             found = judge(ranks, self, backend)
         print(found)
         if found.kind not in (RIGHT, REFUSED):
@@ -284,7 +285,7 @@ def _weighted(values: dict[str, Tensor]) -> Tensor:
     total: Any = 0
     for name, x in values.items():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        weights = torch.randn(tuple(x.shape), generator=generator, dtype=torch.float64).to(x.dtype)
+        weights = torch.randn(tuple(x.shape), generator=generator, dtype=torch.float64).to(x.device, x.dtype)
         total = total + (x * weights).sum().double()
     return total  # type: ignore[no-any-return]
 
@@ -383,7 +384,7 @@ def run_on_rank(mesh: DeviceMesh, program: Program, expected: Expected) -> End:
     stage = "inputs"
     try:
         if len(program.mesh) > 1:
-            mesh = init_device_mesh("cpu", program.mesh)
+            mesh = init_device_mesh(DEVICE, program.mesh)
         leaves = {i.name: i.on(mesh, i.full()) for i in program.inputs}
         values: dict[str, Any] = dict(leaves)
         for n, line in enumerate(program.lines):
@@ -437,7 +438,13 @@ def _compare_gradients(
             got = None if second is None else second[name]
             if got is None or want is None:  # zeros and nothing are the same
                 got, want = (
-                    (torch.zeros(()) if got is None else got.full_tensor() if isinstance(got, ShardTensor) else got),
+                    (
+                        torch.zeros((), device=DEVICE)
+                        if got is None
+                        else got.full_tensor()
+                        if isinstance(got, ShardTensor)
+                        else got
+                    ),
                     want,
                 )
                 if bool((got.abs() > near).any()) or (want is not None and bool((want.abs() > near).any())):
@@ -464,7 +471,7 @@ def run_compiled_on_rank(
     stage = "inputs"
     try:
         if len(programs[0].mesh) > 1:
-            mesh = init_device_mesh("cpu", programs[0].mesh)
+            mesh = init_device_mesh(DEVICE, programs[0].mesh)
         function = once(programs[0].function)
         run = torch.compile(function, fullgraph=True, backend=backend)
         counts = []
@@ -808,10 +815,11 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=25)
     parser.add_argument("--shrink", type=float, default=15.0, help="seconds for each finding")
     parser.add_argument("--trace", action="store_true", help="print the traceback of a finding")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no new program begins")
     parser.add_argument("--most", type=int, default=1000, help="findings after which it ends")
     given = parser.parse_args()
     tally = search(range(given.seed, given.seed + given.programs), given.compiled, (given.shortest, given.longest),
-                   given.shrink, given.trace, given.most)  # fmt: skip
+                   given.shrink, given.trace, given.most, given.seconds)  # fmt: skip
     return int(any(kind not in (RIGHT, REFUSED) for kind in tally))
 
 
@@ -822,6 +830,7 @@ def search(
     seconds: float = 0.0,
     trace: bool = False,
     most: int = 1000,
+    longest: float = math.inf,
 ) -> dict[str, int]:
     """Run the programs of some seeds, and print what is found.
 
@@ -832,6 +841,7 @@ def search(
         seconds: for shrinking a finding.
         trace: whether to print the traceback of an error.
         most: findings after which it ends.
+        longest: seconds after which no new program begins.
 
     Returns:
         How many programs gave what.
@@ -843,8 +853,10 @@ def search(
     refusals: collections.Counter[str] = collections.Counter()
     started, findings = time.monotonic(), 0
     with contextlib.ExitStack() as stack:
-        world = functools.cache(lambda n: stack.enter_context(LocalRanks(n, processes=False)))
+        world = functools.cache(lambda n: stack.enter_context(LocalRanks(n, processes=False, device=DEVICE)))
         for seed in seeds:
+            if time.monotonic() - started > longest:
+                break
             program = draw(seed, *lengths, compiled=backend is not None)
             found = judge(world(program.ranks), program, backend)
             tally[found.kind] += 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import random
 import re
 from collections.abc import Callable, Mapping
@@ -22,11 +23,15 @@ from torch import Tensor
 
 from shardcompile import ShardTensor
 
+DEVICE = os.environ.get("FUZZ_DEVICE", "cpu")
+"""Where all tensors are: "cpu" or "cuda"."""
+
 MOST_ELEMENTS = 400
 MOST_DIMS = 4
 
 _RESULTS = re.compile(r"^(v\d+(?:, v\d+)*) = ")
 _NAMES = re.compile(r"\b[av]\d+\b")
+_THERE = "" if DEVICE == "cpu" else f", device={DEVICE!r}"
 
 
 # What lines may call
@@ -74,7 +79,7 @@ def whole(x: Tensor) -> Tensor:
 def weight(*shape: int) -> Tensor:
     """A plain tensor of fixed values."""
     count = math.prod(shape)
-    return (torch.arange(count, dtype=torch.float64) * 0.7 + 0.3).sin().reshape(shape)
+    return (torch.arange(count, dtype=torch.float64, device=DEVICE) * 0.7 + 0.3).sin().reshape(shape)
 
 
 def placements_of(text: str) -> list[Any]:
@@ -192,7 +197,7 @@ class Draw:
         ints = [n for n, x in self.values.items() if x.dtype is torch.int64 and x.ndim >= 1]
         if ints and self.rng.random() < 0.5:
             return f"{self.rng.choice(ints)}.reshape(-1).remainder({extent})"
-        return f"torch.tensor({[self.rng.randrange(extent) for _ in range(self.rng.randint(0, 5))]}, dtype=torch.int64)"
+        return f"torch.tensor({[self.rng.randrange(extent) for _ in range(self.rng.randint(0, 5))]}, dtype=torch.int64{_THERE})"
 
 
 def _broadcasts(a: Tensor, b: Tensor) -> bool:
@@ -379,7 +384,7 @@ def _index_add(d: Draw) -> str:
     x = d.x(1, lambda t: t.shape[0] > 0)
     y = d.like(x, lambda a, b: b.ndim > 0 and a.shape[1:] == b.shape[1:] and a.dtype is b.dtype)
     count, extent = d.values[y].shape[0], d.values[x].shape[0]
-    places = f"torch.arange({count}).mul({d.int(1, 5)}).remainder({extent})"
+    places = f"torch.arange({count}{_THERE}).mul({d.int(1, 5)}).remainder({extent})"
     return f"{x}.index_add(0, {places}, {y})"
 
 

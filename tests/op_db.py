@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,9 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 
 from shardcompile.testing.arrange import with_bits_to_spare
+
+DEVICE = os.environ.get("OP_DB_DEVICE", "cpu")
+"""Where all tensors are: "cpu" or "cuda"."""
 
 DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
 """By preference."""
@@ -70,7 +74,7 @@ OPS: dict[str, OpInfo] = {name_of(op): op for op in op_db if excluded(op) is Non
 
 def dtype_of(op: OpInfo) -> torch.dtype:
     """The dtype an op is tried with."""
-    known = op.supported_dtypes("cpu")
+    known = op.supported_dtypes(DEVICE)
     return next((d for d in DTYPES if d in known), next(iter(known)))
 
 
@@ -86,7 +90,7 @@ def samples(name: str, count: int) -> Iterator[tuple[Case, list[Tensor]]]:
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     wants_grad = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     by_shapes: dict[Any, tuple[int, SampleInput, list[Any], Any]] = {}
-    for number, sample in enumerate(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=wants_grad), 64)):
+    for number, sample in enumerate(itertools.islice(op.sample_inputs(DEVICE, dtype, requires_grad=wants_grad), 64)):
         leaves, structure = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if tensors and not any(_is_unusual(x) for x in tensors):

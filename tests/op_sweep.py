@@ -1,6 +1,6 @@
 """An op of PyTorch's operator database on sharded tensors: the value that plain PyTorch gives, or an error that says why not.
 
-With OP_DB_RESULTS set to a file, a line of JSON is added to it for every op, of which tests/op_table.py makes a table.
+With OP_DB_DEVICE set to "cuda" all tensors are on a GPU. With OP_DB_RESULTS set to a file, a line of JSON is added to it for every op, of which tests/op_table.py makes a table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def sweep(name: str, mesh_shape: tuple[int, ...], count: int, limit: int, backen
         once(torch._dynamo.reset)
         return torch.compile(function, fullgraph=True, backend=backend)
 
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = init_device_mesh(op_db.DEVICE, mesh_shape)
     op_check.SERVED.clear()
     failures = [
         text

@@ -399,8 +399,12 @@ def _traffic_of(node: Node, reads: Sequence[Node], writes: bool, nominal: int | 
     return sum(map(blocks.nbytes_of, reads)) + written * writes
 
 
+def _packet(node: Node) -> Any:
+    return getattr(node.target, "overloadpacket", node.target)
+
+
 def _formula(node: Node) -> Callable[..., float] | None:
-    packet: Any = getattr(node.target, "overloadpacket", node.target)
+    packet = _packet(node)
     return _FORMULAS.get(packet) or flop_registry.get(_LIKE.get(packet, packet))
 
 
@@ -409,7 +413,8 @@ def _flops(node: Node) -> float:
     formula = _formula(node)
     if formula is None:
         return 0.0
-    named = tuple((k, _numbers(v)) for k, v in node.kwargs.items())
+    kwargs = {} if _packet(node) in _LIKE else node.kwargs  # what our op has more is no matter of its operations
+    named = tuple((k, _numbers(v)) for k, v in kwargs.items())
     return _count_flops(formula, str(node.target), _numbers(node.args), named, _numbers(node.meta.get("val")))
 
 

@@ -143,6 +143,24 @@ def have_few_rows(graph: Graph, group_sizes: Mapping[str, int] | None = None) ->
     return False
 
 
+_MARK = "shardcompile_few_rows"
+
+
+def mark(graph: Graph) -> None:
+    """Note on a graph of forward and backward together that `have_few_rows` holds, for both of its halves.
+
+    One half may have no block that tells it on some ranks, and one on others: where AOTAutograd divides the graph
+    depends on numbers. Ranks compare halves that are marked, so that all of them do.
+    """
+    for node in graph.find_nodes(op="call_function", target=WAIT):
+        node.meta[_MARK] = True
+
+
+def are_marked(graph: Graph) -> bool:
+    """Whether `mark` was called for the graph that this one is a half of."""
+    return any(_MARK in node.meta for node in graph.find_nodes(op="call_function", target=WAIT))
+
+
 def only_here(graph: Graph, labels: Mapping[Node, set[str]], group_sizes: Mapping[str, int] | None = None) -> set[Node]:
     """The nodes that the graphs of other ranks may not have, where blocks have few rows; see `ranks_may_differ`.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint
 
 import torch
+from torch._dynamo.backends import registry  # 2.11 - 2.15
 from torch._dynamo.eval_frame import set_code_exec_strategy  # 2.11 - 2.15
 from torch._dynamo.types import (
     FrameAction,  # 2.11 - 2.15
@@ -12,6 +14,16 @@ from torch._dynamo.types import (
 )
 
 from shardcompile.compat.block_symbols import GAPS, Gaps
+
+
+def name_backend(name: str, function: str) -> None:
+    """Have `torch.compile` know a backend by its name, also where the package is on the path but was not installed.
+
+    Args:
+        name: of the backend.
+        function: ``module:function``, imported when the backend is first used.
+    """
+    registry._BACKENDS.setdefault(name, EntryPoint(name, function, "torch_dynamo_backends"))  # 2.11 - 2.15
 
 
 def mark_weakly_dynamic(x: torch.Tensor, hints: Mapping[int, int | None], gaps: Gaps | None = None) -> None:

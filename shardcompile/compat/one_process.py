@@ -160,13 +160,16 @@ def kept_by_rank() -> list[object]:
     settings = {n: v for n, v in vars(config).items() if isinstance(v, (str, bool, float)) and n[0] != "_"}
     caught = {name: getattr(warnings, name) for name in _WARNINGS}
     modes = [getattr(_python_dispatch, name) for name in _IN_MODES]
-    return [torch.get_rng_state(), random.getstate(), torch.get_default_dtype(), kernels, settings, modes, caught]
+    numbers = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+    return [numbers, random.getstate(), torch.get_default_dtype(), kernels, settings, modes, caught]
 
 
 def restore_rank(kept: list[Any]) -> None:
     """Put back what `kept_by_rank` found."""
     numbers, python_numbers, dtype, kernels, settings, modes, caught = kept
-    torch.set_rng_state(numbers)
+    torch.set_rng_state(numbers[0])
+    if len(numbers) > 1:
+        torch.cuda.set_rng_state(numbers[1])
     random.setstate(python_numbers)
     if torch.get_default_dtype() is not dtype:
         torch.set_default_dtype(dtype)
@@ -260,13 +263,15 @@ def settings_of_ranks(ranks: int = 1) -> Iterator[None]:
     """While it lasts, in this thread: what the compiler has to know of ranks that share a process.
 
     AOTAutograd's cache is not used: it does not say whose rank a trace asked for. Each rank may have as many graphs of
-    a function as it could have in a process of its own.
+    a function as it could have in a process of its own. Backward passes run in the rank's thread on GPUs, too: threads
+    of torch's own are no rank's.
 
     Settings are those of a thread in torch 2.13 - 2.15, and of the process before.
     """
     with (
         _functorch_config.patch(enable_autograd_cache=False),
         _dynamo_config.patch(recompile_limit=ranks * _RECOMPILES),
+        torch.autograd.set_multithreading_enabled(False),
     ):
         yield
 

@@ -32,6 +32,7 @@ from torch.utils._sympy.symbol import (
 from shardcompile.compat.late_sizes import tracing_again
 from shardcompile.compat.patch import replace
 from shardcompile.compat.sizes import is_unbacked, size_hint
+from shardcompile.compat.tracing import UNKNOWN_SIZE
 
 
 def without_guards(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
@@ -363,7 +364,10 @@ def _sort_by_hint(fill_order: Callable[..., Any]) -> Callable[..., object]:
         with of_strides.suppress_guards():
             # Those that a run gives have no hints; torch compares them in another way if it is given the environment.
             unknown = any(isinstance(s, torch.SymInt) and is_unbacked(s) for s in strides)
-            return fill_order(strides, of_strides if unknown else shape_env)
+            try:
+                return fill_order(strides, of_strides if unknown else shape_env)
+            except UNKNOWN_SIZE:  # 2.11 - 2.12 have no hints for what only a run tells
+                return fill_order([size_hint(s) for s in strides])
 
     return order
 

@@ -8,6 +8,7 @@ import types
 import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -19,7 +20,9 @@ from shardcompile.reports.report import Report
 
 def decompiled(bytecode: types.CodeType) -> str:
     """Bytecode as Python source, or one line that says why there is none."""
-    # An optional package.
+    if find_spec("depyf") is None:
+        return "# depyf, which decompiles bytecode, is not installed; the rest of the report holds"
+    # Heavy, and a plain checkout may be without it.
     import depyf
 
     try:

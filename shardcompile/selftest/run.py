@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardcompile.collectives.transport import device_type
 from shardcompile.selftest.checks import CHECKS, Here
+from shardcompile.testing import once
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,12 @@ def _findings(here: Here, only: Sequence[str]) -> Iterator[Finding]:
             file = check.__code__.co_filename
             lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
             problem = f"{type(error).__name__} in {check.__name__}, lines {lines}: {error}"
-        torch.compiler.reset()
         told: list[str] = [""] * here.ranks
         try:
             dist.all_gather_object(told, problem)
         except Exception as error:
             told, lost = [problem or f"{type(error).__name__}: {error}"], name
+        once(torch.compiler.reset)
         first = next((f"rank {r}: {text}" for r, text in enumerate(told) if text), "")
         yield Finding(name, first, figure, time.monotonic() - start)
 

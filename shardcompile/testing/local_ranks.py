@@ -10,7 +10,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import CodeType, ModuleType, TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import cloudpickle
 
@@ -39,23 +39,27 @@ class LocalRanks:
     so at once. See docs/testing.md.
     """
 
-    def __init__(self, world_size: int, backend: str = "gloo", *, processes: bool = True) -> None:
+    def __init__(
+        self, world_size: int, backend: str = "gloo", *, processes: bool = True, device: Literal["cpu", "cuda"] = "cpu"
+    ) -> None:
         """Start the ranks.
 
         Args:
             world_size: number of ranks.
             backend: of the process group, where each rank is a process.
             processes: whether each rank is a process; otherwise all are threads of this one.
+            device: type of the devices that have the tensors of ranks in one process, which may share a GPU. Where each
+                rank is a process, the backend tells it.
 
         Raises:
             PoolStartError: they do not start.
         """
-        self._world_size, self._backend, self._processes = world_size, backend, processes
+        self._world_size, self._backend, self._processes, self._device = world_size, backend, processes, device
         self._pool = self._start()
 
     def _start(self) -> RankPool | RankThreads:
         if not self._processes:
-            return RankThreads(self._world_size)
+            return RankThreads(self._world_size, self._device)
         quiet = ("--noconftest", "--capture=no", "-pno:cacheprovider", f"--config-file={os.devnull}", "--rootdir=.")
         return RankPool(self._world_size, self._backend, quiet)
 

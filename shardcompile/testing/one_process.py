@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,7 +22,7 @@ from shardcompile.compat import one_process as rank_state
 from shardcompile.testing.cleanup import forget_compiled, seed
 from shardcompile.testing.here import default_mesh, set_mesh_shape
 from shardcompile.testing.meetings import MeetingError
-from shardcompile.testing.thread_group import BACKEND, Rooms
+from shardcompile.testing.thread_group import BACKENDS, Rooms
 from shardcompile.testing.turns import RankEnded, RanksWaitError, Turns
 
 _T = TypeVar("_T")
@@ -170,10 +171,13 @@ class RankThreads:
 
     Args:
         world_size: number of ranks.
+        device: type of the devices that have the ranks' tensors; ranks may share a GPU.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self._rooms = Rooms(world_size)
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
+        if device == "cuda":
+            torch.cuda.init()  # from here on random numbers of GPUs are each rank's own, too
+        self._rooms = Rooms(world_size, device)
         self._store = TurnStore(self._rooms)
         self._world_size = world_size
         excepthook = sys.excepthook  # torch writes the rank in front of each line of an error, for each rank that joins
@@ -239,7 +243,7 @@ class RankThreads:
 
     def _join(self, rank: int) -> None:
         # Torch makes a prefix store of ours, which waits in C++: others could not run.
-        dist.init_process_group(BACKEND, store=self._store, rank=rank, world_size=self._world_size)
+        dist.init_process_group(BACKENDS[self._rooms.device], store=self._store, rank=rank, world_size=self._world_size)
         rank_state.use_store(self._store)
 
     def _forget(self) -> None:

@@ -19,6 +19,7 @@ from torch.distributed import (
     Work,
 )
 
+from shardcompile.collectives.transport import Transport
 from shardcompile.compat import one_process as rank_state
 from shardcompile.dispatch.foreign import collective_refusal
 from shardcompile.tensor.core import ShardTensor
@@ -115,7 +116,7 @@ class ThreadGroup(_Base):  # type: ignore[misc]
 
     def getBackendName(self) -> str:
         """The name under which it is registered."""
-        return BACKEND
+        return BACKENDS[self.rooms.device]
 
     def __repr__(self) -> str:
         return f"ThreadGroup(rank {self._rank} of ranks {', '.join(map(str, self._room.ranks))})"
@@ -211,7 +212,7 @@ class ThreadGroup(_Base):  # type: ignore[misc]
         return self._joined(part, meetings.gather(opts.rootRank))
 
     def _joined(self, part: Part, run: Callable[[Sequence[Part]], None]) -> Work:
-        _refuse_other_devices([*part.given, *part.taken])
+        self._refuse_other_devices([*part.given, *part.taken])
         _refuse_sharded(part.told, [*part.given, *part.taken])
         number, meeting = self._room.join(self._rank, part, run)
 
@@ -225,13 +226,13 @@ class ThreadGroup(_Base):  # type: ignore[misc]
     # Messages
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int = 0) -> Work:
-        _refuse_other_devices(tensors)
+        self._refuse_other_devices(tensors)
         _refuse_sharded("send", tensors)
         message = self._room.send(self._rank, target, tag, tensors[0])
         return ThreadWork(self, message, lambda: self._way("to send", tensors[0], target, tag))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
-        _refuse_other_devices(tensors)
+        self._refuse_other_devices(tensors)
         _refuse_sharded("recv", tensors)
         message = self._room.receive(source, self._rank, tag, tensors[0])
         return ThreadWork(self, message, lambda: self._way("to receive", tensors[0], source, tag))
@@ -240,21 +241,22 @@ class ThreadGroup(_Base):  # type: ignore[misc]
         preposition = "to" if verb == "to send" else "from"
         return f"rank {self._room.ranks[peer]} {meetings.describe(verb, x)} {preposition} it (tag {tag})"
 
+    def _refuse_other_devices(self, tensors: Sequence[Tensor]) -> None:
+        """As gloo and NCCL do. On GPUs a backward pass stays in the rank's thread only if ranks are told of GPUs."""
+        device = self.rooms.device
+        other = next((t.device for t in tensors if t.device.type != device), None)
+        if other is not None:
+            raise MeetingError(
+                f"these ranks in one process exchange tensors on devices of type {device!r}, got one on {other}; "
+                f"take LocalRanks(n, processes=False, device={other.type!r}), or processes: LocalRanks(n), "
+                "@pytest.mark.ranks(...) without processes=False"
+            )
+
 
 def _last(works: Sequence[Work]) -> Work:
     for work in works[:-1]:
         work.wait()
     return works[-1]
-
-
-def _refuse_other_devices(tensors: Sequence[Tensor]) -> None:
-    """Backward passes on other devices run in threads of torch's own, which are no rank's."""
-    other = next((t.device for t in tensors if t.device.type != "cpu"), None)
-    if other is not None:
-        raise MeetingError(
-            f"ranks in one process exchange tensors on the CPU, got one on {other}; take processes: "
-            "@pytest.mark.ranks(...) without processes=False, LocalRanks(n)"
-        )
 
 
 def _refuse_sharded(told: str, tensors: Sequence[Tensor]) -> None:
@@ -270,8 +272,15 @@ def _refuse_reduction(tensors: Sequence[Tensor]) -> None:
         raise RuntimeError("Invalid scalar type")
 
 
-BACKEND = "one_process"
-"""The name of this backend of `torch.distributed`."""
+BACKENDS = {"cpu": "one_process", "cuda": "one_process_of_gpus"}
+"""Names of these backends of `torch.distributed`, by the type of the devices that have the tensors."""
+
+
+class _OnGpus(Transport):
+    """Messages between ranks in one process whose tensors are on GPUs."""
+
+    name = BACKENDS["cuda"]
+    device = "cuda"
 
 
 class Rooms:
@@ -279,10 +288,11 @@ class Rooms:
 
     Args:
         world_size: number of ranks.
+        device: type of the devices that have the ranks' tensors.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    def __init__(self, world_size: int, device: str) -> None:
+        self._world_size, self.device = world_size, device
         self._rooms: dict[tuple[str, tuple[int, ...]], Room] = {}
         self.turns = Turns(0)
 
@@ -310,4 +320,5 @@ def create_group(options: Any, _: object) -> ThreadGroup:
     return rooms.group(options.group_id, options.global_ranks_in_group, options.group_rank)
 
 
-dist.Backend.register_backend(BACKEND, create_group, extended_api=True, devices=["cpu", "cuda"])
+for _device, _name in BACKENDS.items():
+    dist.Backend.register_backend(_name, create_group, extended_api=True, devices=[_device])

@@ -171,7 +171,7 @@ def _gather(call: OpCall) -> Iterable[Strategy]:
     source, index = call.tensors
     dim = call.args[1] % max(source.ndim, 1)
     others = [d for d in range(source.ndim) if d != dim]
-    if source.ndim == index.ndim and all(_same(source.shape[d], index.shape[d]) for d in others):
+    if source.ndim == index.ndim > 0 and all(_same(source.shape[d], index.shape[d]) for d in others):
         yield along([None, dim], [dim])
 
 

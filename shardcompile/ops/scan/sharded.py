@@ -78,7 +78,8 @@ def _of_blocks_before(
 def _last_row(x: Tensor, dim: int, nothing: Scalar) -> Tensor:
     """The last row of a block, or a row of `nothing` if it has none."""
     front = x.new_full([1 if d == dim else n for d, n in enumerate(x.shape)], nothing)
-    return aten.slice.Tensor(aten.cat.default([front, x], dim), dim, -1, 2**63 - 1)
+    # Counted from the end, Inductor 2.11 - 2.12 does not find where it is.
+    return aten.cat.default([front, x], dim).narrow(dim, x.shape[dim], 1)
 
 
 def _is_cut(x: Sharded, dim: int) -> bool:
