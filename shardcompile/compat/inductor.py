@@ -11,6 +11,7 @@ import torch
 from torch._inductor import config  # 2.11 - 2.15
 from torch.utils._ordered_set import OrderedSet  # 2.11 - 2.15
 
+from shardcompile.compat.gpu_kernels import GRIDS_OF_NO_ROWS
 from shardcompile.compat.patch import Patch, put_in_once, replace
 
 
@@ -23,6 +24,7 @@ def lowered_when_traced(op: torch._ops.OpOverload, fake: Callable[..., object]) 
     def traced(*args: object) -> object:
         _lower_as_collective(op)
         put_in_once(PAYLOADS_UNTIL_THE_WAIT)
+        put_in_once(GRIDS_OF_NO_ROWS)
         return fake(*args)
 
     return traced

@@ -16,6 +16,7 @@ from shardcompile.compat.block_symbols import name_symbols_of_blocks
 from shardcompile.compat.decompositions import decompositions_ask_no_sizes
 from shardcompile.compat.dtensor_padding import pads_on_all_ranks
 from shardcompile.compat.equal_nodes import ONE_WAIT_EACH, PARTS_STAY_APART
+from shardcompile.compat.gpu_kernels import GRIDS_OF_NO_ROWS, MIXED_REDUCTIONS_BY_HINT, NO_PADDING_BY_TIME
 from shardcompile.compat.inductor import PAYLOADS_UNTIL_THE_WAIT
 from shardcompile.compat.kernel_questions import (
     ones_in_kernels_by_hint,
@@ -168,6 +169,8 @@ OF_RANKS_ALIKE = (
     ),
     PARTS_STAY_APART,
     ONE_WAIT_EACH,
+    MIXED_REDUCTIONS_BY_HINT,
+    NO_PADDING_BY_TIME,
     Patch(
         "pads_on_all_ranks",
         "torch.distributed.tensor.placement_types.pad_tensor, unpad_tensor",
@@ -430,5 +433,5 @@ OF_A_TRACE = (
 
 def all_patches() -> tuple[Patch, ...]:
     """Those above, and those that were put in for good."""
-    stated = (*OF_RANKS_ALIKE, *OF_A_COMPILATION, *OF_A_TRACE, PAYLOADS_UNTIL_THE_WAIT)
+    stated = (*OF_RANKS_ALIKE, *OF_A_COMPILATION, *OF_A_TRACE, PAYLOADS_UNTIL_THE_WAIT, GRIDS_OF_NO_ROWS)
     return tuple(dict.fromkeys((*stated, *in_place())))

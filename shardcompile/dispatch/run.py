@@ -146,6 +146,8 @@ class Local(Entry):
         self.single = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
         self.strides_like = strides_like
         self.whole = self.fresh and self.single and _is_whole(specs)
+        if self.fresh and record.kernel is None and op.namespace == "aten" and _needs_rows(specs):
+            self.function = _not_for_nothing(self.function, specs)
 
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         out = self._blocks(cls, args, kwargs)
@@ -189,6 +191,40 @@ class Local(Entry):
         for out in outs:
             compat.share_storage(out, args[0])
         return wrapped
+
+
+_FOR_NOTHING = {"cpu"}
+"""Types of devices whose kernels may be called for results without elements."""
+
+
+def _needs_rows(specs: Specs) -> bool:
+    found = specs[0] if len(specs) == 1 and isinstance(specs[0], list) else specs
+    return bool(found) and all(isinstance(s, Spec) and s.layout.mesh.device_type not in _FOR_NOTHING for s in found)
+
+
+def _not_for_nothing(function: Callable[..., Any], specs: Specs) -> Callable[..., Any]:
+    """Have a block without elements be made without the op, in eager mode.
+
+    On GPUs some of torch's kernels refuse it, or read memory that is not theirs, as those of embeddings do.
+    """
+    listed = len(specs) == 1 and isinstance(specs[0], list)
+    found: Sequence[Spec] = specs[0] if listed else specs  # type: ignore[assignment]
+    kind = found[0].layout.mesh.device_type
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        blocks = [b for a in args for b in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(b, Tensor)]
+        # In a trace, and where only shapes are asked for, blocks are of another class, or on no device.
+        here = all(type(b) is Tensor and b.device.type == kind for b in blocks)
+        if not here or all(map(Tensor.numel, blocks)) or kwargs.get("device") is not None:
+            return function(*args, **kwargs)
+        coordinate = compat.coordinate(found[0].layout.mesh) or ()
+        shapes = [s.layout.local_shape(coordinate) for s in found]
+        if any(0 not in shape for shape in shapes):
+            return function(*args, **kwargs)
+        made = [blocks[0].new_empty(shape, dtype=s.layout.dtype) for s, shape in zip(found, shapes, strict=True)]
+        return made if listed else made[0] if len(made) == 1 else tuple(made)
+
+    return run
 
 
 def _is_whole(specs: Specs) -> bool:

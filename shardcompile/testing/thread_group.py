@@ -242,9 +242,11 @@ class ThreadGroup(_Base):  # type: ignore[misc]
         return f"rank {self._room.ranks[peer]} {meetings.describe(verb, x)} {preposition} it (tag {tag})"
 
     def _refuse_other_devices(self, tensors: Sequence[Tensor]) -> None:
-        """As gloo and NCCL do. On GPUs a backward pass stays in the rank's thread only if ranks are told of GPUs."""
+        """On GPUs a backward pass stays in the rank's thread only if ranks are told of GPUs. What torch sends of Python
+        objects is on the CPU.
+        """
         device = self.rooms.device
-        other = next((t.device for t in tensors if t.device.type != device), None)
+        other = next((t.device for t in tensors if t.device.type not in ("cpu", device)), None)
         if other is not None:
             raise MeetingError(
                 f"these ranks in one process exchange tensors on devices of type {device!r}, got one on {other}; "

@@ -19,7 +19,7 @@ from shardcompile import compat
 from shardcompile.collectives import Reduction
 from shardcompile.layout import IntLike, Layout, contiguous_stride
 from shardcompile.ops import Form, OpCall, TensorArg, state
-from shardcompile.ops.index.linked import column_of, combined
+from shardcompile.ops.index.linked import beside, column_of, combined
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.sharded import Sharded
 
@@ -80,6 +80,7 @@ def scatter_reduce(
 
 def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False) -> Tensor:
     """``aten.index_put`` by numbers of one dim, or that writes one value where a mask says."""
+    indices = beside(indices, x)
     at = [d for d, index in enumerate(indices) if index is not None]
     if at == [0] and indices[0].dtype is torch.bool and values.ndim == 0 and not accumulate and indices[0].ndim:
         mask = indices[0]

@@ -59,6 +59,11 @@ def fits(cut: Cut, layout: Layout) -> bool:
     return [c.mesh_dims for c in by] == [cut.mesh_dims]
 
 
+def beside(indices: Sequence[Any], x: Tensor) -> list[Any]:
+    """Indices on the device of what they count: a tensor on a GPU takes those on the CPU, too."""
+    return [i if i is None or i.device == x.device else i.to(x.device) for i in indices]
+
+
 def links_of(numbers: Tensor, cut: Cut, mesh: DeviceMesh, about: IntLike, op: OpOverload) -> Links:
     """Which rows travel for this rank's numbers, in a trace worked out once.
 

@@ -20,7 +20,7 @@ from shardcompile.collectives import block_size
 from shardcompile.compat import OpOverload
 from shardcompile.layout import Cut, IntLike, Layout
 from shardcompile.ops import Form, state
-from shardcompile.ops.index.linked import column_of, combined, filled, is_linked, taken
+from shardcompile.ops.index.linked import beside, column_of, combined, filled, is_linked, taken
 from shardcompile.ops.support.blocks import padded
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import first_row, moved, reduced, wrap
@@ -159,11 +159,15 @@ def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
 
 def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     """``aten.index`` by numbers along a cut dim."""
-    return _index(x, indices, aten.index.Tensor, (x, indices)) if isinstance(x, Sharded) else NotImplemented
+    if not isinstance(x, Sharded):
+        return NotImplemented
+    indices = beside(indices, x)
+    return _index(x, indices, aten.index.Tensor, (x, indices))
 
 
 def _index_joined(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     """``aten.index`` by numbers along a dim into which others were flattened."""
+    indices = beside(indices, x)
     at = [d for d, i in enumerate(indices) if i is not None]
     return _look_up(x, at[0], indices[at[0]], aten.index.Tensor, (x, indices)) if len(at) == 1 else NotImplemented
 

@@ -103,6 +103,13 @@ def _vector_norm(
     return _norm_of_sizes(size, ord, dims, keepdim).to(x.dtype.to_real())
 
 
+def _shape_of_norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, **named: Any) -> Tensor:
+    """Of a tensor of one element torch's fake kernel keeps the dims (2.11 - 2.12)."""
+    found = aten.linalg_vector_norm.default(x, ord, dim, keepdim, **named)
+    ndim = x.ndim if keepdim else x.ndim - len(_dims(x, dim))
+    return found if found.ndim == ndim else found.reshape([1] * ndim)
+
+
 def _norm_of_sizes(size: Tensor, ord: float, dims: list[int], keepdim: bool) -> Tensor:
     if ord == math.inf:
         return aten.amax.default(size, dims, keepdim)
@@ -216,7 +223,7 @@ state(aten.var.correction, sharded=_var)
 state(aten.std.correction, sharded=_std)
 state(aten.var_mean.correction, sharded=_var_mean)
 state(aten.std_mean.correction, sharded=_std_mean)
-state(aten.linalg_vector_norm.default, sharded=_vector_norm)
+state(aten.linalg_vector_norm.default, sharded=_vector_norm, shape_kernel=_shape_of_norm)
 state(aten.logsumexp.default, sharded=_logsumexp)
 state(aten._softmax.default, sharded=_softmax)
 state(aten._log_softmax.default, sharded=_log_softmax)
