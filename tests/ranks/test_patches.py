@@ -548,6 +548,9 @@ SCENES: dict[str, Callable[[], str]] = {
 WITHOUT_A_PROGRAM = {
     "places_of_parts": "a program of the fuzzer's of eleven lines (seed 6300019, inductor); none of its parts needs it",
     "no_donated_buffers": "torch before 2.15 does not repeat waits",
+    "grids_of_no_rows": "it is of kernels of GPUs: see test_gpu_kernels.py",
+    "mixed_reductions_by_hint": "it is of kernels of GPUs: see test_gpu_kernels.py",
+    "no_padding_by_time": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "clamped_ends": "it was written for `test_modes_of_images_that_are_cut_along_their_height`; nothing smaller is known",
     "decisions_where_guards_are_suppressed": "not found: products, batched products, convolutions of both precisions, permuted blocks",
     "symbols_of_blocks": "not found: blocks that are as large as other dims, with cuts that a run gives",

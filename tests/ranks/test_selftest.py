@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from shardcompile.selftest import Finding, Job, print_table, run_checks
 from shardcompile.selftest.checks import CHECKS, Here
+
+WITHOUT_THE_PACKAGE = """
+import importlib.metadata as metadata
+import importlib.util as util
+entry_points, find_spec = metadata.entry_points, util.find_spec
+metadata.entry_points = lambda **named: entry_points(group="none") if named.get("group") == "torch_dynamo_backends" else entry_points(**named)
+util.find_spec = lambda name, *rest: None if name == "depyf" else find_spec(name, *rest)
+"""
+"""What Python finds if neither this library nor depyf is installed."""
 
 
 def test_the_command() -> None:
@@ -23,6 +35,26 @@ def test_the_command() -> None:
     assert lines[0].startswith("3 ranks, cpu, gloo, torch ")
     assert [line.split()[0] for line in lines[1:-1]] == ["right"] * 10
     assert lines[-1].startswith("10 of 10 right")
+
+
+def test_the_command_with_ranks_in_one_process_in_a_checkout_that_is_not_installed(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    for name in ("shardcompile", "passes"):
+        shutil.copytree(root / name, tmp_path / name, symlinks=True)
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_THE_PACKAGE)
+    command = [sys.executable, "-m", "shardcompile", "selftest", "--device", "cpu", "--one-process", "--ranks", "3"]
+    ended = subprocess.run(
+        [*command, "--only", "model: collectives", "halos"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = ended.stdout.splitlines()
+    assert lines[0].startswith("3 ranks, cpu, one process, torch ")
+    assert [line.split()[0] for line in lines[1:-1]] == ["right"] * 2
+    assert "3 collectives" in lines[1]
 
 
 @pytest.mark.ranks(2, processes=False)

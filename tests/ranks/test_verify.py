@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +24,11 @@ from shardcompile.compat.observe import cache_counts
 from shardcompile.errors import PassError
 from shardcompile.passes import Pipeline, compile_with_passes, verify
 from shardcompile.passes.graph.collective import WAIT, collectives
-from shardcompile.testing import rank, world_size
+from shardcompile.testing import LocalRanks, rank, world_size
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fuzz import Input, Program, run_compiled_on_rank
 
 
 class ReduceTwiceOnRankOne:
@@ -236,6 +241,34 @@ def test_graphs_with_known_blocks_of_no_rows_are_always_compared(
     with sc.config.patch(verify=False):
         step([4, 2])
         assert not noted, "all ranks have some rows"
+
+
+def test_without_verification_ranks_of_other_groups_hear_of_a_difference_at_once() -> None:
+    """Not only when their time to wait for the ranks that found it is over."""
+    lines = [
+        *("v0 = torch.atan2(a0, a1.square() + 1)", "v1 = torch.hypot(a1, a0 + 3)  # if away(a0, -3)"),
+        *("v2 = torch.cat([v1, a3, v1], 2)", "v3 = torch.tanh(v1)"),
+        *(
+            "v4 = torch.logaddexp(v1, a3)",
+            "v5 = v4 - v1",
+            "v6 = v3[2:2]",
+            "v7 = v4[1:4]",
+            "v8 = torch.logaddexp(a0, v4)",
+        ),
+        *("v9 = v7.amin([-1], False)  # if apart(v7)", "v10 = torch.linalg.vector_norm(v2, 2, [1], False)"),
+        "v11 = v9.trace()",
+    ]
+    inputs = [
+        Input("a0", (2, 2, 3), "R S(2)", {1: [2, 1]}, grad=True, seed=890925),
+        Input("a1", (2, 2, 3), "S(0) S(0)", {1: [0, 0, 0, 2]}, grad=True, seed=335158, inferred=True),
+        Input("a3", (2, 2, 3), seed=679586),
+    ]
+    program = Program((2, 2), inputs, lines)
+    with sc.config.patch(verify=False), LocalRanks(4, processes=False) as ranks:
+        expected = program.expect(True)
+        ends = ranks(run_compiled_on_rank, [program] * 3, [expected] * 3, "shardcompile", timeout=200)
+    assert all("different collectives" in end.text for end in ends), ends
+    assert any("failed to compile: PassError" in end.text for end in ends), ends
 
 
 @CACHES

@@ -1,0 +1,207 @@
+"""What is done for kernels of GPUs; what can be seen without one, and the rest where there is one."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sympy
+import torch
+import torch.nn.functional as nnf
+from torch.distributed.tensor.placement_types import Shard
+
+import shardcompile as sc
+from shardcompile.compat import gpu_kernels
+from shardcompile.dispatch import run as running
+from shardcompile.testing import LocalRanks, assert_matches_single_device
+from shardcompile.testing.meetings import MeetingError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fuzz import REFUSED, RIGHT, draw, judge
+
+ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+# Grids
+
+
+@pytest.mark.parametrize("rows", [0, 1, 16, 17, 10**7])
+def test_a_grid_of_no_rows_is_empty(rows: int) -> None:
+    heuristics = pytest.importorskip("torch._inductor.runtime.triton_heuristics")
+    with contextlib.ExitStack() as stack:
+        gpu_kernels.grids_of_no_rows(stack)
+        grid = heuristics.Grid2DWithYZOverflow(inductor_meta={})
+        grid.generate({"XBLOCK": 32, "YBLOCK": 16})
+    scope: dict[str, Any] = {"xnumel": 64, "ynumel": rows}
+    for line in grid.prefix:
+        exec(line, scope)
+    _, y, z = (eval(str(n), scope) for n in (grid.x_grid, grid.y_grid, grid.z_grid))
+    blocks = -(-rows // 16)
+    assert y * z >= blocks and (y * z == 0) is (rows == 0) and y <= 65535
+
+
+# Decisions
+
+
+class Sizes:
+    """Inductor's view of sizes: a hint for each symbol, and guards that nobody may leave."""
+
+    def optimization_hint(self, symbol: sympy.Symbol, fallback: int) -> int:
+        return {"many": 10**6, "few": 3}.get(str(symbol), fallback)
+
+    def guard_or_true(self, condition: Any) -> bool:
+        raise AssertionError(f"a guard: {condition}")
+
+    evaluate_expr = guard_or_true
+
+
+def node(*dtypes: torch.dtype) -> Any:
+    nodes = [SimpleNamespace(node=SimpleNamespace(get_dtype=lambda d=d: d), is_reduction=lambda: True) for d in dtypes]
+    return SimpleNamespace(get_nodes=lambda: nodes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "fused"),
+    [
+        ("many", torch.float32, True),
+        ("many", torch.bfloat16, True),
+        ("few", torch.float32, False),
+        ("of a run", torch.float32, False),
+        ("many", torch.float64, False),
+        ("many", torch.int64, False),
+    ],
+)
+def test_reductions_along_two_dims_are_fused_by_hints(rows: str, dtype: torch.dtype, fused: bool) -> None:
+    virtualized = pytest.importorskip("torch._inductor.virtualized")
+    scheduler = pytest.importorskip("torch._inductor.scheduler")
+
+    def asks(one: Any, other: Any) -> bool:
+        sizes = virtualized.V.graph.sizevars
+        many = sympy.Ge(sympy.Symbol(rows, integer=True), 4096)
+        return bool(sizes.guard_or_true(many) and sizes.evaluate_expr(many, fallback_value=True))
+
+    found = vars(scheduler.MixOrderReduction)["can_fuse"]
+    scheduler.MixOrderReduction.can_fuse = staticmethod(asks)
+    try:
+        graph = SimpleNamespace(sizevars=Sizes())
+        with contextlib.ExitStack() as stack, virtualized.V.set_graph_handler(graph):
+            gpu_kernels.mixed_reductions_by_hint(stack)
+            assert scheduler.MixOrderReduction.can_fuse(node(dtype), node(dtype)) is fused
+    finally:
+        scheduler.MixOrderReduction.can_fuse = found
+
+
+@pytest.mark.ranks(2, processes=False)
+def test_products_are_not_padded_by_what_a_rank_measures() -> None:
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        seen.append(torch._inductor.config.shape_padding)
+        return graph.forward
+
+    x = sc.ones(7, 3, device_mesh=sc.testing.mesh(), placements=[Shard(0)])
+    torch.compile(lambda x: x @ x.mT, backend=backend)(x)
+    assert not any(seen) and torch._inductor.config.shape_padding
+
+
+# Blocks without elements
+
+
+@contextlib.contextmanager
+def as_on_gpus() -> Iterator[None]:
+    """With what is done for GPUs done on CPUs, too."""
+    kept = set(running._FOR_NOTHING)
+    running._FOR_NOTHING.clear()
+    sc.dispatch.clear_cache()
+    try:
+        yield
+    finally:
+        running._FOR_NOTHING.update(kept)
+        sc.dispatch.clear_cache()
+
+
+def test_nothing_is_made_without_a_kernel() -> None:
+    """Programs with empty blocks are right where kernels are not called for results without elements."""
+    with as_on_gpus(), LocalRanks(2, processes=False) as two, LocalRanks(3, processes=False) as three:
+        for seed in range(32_000_000, 32_000_120):
+            program = draw(seed)
+            if program.mesh in ((2,), (3,)):
+                found = judge(two if program.ranks == 2 else three, program)
+                assert found.kind in (RIGHT, REFUSED), f"{found}\n{program}"
+
+
+def test_the_kernel_of_an_op_sees_no_block_without_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of an embedding's gradient, which reads memory that is not its own where there are no columns."""
+    columns: list[int] = []
+    real = running.compat.kernel_of
+
+    def watched(op: Any) -> Any:
+        kernel = real(op)
+        if op is not torch.ops.aten.embedding_dense_backward.default:
+            return kernel
+
+        def run(grad: torch.Tensor, *rest: Any) -> Any:
+            columns.append(grad.shape[-1])
+            return kernel(grad, *rest)
+
+        return run
+
+    def gradient(mesh: Any) -> torch.Tensor:
+        table = torch.arange(21.0).reshape(7, 3)
+        w = sc.distribute_tensor(table, mesh, [Shard(1)], sharding_shapes={0: [0, 2, 1]}).requires_grad_()
+        nnf.embedding(torch.tensor([5, 0, 5]), w).square().sum().backward()
+        return w.grad.full_tensor()  # type: ignore[union-attr,attr-defined,no-any-return]
+
+    monkeypatch.setattr(running.compat, "kernel_of", watched)
+    with as_on_gpus(), LocalRanks(3, processes=False) as ranks:
+        for found in ranks(gradient):
+            assert found.sum(1).tolist() == [6, 0, 0, 0, 0, 4 * (15 + 16 + 17), 0]
+    assert sorted(columns) == [1, 2]
+
+
+# On a GPU
+
+
+def test_ranks_of_another_device_are_told_so() -> None:
+    def reduce_on_meta(mesh: Any) -> None:
+        torch.distributed.all_reduce(torch.ones(2, device="meta"))
+
+    with (
+        LocalRanks(2, processes=False) as ranks,
+        pytest.raises(MeetingError, match="exchange tensors on devices of type 'cpu', got one on meta"),
+    ):
+        ranks(reduce_on_meta)
+
+
+@ON_A_GPU
+def test_ranks_in_one_process_share_a_gpu() -> None:
+    def step(mesh: Any) -> None:
+        x, w = torch.randn(7, 4, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
+        assert_matches_single_device(
+            lambda x, w: nnf.gelu(x @ w).softmax(0),
+            [x, w],
+            [Shard(0), None],
+            mesh=mesh,
+            backend=["aot_eager", "shardcompile"],
+        )
+
+    with LocalRanks(3, processes=False, device="cuda") as ranks:
+        ranks(step, timeout=300)
+
+
+@ON_A_GPU
+def test_an_index_on_the_cpu() -> None:
+    full = torch.randn(7, 4, device="cuda")
+    index = torch.tensor([6, 0, 3])
+    with LocalRanks(3, processes=False, device="cuda") as ranks:
+        ranks(
+            lambda mesh: torch.testing.assert_close(
+                sc.distribute_tensor(full, mesh, [Shard(0)])[index].full_tensor(), full[index]
+            )
+        )
