@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -206,7 +207,7 @@ def _selftest(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     from shardcompile.testing import LocalRanks
 
     gpus = torch.cuda.device_count()
-    device = options.device if options.device != "auto" else "cuda" if gpus else "cpu"
+    device: Literal["cpu", "cuda"] = options.device if options.device != "auto" else "cuda" if gpus else "cpu"
     ranks = options.ranks or (gpus if device == "cuda" and gpus and not options.one_process else 2)
     if options.one_process and device == "cuda" and not gpus:
         parser.error("--device cuda needs a GPU, found none")

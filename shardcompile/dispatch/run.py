@@ -202,7 +202,7 @@ def _needs_rows(specs: Specs) -> bool:
     return bool(found) and all(isinstance(s, Spec) and s.layout.mesh.device_type not in _FOR_NOTHING for s in found)
 
 
-def _not_for_nothing(function: Callable[..., Any], specs: Specs) -> Callable[..., Any]:
+def _not_for_nothing(function: Callable[..., object], specs: Specs) -> Callable[..., object]:
     """Have a block without elements be made without the op, in eager mode.
 
     On GPUs some of torch's kernels refuse it, or read memory that is not theirs, as those of embeddings do.
@@ -211,7 +211,7 @@ def _not_for_nothing(function: Callable[..., Any], specs: Specs) -> Callable[...
     found: Sequence[Spec] = specs[0] if listed else specs  # type: ignore[assignment]
     kind = found[0].layout.mesh.device_type
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         blocks = [b for a in args for b in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(b, Tensor)]
         # In a trace, and where only shapes are asked for, blocks are of another class, or on no device.
         here = all(type(b) is Tensor and b.device.type == kind for b in blocks)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardcompile.collectives.transport import device_type
-from shardcompile.selftest.checks import CHECKS, Here
+from shardcompile.selftest.checks import CHECKS
+from shardcompile.selftest.here import Here
 from shardcompile.testing import once
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from shardcompile.selftest import Finding, Job, print_table, run_checks
-from shardcompile.selftest.checks import CHECKS, Here
+from shardcompile.selftest.checks import CHECKS
+from shardcompile.selftest.here import Here
 
 WITHOUT_THE_PACKAGE = """
 import importlib.metadata as metadata
