@@ -399,12 +399,8 @@ def _traffic_of(node: Node, reads: Sequence[Node], writes: bool, nominal: int | 
     return sum(map(blocks.nbytes_of, reads)) + written * writes
 
 
-def _packet(node: Node) -> Any:
-    return getattr(node.target, "overloadpacket", node.target)
-
-
 def _formula(node: Node) -> Callable[..., float] | None:
-    packet = _packet(node)
+    packet: Any = getattr(node.target, "overloadpacket", node.target)
     return _FORMULAS.get(packet) or flop_registry.get(_LIKE.get(packet, packet))
 
 
@@ -413,8 +409,8 @@ def _flops(node: Node) -> float:
     formula = _formula(node)
     if formula is None:
         return 0.0
-    kwargs = {} if _packet(node) in _LIKE else node.kwargs  # what our op has more is no matter of its operations
-    named = tuple((k, _numbers(v)) for k, v in kwargs.items())
+    ours = getattr(node.target, "namespace", "") == "shardcompile"  # what it is told besides is no matter of operations
+    named = () if ours else tuple((k, _numbers(v)) for k, v in node.kwargs.items())
     return _count_flops(formula, str(node.target), _numbers(node.args), named, _numbers(node.meta.get("val")))
 
 
