@@ -4,7 +4,7 @@ A block may be empty or of one row on any rank in any call. So a trace must not 
 another size: what it finds becomes a guard that holds on some ranks only, and those ranks compile again, alone. Torch
 has a switch for that, `backed_size_oblivious`, that not all of its code heeds yet; most of these patches are about the
 places that do not. `compiling` says when they are put in. What is put in for as long as the process lives is stated in
-`wrappers`, `state_dicts`, `worlds` and `groups`.
+`wrappers`, `state_dicts`, `worlds`, `groups` and `strides`.
 
 `tests/ranks/test_patches.py` has a program for each that goes wrong without it, and fails when it no longer does: the
 patch can go then.
@@ -12,6 +12,7 @@ patch can go then.
 
 from __future__ import annotations
 
+import shardcompile.compat.strides  # noqa: F401  # puts in what it states
 from shardcompile.compat.block_symbols import name_symbols_of_blocks
 from shardcompile.compat.decompositions import decompositions_ask_no_sizes
 from shardcompile.compat.dtensor_padding import pads_on_all_ranks

@@ -433,6 +433,7 @@ SCENES: dict[str, Callable[[], str]] = {
         4,
         "inductor",
     ),
+    "strides_behind_sizes": Fuzzed(["v0 = torch.zeros_like(a0)"], [Input("a0", (7, 4), "R")], 2),
     "collectives_stay": WRITTEN_PARTIAL,
     "saved_behind_written": WRITTEN_PARTIAL,
     "ones_in_kernels_by_hint": Fuzzed(
