@@ -12,7 +12,6 @@ patch can go then.
 
 from __future__ import annotations
 
-import shardcompile.compat.strides  # noqa: F401  # puts in what it states
 from shardcompile.compat.block_symbols import name_symbols_of_blocks
 from shardcompile.compat.decompositions import decompositions_ask_no_sizes
 from shardcompile.compat.dtensor_padding import pads_on_all_ranks
@@ -51,6 +50,7 @@ from shardcompile.compat.scheduling import (
     parts_own_no_memory,
     reads_after_writes,
 )
+from shardcompile.compat.strides import ORDER_BY_DIVISORS
 from shardcompile.compat.writes import copies_by_hint, joins_of_copies, overlap_by_hint, overlaps_of_sizes
 
 OF_RANKS_ALIKE = (
@@ -401,6 +401,7 @@ OF_A_COMPILATION = (
         "2.11 - 2.15",
         clamped_ends,
     ),
+    ORDER_BY_DIVISORS,
 )
 """Put in when a compilation meets the first block of unknown size, and put back when it ends."""
 

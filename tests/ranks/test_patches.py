@@ -433,6 +433,18 @@ SCENES: dict[str, Callable[[], str]] = {
         4,
         "inductor",
     ),
+    "order_by_divisors": Fuzzed(
+        [
+            *('v0 = to(a1, "S(0) S(0)")', "v1 = (v0.split(2, -1)[:2])[0]"),
+            "v2 = torch.hypot(v1, a0 + 3)  # if away(a0, -3)",
+        ],
+        [
+            Input("a0", (1, 2, 2), grad=True, seed=727825),
+            Input("a1", (2,), "S(0) S(0)", {1: [0, 2, 0, 0]}, grad=True, seed=102394),
+        ],
+        (2, 2),
+        "inductor",
+    ),
     "strides_behind_sizes": Fuzzed(["v0 = torch.zeros_like(a0)"], [Input("a0", (7, 4), "R")], 2),
     "collectives_stay": WRITTEN_PARTIAL,
     "saved_behind_written": WRITTEN_PARTIAL,
