@@ -37,6 +37,7 @@ from shardcompile.compat.replacements import (
     fill_order_by_hint,
     memory_format_by_hint,
     no_donated_buffers,
+    parts_to_the_end,
     places_of_parts,
     symbols_by_both_names,
     traces_agree,
@@ -402,6 +403,16 @@ OF_A_COMPILATION = (
         clamped_ends,
     ),
     ORDER_BY_DIVISORS,
+    Patch(
+        "parts_to_the_end",
+        "torch._inductor.lowering.lowerings[aten.slice.Tensor]",
+        "A part that goes on to the end of a dim says so by the largest number. Where a run gives the extent, Inductor "
+        "takes that end for unknown, which the trace did not: the graph is not compiled.",
+        "https://github.com/pytorch/pytorch/issues/174340; torch 2.12 takes sys.maxsize for the extent, as the fake "
+        "kernel of aten.slice did before. KeyError: 'unbacked_bindings'.",
+        "2.11",
+        parts_to_the_end,
+    ),
 )
 """Put in when a compilation meets the first block of unknown size, and put back when it ends."""
 

@@ -433,6 +433,12 @@ SCENES: dict[str, Callable[[], str]] = {
         4,
         "inductor",
     ),
+    "parts_to_the_end": Fuzzed(
+        ["v0 = a0.square()", "v1 = v0[:, ::2]"],
+        [Input("a0", (1, 4, 4), "P(sum) S(2)", {1: [0, 4]}, grad=True, seed=28238)],
+        (2, 2),
+        "inductor",
+    ),
     "order_by_divisors": Fuzzed(
         [
             *('v0 = to(a1, "S(0) S(0)")', "v1 = (v0.split(2, -1)[:2])[0]"),
