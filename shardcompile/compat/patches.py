@@ -46,6 +46,7 @@ from shardcompile.compat.replacements import (
 from shardcompile.compat.saved_inputs import saved_before_written, sizes_of_saved_products
 from shardcompile.compat.saved_strides import saved_as_traced, saved_behind_written
 from shardcompile.compat.scheduling import (
+    NUMBERS_OF_WRITTEN_ROWS,
     broadcast_by_guards,
     lookups_in_no_rows,
     parts_own_no_memory,
@@ -403,6 +404,7 @@ OF_A_COMPILATION = (
         clamped_ends,
     ),
     ORDER_BY_DIVISORS,
+    NUMBERS_OF_WRITTEN_ROWS,
     Patch(
         "parts_to_the_end",
         "torch._inductor.lowering.lowerings[aten.slice.Tensor]",
