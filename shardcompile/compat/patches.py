@@ -4,7 +4,7 @@ A block may be empty or of one row on any rank in any call. So a trace must not 
 another size: what it finds becomes a guard that holds on some ranks only, and those ranks compile again, alone. Torch
 has a switch for that, `backed_size_oblivious`, that not all of its code heeds yet; most of these patches are about the
 places that do not. `compiling` says when they are put in. What is put in for as long as the process lives is stated in
-`wrappers`, `state_dicts`, `worlds` and `groups`.
+`wrappers`, `state_dicts`, `worlds`, `groups` and `strides`.
 
 `tests/ranks/test_patches.py` has a program for each that goes wrong without it, and fails when it no longer does: the
 patch can go then.
@@ -38,6 +38,7 @@ from shardcompile.compat.replacements import (
     fill_order_by_hint,
     memory_format_by_hint,
     no_donated_buffers,
+    parts_to_the_end,
     places_of_parts,
     symbols_by_both_names,
     traces_agree,
@@ -46,11 +47,13 @@ from shardcompile.compat.replacements import (
 from shardcompile.compat.saved_inputs import saved_before_written, sizes_of_saved_products
 from shardcompile.compat.saved_strides import saved_as_traced, saved_behind_written
 from shardcompile.compat.scheduling import (
+    NUMBERS_OF_WRITTEN_ROWS,
     broadcast_by_guards,
     lookups_in_no_rows,
     parts_own_no_memory,
     reads_after_writes,
 )
+from shardcompile.compat.strides import ORDER_BY_DIVISORS
 from shardcompile.compat.writes import copies_by_hint, joins_of_copies, overlap_by_hint, overlaps_of_sizes
 
 OF_RANKS_ALIKE = (
@@ -402,6 +405,18 @@ OF_A_COMPILATION = (
         "TypeError: Expected a number but got FloorDiv.",
         "2.11 - 2.15",
         clamped_ends,
+    ),
+    ORDER_BY_DIVISORS,
+    NUMBERS_OF_WRITTEN_ROWS,
+    Patch(
+        "parts_to_the_end",
+        "torch._inductor.lowering.lowerings[aten.slice.Tensor]",
+        "A part that goes on to the end of a dim says so by the largest number. Where a run gives the extent, Inductor "
+        "takes that end for unknown, which the trace did not: the graph is not compiled.",
+        "https://github.com/pytorch/pytorch/issues/174340; torch 2.12 takes sys.maxsize for the extent, as the fake "
+        "kernel of aten.slice did before. KeyError: 'unbacked_bindings'.",
+        "2.11",
+        parts_to_the_end,
     ),
 )
 """Put in when a compilation meets the first block of unknown size, and put back when it ends."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, MutableSet, Sequence
 from typing import Any
 from unittest import mock
@@ -138,6 +139,16 @@ def clamped_ends(stack: contextlib.ExitStack) -> None:
     replace(stack, SliceView, "normalize_start_end", _with_numbers_worked_out)  # 2.11 - 2.15
     replace(stack, SizeVarAllocator, "evaluate_min", lambda _: _one_of_two_if_known(Min, 0))  # 2.11 - 2.15
     replace(stack, SizeVarAllocator, "evaluate_max", lambda _: _one_of_two_if_known(Max, 1))  # 2.11 - 2.15
+
+
+def parts_to_the_end(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
+    from torch._inductor.lowering import lowerings
+
+    part = torch.ops.aten.slice.Tensor
+    found = lowerings[part]
+    lowerings[part] = _to_the_extent(found)  # 2.11 - 2.15
+    stack.callback(lowerings.__setitem__, part, found)
 
 
 def _unless_sharded(is_static: Callable[..., Any]) -> Callable[..., Any]:
@@ -299,6 +310,15 @@ def _with_numbers_worked_out(ends_of: Callable[..., Any]) -> Callable[..., objec
         return tuple(sympy.sympify(end).doit() for end in ends_of(*args))
 
     return ends
+
+
+def _to_the_extent(lowering: Callable[..., object]) -> Callable[..., object]:
+    """Have a part that ends at the largest number end at the extent."""
+
+    def lower(x: Any, dim: int = 0, start: Any = 0, end: Any = None, step: Any = 1) -> object:
+        return lowering(x, dim, start, x.get_size()[dim] if end == sys.maxsize else end, step)
+
+    return lower
 
 
 def _by_both_names(assign: Callable[..., None]) -> Callable[..., None]:

@@ -10,7 +10,7 @@ from unittest import mock
 
 import sympy
 
-from shardcompile.compat.patch import replace
+from shardcompile.compat.patch import Patch, replace
 
 if TYPE_CHECKING:
     from torch._inductor.ir import ExpandView  # 2.11 - 2.15
@@ -44,6 +44,29 @@ def lookups_in_no_rows(stack: contextlib.ExitStack) -> None:
     from torch._inductor import lowering  # 2.11 - 2.15
 
     replace(stack, lowering, "index_impl_helper", _leaving_it_to_the_run)  # 2.11 - 2.15
+
+
+def numbers_of_written_rows(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
+    from torch._inductor.ir import ComputedBuffer  # 2.11 - 2.15
+
+    replace(stack, ComputedBuffer, "get_free_symbol_uses", _and_of_indices)  # 2.11 - 2.15
+
+
+def _and_of_indices(symbols: Callable[..., Any]) -> Callable[..., object]:
+    """Have a loop use the symbols also from which it works out where it writes."""
+    # Heavy, and only a compilation needs it.
+    from torch._inductor.ir import get_free_symbols  # 2.11 - 2.15
+
+    @functools.wraps(symbols)
+    def used(buffer: Any, unbacked_only: bool = False) -> object:
+        found = symbols(buffer, unbacked_only)
+        if buffer.has_store_function():
+            for computed in buffer.get_read_writes().index_exprs:
+                found |= get_free_symbols(computed.index, unbacked_only)
+        return found
+
+    return used
 
 
 def _leaving_it_to_the_run(look_up: Callable[..., object]) -> Callable[..., object]:
@@ -113,3 +136,15 @@ def _keeping_orders(compute: Callable[..., None]) -> Callable[..., None]:
             node.set_read_writes(node.read_writes.with_read(added).rename(node.mutation_renames))
 
     return computed
+
+
+NUMBERS_OF_WRITTEN_ROWS = Patch(
+    "numbers_of_written_rows",
+    "torch._inductor.ir.ComputedBuffer.get_free_symbol_uses",
+    "Rows are written by numbers that the same loop works out. Where these begin at one that a run gives, the code may "
+    "name it before it asks for it: UnboundLocalError.",
+    "ReadWrites.get_free_symbol_uses has the symbols of what is read and written, and not of index_exprs: what a loop "
+    "works out itself is an indirect index, and its symbols are in its expression alone.",
+    "2.11 - 2.15",
+    numbers_of_written_rows,
+)

@@ -433,6 +433,35 @@ SCENES: dict[str, Callable[[], str]] = {
         4,
         "inductor",
     ),
+    "numbers_of_written_rows": Fuzzed(
+        [
+            "v0 = a0.gather(-1, torch.ones_like(a0, dtype=torch.int64).cumsum(-1).mul(2).remainder(6))",
+            *("v1 = (v0 > 0).any([0], True)  # if away(v0, 0)", 'v2 = to(v0, "S(2)")', "v3 = v2 > 0  # if away(v2, 0)"),
+            *('v4 = to(a0, "S(0)")', "v4.transpose_(0, 1)", "v4[:, -6:8:3].zero_()", "v5 = v2.unbind(1)[-1]"),
+        ],
+        [Input("a0", (6, 3, 6), "S(0)", {0: [6, 0, 0]}, grad=True, seed=240043, inferred=True)],
+        3,
+        "inductor",
+    ),
+    "parts_to_the_end": Fuzzed(
+        ["v0 = a0.square()", "v1 = v0[:, ::2]"],
+        [Input("a0", (1, 4, 4), "P(sum) S(2)", {1: [0, 4]}, grad=True, seed=28238)],
+        (2, 2),
+        "inductor",
+    ),
+    "order_by_divisors": Fuzzed(
+        [
+            *('v0 = to(a1, "S(0) S(0)")', "v1 = (v0.split(2, -1)[:2])[0]"),
+            "v2 = torch.hypot(v1, a0 + 3)  # if away(a0, -3)",
+        ],
+        [
+            Input("a0", (1, 2, 2), grad=True, seed=727825),
+            Input("a1", (2,), "S(0) S(0)", {1: [0, 2, 0, 0]}, grad=True, seed=102394),
+        ],
+        (2, 2),
+        "inductor",
+    ),
+    "strides_behind_sizes": Fuzzed(["v0 = torch.zeros_like(a0)"], [Input("a0", (7, 4), "R")], 2),
     "collectives_stay": WRITTEN_PARTIAL,
     "saved_behind_written": WRITTEN_PARTIAL,
     "ones_in_kernels_by_hint": Fuzzed(
