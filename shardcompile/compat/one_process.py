@@ -422,6 +422,7 @@ def in_rank_threads() -> Iterator[None]:
     for owner, name, value in patches:
         setattr(owner, name, value)
     _set_thread_isolation_mode(True)
+    torch._C._ensureCUDADeviceGuardSet()  # 2.11 - 2.15; in a later thread it ends the process, where no GPU is found
     torch.set_num_threads(1)  # as in ranks that are processes
     try:
         with settings_of_ranks():

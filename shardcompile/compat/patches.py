@@ -47,9 +47,9 @@ from shardcompile.compat.replacements import (
 from shardcompile.compat.saved_inputs import saved_before_written, sizes_of_saved_products
 from shardcompile.compat.saved_strides import saved_as_traced, saved_behind_written
 from shardcompile.compat.scheduling import (
+    LOOKUPS_IN_NO_ROWS,
     NUMBERS_OF_WRITTEN_ROWS,
     broadcast_by_guards,
-    lookups_in_no_rows,
     parts_own_no_memory,
     reads_after_writes,
 )
@@ -107,16 +107,7 @@ OF_RANKS_ALIKE = (
         "2.11 - 2.14",
         broadcast_by_guards,
     ),
-    Patch(
-        "lookups_in_no_rows",
-        "torch._inductor.lowering.index_impl_helper",
-        "A rank without rows serves lookups of other ranks: none, but how many is a number of the run. Inductor "
-        "refuses to compile that.",
-        "lowering of aten.index raises IndexError for a dim of 0 rows unless an extent of the index is the number 0; "
-        "it may be a symbol that is 0 when the graph runs.",
-        "2.11 - 2.15",
-        lookups_in_no_rows,
-    ),
+    LOOKUPS_IN_NO_ROWS,
     Patch(
         "joins_of_copies",
         "torch._inductor.ir.ConcatKernel.realize_into",

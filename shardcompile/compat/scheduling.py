@@ -148,3 +148,14 @@ NUMBERS_OF_WRITTEN_ROWS = Patch(
     "2.11 - 2.15",
     numbers_of_written_rows,
 )
+
+LOOKUPS_IN_NO_ROWS = Patch(
+    "lookups_in_no_rows",
+    "torch._inductor.lowering.index_impl_helper",
+    "A rank without rows serves lookups of other ranks: none, but how many is a number of the run. Inductor "
+    "refuses to compile that.",
+    "lowering of aten.index raises IndexError for a dim of 0 rows unless an extent of the index is the number 0; "
+    "it may be a symbol that is 0 when the graph runs.",
+    "2.11 - 2.15",
+    lookups_in_no_rows,
+)
