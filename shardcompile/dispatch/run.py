@@ -146,7 +146,7 @@ class Local(Entry):
         self.single = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
         self.strides_like = strides_like
         self.whole = self.fresh and self.single and _is_whole(specs)
-        if self.fresh and record.kernel is None and op.namespace == "aten" and _needs_rows(specs):
+        if self.fresh and op.namespace == "aten" and _needs_rows(specs):
             self.function = _not_for_nothing(self.function, specs)
 
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
