@@ -40,6 +40,9 @@ def run_plan(plan: Plan, local: Tensor, *, async_op: bool = False) -> Tensor:
         if step.kind == "exchange_rows":
             local = _regroup(step, local)
             continue
+        if step.kind == "all_reduce" and step.src.mesh.shape[step.mesh_dim] == 1:
+            local = local.clone()  # the only term
+            continue
         unfinished = async_op and step is plan.steps[-1]
         pending = _run_with_note(step, local) if compat.is_traced() else _start(step, local)
         local = pending.result() if unfinished else pending.wait()
