@@ -48,7 +48,7 @@ def _by_hint(can_fuse: Callable[..., bool]) -> classmethod[Any, Any, bool]:
     # Heavy, and only a compilation needs it.
     from torch._inductor.virtualized import V  # 2.11 - 2.15
 
-    def holds(condition: Any, *args: object, **kwargs: object) -> bool:
+    def holds(condition: sympy.Basic, *args: object, **kwargs: object) -> bool:
         # Of a block's size 64 is as good a guess as any: such reductions are worth it for thousands of rows.
         hints = {s: V.graph.sizevars.optimization_hint(s, fallback=64) for s in condition.free_symbols}
         return bool(condition.xreplace({s: sympy.Integer(h) for s, h in hints.items()}))

@@ -180,9 +180,11 @@ OF_RANKS_ALIKE = (
         "traces_agree",
         "torch._dynamo.backends.common.aot_module_simplified",
         "AOTAutograd counts the results of the forward pass in one trace and makes the graph by another. Where the "
-        'backward pass finds that a symbol is a number, the second has fewer results: "Node ... was invalid".',
-        "Symbols that the backward pass specialises change how many results the forward graph of a tensor subclass "
-        "has, after they were counted: DTensor fails in the same way.",
+        "second finds that a symbol is a number, by the backward pass or by what the tracer notes of each result, it "
+        'has fewer results: "Node ... was invalid", a tensor taken for a size, or results of another shape.',
+        "Symbols that are specialised in the trace that is recorded (by the backward pass, or as it is noted how each "
+        "result lies in memory, where a range shrinks to one number) change how many results the forward graph of a "
+        "tensor subclass has, after they were counted: DTensor fails in the same way.",
         "2.11 - 2.15",
         traces_agree,
     ),

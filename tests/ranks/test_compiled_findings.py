@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fuzz import RIGHT, Found, Input, Program, judge
+from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
-from shardcompile.testing import LocalRanks
+from shardcompile.testing import LocalRanks, once, rank
 
 
 @dataclass(frozen=True)
@@ -225,3 +228,71 @@ def test_two_results_of_one_gather_do_not_share_memory(backend: str, grad: bool)
     with LocalRanks(2, processes=False) as ranks:
         for second in ranks(_second_after_a_write_to_the_first, backend, grad):
             torch.testing.assert_close(second, torch.arange(8.0).view(4, 2))
+
+
+def _gathered(x: Any) -> Any:
+    return x.redistribute(placements=[Replicate()]) if isinstance(x, sc.ShardTensor) else x.clone()
+
+
+def _few(x: Any) -> float:
+    return 2.0 if x.shape[0] < 6 else 3.0
+
+
+NUMBERS: dict[str, Callable[[Any], list[Any]]] = {
+    # Known while the graph is recorded: the program asks whether there are at most 5 rows, and the tracer whether what
+    # is taken from x[3:] has two.
+    "split": lambda x: [_gathered(x.split(3)[1])],
+    "lookup": lambda x: [x[3:][torch.tensor([0, 1, 0])] * _few(x)],
+    "cat": lambda x: [torch.cat([_gathered(x[3:]), x]) * _few(x)],
+    # Known from the start
+    "unbind": lambda x: [sum(x.unbind(0))],
+    "view": lambda x: [x.view(2, 3) if x.shape[0] == 6 else x.view(5, 1)],
+    "chunk": lambda x: [*x.chunk(2), _gathered(x.chunk(2)[1])],
+    "range": lambda x: [sum(x[i] * i for i in range(x.shape[0]))],
+    "unflatten": lambda x: [x.unflatten(0, (-1, 3 if x.shape[0] == 6 else 5))],
+    "condition": lambda x: [x * 2 if 4 < x.shape[0] < 6 else x * 3],
+    "plain tensor": lambda x: [x + torch.arange(5.0 + (x.shape[0] == 6), dtype=torch.float64)],
+}
+"""Ways for an extent to become a number in a trace, by rows of which there are 5 or 6."""
+
+
+def _by_a_number(way: Callable[[Any], list[Any]]) -> Callable[..., list[Any]]:
+    """Results that have the extent, made before and after it is a number, and an input that is written to."""
+
+    def function(x: Any, y: Any) -> list[Any]:
+        before = x.sin()
+        y.mul_(before)
+        table = torch.outer(before, x)
+        return [before, x.flip(0), table.mT, *way(before), before.cos(), x[1:], x + y.sum(0), y.cos(), table * before]
+
+    return function
+
+
+def _states_extents(mesh: DeviceMesh, function: Callable[..., list[Any]], backend: str, grad: bool) -> None:
+    run = once(lambda: torch.compile(function, fullgraph=True, backend=backend))
+    for rows, columns in [(3, 6), (2, 5), (3, 5)]:
+        dist.barrier()  # ranks share the function
+        generator = torch.Generator().manual_seed(columns)
+        full = [torch.randn(s, generator=generator, dtype=torch.float64) for s in ((columns,), (rows, columns))]
+        cuts = [[2, columns - 2], [rows - 1, 1]]
+        x, y = (
+            sc.ShardTensor.from_local(f.split(c)[rank()].clone(), mesh, [Shard(0)], {0: c})
+            for f, c in zip(full, cuts, strict=True)
+        )
+        plain, written = full[0].requires_grad_(grad), full[1]
+        results, wanted = run(x.requires_grad_(grad), y), function(plain, written)
+        for got, want in zip([*results, y], [*wanted, written], strict=True):
+            assert got.shape == want.shape
+            torch.testing.assert_close(got.full_tensor(), want)
+        if grad:
+            sum(r.square().sum() for r in results).backward()
+            sum(w.square().sum() for w in wanted).backward()  # type: ignore[union-attr]
+            torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("way", "backend"), often([(w, b) for b in ("aot_eager", "inductor") for w in NUMBERS], 4))
+def test_results_state_an_extent_that_becomes_a_number(way: str, backend: str, grad: bool) -> None:
+    """What AOTAutograd has counted as a symbol the recorded graph does not return."""
+    with LocalRanks(2, processes=False) as ranks:
+        ranks(_states_extents, _by_a_number(NUMBERS[way]), backend, grad)

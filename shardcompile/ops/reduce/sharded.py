@@ -103,7 +103,13 @@ def _vector_norm(
     return _norm_of_sizes(size, ord, dims, keepdim).to(x.dtype.to_real())
 
 
-def _shape_of_norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, **named: Any) -> Tensor:
+def _shape_of_norm(
+    x: Tensor,
+    ord: float = 2,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    **named: torch.dtype | None,
+) -> Tensor:
     """Of a tensor of one element torch's fake kernel keeps the dims (2.11 - 2.12)."""
     found = aten.linalg_vector_norm.default(x, ord, dim, keepdim, **named)
     ndim = x.ndim if keepdim else x.ndim - len(_dims(x, dim))
