@@ -591,10 +591,17 @@ RIGHT_SINCE = {
     "saved_before_written": (2, 14),
     "sizes_of_saved_products": (2, 14),
     "copies_by_hint": (2, 15),
+    "collectives_stay": (2, 11),
 }
 """Patches without which their programs go right from this version of torch on, because its partitioner saves other tensors
 of them, we trace other ones, or a part of what they do has come to torch. Other programs may still go wrong, so the
 patches stay."""
+
+COVERED_BY = {
+    "joins_of_copies": "parts_stay_apart",
+}
+"""Patches without which their programs go right because of another one, which helps there as well. The program is wrong
+without both, and right with either."""
 
 
 @contextlib.contextmanager
@@ -640,9 +647,17 @@ def test_wrong_without_it(name: str) -> None:
         pytest.skip(f"torch {torch.__version__} is said not to need it")
     if RIGHT_SINCE.get(name, (99,)) <= TORCH:
         pytest.skip(f"the program that is known goes right with torch {torch.__version__}")
-    with compiled_anew(), left_out(name):
+    with compiled_anew(), contextlib.ExitStack() as stack:
+        for gone in (name, *([COVERED_BY[name]] if name in COVERED_BY else [])):
+            stack.enter_context(left_out(gone))
         try:
             told = SCENES[name]()
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
     assert told != RIGHT, f"torch {torch.__version__} no longer needs the patch {name}: take it out"
+
+
+@pytest.mark.parametrize("name", often(list(COVERED_BY), 1))
+def test_right_without_what_helps_as_well(name: str) -> None:
+    with compiled_anew(), left_out(COVERED_BY[name]):
+        assert SCENES[name]() == RIGHT
