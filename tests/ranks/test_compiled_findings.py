@@ -157,6 +157,12 @@ FINDINGS = {
         [Input("a0", (2, 1, 4), "S(1) S(2)", {0: [0, 1], 1: [4, 0]}, grad=True)],
         ["v1 = a0[:, :, :6]", "v4 = v1.flatten(0, 2)"],
     ),
+    "dims of extent 1 are flattened of which two are cut": Finding(
+        "aot_eager",
+        (2, 2),
+        [Input("a1", (1, 1, 1), "S(2) S(0)", {1: [0, 1], 0: [0, 1]}, grad=True)],
+        ["v4 = a1.flatten(0, 1)"],
+    ),
     "a tensor is joined with itself": Finding(
         "aot_eager_decomp_partition",
         (2,),

@@ -97,11 +97,19 @@ def _view(call: OpCall) -> Iterable[Strategy]:
         dst = resolved_shape(dst, _numel(src))
     for ins, outs in _joined_ones(match_dims(src, dst)):
         if is_one(src[ins[0]]):
-            for n, i in enumerate(ins):  # any would do; a view to the same shape keeps its layout
-                yield from (along([i], [j]) for j in sorted(outs, key=lambda j: outs.index(j) != n))
+            # Any would do. A view to the same shape keeps its layout. Cut dims keep their order: the fake kernel of a
+            # view that exchanged the extents of two blocks would take them for one.
+            last = max(len(ins) - 1, 1)
+            for n, i in enumerate(ins):
+                yield from (along([i], [j]) for j in sorted(outs, key=lambda j: _apart(n / last, outs, j)))
         else:
             yield from _view_group(call, dst, ins, outs)
     yield from (partial([op], [op]) for op in REDUCE_OPS)
+
+
+def _apart(place: float, outs: Sequence[int], out: int) -> float:
+    """How far an output dim is from a place among them, 0 being the first and 1 the last."""
+    return abs(place - outs.index(out) / max(len(outs) - 1, 1))
 
 
 def _joined_ones(groups: Iterable[tuple[list[int], list[int]]]) -> Iterable[tuple[list[int], list[int]]]:
