@@ -592,6 +592,8 @@ RIGHT_SINCE = {
     "sizes_of_saved_products": (2, 14),
     "copies_by_hint": (2, 15),
     "collectives_stay": (2, 11),
+    "backward_at_once": (2, 11),
+    "channels_last_of_known_sizes": (2, 11),
 }
 """Patches without which their programs go right from this version of torch on, because its partitioner saves other tensors
 of them, we trace other ones, or a part of what they do has come to torch. Other programs may still go wrong, so the
