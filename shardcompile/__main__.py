@@ -116,7 +116,7 @@ def _add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     selftest.add_argument(
         "--one-process", action="store_true", help="ranks are threads of one process, and may share a GPU"
     )
-    selftest.add_argument("--ranks", type=_positive, help="number of processes: all GPUs, or 2 on a CPU")
+    selftest.add_argument("--ranks", type=_positive, help="number of ranks: all GPUs, or 2 on a CPU or in one process")
     selftest.add_argument("--only", nargs="+", default=[], metavar="NAME", help="checks whose names begin so")
 
 

@@ -134,7 +134,7 @@ class _Reach:
             return rows
         spare_shape = [self.before + self.after + 1 if d == self.dim else n for d, n in enumerate(x.shape)]
         spare = x.new_full(spare_shape, self.fill or 0)
-        # In one op, `narrow_copy` has no derivative in torch 2.11.
+        # `torch.narrow_copy` would do both, but has no derivative in torch 2.11.
         held_rows = torch.cat([rows, spare], self.dim).narrow(self.dim, 0, shown)
         return held_rows.clone(memory_format=torch.contiguous_format)
 

@@ -437,16 +437,8 @@ def _compare_gradients(
         for name, want in expected.second.items():
             got = None if second is None else second[name]
             if got is None or want is None:  # zeros and nothing are the same
-                got, want = (
-                    (
-                        torch.zeros((), device=DEVICE)
-                        if got is None
-                        else got.full_tensor()
-                        if isinstance(got, ShardTensor)
-                        else got
-                    ),
-                    want,
-                )
+                got = torch.zeros((), device=DEVICE) if got is None else got
+                got = got.full_tensor() if isinstance(got, ShardTensor) else got
                 if bool((got.abs() > near).any()) or (want is not None and bool((want.abs() > near).any())):
                     raise _Wrong(f"second gradient of {name}: expected {want}, got {got}")
                 continue
@@ -830,7 +822,7 @@ def search(
     seconds: float = 0.0,
     trace: bool = False,
     most: int = 1000,
-    longest: float = math.inf,
+    budget: float = math.inf,
 ) -> dict[str, int]:
     """Run the programs of some seeds, and print what is found.
 
@@ -841,7 +833,7 @@ def search(
         seconds: for shrinking a finding.
         trace: whether to print the traceback of an error.
         most: findings after which it ends.
-        longest: seconds after which no new program begins.
+        budget: seconds after which no new program begins.
 
     Returns:
         How many programs gave what.
@@ -855,7 +847,7 @@ def search(
     with contextlib.ExitStack() as stack:
         world = functools.cache(lambda n: stack.enter_context(LocalRanks(n, processes=False, device=DEVICE)))
         for seed in seeds:
-            if time.monotonic() - started > longest:
+            if time.monotonic() - started > budget:
                 break
             program = draw(seed, *lengths, compiled=backend is not None)
             found = judge(world(program.ranks), program, backend)

@@ -1,6 +1,7 @@
 """An op of PyTorch's operator database on sharded tensors: the value that plain PyTorch gives, or an error that says why not.
 
-With OP_DB_DEVICE set to "cuda" all tensors are on a GPU. With OP_DB_RESULTS set to a file, a line of JSON is added to it for every op, of which tests/op_table.py makes a table.
+With OP_DB_DEVICE set to "cuda" all tensors are on a GPU. With OP_DB_RESULTS set to a file, a line of JSON is added to it
+for every op, of which tests/op_table.py makes a table.
 """
 
 from __future__ import annotations

@@ -146,8 +146,8 @@ class Local(Entry):
         self.single = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
         self.strides_like = strides_like
         self.whole = self.fresh and self.single and _is_whole(specs)
-        if self.fresh and op.namespace == "aten" and _needs_rows(specs):
-            self.function = _not_for_nothing(self.function, specs)
+        if self.fresh and op.namespace == "aten" and _may_refuse_empty_blocks(specs):
+            self.function = _unless_empty(self.function, specs)
 
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         out = self._blocks(cls, args, kwargs)
@@ -193,36 +193,43 @@ class Local(Entry):
         return wrapped
 
 
-_FOR_NOTHING = {"cpu"}
-"""Types of devices whose kernels may be called for results without elements."""
+_RUN_ON_EMPTY_BLOCKS = {"cpu"}
+"""Types of devices on which every kernel of torch takes blocks without elements."""
 
 
-def _needs_rows(specs: Specs) -> bool:
-    found = specs[0] if len(specs) == 1 and isinstance(specs[0], list) else specs
-    return bool(found) and all(isinstance(s, Spec) and s.layout.mesh.device_type not in _FOR_NOTHING for s in found)
+def _gives_list(specs: Specs) -> bool:
+    """Whether an op has one result that is a list of tensors."""
+    return len(specs) == 1 and isinstance(specs[0], list)
 
 
-def _not_for_nothing(function: Callable[..., object], specs: Specs) -> Callable[..., object]:
-    """Have a block without elements be made without the op, in eager mode.
+def _may_refuse_empty_blocks(specs: Specs) -> bool:
+    found = specs[0] if _gives_list(specs) else specs
+    return bool(found) and all(
+        isinstance(s, Spec) and s.layout.mesh.device_type not in _RUN_ON_EMPTY_BLOCKS
+        for s in found  # type: ignore[union-attr]
+    )
 
-    On GPUs some of torch's kernels refuse it, or read memory that is not theirs, as those of embeddings do.
+
+def _unless_empty(function: Callable[..., object], specs: Specs) -> Callable[..., object]:
+    """Have a result without elements be made without the op, in eager mode.
+
+    On GPUs some of torch's kernels refuse empty blocks, or read memory that is not theirs, as those of embeddings do.
     """
-    listed = len(specs) == 1 and isinstance(specs[0], list)
-    found: Sequence[Spec] = specs[0] if listed else specs  # type: ignore[assignment]
+    found: Sequence[Spec] = specs[0] if _gives_list(specs) else specs  # type: ignore[assignment]
     kind = found[0].layout.mesh.device_type
 
     def run(*args: object, **kwargs: object) -> object:
         blocks = [b for a in args for b in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(b, Tensor)]
         # In a trace, and where only shapes are asked for, blocks are of another class, or on no device.
-        here = all(type(b) is Tensor and b.device.type == kind for b in blocks)
-        if not here or all(map(Tensor.numel, blocks)) or kwargs.get("device") is not None:
+        hold_values = all(type(b) is Tensor and b.device.type == kind for b in blocks)
+        if not hold_values or all(map(Tensor.numel, blocks)) or kwargs.get("device") is not None:
             return function(*args, **kwargs)
         coordinate = compat.coordinate(found[0].layout.mesh) or ()
         shapes = [s.layout.local_shape(coordinate) for s in found]
         if any(0 not in shape for shape in shapes):
             return function(*args, **kwargs)
         made = [blocks[0].new_empty(shape, dtype=s.layout.dtype) for s, shape in zip(found, shapes, strict=True)]
-        return made if listed else made[0] if len(made) == 1 else tuple(made)
+        return made if _gives_list(specs) else made[0] if len(made) == 1 else tuple(made)
 
     return run
 
@@ -275,7 +282,7 @@ def localize(cls: type[Sharded], a: object, plans: Iterator[Plan | None], keep_o
 
 
 def _wrap_all(cls: type[Sharded], out: Any, specs: Sequence[Any]) -> Any:
-    if len(specs) == 1 and isinstance(specs[0], list):
+    if _gives_list(specs):
         return [t if s is None else cls._wrap(t, s) for t, s in zip(out, specs[0], strict=True)]
     return tuple([t if s is None or t is None else cls._wrap(t, s) for t, s in zip(out, specs, strict=True)])
 

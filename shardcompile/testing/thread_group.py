@@ -242,15 +242,16 @@ class ThreadGroup(_Base):  # type: ignore[misc]
         return f"rank {self._room.ranks[peer]} {meetings.describe(verb, x)} {preposition} it (tag {tag})"
 
     def _refuse_other_devices(self, tensors: Sequence[Tensor]) -> None:
-        """On GPUs a backward pass stays in the rank's thread only if ranks are told of GPUs. What torch sends of Python
-        objects is on the CPU.
+        """Raise if a tensor is neither on the ranks' devices nor on the CPU, where torch puts Python objects to send.
+
+        Ranks that were not told of GPUs could not run a backward pass there: torch does it in a thread of its own.
         """
         device = self.rooms.device
         other = next((t.device for t in tensors if t.device.type not in ("cpu", device)), None)
         if other is not None:
             raise MeetingError(
                 f"these ranks in one process exchange tensors on devices of type {device!r}, got one on {other}; "
-                f"take LocalRanks(n, processes=False, device={other.type!r}), or processes: LocalRanks(n), "
+                "take LocalRanks(n, processes=False, device='cuda') for GPUs, or processes: LocalRanks(n), "
                 "@pytest.mark.ranks(...) without processes=False"
             )
 

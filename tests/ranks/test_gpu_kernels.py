@@ -116,13 +116,13 @@ def test_products_are_not_padded_by_what_a_rank_measures() -> None:
 @contextlib.contextmanager
 def as_on_gpus() -> Iterator[None]:
     """With what is done for GPUs done on CPUs, too."""
-    kept = set(running._FOR_NOTHING)
-    running._FOR_NOTHING.clear()
+    kept = set(running._RUN_ON_EMPTY_BLOCKS)
+    running._RUN_ON_EMPTY_BLOCKS.clear()
     sc.dispatch.clear_cache()
     try:
         yield
     finally:
-        running._FOR_NOTHING.update(kept)
+        running._RUN_ON_EMPTY_BLOCKS.update(kept)
         sc.dispatch.clear_cache()
 
 

@@ -78,7 +78,7 @@ def _of_blocks_before(
 def _last_row(x: Tensor, dim: int, nothing: Scalar) -> Tensor:
     """The last row of a block, or a row of `nothing` if it has none."""
     front = x.new_full([1 if d == dim else n for d, n in enumerate(x.shape)], nothing)
-    # Counted from the end, Inductor 2.11 - 2.12 does not find where it is.
+    # Inductor 2.11 cannot lower a slice that starts at -1 where only a run tells the size.
     return aten.cat.default([front, x], dim).narrow(dim, x.shape[dim], 1)
 
 
