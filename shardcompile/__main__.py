@@ -309,11 +309,14 @@ def _backend(parser: argparse.ArgumentParser, wanted: str, ranks: int) -> str:
     # Torch takes seconds, and --help needs none of it.
     import torch
 
-    gpus = torch.cuda.device_count()
-    if wanted == "nccl" and gpus < ranks:
-        parser.error(f"--backend nccl needs a GPU for each of the {ranks} ranks, found {gpus}")
+    from shardcompile.collectives.transport import gpus
+
+    enough = gpus.are_enough(ranks)
+    if wanted == "nccl" and not enough:
+        found, way_out = torch.cuda.device_count(), f"{gpus.SHARE}=1 lets them share one"
+        parser.error(f"--backend nccl needs a GPU for each of the {ranks} ranks, found {found}; {way_out}")
     if wanted == "auto":
-        return "nccl" if gpus >= ranks else "gloo"
+        return "nccl" if enough else "gloo"
     return wanted
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not declare that it exports it
 
-from shardcompile.collectives.transport import device_type
+from shardcompile.collectives.transport import device_type, gpus
 
 Work = Callable[[Any], Any]
 """What a rank does: gets the argument, returns a result that pickles."""
@@ -55,7 +55,7 @@ def launch(work: Work, argument: object, ranks: int, backend: str) -> list[Any]:
         work: a function of a module, so that it can be named to other processes.
         argument: the same for all ranks; must pickle.
         ranks: how many processes.
-        backend: ``gloo``, or ``nccl`` with one GPU for each rank.
+        backend: ``gloo``, or ``nccl`` with one GPU for each rank (or shared: `transport.gpus`).
 
     Raises:
         RankFailedError: a rank raised or died; the message holds its traceback.
@@ -157,6 +157,6 @@ def _end_with_parent() -> None:
 
 def _join(job: _Job) -> None:
     if device_type(job.backend) == "cuda":
-        torch.cuda.set_device(job.rank)
+        gpus.take(job.rank, job.ranks)
     store = TCPStore("127.0.0.1", job.store_port, is_master=False)
     dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.ranks)

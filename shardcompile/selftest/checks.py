@@ -23,6 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardcompile as sc
 from shardcompile.collectives import all_gather_v, all_reduce, all_to_all_v, fetch_ranges, reduce_scatter_v
+from shardcompile.collectives.transport import transport_of
+from shardcompile.collectives.transport.nccl import Nccl, Way, costs_of
 from shardcompile.offline import trace_offline
 from shardcompile.selftest.here import Here, same
 from shardcompile.testing import assert_matches_single_device
@@ -89,6 +91,30 @@ def speed_of_gathers(here: Here) -> str:
     ours = here.seconds(lambda: all_gather_v(block, 0, sizes, here.group))
     torchs = here.seconds(lambda: dist.all_gather_into_tensor(out, even))
     return f"{rows * 256 / 2**20:.0f} MiB: {ours / torchs:.2f} of an even gather, {ours * 1e3:.2f} ms"
+
+
+def ways_of_gathering(here: Here) -> str:
+    """Each way that NCCL's transport has, and its time against what `costs_of` expects; of most rows on one rank."""
+    transport = transport_of(here.group)
+    if not isinstance(transport, Nccl) or here.ranks == 1:
+        return "not measured: only NCCL has several, between several ranks"
+    sizes = [1024] * (here.ranks - 1) + [9 * 1024]
+    x = here.drawn(sum(sizes), 64, dtype=torch.float32)
+    block, seconds = x.split(sizes)[here.rank], {}
+    ways = (Way.BROADCASTS, Way.PADDED, Way.SENDS)
+    try:
+        for transport.fixed in ways:
+            found = all_gather_v(block, 0, sizes, here.group)
+            same(found, x, rtol=0, atol=0)  # type: ignore[arg-type]
+            seconds[transport.fixed] = here.seconds(lambda: all_gather_v(block, 0, sizes, here.group))
+    finally:
+        transport.fixed = None
+    costs = costs_of([256 * n for n in sizes], torch.cuda.nccl.version())
+    told = []
+    for way in ways:
+        expected = f"{costs[way] / costs[Way.SENDS]:.2f}" if way in costs else "never taken"
+        told.append(f"{way.name.lower()} {seconds[way] / seconds[Way.SENDS]:.2f} ({expected})")
+    return f"{', '.join(told)}; sends {seconds[Way.SENDS] * 1e3:.2f} ms"
 
 
 # Ops
@@ -356,6 +382,7 @@ CHECKS: dict[str, Callable[[Here], str]] = {
     "collectives: reductions": reductions,
     "collectives: exchanges": exchanges,
     "collectives: speed": speed_of_gathers,
+    "collectives: ways": ways_of_gathering,
     "redistribution": redistribution,
     "ops": ops,
     "ops: half precision": half_precision,

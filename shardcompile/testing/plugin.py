@@ -256,8 +256,11 @@ def _skip_without_gpus(world_size: int, backend: str) -> None:
     # Torch takes seconds, and pytest loads this plugin for any test.
     import torch
 
-    if torch.cuda.device_count() < world_size:
-        pytest.skip(f"{backend} needs {world_size} GPUs, found {torch.cuda.device_count()}")
+    from shardcompile.collectives.transport import gpus
+
+    if not gpus.are_enough(world_size):
+        found = torch.cuda.device_count()
+        pytest.skip(f"{backend} needs {world_size} GPUs, found {found}; {gpus.SHARE}=1 lets ranks share one")
 
 
 def _message(item: pytest.Function, ranks: _Ranks) -> RunTest:

@@ -31,6 +31,7 @@ from _pytest.config import apply_warning_filters, parse_warning_filter
 from _pytest.pathlib import import_path
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not declare that it exports it
 
+from shardcompile.collectives.transport import device_type, gpus
 from shardcompile.testing.cleanup import Cleaner, seed
 from shardcompile.testing.here import default_mesh, set_mesh_shape
 from shardcompile.testing.messages import Kind, Outcome, Reply, Request, RunFunction, RunTest, Setup
@@ -100,8 +101,8 @@ def _die() -> NoReturn:
 
 def _join(setup: Setup) -> None:
     torch.set_num_threads(1)
-    if "nccl" in setup.backend:
-        torch.cuda.set_device(setup.rank)
+    if device_type(setup.backend) == "cuda":
+        gpus.take(setup.rank, setup.world_size)
     store = TCPStore("127.0.0.1", setup.store_port, is_master=False)
     dist.init_process_group(
         setup.backend, store=store, rank=setup.rank, world_size=setup.world_size, timeout=_GROUP_TIMEOUT

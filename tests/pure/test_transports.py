@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 
 import shardcompile
 from shardcompile.collectives import transport
-from shardcompile.collectives.transport import as_bytes, nccl
+from shardcompile.collectives.transport import as_bytes, gpus, nccl
 from shardcompile.collectives.transport.nccl import FUSES_BROADCASTS, PAD_LIMIT, Way, costs_of, way_of
 from shardcompile.watch.backends import backend_of
 from shardcompile.watch.calls import Call, Entry
@@ -164,8 +165,7 @@ def test_every_way_gathers_all_rows(
 ) -> None:
     if (way is Way.EVEN) != (len(set(sizes)) == 1) and way in (Way.EVEN, Way.BROADCASTS):
         pytest.skip("a way that is not offered for such sizes")
-    monkeypatch.setattr(nccl, "way_of", lambda lengths, version: way)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: OLD)
+    monkeypatch.setattr(transport.TRANSPORTS["nccl"], "fixed", way)
     blocks = [torch.randint(0, 2, (n, 2)).to(dtype) for n in sizes]
     for rank, own in enumerate(blocks):
         group: Any = _Group(rank, blocks)
@@ -210,3 +210,27 @@ def test_one_element_has_bytes_whatever_its_stride_is() -> None:
         assert as_bytes(x).numpy().tobytes() == x.numpy().tobytes()
     with pytest.raises(RuntimeError, match="view size is not compatible"):
         as_bytes(torch.ones(3, 2).T)
+
+
+@pytest.mark.parametrize(
+    ("found", "share", "ranks", "enough"),
+    [(3, "0", 3, True), (1, "0", 3, False), (1, "1", 3, True), (2, "1", 3, True), (0, "1", 3, False)],
+)
+def test_ranks_share_a_gpu_if_they_are_told_to(
+    found: int, share: str, ranks: int, enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    monkeypatch.setenv(gpus.SHARE, share)
+    assert gpus.are_enough(ranks) is enough
+
+
+def test_ranks_that_share_a_gpu_are_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL refuses two ranks of one host on one GPU."""
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(os, "environ", {})
+    gpus.take(1, 2)
+    assert taken == [1] and not os.environ
+    gpus.take(2, 3)
+    assert taken == [1, 0] and os.environ["NCCL_HOSTID"] == "rank-2"

@@ -34,8 +34,8 @@ def test_the_command() -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = ended.stdout.splitlines()
     assert lines[0].startswith("3 ranks, cpu, gloo, torch ")
-    assert [line.split()[0] for line in lines[1:-1]] == ["right"] * 10
-    assert lines[-1].startswith("10 of 10 right")
+    assert [line.split()[0] for line in lines[1:-1]] == ["right"] * 11
+    assert lines[-1].startswith("11 of 11 right")
 
 
 def test_the_command_with_ranks_in_one_process_in_a_checkout_that_is_not_installed(tmp_path: Path) -> None:
