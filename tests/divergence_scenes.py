@@ -1,6 +1,6 @@
 """Programs whose ranks do not do the same, and what each rank ends with.
 
-    python tests/divergence_scenes.py results.json scene ...
+    [SCENE_BACKEND=nccl] python tests/divergence_scenes.py results.json scene ...
 
 Ranks are processes that are forked from one that has imported everything; several scenes run at a time, since ranks
 mostly wait in them.
@@ -28,8 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from shardcompile import ShardTensor, config
+from shardcompile.collectives import transport
 
 WORLD = 3
+BACKEND = os.environ.get("SCENE_BACKEND", "gloo")
 LIMIT_SECONDS = 45
 AT_ONCE = 4
 
@@ -52,7 +54,7 @@ def event() -> None:
 def points(mesh: DeviceMesh, rank: int, sizes: tuple[int, ...] = (3, 0, 4), **options: Any) -> ShardTensor:
     columns = options.pop("columns", 4)
     torch.manual_seed(rank)
-    local = torch.randn(sizes[rank], columns, **{"dtype": torch.float64, **options})
+    local = torch.randn(sizes[rank], columns, **{"dtype": torch.float64, "device": mesh.device_type, **options})
     return ShardTensor.from_local(local, mesh, [Shard(0)], {0: list(sizes)})
 
 
@@ -288,7 +290,7 @@ def two_threads(mesh: DeviceMesh, rank: int) -> None:
 @scene
 def index_out_of_range(mesh: DeviceMesh, rank: int) -> None:
     x = points(mesh, rank)
-    numbers = torch.tensor([0, 1, 9 if rank == 2 else 2])
+    numbers = torch.tensor([0, 1, 9 if rank == 2 else 2], device=mesh.device_type)
     index = ShardTensor.from_local(numbers, mesh, [Shard(0)], {0: [3, 3, 3]})
     event()
     x[index].full_tensor()
@@ -388,7 +390,7 @@ def slow_in_python(mesh: DeviceMesh, rank: int) -> None:
 
 @scene
 def slow_in_a_kernel(mesh: DeviceMesh, rank: int) -> None:
-    x, a = points(mesh, rank), torch.randn(1200, 1200)
+    x, a = points(mesh, rank), torch.randn(1200, 1200, device=mesh.device_type)
     end = time.time() + 9
     while rank == 1 and time.time() < end:
         a = a @ a / 40
@@ -424,8 +426,11 @@ def _be_rank(name: str, rank: int, folder: str) -> None:
     _EVENT_FILE.append(Path(folder) / f"{name}.{rank}.event")
     errors = open(Path(folder) / f"{name}.{rank}.err", "w")  # noqa: SIM115
     os.dup2(errors.fileno(), 2)
-    dist.init_process_group("gloo", store=_store(Path(folder) / f"{name}.port", rank), rank=rank, world_size=WORLD)
-    mesh = init_device_mesh("cpu", (WORLD,))
+    device = transport.device_type(BACKEND)
+    if device == "cuda":
+        transport.gpus.take(rank, WORLD)
+    dist.init_process_group(BACKEND, store=_store(Path(folder) / f"{name}.port", rank), rank=rank, world_size=WORLD)
+    mesh = init_device_mesh(device, (WORLD,))
     outcome: dict[str, Any] = {"error": None}
     try:
         SCENES[name](mesh, rank)

@@ -21,6 +21,7 @@ from shardcompile.compat.dynamo import (
     mark_weakly_dynamic,
 )
 from shardcompile.compat.groups import (
+    abort,
     coordinate,
     count_as_collective,
     current_mesh,
@@ -103,6 +104,7 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "OpOverloadPacket",
+    "abort",
     "add_guard",
     "coordinate",
     "count_as_collective",

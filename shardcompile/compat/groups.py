@@ -35,6 +35,19 @@ def store() -> torch.distributed.Store:
     return _get_default_store()
 
 
+def abort(groups: Sequence[ProcessGroup]) -> None:
+    """End what waits in some process groups of NCCL, all together: one by one they can wait for one another.
+
+    As `torch.distributed.distributed_c10d._abort_process_group` does, which also forgets the groups.
+    """
+    backends = [group._get_backend(torch.device("cuda")) for group in groups]  # 2.11 - 2.15
+    first = backends[0]
+    first._group_start()  # type: ignore[attr-defined]  # 2.11 - 2.15
+    for group in groups:
+        group.abort()
+    first._group_end()  # type: ignore[attr-defined]  # 2.11 - 2.15
+
+
 def group_name_of(mesh: DeviceMesh, mesh_dim: int) -> str:
     """Name of the process group of this rank along a mesh dim."""
     return mesh.get_group(mesh_dim).group_name

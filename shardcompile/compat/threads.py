@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
@@ -23,6 +24,17 @@ def be_rank(rank: int) -> None:
 def rank_of_thread() -> int | None:
     """The rank that this thread is; None where a process is one rank, in all of its threads."""
     return _HERE.rank
+
+
+def raise_in_main_thread(error: type[BaseException]) -> None:
+    """Have the main thread raise, as soon as it is in Python.
+
+    Args:
+        error: is made without arguments.
+    """
+    ident = threading.main_thread().ident
+    if ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(error))
 
 
 _T = TypeVar("_T")

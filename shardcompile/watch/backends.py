@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
+
+from shardcompile.watch.queued import Passed
 
 
 class Backend(NamedTuple):
@@ -12,11 +15,13 @@ class Backend(NamedTuple):
         name: as `torch.distributed` has it.
         agrees: whether ranks can wait for one another by small messages with tags before a collective of torch's.
         aborts: whether a wait ends when the group is aborted; otherwise connections are closed.
+        mark: notes the end of the device's queue, where calls wait on that and not on the host; otherwise None.
     """
 
     name: str
     agrees: bool
     aborts: bool
+    mark: Callable[[], Passed] | None = None
 
 
 _BACKENDS: dict[str, Backend] = {}

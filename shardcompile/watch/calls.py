@@ -136,24 +136,32 @@ class Call:
         world = self.members.world
         world.waits[self] = time.monotonic(), threading.get_ident()
         try:
-            return [step() for step in steps]
+            results = [step() for step in steps]
         except RuntimeError as error:
             raise world.explained(self.entry.text(), error) from error
         finally:
             world.waits.pop(self, None)
+        if self.members.mark is not None:
+            world.queued.note(self, self.members.mark())
+        return results
 
 
 class Members:
     """The calls of one group, as this rank has made them.
 
     Attributes:
+        group: the ranks, as long as it is there.
         key: the same on all ranks of the group.
+        mark: see `Backend`.
         number: how many there were.
         recent: the last of them.
     """
 
-    def __init__(self, world: World, key: str) -> None:
+    def __init__(self, world: World, group: ProcessGroup, key: str) -> None:
         self.world = world
+        self.group = weakref.ref(group)
+        backend = backend_of(group.name())
+        self.mark = None if backend is None else backend.mark
         self.key = key
         self.number = 0
         self.recent: deque[Entry] = deque(maxlen=_RECENT)
@@ -236,7 +244,7 @@ def _join(group: ProcessGroup) -> Members | None:
     if world is not None:
         ranks = dist.get_process_group_ranks(group)
         ordinal = sum(m.key.startswith(key_of(ranks, 0)[:-1]) for m in world.members)
-        members = Members(world, key_of(ranks, ordinal))
+        members = Members(world, group, key_of(ranks, ordinal))
         world.members.append(members)
     _MEMBERS[group] = members
     return members

@@ -12,10 +12,9 @@ import sys
 import threading
 import time
 import weakref
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -24,6 +23,8 @@ from shardcompile.compat.threads import rank_of_thread
 from shardcompile.errors import DivergenceError, ShardError
 from shardcompile.watch import connections
 from shardcompile.watch.backends import backend_of
+from shardcompile.watch.main_thread import MainThread, tell_main_thread
+from shardcompile.watch.queued import Queued
 from shardcompile.watch.states import CAME_TO_ITS_END, LEFT, ORDERLY_ENDS, State, Stay
 from shardcompile.watch.verdict import verdict
 
@@ -50,12 +51,14 @@ class World:
 
     Attributes:
         waits: calls that wait now, since when and in which thread.
+        queued: calls that wait on a device's queue.
         verdict: what was found, once it was.
         members: for each group that was used, the calls of this rank.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.waits: dict[Any, tuple[float, int]] = {}
+        self.queued: Queued[Any] = Queued()
         self.verdict: str | None = None
         self.members: list[Any] = []
         self._group = weakref.ref(group)
@@ -72,7 +75,7 @@ class World:
         self._store_error: RuntimeError | None = None
         self._states: dict[int, State] = {}
         self._seen: dict[int, tuple[int, float]] = {}
-        self._main = _MainThread()
+        self._main = MainThread()
         self._moved, self._quiet_since = 0, time.monotonic()
         self._publish()
         self._thread = threading.Thread(target=self._watch, name="shardcompile watch", daemon=True)
@@ -159,7 +162,9 @@ class World:
         return self._broken or self._waited() >= SUSPICIOUS_SECONDS or self._main.blocked >= SUSPICIOUS_SECONDS
 
     def _waited(self) -> float:
-        return time.monotonic() - min((since for since, _ in [*self.waits.values()]), default=time.monotonic())
+        queued = self.queued.oldest()
+        since = [since for since, _ in [*self.waits.values()]] + ([queued[1]] if queued else [])
+        return time.monotonic() - min(since, default=time.monotonic())
 
     def _publish(self) -> None:
         self._states[self._rank] = state = self._state()
@@ -182,6 +187,12 @@ class World:
                 group = call.members.key if call.entry.number else ""
                 what = call.entry.text()
                 return Stay(seconds, self._quiet(), self._main.place(), group, call.entry.number, what)
+        queued = self.queued.oldest()
+        if queued is not None and time.monotonic() - queued[1] >= SUSPICIOUS_SECONDS:
+            # Kernels before it may take long, so that it is never a sign of ranks that wait for one another.
+            call, seconds = queued[0], time.monotonic() - queued[1]
+            group = call.members.key if call.entry.number else ""
+            return Stay(seconds, 0.0, self._main.place(), group, call.entry.number, call.entry.text())
         if self._main.blocked >= SUSPICIOUS_SECONDS or self._broken:
             return Stay(self._main.blocked, self._quiet(), self._main.place())
         return None
@@ -259,12 +270,17 @@ class World:
             log.error("rank %d: %s", self._rank, text)
         self._judged.set()
         if self._backend is not None and self._backend.aborts:
-            group = self._group()
-            if group is not None:
-                group.abort()
+            self._abort()
             return
         if not self._store_lost:
             self._close_connections()
+
+    def _abort(self) -> None:
+        """End what waits on the device's queue. The program would go on with whatever is in memory: it is told, too."""
+        if not self._ended:
+            tell_main_thread(self.verdict or "")
+        groups = [group for group in (self._group(), *(m.group() for m in self.members)) if group is not None]
+        compat.abort(list(dict.fromkeys(groups)))
 
     def _close_connections(self) -> None:
         """Close the connections to other ranks, which those say which ends they hold of."""
@@ -291,58 +307,12 @@ class World:
     def _insist(self) -> None:
         """Where the wait goes on, close all connections, and end the process at last: better than no error."""
         for attempt in range(6):
-            if self._stop.wait(PERIOD_SECONDS) or not self.waits or self._waited() < PERIOD_SECONDS:
+            if self._stop.wait(PERIOD_SECONDS) or self._waited() < PERIOD_SECONDS:
                 return
             if attempt == 1:
                 connections.close_all_but(self._port_of_store())
         log.critical("rank %d ends, since its wait cannot be ended otherwise: %s", self._rank, self.verdict)
         os._exit(70)
-
-
-class _MainThread:
-    """Whether the main thread stands still in a collective that is not ours, and where it is."""
-
-    def __init__(self) -> None:
-        self._ident = threading.main_thread().ident
-        self._at: tuple[int, int] | None = None
-        self._cpu = 0.0
-        self._since = time.monotonic()
-        self.blocked = 0.0
-
-    def _frame(self) -> FrameType | None:
-        return sys._current_frames().get(self._ident or 0)
-
-    def sample(self) -> None:
-        """Look where it is. It stands still if it neither moves on nor computes."""
-        frame = self._frame()
-        at = None if frame is None else (id(frame), frame.f_lasti)
-        cpu = time.clock_gettime(time.pthread_getcpuclockid(self._ident)) if self._ident else 0.0
-        if at != self._at or cpu - self._cpu > 0.02:
-            self._since = time.monotonic()
-        self._at, self._cpu = at, cpu
-        in_collective = frame is not None and frame.f_code.co_filename.endswith(_WAITING_FILES)
-        self.blocked = time.monotonic() - self._since if in_collective else 0.0
-
-    def place(self) -> str:
-        """The innermost line that is neither torch's nor ours."""
-        frame = self._frame()
-        while frame is not None and not _is_the_users(frame.f_code.co_filename):
-            frame = frame.f_back
-        if frame is None:
-            return ""
-        return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-_WAITING_FILES = ("torch/_ops.py", "torch/distributed/distributed_c10d.py")
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
-
-
-def _is_the_users(file: str) -> bool:
-    generated = file.startswith("<") or "torchinductor_" in file
-    of_python = file.startswith(_PYTHON) and "site-packages" not in file
-    return not (generated or of_python or file.startswith((_OURS, _TORCH)))
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 import shardcompile.collectives.transport.gloo
+import shardcompile.collectives.transport.gpus
 import shardcompile.collectives.transport.nccl  # noqa: F401
 from shardcompile.collectives.transport.base import TRANSPORTS as TRANSPORTS
 from shardcompile.collectives.transport.base import CallWork as CallWork
@@ -37,7 +38,7 @@ _OTHERS = Transport()
 
 for _transport in TRANSPORTS.values():
     if _transport.tells:
-        look_after(Backend(_transport.name, _transport.agrees, _transport.aborts))
+        look_after(Backend(_transport.name, _transport.agrees, _transport.aborts, _transport.mark))
 
 
 def transport_of(group: ProcessGroup) -> Transport:

@@ -14,6 +14,7 @@ from torch.distributed import Work
 
 from shardcompile.compat import register_work
 from shardcompile.watch import Call
+from shardcompile.watch.queued import Passed
 
 Range = tuple[int, int]
 """First row and end row."""
@@ -81,6 +82,7 @@ class Transport:
         aborts: whether the watch ends a wait by aborting the group; otherwise it closes connections.
         rings: whether gathers of blocks of one size are better left to torch's own collective.
         has_all_to_all: whether `all_to_all` is there, and better than messages.
+        mark: see `shardcompile.watch.backends.Backend`.
     """
 
     name = ""
@@ -90,6 +92,7 @@ class Transport:
     aborts = False
     rings = False
     has_all_to_all = False
+    mark: Callable[[], Passed] | None = None
 
     def __init_subclass__(cls) -> None:
         TRANSPORTS[cls.name] = cls()

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup, Work
 
 from shardcompile.collectives.transport.base import CallWork, Message, Range, Transport, as_bytes, running_ends
 from shardcompile.watch import Call
+from shardcompile.watch.queued import Passed
 
 PAD_LIMIT = 1.25
 """The most that a padded all-gather may move, relative to the blocks."""
@@ -74,6 +75,21 @@ def costs_of(nbytes: Sequence[int], version: tuple[int, ...]) -> dict[Way, float
     return costs
 
 
+def end_of_stream() -> Passed:
+    """Note the end of the current stream."""
+    event, device = torch.cuda.Event(), torch.cuda.current_device()
+    event.record()
+
+    def passed() -> bool:
+        try:
+            with torch.cuda.device(device):  # else a thread that only looks makes a context on the first GPU
+                return event.query()
+        except RuntimeError:  # of a kernel, which the program is told where it waits
+            return True
+
+    return passed
+
+
 class Nccl(Transport):
     """Messages of a call go in one group of NCCL. There are no tags: all ranks come to their calls in one order.
 
@@ -89,6 +105,7 @@ class Nccl(Transport):
     agrees = False
     aborts = True
     rings = True
+    mark = staticmethod(end_of_stream)
 
     def __init__(self) -> None:
         self.fixed: Way | None = None
