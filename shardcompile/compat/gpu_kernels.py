@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -70,6 +71,40 @@ def no_padding_by_time(stack: contextlib.ExitStack) -> None:
     replace(stack, config, "shape_padding", lambda padded: False)  # 2.11 - 2.15
 
 
+def communication_outside_of_captures(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
+    from torch._inductor import utils
+
+    replace(stack, utils, "is_cudagraph_unsafe_fx_node", _or_communicates_outside)  # 2.11 - 2.15
+
+
+def _or_communicates_outside(is_unsafe: Callable[[torch.fx.Node], bool]) -> Callable[[torch.fx.Node], bool]:
+    @functools.wraps(is_unsafe)
+    def asked(node: torch.fx.Node) -> bool:
+        return is_unsafe(node) or communicates_outside(node)
+
+    return asked
+
+
+_HAS_OURS: weakref.WeakKeyDictionary[torch.fx.Graph, bool] = weakref.WeakKeyDictionary()
+
+
+def communicates_outside(node: torch.fx.Node) -> bool:
+    """Whether a node is a collective of torch's, or a wait, in a graph with collectives that no CUDA graph captures."""
+    if _namespace(node) != "_c10d_functional":
+        return False
+    if node.graph not in _HAS_OURS:
+        _HAS_OURS[node.graph] = any(
+            _namespace(n) == "shardcompile" and torch.Tag.cudagraph_unsafe in n.target.tags  # type: ignore[union-attr]
+            for n in node.graph.nodes
+        )
+    return _HAS_OURS[node.graph]
+
+
+def _namespace(node: torch.fx.Node) -> str:
+    return node.target.namespace if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
 GRIDS_OF_NO_ROWS = Patch(
     "grids_of_no_rows",
     "torch._inductor.runtime.triton_heuristics.Grid2DWithYZOverflow.generate",
@@ -80,6 +115,18 @@ GRIDS_OF_NO_ROWS = Patch(
     grids_of_no_rows,
 )
 """Put in for good when a trace meets a collective of ours: what starts a kernel is made when it is loaded, too."""
+
+COMMUNICATION_OUTSIDE_OF_CAPTURES = Patch(
+    "communication_outside_of_captures",
+    "torch._inductor.utils.is_cudagraph_unsafe_fx_node",
+    "Inductor captures wait_tensor in a CUDA graph although the collective is started outside of it: the result is "
+    "copied into the graph's memory before it is there, and nothing waits. A collective of torch's that is started in "
+    "one capture and awaited in the next is not awaited either.",
+    "wait_tensor has no cudagraph_unsafe tag, which is right for collectives that are captured with it. It has to be "
+    "outside where the op that it waits for has the tag, and where a capture ends between the two.",
+    "2.11 - 2.15",
+    communication_outside_of_captures,
+)
 
 NO_PADDING_BY_TIME = Patch(
     "no_padding_by_time",

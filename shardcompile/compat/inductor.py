@@ -11,7 +11,7 @@ import torch
 from torch._inductor import config  # 2.11 - 2.15
 from torch.utils._ordered_set import OrderedSet  # 2.11 - 2.15
 
-from shardcompile.compat.gpu_kernels import GRIDS_OF_NO_ROWS
+from shardcompile.compat.gpu_kernels import COMMUNICATION_OUTSIDE_OF_CAPTURES, GRIDS_OF_NO_ROWS
 from shardcompile.compat.patch import Patch, put_in_once, replace
 
 
@@ -23,8 +23,8 @@ def lowered_when_traced(op: torch._ops.OpOverload, fake: Callable[..., object]) 
 
     def traced(*args: object) -> object:
         _lower_as_collective(op)
-        put_in_once(PAYLOADS_UNTIL_THE_WAIT)
-        put_in_once(GRIDS_OF_NO_ROWS)
+        for patch in OF_COLLECTIVES:
+            put_in_once(patch)
         return fake(*args)
 
     return traced
@@ -78,6 +78,9 @@ PAYLOADS_UNTIL_THE_WAIT = Patch(
     "2.11 - 2.15",
     _payloads_until_the_wait,
 )
+
+OF_COLLECTIVES = (PAYLOADS_UNTIL_THE_WAIT, GRIDS_OF_NO_ROWS, COMMUNICATION_OUTSIDE_OF_CAPTURES)
+"""Put in for good when a trace meets a collective of ours."""
 """Put in for good when a trace meets a collective of ours."""
 
 

@@ -16,8 +16,8 @@ from shardcompile.compat.block_symbols import name_symbols_of_blocks
 from shardcompile.compat.decompositions import decompositions_ask_no_sizes
 from shardcompile.compat.dtensor_padding import pads_on_all_ranks
 from shardcompile.compat.equal_nodes import ONE_WAIT_EACH, PARTS_STAY_APART
-from shardcompile.compat.gpu_kernels import GRIDS_OF_NO_ROWS, MIXED_REDUCTIONS_BY_HINT, NO_PADDING_BY_TIME
-from shardcompile.compat.inductor import PAYLOADS_UNTIL_THE_WAIT
+from shardcompile.compat.gpu_kernels import MIXED_REDUCTIONS_BY_HINT, NO_PADDING_BY_TIME
+from shardcompile.compat.inductor import OF_COLLECTIVES
 from shardcompile.compat.kernel_questions import (
     ones_in_kernels_by_hint,
     plain_extents_are_guarded,
@@ -441,5 +441,5 @@ OF_A_TRACE = (
 
 def all_patches() -> tuple[Patch, ...]:
     """Those above, and those that were put in for good."""
-    stated = (*OF_RANKS_ALIKE, *OF_A_COMPILATION, *OF_A_TRACE, PAYLOADS_UNTIL_THE_WAIT, GRIDS_OF_NO_ROWS)
+    stated = (*OF_RANKS_ALIKE, *OF_A_COMPILATION, *OF_A_TRACE, *OF_COLLECTIVES)
     return tuple(dict.fromkeys((*stated, *in_place())))

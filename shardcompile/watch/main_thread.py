@@ -15,9 +15,14 @@ from shardcompile.errors import DivergenceError
 
 
 class MainThread:
-    """Whether the main thread stands still in a collective that is not ours, and where it is."""
+    """Whether the main thread stands still in a collective that is not ours, and where it is.
 
-    def __init__(self) -> None:
+    Args:
+        spins: whether who waits may compute meanwhile, as NCCL does.
+    """
+
+    def __init__(self, spins: bool) -> None:
+        self._spins = spins
         self._ident = threading.main_thread().ident
         self._at: tuple[int, int] | None = None
         self._cpu = 0.0
@@ -32,10 +37,12 @@ class MainThread:
         frame = self._frame()
         at = None if frame is None else (id(frame), frame.f_lasti)
         cpu = time.clock_gettime(time.pthread_getcpuclockid(self._ident)) if self._ident else 0.0
-        if at != self._at or cpu - self._cpu > 0.02:
+        file = "" if frame is None else frame.f_code.co_filename
+        computes = cpu - self._cpu > 0.02 and not (self._spins and file.endswith(_COLLECTIVES_OF_TORCH))
+        if at != self._at or computes:
             self._since = time.monotonic()
         self._at, self._cpu = at, cpu
-        in_collective = frame is not None and frame.f_code.co_filename.endswith(_WAITING_FILES)
+        in_collective = file.endswith((_OPS_OF_TORCH, _COLLECTIVES_OF_TORCH))
         self.blocked = time.monotonic() - self._since if in_collective else 0.0
 
     def place(self) -> str:
@@ -48,7 +55,7 @@ class MainThread:
         return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-_WAITING_FILES = ("torch/_ops.py", "torch/distributed/distributed_c10d.py")
+_OPS_OF_TORCH, _COLLECTIVES_OF_TORCH = "torch/_ops.py", "torch/distributed/distributed_c10d.py"
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep

@@ -64,6 +64,7 @@ class World:
         self._group = weakref.ref(group)
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._backend = backend_of(dist.get_backend())
+        self._queues = self._backend is not None and self._backend.mark is not None
         self._store: Any = compat.store()
         self._prefix = f"shardcompile/watch/{_number_of_world()}"
         self._judged = threading.Event()
@@ -75,7 +76,7 @@ class World:
         self._store_error: RuntimeError | None = None
         self._states: dict[int, State] = {}
         self._seen: dict[int, tuple[int, float]] = {}
-        self._main = MainThread()
+        self._main = MainThread(spins=self._queues)
         self._moved, self._quiet_since = 0, time.monotonic()
         self._publish()
         self._thread = threading.Thread(target=self._watch, name="shardcompile watch", daemon=True)
@@ -103,6 +104,23 @@ class World:
         with contextlib.suppress(RuntimeError):
             self._publish()
             self._store.set(f"{self._prefix}/ended", str(self._rank))
+
+    def finish(self) -> None:
+        """Wait for what this rank has put on the device's queue, which others wait for.
+
+        A process that ends takes it along. Where it cannot be completed, this ends with status 70.
+        """
+        if self._ended or self.queued.oldest() is None:
+            return
+        with contextlib.suppress(DivergenceError):  # told to the main thread, whose program has come to its end
+            while self.verdict is None and self.queued.oldest() is not None:
+                time.sleep(PERIOD_SECONDS / 50)
+            if self.verdict is None:
+                return
+        self.end(f"has been told: {self.verdict}")
+        self.linger()
+        log.critical("rank %d ends, since what it has started cannot be completed: %s", self._rank, self.verdict)
+        os._exit(70)
 
     def linger(self) -> None:
         """Stop watching. Rank 0 first gives the others time to read how it ended, as the store may end with it."""
@@ -194,7 +212,8 @@ class World:
             group = call.members.key if call.entry.number else ""
             return Stay(seconds, 0.0, self._main.place(), group, call.entry.number, call.entry.text())
         if self._main.blocked >= SUSPICIOUS_SECONDS or self._broken:
-            return Stay(self._main.blocked, self._quiet(), self._main.place())
+            quiet = 0.0 if self._queues else self._quiet()
+            return Stay(self._main.blocked, quiet, self._main.place())
         return None
 
     def _quiet(self) -> float:
@@ -280,7 +299,8 @@ class World:
         if not self._ended:
             tell_main_thread(self.verdict or "")
         groups = [group for group in (self._group(), *(m.group() for m in self.members)) if group is not None]
-        compat.abort(list(dict.fromkeys(groups)))
+        aborting = functools.partial(compat.abort, list(dict.fromkeys(groups)))
+        threading.Thread(target=aborting, name="shardcompile abort", daemon=True).start()  # it may wait, too
 
     def _close_connections(self) -> None:
         """Close the connections to other ranks, which those say which ends they hold of."""
@@ -306,8 +326,11 @@ class World:
 
     def _insist(self) -> None:
         """Where the wait goes on, close all connections, and end the process at last: better than no error."""
-        for attempt in range(6):
-            if self._stop.wait(PERIOD_SECONDS) or self._waited() < PERIOD_SECONDS:
+        for attempt in range(12 if self._queues else 6):
+            if self._stop.wait(PERIOD_SECONDS):
+                return
+            self._main.sample()
+            if max(self._waited(), self._main.blocked) < PERIOD_SECONDS:
                 return
             if attempt == 1:
                 connections.close_all_but(self._port_of_store())
@@ -374,14 +397,19 @@ def world_of() -> World | None:
 def _say_last_words() -> None:
     """Have this process say how it ends: that it has raised, or has come to its end."""
     hook = sys.excepthook
+    errors: list[BaseException | None] = []
 
     def raised(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        errors.append(error)
         _tell_of(error)
         hook(kind, error, traceback)
 
     def ended() -> None:
-        _tell_of(sys.exc_info()[1])  # of a process of multiprocessing, which shows what it has raised afterwards
+        errors.append(sys.exc_info()[1])  # of a process of multiprocessing, which shows what it has raised afterwards
+        _tell_of(errors[-1])
         for world in list(_WORLDS.values()):
+            if not any(errors):
+                world.finish()
             world.end(CAME_TO_ITS_END)
             world.linger()
 

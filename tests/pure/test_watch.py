@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 
 import pytest
 
+from shardcompile.errors import DivergenceError
+from shardcompile.watch.main_thread import tell_main_thread
+from shardcompile.watch.queued import Queued
 from shardcompile.watch.states import State, Stay, key_of, members_of
 from shardcompile.watch.verdict import verdict
 
@@ -108,3 +113,30 @@ def test_states_go_through_the_store_as_text() -> None:
     state = at(3, seconds=4.0, counts={PAIR: 2})
     assert State.from_text(state.to_text()) == state
     assert members_of(PAIR) == [0, 2]
+
+
+def test_calls_on_a_queue_are_waited_for_in_their_order() -> None:
+    queued: Queued[str] = Queued()
+    passed = {"first": False, "second": False}
+    for name in passed:
+        queued.note(name, lambda name=name: passed[name])  # type: ignore[misc]
+    assert queued.oldest() is not None and queued.oldest()[0] == "first"  # type: ignore[index]
+    passed["first"] = True
+    assert queued.oldest()[0] == "second"  # type: ignore[index]
+    passed["second"] = True
+    assert queued.oldest() is None
+
+
+def test_a_queue_keeps_some_places_only() -> None:
+    queued: Queued[int] = Queued()
+    for number in range(3000):
+        queued.note(number, lambda: False)
+    assert len(queued._places) <= 1024 and queued.oldest()[0] == 0  # type: ignore[index]
+
+
+def test_the_main_thread_is_told_wherever_it_is() -> None:
+    told = threading.Thread(target=tell_main_thread, args=("ranks 0 and 1 differ",))
+    with pytest.raises(DivergenceError, match="ranks 0 and 1 differ"):
+        told.start()
+        while True:
+            time.sleep(0.001)

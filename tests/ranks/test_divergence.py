@@ -92,13 +92,18 @@ def at_night(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return played([n for n in (*TOLD, *FINE) if n not in BY_DAY], tmp_path_factory.mktemp("scenes"))
 
 
-def check(name: str, found: dict[str, Any]) -> None:
+def check(name: str, found: dict[str, Any], may_exit: bool = False) -> None:
+    """Every rank that has not ended of itself is told why, by an error, or by what it prints before it exits."""
     assert not any(rank["hung"] for rank in found["ranks"]), found
     if name in FINE:
         assert [rank["status"] for rank in found["ranks"]] == [0, 0, 0], found
         return
     told = 0
     for number, rank in enumerate(found["ranks"]):
+        if may_exit and rank["status"] == 70:
+            assert re.search(TOLD[name], rank["shown"]), f"rank {number}: {rank}"
+            told += 1
+            continue
         ended_itself = rank["error"] is None or rank["error"].startswith(("ValueError", "SystemExit"))
         if ended_itself:
             continue
@@ -131,3 +136,22 @@ def test_a_rank_that_is_killed_while_it_saves_leaves_the_checkpoint_before_it(by
 @pytest.mark.parametrize("name", [n for n in (*TOLD, *FINE) if n not in BY_DAY])
 def test_every_rank_is_told_in_other_scenes(name: str, at_night: dict[str, Any]) -> None:
     check(name, at_night[name])
+
+
+OVER_NCCL = [n for n in (*TOLD, *FINE) if n != "two_threads"]
+"""There calls return before they are done, so that which thread makes the next is not seen."""
+
+
+@pytest.fixture(scope="module")
+def over_nccl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SCENE_BACKEND", "nccl")
+        patch.setenv("SHARDCOMPILE_SHARE_GPUS", "1")
+        return played(OVER_NCCL, tmp_path_factory.mktemp("scenes"))
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", OVER_NCCL)
+def test_every_rank_is_told_over_nccl(name: str, over_nccl: dict[str, Any]) -> None:
+    check(name, over_nccl[name], may_exit=True)

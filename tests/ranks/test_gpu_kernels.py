@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Shard
 import shardcompile as sc
 from shardcompile.compat import gpu_kernels
 from shardcompile.dispatch import run as running
+from shardcompile.offline import trace_offline
 from shardcompile.testing import LocalRanks, assert_matches_single_device
 from shardcompile.testing.meetings import MeetingError
 
@@ -108,6 +109,41 @@ def test_products_are_not_padded_by_what_a_rank_measures() -> None:
     x = sc.ones(7, 3, device_mesh=sc.testing.mesh(), placements=[Shard(0)])
     torch.compile(lambda x: x @ x.mT, backend=backend)(x)
     assert not any(seen) and torch._inductor.config.shape_padding
+
+
+# CUDA graphs
+
+
+def test_all_communication_is_outside_of_captures() -> None:
+    """With collectives of ours, which cannot be captured, nothing else that communicates may be."""
+
+    def build(mesh: Any) -> tuple[Any, tuple[Any, ...]]:
+        sizes = {0: [7 + 3 * r for r in range(mesh.size())]}
+        local = torch.randn(sizes[0][mesh.get_local_rank()], 8, device=mesh.device_type)
+        x = sc.ShardTensor.from_local(local, mesh, [Shard(0)], sizes).requires_grad_()
+        return (lambda x: (x.softmax(0) + x.flip(0)).sum()), (x,)
+
+    trace = trace_offline(build, world_size=3, device="cuda")
+    assert trace.backward is not None
+    utils = pytest.importorskip("torch._inductor.utils")
+    inside, outside = [], []
+    for graph in (trace.forward.graph, trace.backward.graph):
+        for n in graph.nodes:
+            if isinstance(n.target, torch._ops.OpOverload):
+                (outside if utils.is_cudagraph_unsafe_fx_node(n) else inside).append(str(n.target))
+    assert {"shardcompile.mirror_blocks.default", "_c10d_functional.wait_tensor.default"} <= set(outside)
+    assert not [name for name in inside if name.startswith("_c10d_functional")]
+    assert "aten.exp.default" in inside
+
+
+def test_communication_of_torchs_alone_is_captured_as_torch_does() -> None:
+    graph = torch.fx.Graph()
+    started = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (graph.placeholder("x"), "sum", "0"))
+    waited = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (started,))
+    assert not gpu_kernels.communicates_outside(waited)
+    graph.call_function(torch.ops.shardcompile.all_reduce.default, (waited, "sum", "0"))
+    gpu_kernels._HAS_OURS.clear()
+    assert gpu_kernels.communicates_outside(waited) and gpu_kernels.communicates_outside(started)
 
 
 # Blocks without elements

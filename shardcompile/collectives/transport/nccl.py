@@ -7,6 +7,7 @@ it has run on a GPU yet.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from enum import Enum
@@ -114,7 +115,7 @@ class Nccl(Transport):
     def exchange(self, call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> list[Work]:
         """See `Transport`."""
         group = call.group
-        self._connect(group)
+        call.run([lambda: self._connect(group)])
         messages = [dist.P2POp(dist.irecv, as_bytes(t), group=group, group_peer=p) for p, t in receives]
         messages += [dist.P2POp(dist.isend, as_bytes(t), group=group, group_peer=p) for p, t in sends]
         return call.run([lambda: dist.batch_isend_irecv(messages)])[0] if messages else []
@@ -122,9 +123,9 @@ class Nccl(Transport):
     def exchange_of_two(self, call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> list[Work]:
         """See `Transport`. Not in a group, so that two ranks meet in a communicator of their own."""
         group = call.group
-        works = [dist.irecv(as_bytes(t), group=group, group_src=p) for p, t in receives]
-        works += [dist.isend(as_bytes(t), group=group, group_dst=p) for p, t in sends]
-        return [work for work in works if work is not None]
+        starts = [functools.partial(dist.irecv, as_bytes(t), group=group, group_src=p) for p, t in receives]
+        starts += [functools.partial(dist.isend, as_bytes(t), group=group, group_dst=p) for p, t in sends]
+        return [work for work in call.run(starts) if work is not None]
 
     def gather(self, call: Call, rows: Tensor, sizes: Sequence[int], out: Tensor) -> list[Work] | None:
         """See `Transport`."""
@@ -153,8 +154,8 @@ class Nccl(Transport):
 
 
 def _gather_even(call: Call, rows: Tensor, out: Tensor) -> list[Work]:
-    work = dist.all_gather_into_tensor(out, rows, group=call.group, async_op=True)
-    return [] if work is None else [work]
+    start = functools.partial(dist.all_gather_into_tensor, out, rows, group=call.group, async_op=True)
+    return [work for work in call.run([start]) if work is not None]
 
 
 def _gather_padded(call: Call, rows: Tensor, lengths: Sequence[int], out: Tensor) -> Work:
@@ -174,5 +175,5 @@ def _gather_padded(call: Call, rows: Tensor, lengths: Sequence[int], out: Tensor
 
 def _gather_by_broadcasts(call: Call, rows: Tensor, ends: Sequence[Range], out: Tensor) -> list[Work]:
     # Given tensors of several sizes, torch's NCCL broadcasts each of them from its rank, all in one group of calls.
-    work = dist.all_gather([out[a:b] for a, b in ends], rows, group=call.group, async_op=True)
-    return [] if work is None else [work]
+    start = functools.partial(dist.all_gather, [out[a:b] for a, b in ends], rows, group=call.group, async_op=True)
+    return [work for work in call.run([start]) if work is not None]
