@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -71,38 +70,37 @@ def no_padding_by_time(stack: contextlib.ExitStack) -> None:
     replace(stack, config, "shape_padding", lambda padded: False)  # 2.11 - 2.15
 
 
-def communication_outside_of_captures(stack: contextlib.ExitStack) -> None:
+def no_captures(stack: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
-    from torch._inductor import utils
+    from torch._inductor.scheduler import Scheduler  # 2.11 - 2.15
 
-    replace(stack, utils, "is_cudagraph_unsafe_fx_node", _or_communicates_outside)  # 2.11 - 2.15
+    replace(stack, Scheduler, "should_partition", _whole_if_ours)
 
 
-def _or_communicates_outside(is_unsafe: Callable[[torch.fx.Node], bool]) -> Callable[[torch.fx.Node], bool]:
-    @functools.wraps(is_unsafe)
-    def asked(node: torch.fx.Node) -> bool:
-        return is_unsafe(node) or communicates_outside(node)
+def _whole_if_ours(should_partition: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a graph with ops of ours that no CUDA graph may hold be neither divided for captures nor captured."""
+    # Heavy, and only a compilation needs it.
+    from torch._inductor import config
+    from torch._inductor.virtualized import V  # 2.11 - 2.15
+
+    @functools.wraps(should_partition)
+    def asked(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        if not config.triton.cudagraphs:
+            return should_partition(scheduler, *args, **kwargs)
+        if not hasattr(scheduler, "_shardcompile_asked"):
+            scheduler._shardcompile_asked = True
+            if any(_is_ours(operation) for operation in V.graph.operations):
+                V.graph.disable_cudagraphs_reason = "ops of shardcompile, beside which nothing can be captured yet"
+        return V.graph.disable_cudagraphs_reason or should_partition(scheduler, *args, **kwargs)
 
     return asked
 
 
-_HAS_OURS: weakref.WeakKeyDictionary[torch.fx.Graph, bool] = weakref.WeakKeyDictionary()
-
-
-def communicates_outside(node: torch.fx.Node) -> bool:
-    """Whether a node is a collective of torch's, or a wait, in a graph with collectives that no CUDA graph captures."""
-    if _namespace(node) != "_c10d_functional":
+def _is_ours(operation: Any) -> bool:
+    op = getattr(operation, "op_overload", None)
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "shardcompile":
         return False
-    if node.graph not in _HAS_OURS:
-        _HAS_OURS[node.graph] = any(
-            _namespace(n) == "shardcompile" and torch.Tag.cudagraph_unsafe in n.target.tags  # type: ignore[union-attr]
-            for n in node.graph.nodes
-        )
-    return _HAS_OURS[node.graph]
-
-
-def _namespace(node: torch.fx.Node) -> str:
-    return node.target.namespace if isinstance(node.target, torch._ops.OpOverload) else ""
+    return torch.Tag.cudagraph_unsafe in op.tags
 
 
 GRIDS_OF_NO_ROWS = Patch(
@@ -116,16 +114,17 @@ GRIDS_OF_NO_ROWS = Patch(
 )
 """Put in for good when a trace meets a collective of ours: what starts a kernel is made when it is loaded, too."""
 
-COMMUNICATION_OUTSIDE_OF_CAPTURES = Patch(
-    "communication_outside_of_captures",
-    "torch._inductor.utils.is_cudagraph_unsafe_fx_node",
-    "Inductor captures wait_tensor in a CUDA graph although the collective is started outside of it: the result is "
-    "copied into the graph's memory before it is there, and nothing waits. A collective of torch's that is started in "
-    "one capture and awaited in the next is not awaited either.",
-    "wait_tensor has no cudagraph_unsafe tag, which is right for collectives that are captured with it. It has to be "
-    "outside where the op that it waits for has the tag, and where a capture ends between the two.",
+NO_CAPTURES = Patch(
+    "no_captures",
+    "torch._inductor.scheduler.Scheduler.should_partition",
+    "With mode='reduce-overhead', Inductor divides a graph at ops that no CUDA graph may hold, into functions to be "
+    "captured. It makes the result of a join anew in each function that writes a part of it. It also captures what "
+    "waits for a collective that is started outside. Both give wrong values, without a word.",
+    "get_graph_partition_signature does not know that a buffer with a NonOwningLayout is a part of another one: that "
+    "is neither returned nor passed on, and the next partition allocates it again. wait_tensor has no cudagraph_unsafe "
+    "tag, which is right only for collectives that are captured with it.",
     "2.11 - 2.15",
-    communication_outside_of_captures,
+    no_captures,
 )
 
 NO_PADDING_BY_TIME = Patch(

@@ -11,7 +11,7 @@ import torch
 from torch._inductor import config  # 2.11 - 2.15
 from torch.utils._ordered_set import OrderedSet  # 2.11 - 2.15
 
-from shardcompile.compat.gpu_kernels import COMMUNICATION_OUTSIDE_OF_CAPTURES, GRIDS_OF_NO_ROWS
+from shardcompile.compat.gpu_kernels import GRIDS_OF_NO_ROWS, NO_CAPTURES
 from shardcompile.compat.patch import Patch, put_in_once, replace
 
 
@@ -79,7 +79,7 @@ PAYLOADS_UNTIL_THE_WAIT = Patch(
     _payloads_until_the_wait,
 )
 
-OF_COLLECTIVES = (PAYLOADS_UNTIL_THE_WAIT, GRIDS_OF_NO_ROWS, COMMUNICATION_OUTSIDE_OF_CAPTURES)
+OF_COLLECTIVES = (PAYLOADS_UNTIL_THE_WAIT, GRIDS_OF_NO_ROWS, NO_CAPTURES)
 """Put in for good when a trace meets a collective of ours."""
 """Put in for good when a trace meets a collective of ours."""
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import sympy
@@ -16,10 +17,10 @@ import torch.nn.functional as nnf
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
-from shardcompile.compat import gpu_kernels
+from shardcompile.compat import gpu_kernels, patch
 from shardcompile.dispatch import run as running
-from shardcompile.offline import trace_offline
 from shardcompile.testing import LocalRanks, assert_matches_single_device
+from shardcompile.testing.agreement import RanksFailedError
 from shardcompile.testing.meetings import MeetingError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -114,36 +115,74 @@ def test_products_are_not_padded_by_what_a_rank_measures() -> None:
 # CUDA graphs
 
 
-def test_all_communication_is_outside_of_captures() -> None:
-    """With collectives of ours, which cannot be captured, nothing else that communicates may be."""
+@contextlib.contextmanager
+def codes_for_gpus() -> Iterator[list[str]]:
+    """With nodes taken for those of a GPU, where Inductor asks what a CUDA graph may hold. Gives the code."""
+    from torch._inductor import graph, ir, scheduler
 
-    def build(mesh: Any) -> tuple[Any, tuple[Any, ...]]:
-        sizes = {0: [7 + 3 * r for r in range(mesh.size())]}
-        local = torch.randn(sizes[0][mesh.get_local_rank()], 8, device=mesh.device_type)
-        x = sc.ShardTensor.from_local(local, mesh, [Shard(0)], sizes).requires_grad_()
-        return (lambda x: (x.softmax(0) + x.flip(0)).sum()), (x,)
-
-    trace = trace_offline(build, world_size=3, device="cuda")
-    assert trace.backward is not None
-    utils = pytest.importorskip("torch._inductor.utils")
-    inside, outside = [], []
-    for graph in (trace.forward.graph, trace.backward.graph):
-        for n in graph.nodes:
-            if isinstance(n.target, torch._ops.OpOverload):
-                (outside if utils.is_cudagraph_unsafe_fx_node(n) else inside).append(str(n.target))
-    assert {"shardcompile.mirror_blocks.default", "_c10d_functional.wait_tensor.default"} <= set(outside)
-    assert not [name for name in inside if name.startswith("_c10d_functional")]
-    assert "aten.exp.default" in inside
+    codes: list[str] = []
+    with (
+        mock.patch.object(scheduler.BaseSchedulerNode, "is_gpu", lambda n: not isinstance(n.node, ir.DynamicScalar)),
+        mock.patch.object(graph.GraphLowering, "save_output_code", staticmethod(codes.append)),
+    ):
+        yield codes
 
 
-def test_communication_of_torchs_alone_is_captured_as_torch_does() -> None:
-    graph = torch.fx.Graph()
-    started = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (graph.placeholder("x"), "sum", "0"))
-    waited = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (started,))
-    assert not gpu_kernels.communicates_outside(waited)
-    graph.call_function(torch.ops.shardcompile.all_reduce.default, (waited, "sum", "0"))
-    gpu_kernels._HAS_OURS.clear()
-    assert gpu_kernels.communicates_outside(waited) and gpu_kernels.communicates_outside(started)
+DIVIDED = {"triton.cudagraphs": True, "graph_partition": True, "force_disable_caches": True}
+
+
+class Layer(torch.nn.Module):
+    """With collectives one after the other in both directions, in the order that a pass has chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.heads, self.last = torch.nn.LayerNorm(8), torch.nn.Linear(8, 24), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(0, 1) for t in self.heads(self.norm(x)).chunk(3, -1))
+        y = nnf.scaled_dot_product_attention(q[None], k[None], v[None])[0].transpose(0, 1).flatten(1)
+        return self.last(x + y) + x.softmax(0)
+
+
+@pytest.mark.parametrize("patched", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_a_graph_with_collectives_is_not_divided_for_captures(patched: bool) -> None:
+    """Each part would have a result of a join of its own, and the others' rows of it would be whatever is in memory."""
+    from torch._inductor import config
+
+    def compared(mesh: Any) -> None:
+        torch.manual_seed(0)
+        with config.patch(DIVIDED):  # of this thread
+            assert_matches_single_device(Layer(), [torch.randn(11, 8)], [Shard(0)], mesh=mesh, backend="shardcompile")
+
+    without = contextlib.nullcontext() if patched else patch.left_out("no_captures")
+    with LocalRanks(3, processes=False) as ranks, codes_for_gpus() as codes, without:
+        if patched:
+            ranks(compared)
+        else:
+            with pytest.raises(RanksFailedError, match="grad of "):
+                ranks(compared)
+    assert len(codes) >= 2
+    assert any("def partition_" in code for code in codes) is not patched
+
+
+def test_nothing_is_captured_beside_collectives_of_ours() -> None:
+    """And who asked for it is told."""
+
+    def compiled(mesh: Any) -> None:
+        x = sc.ones(7, 3, device_mesh=mesh, placements=[Shard(0)])
+        torch.compile(lambda x: x.softmax(0), fullgraph=True, mode="reduce-overhead")(x)
+
+    seen: list[str | None] = []
+    output_code = pytest.importorskip("torch._inductor.output_code")
+    init = output_code.CompiledFxGraph.__init__
+
+    def note(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        seen.append(self.disabled_cudagraphs_reason)
+
+    with mock.patch.object(output_code.CompiledFxGraph, "__init__", note), LocalRanks(2, processes=False) as ranks:
+        ranks(compiled)
+    assert seen and all(reason and reason.startswith("ops of shardcompile") for reason in seen)
 
 
 # Blocks without elements
