@@ -63,6 +63,34 @@ def _by_hint(can_fuse: Callable[..., bool]) -> classmethod[Any, Any, bool]:
     return classmethod(asked)
 
 
+def extents_over_two_dims(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
+    from torch._inductor.codegen.simd import SIMDKernel  # 2.11 - 2.15
+
+    replace(stack, SIMDKernel, "_split_iteration_ranges", _by_divisors)
+
+
+def _by_divisors(split: Callable[..., Any]) -> staticmethod[..., Any]:
+    """Have an extent go over a dim of the kernel and the next one where it is a multiple of the first, of any size."""
+    # Heavy, and only a compilation needs it.
+    from torch._inductor.virtualized import V  # 2.11 - 2.15
+
+    @functools.wraps(split)
+    def over_dims(*args: Any, **kwargs: Any) -> Any:
+        sizes = V.graph.sizevars
+        greater, is_multiple = sizes.statically_known_gt, sizes.statically_known_multiple_of
+
+        def reaches_beyond(extent: Any, room: Any) -> bool:
+            if greater(extent, room):
+                return True
+            return room != 1 and is_multiple(extent, room) and not is_multiple(room, extent)
+
+        with mock.patch.object(sizes, "statically_known_gt", reaches_beyond):
+            return split(*args, **kwargs)
+
+    return staticmethod(over_dims)
+
+
 def no_padding_by_time(stack: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
     from torch._inductor import config  # 2.11 - 2.15
@@ -125,6 +153,17 @@ NO_CAPTURES = Patch(
     "tag, which is right only for collectives that are captured with it.",
     "2.11 - 2.15",
     no_captures,
+)
+
+EXTENTS_OVER_TWO_DIMS = Patch(
+    "extents_over_two_dims",
+    "torch._inductor.codegen.simd.SIMDKernel._split_iteration_ranges",
+    "For GPUs, Inductor fuses a reduction of 5 rows of s2 numbers with what is done to all 5*s2 of them, and does not "
+    "see that 5*s2 goes over both dims of the kernel where s2 may be 0 or 1: 'CantSplit: 5 not divisible by 5*s2'.",
+    "_split_iteration_ranges asks statically_known_gt(5*s2, 5), which is False if s2 may be 1. It takes care of 64*u0 "
+    "and u0 alone. That 5 divides 5*s2, and 5*s2 does not divide 5, would do.",
+    "2.11 - 2.15",
+    extents_over_two_dims,
 )
 
 NO_PADDING_BY_TIME = Patch(

@@ -16,7 +16,7 @@ from shardcompile.compat.block_symbols import name_symbols_of_blocks
 from shardcompile.compat.decompositions import decompositions_ask_no_sizes
 from shardcompile.compat.dtensor_padding import pads_on_all_ranks
 from shardcompile.compat.equal_nodes import ONE_WAIT_EACH, PARTS_STAY_APART
-from shardcompile.compat.gpu_kernels import MIXED_REDUCTIONS_BY_HINT, NO_PADDING_BY_TIME
+from shardcompile.compat.gpu_kernels import EXTENTS_OVER_TWO_DIMS, MIXED_REDUCTIONS_BY_HINT, NO_PADDING_BY_TIME
 from shardcompile.compat.inductor import OF_COLLECTIVES
 from shardcompile.compat.kernel_questions import (
     ones_in_kernels_by_hint,
@@ -163,6 +163,7 @@ OF_RANKS_ALIKE = (
     ),
     PARTS_STAY_APART,
     ONE_WAIT_EACH,
+    EXTENTS_OVER_TWO_DIMS,
     MIXED_REDUCTIONS_BY_HINT,
     NO_PADDING_BY_TIME,
     Patch(

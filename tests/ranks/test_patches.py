@@ -578,6 +578,7 @@ WITHOUT_A_PROGRAM = {
     "places_of_parts": "a program of the fuzzer's of eleven lines (seed 6300019, inductor); none of its parts needs it",
     "no_donated_buffers": "torch before 2.15 does not repeat waits",
     "grids_of_no_rows": "it is of kernels of GPUs: see test_gpu_kernels.py",
+    "extents_over_two_dims": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "no_captures": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "mixed_reductions_by_hint": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "no_padding_by_time": "it is of kernels of GPUs: see test_gpu_kernels.py",
