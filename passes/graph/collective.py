@@ -17,7 +17,7 @@ from shardcompile.collectives.descriptor import Descriptor, descriptor_of, descr
 from shardcompile.collectives.reductions import ALL_REDUCE
 from shardcompile.collectives.traffic import is_number, nbytes_of, size_of
 from shardcompile.errors import ShardError
-from shardcompile.layout import CHUNK_KEY, GroupCut
+from shardcompile.layout import CHUNK_KEY, GroupCut, IntLike
 from shardcompile.passes.graph.ops import WAIT as WAIT
 
 KINDS = {op: d.kind for d in descriptors() if d.communicates for op in d.overloads}
@@ -307,5 +307,5 @@ def _tensors(values: object) -> list[torch.Tensor]:
     return [v for v in flat if isinstance(v, torch.Tensor)]
 
 
-def _hint(size: object) -> int:
+def _hint(size: IntLike) -> int:
     return compat.size_hint(size)

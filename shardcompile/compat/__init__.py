@@ -33,7 +33,7 @@ from shardcompile.compat.groups import (
 )
 from shardcompile.compat.inductor import (
     inductor_has,
-    lowered_when_traced,
+    lower_when_traced,
     preserve_node_ordering,
 )
 from shardcompile.compat.memory import (
@@ -144,7 +144,7 @@ __all__ = [
     "kernel_of",
     "last_repetition",
     "let_comm_debug_mode_see_through",
-    "lowered_when_traced",
+    "lower_when_traced",
     "mark_static",
     "mark_weakly_dynamic",
     "mesh_itself",

@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardcompile as sc
 from shardcompile import compat
-from shardcompile.compat.caches import put_into_keys
+from shardcompile.compat.caches import set_in_cache_keys
 from shardcompile.compat.patch import LEFT_OUT, left_out
 from shardcompile.compat.patches import all_patches
 from shardcompile.testing import LocalRanks, rank
@@ -611,11 +611,11 @@ def compiled_anew() -> Iterator[None]:
     """Without what was compiled before, in this process or another."""
     never_before = uuid.uuid4().hex  # a setting that switches caches off would hold in this thread only
     torch._dynamo.reset()
-    put_into_keys(never_before, True)
+    set_in_cache_keys(never_before, True)
     try:
         yield
     finally:
-        put_into_keys(never_before, False)
+        set_in_cache_keys(never_before, False)
         torch._dynamo.reset()
 
 
