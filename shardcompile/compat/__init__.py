@@ -38,10 +38,10 @@ from shardcompile.compat.inductor import (
 )
 from shardcompile.compat.memory import (
     exchange_tensors,
+    flatten_together,
     follow_view,
     forbid_writes_with_gradients,
     give_storage,
-    joined,
     share_storage,
     shares_storage,
     without_base,
@@ -114,6 +114,7 @@ __all__ = [
     "expression_of",
     "faking_like",
     "first_input_size",
+    "flatten_together",
     "follow_view",
     "forbid_writes_with_gradients",
     "forget_with_world",
@@ -134,7 +135,6 @@ __all__ = [
     "is_transforming",
     "is_unbacked",
     "is_written",
-    "joined",
     "keep_first_proxies",
     "keep_from_dynamo",
     "keep_protocol_from_dynamo",

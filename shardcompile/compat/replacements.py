@@ -30,7 +30,7 @@ from torch.utils._sympy.symbol import (
     symbol_is_type,  # 2.11 - 2.15
 )
 
-from shardcompile.compat.late_sizes import tracing_again
+from shardcompile.compat.late_sizes import retry_traces
 from shardcompile.compat.patch import replace
 from shardcompile.compat.sizes import is_unbacked, size_hint
 from shardcompile.compat.tracing import UNKNOWN_SIZE
@@ -80,7 +80,7 @@ def collectives_stay(stack: contextlib.ExitStack) -> None:
 
 
 def traces_agree(stack: contextlib.ExitStack) -> None:
-    replace(stack, common, "aot_module_simplified", tracing_again)  # 2.11 - 2.15
+    replace(stack, common, "aot_module_simplified", retry_traces)  # 2.11 - 2.15
 
 
 def buffers_vary(stack: contextlib.ExitStack) -> None:

@@ -71,7 +71,7 @@ def capture(
     report = Report(torch=str(torch.__version__))
     watcher = _Watcher(report, frozenset(stages), model)
     start, breaks, cached = time.time(), observe.graph_breaks(), observe.cache_counts()
-    with observe.observing(watcher, caches), watching(watcher), recording_rows() as moved:
+    with observe.observe_compilations(watcher, caches), watching(watcher), recording_rows() as moved:
         try:
             with written_sources(sources, report):
                 yield report
@@ -183,7 +183,7 @@ class _Watcher:
     def traced(self, of: Compilation, graph: GraphModule) -> None:
         self._keep(of, "joint", graph.graph)
 
-    def parted(self, of: Compilation, forward: GraphModule, backward: GraphModule) -> None:
+    def partitioned(self, of: Compilation, forward: GraphModule, backward: GraphModule) -> None:
         self._graphs += [(forward, of, "forward"), (backward, of, "backward")]
 
     @contextlib.contextmanager
