@@ -254,9 +254,9 @@ class RankThreads:
         compat.start_epoch()
 
     def _on_all(self, function: Callable[[int], object], timeout: float | None, first: int = 0) -> list[RankEnd]:
-        kept = rank_state.kept_by_rank()
+        kept = rank_state.save_rank_globals()
         turns = self._rooms.turns = Turns(
-            self._world_size, rank_state.kept_by_rank, rank_state.restore_rank, _refuse_to_wait_while_compiling
+            self._world_size, rank_state.save_rank_globals, rank_state.restore_rank_globals, _refuse_while_compiling
         )
         ends = [RankEnd() for _ in self._threads]
         for rank, thread in enumerate(self._threads):
@@ -311,7 +311,7 @@ class _RankThread(threading.Thread):
             function, turns, end, kept = call
             try:
                 turns.begin(rank)
-                rank_state.restore_rank(kept)
+                rank_state.restore_rank_globals(kept)
                 with rank_state.settings_of_ranks(self._ranks):
                     end.result = function(rank)
             except RankEnded:
@@ -329,7 +329,7 @@ def _how(error: BaseException | None) -> str:
     return f"has raised {type(error).__name__}: {first_line}"
 
 
-def _refuse_to_wait_while_compiling(what: str) -> None:
+def _refuse_while_compiling(what: str) -> None:
     """A rank that compiles holds locks that others need: they could not run, and nobody would see why."""
     if compat.is_compiling():
         raise RanksWaitError(
