@@ -24,7 +24,7 @@ KINDS = {op: d.kind for d in descriptors() if d.communicates for op in d.overloa
 """The functional collectives, torch's and ours. All of them take their payload first and the group's name last."""
 
 NOTES = "shardcompile"
-"""Under ``node.meta["custom"]``: why a collective is there, see `shardcompile.compat.noted`."""
+"""Under ``node.meta["custom"]``: why a collective is there, see `shardcompile.compat.annotate_nodes`."""
 
 _ORIGINS = "shardcompile_origins"
 _INHERITED = (
@@ -195,7 +195,7 @@ class Collective:
 
 
 def notes_of(node: Node) -> dict[str, str]:
-    """What was noted down where a node was traced, see `shardcompile.compat.noted`."""
+    """What was noted down where a node was traced, see `shardcompile.compat.annotate_nodes`."""
     key = f"{NOTES}_backward" if _is_backward(node) else NOTES
     return dict(node.meta.get("custom", {}).get(key, {}))
 

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 from shardcompile import errors
 from shardcompile.compat.block_symbols import describes_block
 from shardcompile.compat.patch import replace
-from shardcompile.compat.sizes import IntLike, surely
+from shardcompile.compat.sizes import IntLike, statically_known_true
 
 _COMPARED_IN_CPP = "c10/core/SymInt.h"
 """The file that is named when a C++ kernel compares sizes. Python code names another file."""
@@ -83,7 +83,7 @@ def _equal_for_all_extents(_: Callable[..., bool]) -> Callable[..., object]:
     """
 
     def equal(outer: Iterable[IntLike], inner: Iterable[IntLike]) -> bool:
-        return surely(symbolic_shapes.sym_eq(tuple(outer), tuple(inner)))
+        return statically_known_true(symbolic_shapes.sym_eq(tuple(outer), tuple(inner)))
 
     return equal
 

@@ -6,10 +6,10 @@ from typing import TypeAlias
 
 import sympy
 import torch
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,  # 2.11 - 2.15
     free_unbacked_symbols,  # 2.11 - 2.15
-    guard_or_false,  # 2.11 - 2.15
     statically_known_true,  # 2.11 - 2.15
 )
 
@@ -27,10 +27,10 @@ def same_symbol(a: object, b: object) -> bool:
     """
     if a is b:
         return True
-    return surely(a == b) if is_unbacked(a) or is_unbacked(b) else bool(a == b)
+    return statically_known_true(a == b) if is_unbacked(a) or is_unbacked(b) else bool(a == b)
 
 
-def settle(size: object, number: int) -> None:
+def specialise(size: object, number: int) -> None:
     """Replace the symbol of a size by this rank's number, where other guards imply that number already.
 
     The size and the number are not compared: the size has the same hint on all ranks, and the number differs by rank.
@@ -49,16 +49,11 @@ def settle(size: object, number: int) -> None:
     env._set_replacement(symbol, value, "the block of a known cut")  # 2.11 - 2.15
 
 
-def surely(condition: bool | torch.SymBool) -> bool:
-    """Whether a condition on sizes holds for all values of the symbols in it. Installs no guard."""
-    return statically_known_true(condition)
-
-
-def guarded(condition: bool | torch.SymBool) -> bool:
+def guard_or_false(condition: bool | torch.SymBool) -> bool:
     """Whether a condition on sizes holds. Installs a guard, or returns False if the value is known only at run time."""
     if isinstance(condition, torch.SymBool) and condition.node.has_hint():
-        return bool(condition)  # `guard_or_false` does not look at hints while sizes are traced obliviously
-    return guard_or_false(condition)
+        return bool(condition)  # torch's `guard_or_false` ignores hints while sizes are traced obliviously
+    return symbolic_shapes.guard_or_false(condition)  # 2.11 - 2.15
 
 
 def size_hint(value: IntLike, default: int = 64) -> int:

@@ -138,7 +138,7 @@ def _on_blocks(tensors: Sequence[Tensor], a: _Attention, backward: bool) -> Iter
     layouts = tuple(layout_of(x, mesh) for x in tensors)
     way = find_way(Question(layouts, a.mask is not None, a.causal, backward))
     locals_ = [x._local_tensor if isinstance(x, Sharded) else x for x in tensors]
-    with compat.noted(attention=way.reason) if way.reason and compat.is_traced() else contextlib.nullcontext():
+    with compat.annotate_nodes(attention=way.reason) if way.reason and compat.is_traced() else contextlib.nullcontext():
         yield way, [run_plan(plan, x) for plan, x in zip(way.plans, locals_, strict=True)]
 
 

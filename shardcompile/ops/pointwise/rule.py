@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardcompile.compat import OpOverload, guarded, size_hint
+from shardcompile.compat import OpOverload, guard_or_false, size_hint
 from shardcompile.layout import IntLike
 from shardcompile.ops.record import Facts, Rule
 from shardcompile.ops.registry import family, register, state
@@ -31,7 +31,7 @@ def is_stretched(extent: IntLike, to: IntLike) -> bool:
     """
     if isinstance(extent, int):
         return extent == 1 and not is_one(to)
-    return size_hint(extent) == 1 and size_hint(to) not in (1, -1) and guarded(extent == 1)
+    return size_hint(extent) == 1 and size_hint(to) not in (1, -1) and guard_or_false(extent == 1)
 
 
 def broadcast_axes(call: OpCall) -> list[list[int | None]]:

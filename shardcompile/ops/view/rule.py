@@ -147,7 +147,7 @@ def _keeps_all(extent: IntLike, start: Any, end: Any, step: Any) -> bool:
     """Whether a slice has every row, whatever the symbols in it are: there is no guard on what it keeps."""
     if not (start is None or (isinstance(start, int) and start == 0)) or step != 1:
         return False
-    return end is None or (isinstance(end, int) and end >= 2**62) or compat.surely(end >= extent)
+    return end is None or (isinstance(end, int) and end >= 2**62) or compat.statically_known_true(end >= extent)
 
 
 def _slice_locally(
@@ -287,7 +287,7 @@ def _new(call: OpCall) -> Iterable[Strategy]:
     for dim, cut in enumerate(call.tensors[0].layout.cuts):
         at = dim if alike else 0
         named = cut is not None and cut.rows is not None and (alike or len(shape) == 1)
-        if (alike or named) and compat.surely(src[dim] == shape[at]):
+        if (alike or named) and compat.statically_known_true(src[dim] == shape[at]):
             yield along([dim], [at])
         elif named and cut is not None and cut.named_rows(shape[at]) is not None:
             yield along([dim], [at], on_cut=lambda cut: cut.rows)
