@@ -29,7 +29,6 @@ from torch._functorch._aot_autograd.descriptors import (  # 2.11 - 2.15
     SubclassSizeAOTOutput,
     SubclassStrideAOTOutput,
 )
-from torch._functorch._aot_autograd.schemas import SubclassCreationMeta  # 2.11 - 2.15
 from torch._functorch.partitioners import default_partition  # 2.11 - 2.15
 from torch.fx import GraphModule
 
@@ -117,9 +116,8 @@ def _counted(meta: object) -> Iterator[object]:
         yield name
         yield from _symbols(SubclassSizeAOTOutput, getattr(inner, "size_symbol_placeholders", ()))  # 2.15
         yield from _symbols(SubclassStrideAOTOutput, getattr(inner, "stride_symbol_placeholders", ()))  # 2.15
-    if isinstance(meta, SubclassCreationMeta):
-        yield from _symbols(SubclassSizeAOTOutput, map(_is_symbol, meta.outer_size))
-        yield from _symbols(SubclassStrideAOTOutput, map(_is_symbol, meta.outer_stride))
+    yield from _symbols(SubclassSizeAOTOutput, map(_is_symbol, getattr(meta, "outer_size", ())))
+    yield from _symbols(SubclassStrideAOTOutput, map(_is_symbol, getattr(meta, "outer_stride", ())))
 
 
 def _symbols(kind: type, are_symbols: Iterable[bool]) -> Iterator[object]:

@@ -24,7 +24,7 @@ import torch._dynamo.symbolic_convert as _symbolic_convert
 import torch._functorch.config as _functorch_config
 from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]  # 2.11 - 2.15
 from torch._dynamo.source import GlobalStateSource  # 2.11 - 2.15
-from torch._guards import Guard, TracingContext  # 2.11 - 2.15
+from torch._guards import Guard, GuardBuilderBase, TracingContext  # 2.11 - 2.15
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
@@ -233,7 +233,7 @@ def _guard_on_rank(rank: int) -> None:
     def holds(_: object) -> bool:
         return _HERE.state is not None and _HERE.state.rank == rank
 
-    def create(builder: object, guard: Guard) -> None:
+    def create(builder: GuardBuilderBase, guard: Guard) -> None:
         _OF_ONE_RANK.setdefault(rank, {})[id(guard)] = guard
         add_condition(builder, holds, f"rank of this thread == {rank}")
 

@@ -192,7 +192,7 @@ def _once(extract: Callable[..., tuple[GraphModule, GraphModule]]) -> Callable[.
     """Remove collectives of the forward pass from the backward graph if it does not read their results.
 
     The partitioner keeps each wait that the backward graph can compute. It can compute a wait if the payload depends on
-    no input, as on ranks that hold the zeros of a partial sum while another rank holds the values.
+    no input. Such a payload is the zeros that most ranks hold of a partial sum, while one rank holds the values.
     """
 
     @functools.wraps(extract)
