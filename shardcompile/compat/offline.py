@@ -101,7 +101,7 @@ def modules_with_fake_parameters() -> Iterator[None]:
         yield
 
 
-def fake_inputs_as_real_ones() -> contextlib.AbstractContextManager[object]:
+def trace_fake_inputs_as_real() -> contextlib.AbstractContextManager[object]:
     """Inside the context, a trace makes symbols with hints for the dims of `fake_tensors`, as for real tensors.
 
     Torch 2.15 treats every fake input as one of another trace, and leaves its hints out.
@@ -180,13 +180,13 @@ def run_post_grad_passes(graph: GraphModule, last: Callable[[Graph], None], is_i
         _recursive_post_grad_passes(graph, is_inference)
 
 
-def as_in_a_compilation() -> contextlib.AbstractContextManager[None]:
+def in_compilation() -> contextlib.AbstractContextManager[None]:
     """Inside the context, fake tensors may be made as in a trace. At its end, the switches of a compilation go back."""
     return _compile_callbacks.install_callbacks(CallbackTrigger.DYNAMO, "offline")
 
 
 @contextlib.contextmanager
-def cuda_questions_answered() -> Iterator[None]:
+def pretend_current_cuda_device() -> Iterator[None]:
     """Inside the context, the Python functions of `torch.cuda` describe a Hopper GPU.
 
     Without a GPU, ``torch.autocast("cuda")`` would be off, and ``torch.distributed.broadcast`` would fail.
