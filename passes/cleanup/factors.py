@@ -22,7 +22,8 @@ from torch.fx import Graph, Node
 from shardcompile import compat
 from shardcompile.collectives.of_torch import ALL_GATHER
 from shardcompile.collectives.reductions import ALL_REDUCE
-from shardcompile.passes.cleanup.edits import equal, is_one
+from shardcompile.compat import is_one
+from shardcompile.passes.cleanup.edits import equal
 from shardcompile.passes.graph.blocks import is_pointwise
 from shardcompile.passes.graph.collective import WAIT, Collective, add_node
 from shardcompile.passes.graph.dependencies import writes

@@ -51,6 +51,7 @@ from shardcompile.compat.replacements import without_guards
 from shardcompile.compat.sizes import (
     expression_of,
     guard_or_false,
+    is_one,
     is_specialised,
     is_unbacked,
     same_symbol,
@@ -131,6 +132,7 @@ __all__ = [
     "inductor_has",
     "is_compiling",
     "is_fake",
+    "is_one",
     "is_specialised",
     "is_traced",
     "is_transforming",

@@ -19,6 +19,11 @@ Formula: TypeAlias = sympy.Expr
 """What torch knows of a size in a trace: a symbol, a number, or a formula of both."""
 
 
+def is_one(extent: object) -> bool:
+    """Whether an extent is the number 1. A symbol is not compared: the answer would become a guard."""
+    return isinstance(extent, int) and extent == 1
+
+
 def same_symbol(a: object, b: object) -> bool:
     """Whether two sizes are equal.
 

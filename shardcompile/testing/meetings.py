@@ -38,8 +38,17 @@ class Part:
     taken: Tensors = ()
 
 
+class _Event:
+    done: bool
+    error: str | None
+
+    def ended(self) -> bool:
+        """Whether no rank needs to wait for it any more."""
+        return self.done or self.error is not None
+
+
 @dataclass
-class Meeting:
+class Meeting(_Event):
     """One collective.
 
     Attributes:
@@ -56,13 +65,9 @@ class Meeting:
     done: bool = False
     error: str | None = None
 
-    def ended(self) -> bool:
-        """Whether no rank needs to wait for it any more."""
-        return self.done or self.error is not None
-
 
 @dataclass
-class Message:
+class Message(_Event):
     """A message, of which one side or both sides have come.
 
     Attributes:
@@ -76,10 +81,6 @@ class Message:
     received: Tensor | None = None
     done: bool = False
     error: str | None = None
-
-    def ended(self) -> bool:
-        """Whether no rank needs to wait for it any more."""
-        return self.done or self.error is not None
 
 
 class Room:

@@ -13,7 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile.compat.testing import keystr, tree_flatten_with_path
 from shardcompile.testing.agreement import CheckFailed, Failure
-from shardcompile.testing.trial import block_problems, describe_value, full_value, go_backward, gradient_problems
+from shardcompile.testing.trial import (
+    block_problems,
+    describe_value,
+    detach,
+    full_value,
+    go_backward,
+    gradient_problems,
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,7 @@ class Subject:
 
     def gather(self) -> dict[str, Any]:
         """Copies of all values of this step, as full tensors."""
-        return {name: _keep(full_value(_detach(v))) for name, v in (self._results | self._learnt).items()}
+        return {name: _keep(full_value(detach(v))) for name, v in (self._results | self._learnt).items()}
 
     def _leaves(self) -> dict[str, Tensor]:
         inputs = {n: x for n, x in self._inputs.items() if isinstance(x, Tensor) and x.requires_grad}
@@ -146,10 +153,6 @@ def _check_blocks(problems: Mapping[str, list[str]]) -> None:
     found = [Failure(f"{name} is malformed", p) for name, several in problems.items() for p in several]
     if found:
         raise CheckFailed(found)
-
-
-def _detach(x: object) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
 
 
 def _keep(x: object) -> object:

@@ -81,7 +81,7 @@ class Trial:
         for n, x in enumerate(self.inputs):
             problems += [f"gradient of input {n}: {p}" for p in gradient_problems(x)]
         gradients = [full_value(x.grad) for x in self.inputs]
-        return Outcome([_detach(full_value(v)) for v in self.values], self.structure, gradients, problems)
+        return Outcome([detach(full_value(v)) for v in self.values], self.structure, gradients, problems)
 
 
 def full_value(x: object) -> Any:
@@ -89,7 +89,8 @@ def full_value(x: object) -> Any:
     return x.full_tensor() if isinstance(x, ShardTensor) else x
 
 
-def _detach(x: object) -> Any:
+def detach(x: object) -> Any:
+    """A tensor without its autograd graph; anything else as it is."""
     return x.detach() if isinstance(x, Tensor) else x
 
 

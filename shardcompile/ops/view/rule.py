@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from shardcompile import compat
+from shardcompile.compat import is_one
 from shardcompile.layout import IntLike, Layout, dense_stride
 from shardcompile.ops.pointwise.rule import _REDUCE_OPS as REDUCE_OPS
-from shardcompile.ops.pointwise.rule import is_one, is_stretched
+from shardcompile.ops.pointwise.rule import is_stretched
 from shardcompile.ops.registry import register
 from shardcompile.ops.strategy import OpCall, Strategy, along, partial
 

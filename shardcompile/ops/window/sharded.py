@@ -228,10 +228,6 @@ def convolution_backward(
     )
 
 
-def _class(*values: object) -> type[Sharded]:
-    return type(next(x for x in values if isinstance(x, Sharded)))
-
-
 def _whole(x: Tensor, windows: Windows) -> Tensor:
     """The full value of a sharded or plain tensor."""
     return moved(x, Layout.whole(windows.layout.mesh, tuple(x.shape), x.dtype))
