@@ -20,7 +20,7 @@ from shardcompile.passes.schedule.simulator import COMPUTE
 from shardcompile.reports.advice import advice
 from shardcompile.reports.data import Compilation, GraphReport, IssuedCollective, ReportData, TracedCollective
 from shardcompile.reports.text import as_text, named_ranks, percent, place_of, plural, reason_of
-from shardcompile.reports.timeline import lanes, waiting
+from shardcompile.reports.timeline import idle_times, lanes
 from shardcompile.units import in_bytes, in_seconds
 
 _MOST_ROWS = 6
@@ -114,7 +114,7 @@ def _graph(graph: GraphReport) -> dict[str, object]:
             (s.label, lane[s.stream], s.start, s.end, None if s.stream == COMPUTE else place.get(s.label))
             for s in graph.spans
         ],
-        "waiting": list(waiting(graph)),
+        "waiting": list(idle_times(graph)),
         "traced": [_traced_as_json(c) for c in graph.traced],
         "issued": [_issued_as_json(c) for c in graph.issued],
     }

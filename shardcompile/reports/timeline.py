@@ -35,7 +35,7 @@ def with_collectives(graph: GraphReport) -> Iterator[tuple[Span, IssuedCollectiv
         yield span, None if span.stream == COMPUTE else known.get(span.label)
 
 
-def waiting(graph: GraphReport) -> Iterator[tuple[float, float, int | None]]:
+def idle_times(graph: GraphReport) -> Iterator[tuple[float, float, int | None]]:
     """The times in which the compute stream has nothing to do: start, end, and the index of the awaited collective.
 
     The index is None after the end of the compute stream, while a collective that nobody waits for still runs.
@@ -52,7 +52,7 @@ def _bars(graph: GraphReport) -> Iterator[Bar]:
     for span, c in with_collectives(graph):
         category = "compute" if span.stream == COMPUTE else "communication"
         yield Bar(span.label, category, span.stream, span.start, span.end, {} if c is None else _args(graph, c))
-    for start, end, i in waiting(graph):
+    for start, end, i in idle_times(graph):
         name = "nothing left to compute" if i is None else f"waits for {graph.issued[i].name}"
         yield Bar(name, "waiting", COMPUTE, start, end, {})
 
