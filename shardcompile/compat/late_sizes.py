@@ -9,7 +9,7 @@ two elements: if guards say that an extent is at most 5, and `x[3:]` has two ele
 
 Then the second trace returns fewer results than the first trace counted. The partitioner takes gradients for results of
 the forward pass ("Node ... was invalid, but is output"). Without a backward pass, a result is taken for a size. DTensor
-has the same fault. The guards keep what was learnt, so the next pair of traces agrees.
+has the same fault. The `ShapeEnv` keeps what was learnt, so the next pair of traces agrees.
 """
 
 from __future__ import annotations
