@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch.fx import Graph, Node
 
 from shardcompile import compat, config
-from shardcompile.compat.compiled import leave_note, look_at_notes, runs_behind
+from shardcompile.compat.compiled import custom_post_passes, leave_note, read_notes_with
 from shardcompile.compat.threads import Listeners
 from shardcompile.errors import PassError
 from shardcompile.passes.bucket.buckets import BucketAllGathers, BucketAllReduces, BucketAllToAlls, BucketReduceScatters
@@ -181,7 +181,7 @@ class Pipeline(compat.CustomGraphPass):
             if few_rows:
                 blocks.mark(graph)
         if compared:
-            look_at_notes(_before_first_run)
+            read_notes_with(_before_first_run)
             leave_note(graph, record_of(graph))
 
     def __str__(self) -> str:
@@ -195,7 +195,7 @@ class Pipeline(compat.CustomGraphPass):
         """
         if self.record or self.in_step or _WATCHERS.here():
             return None
-        look_at_notes(_before_first_run)  # torch asks for this before it looks anything up
+        read_notes_with(_before_first_run)  # torch asks for this before it looks anything up
         if not self.is_verified:
             return repr(self.passes)
         return f"{self.passes!r} and a record of collectives"
@@ -208,7 +208,7 @@ class Pipeline(compat.CustomGraphPass):
 
 def _before_first_run(notes: tuple[Any, ...]) -> Callable[[], None] | None:
     """What has to be done before a compiled graph runs, by the records that came with it: one for each module."""
-    if not notes and not (config.verify and any(p.is_verified for p in runs_behind(Pipeline))):
+    if not notes and not (config.verify and any(p.is_verified for p in custom_post_passes(Pipeline))):
         return None
     if not notes or not all(map(is_record, notes)):
         raise PassError(

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from shardcompile.compat.caches import put_into_keys
+from shardcompile.compat.caches import set_in_cache_keys
 
 fallback: Literal["replicate", "warn", "error"] = "replicate"
 """What happens to an op that no rule knows: its inputs are gathered and it runs on full values on every rank
@@ -100,8 +100,8 @@ class _Settings(types.ModuleType):
             raise ValueError(f"config.{name} is a number of at least 0, not {value!r}")
         before = ways_of_attention()
         super().__setattr__(name, value)
-        put_into_keys(_tag(before), False)
-        put_into_keys(_tag(ways_of_attention()), True)
+        set_in_cache_keys(_tag(before), False)
+        set_in_cache_keys(_tag(ways_of_attention()), True)
 
 
 def _tag(ways: tuple[str, int, int]) -> str:

@@ -73,7 +73,7 @@ def _noted(step: Step) -> contextlib.AbstractContextManager[None]:
     mesh, m = step.src.mesh, step.mesh_dim
     move = f"{step.src.describe_placements()} -> {step.dst.describe_placements()}"
     name = mesh.mesh_dim_names[m] if mesh.mesh_dim_names else str(m)
-    return compat.noted(redistribution=move, mesh_dim=name)
+    return compat.annotate_nodes(redistribution=move, mesh_dim=name)
 
 
 def _start(step: Step, x: Tensor) -> Pending | Decoded:

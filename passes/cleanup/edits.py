@@ -91,11 +91,6 @@ def blocks_of(arguments: Any) -> tuple[Any, ...]:
     return arguments.dim, arguments.cut, arguments.group_name
 
 
-def is_one(extent: object) -> bool:
-    """Whether an extent is 1 on all ranks. A symbol is not compared: what a pass asks would become a guard."""
-    return isinstance(extent, int) and extent == 1
-
-
 def equal(a: Any, b: Any) -> bool:
     """Whether two shapes are equal whatever the symbols in them are."""
-    return len(a) == len(b) and all(compat.surely(m == n) for m, n in zip(a, b, strict=True))
+    return len(a) == len(b) and all(compat.statically_known_true(m == n) for m, n in zip(a, b, strict=True))

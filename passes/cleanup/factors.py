@@ -22,7 +22,8 @@ from torch.fx import Graph, Node
 from shardcompile import compat
 from shardcompile.collectives.of_torch import ALL_GATHER
 from shardcompile.collectives.reductions import ALL_REDUCE
-from shardcompile.passes.cleanup.edits import equal, is_one
+from shardcompile.compat import is_one
+from shardcompile.passes.cleanup.edits import equal
 from shardcompile.passes.graph.blocks import is_pointwise
 from shardcompile.passes.graph.collective import WAIT, Collective, add_node
 from shardcompile.passes.graph.dependencies import writes
@@ -303,7 +304,9 @@ def _move(factor: Factor, axes: Axes | None, value: Node) -> Factor | None:
     if axes is None:
         return None
     sizes, own = value.meta["val"].shape, factor.source.meta["val"].shape
-    fits = all(len(dims) != 1 or compat.surely(own[dims[0]] == s) for dims, s in zip(axes, sizes, strict=True))
+    fits = all(
+        len(dims) != 1 or compat.statically_known_true(own[dims[0]] == s) for dims, s in zip(axes, sizes, strict=True)
+    )
     return replace(factor, axes=axes) if fits else None
 
 
@@ -352,10 +355,10 @@ def _reshape(node: Node, axes: Axes) -> Axes | None:
     if equal(old, new):
         return axes
     first = 0
-    while first < min(len(old), len(new)) and compat.surely(old[first] == new[first]):
+    while first < min(len(old), len(new)) and compat.statically_known_true(old[first] == new[first]):
         first += 1
     last = 0
-    while last < min(len(old), len(new)) - first and compat.surely(old[-1 - last] == new[-1 - last]):
+    while last < min(len(old), len(new)) - first and compat.statically_known_true(old[-1 - last] == new[-1 - last]):
         last += 1
     middle, sizes = axes[first : len(axes) - last], old[first : len(old) - last]
     wanted = new[first : len(new) - last]

@@ -10,7 +10,8 @@ from torch.fx import Graph, Node
 
 from shardcompile.collectives.gathers import REDUCE_SCATTER_V
 from shardcompile.collectives.own_blocks import TAKE_BLOCK
-from shardcompile.passes.cleanup.edits import RESHAPES, aten, clone, equal, erase_unused, is_one, replace
+from shardcompile.compat import is_one
+from shardcompile.passes.cleanup.edits import RESHAPES, aten, clone, equal, erase_unused, replace
 from shardcompile.passes.graph.blocks import is_pointwise
 from shardcompile.passes.graph.collective import (
     WAIT,

@@ -17,14 +17,14 @@ from shardcompile.collectives.descriptor import Descriptor, descriptor_of, descr
 from shardcompile.collectives.reductions import ALL_REDUCE
 from shardcompile.collectives.traffic import is_number, nbytes_of, size_of
 from shardcompile.errors import ShardError
-from shardcompile.layout import CHUNK_KEY, GroupCut
+from shardcompile.layout import CHUNK_KEY, GroupCut, IntLike
 from shardcompile.passes.graph.ops import WAIT as WAIT
 
 KINDS = {op: d.kind for d in descriptors() if d.communicates for op in d.overloads}
 """The functional collectives, torch's and ours. All of them take their payload first and the group's name last."""
 
 NOTES = "shardcompile"
-"""Under ``node.meta["custom"]``: why a collective is there, see `shardcompile.compat.noted`."""
+"""Under ``node.meta["custom"]``: why a collective is there, see `shardcompile.compat.annotate_nodes`."""
 
 _ORIGINS = "shardcompile_origins"
 _INHERITED = (
@@ -195,7 +195,7 @@ class Collective:
 
 
 def notes_of(node: Node) -> dict[str, str]:
-    """What was noted down where a node was traced, see `shardcompile.compat.noted`."""
+    """What was noted down where a node was traced, see `shardcompile.compat.annotate_nodes`."""
     key = f"{NOTES}_backward" if _is_backward(node) else NOTES
     return dict(node.meta.get("custom", {}).get(key, {}))
 
@@ -307,5 +307,5 @@ def _tensors(values: object) -> list[torch.Tensor]:
     return [v for v in flat if isinstance(v, torch.Tensor)]
 
 
-def _hint(size: object) -> int:
+def _hint(size: IntLike) -> int:
     return compat.size_hint(size)

@@ -194,7 +194,7 @@ def _gather(a: AllGatherBucket) -> Tensor:
     )
     share = plan.shares[group.rank()]
     if share * dtype.itemsize <= _FEW_BYTES and not any(a.dims) and len(set(dtypes)) == 1:
-        packed = compat.joined(inputs).resolve_conj().resolve_neg()
+        packed = compat.flatten_together(inputs).resolve_conj().resolve_neg()
         borrowed = []
     else:
         rows = [_rows(x, d) for x, d in zip(inputs, a.dims, strict=True)]

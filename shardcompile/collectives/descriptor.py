@@ -219,7 +219,7 @@ def _define(descriptor: Descriptor[A]) -> object:
     def fake(*args: object) -> Any:
         return on_fakes(signature.read(args))
 
-    traced = compat.lowered_when_traced(op, fake) if descriptor.communicates else fake
+    traced = compat.lower_when_traced(op, fake) if descriptor.communicates else fake
     torch.library.register_fake(f"shardcompile::{name}", traced, lib=_LIBRARY)
     if descriptor.adjoint is not None:
         torch.library.register_autograd(

@@ -51,9 +51,9 @@ def _cut_and_shift(held: Cut, count: IntLike, window: Window, mesh: DeviceMesh) 
     They stay with those that the dim had before others were added around them, or has. None if windows decide.
     """
     if (window.num, window.den) == (1, 1):
-        if held.core is not None and compat.surely(count == held.core[0].extent):
+        if held.core is not None and compat.statically_known_true(count == held.core[0].extent):
             return held.core
-        if window.shift == 0 and compat.surely(count > held.extent):
+        if window.shift == 0 and compat.statically_known_true(count > held.extent):
             return derive_spread(held, 0, 1, count, mesh)[0], 0
     return None, window.shift
 

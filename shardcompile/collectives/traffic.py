@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.errors import ShardError
-from shardcompile.layout import CHUNK_KEY, GroupCut
+from shardcompile.layout import CHUNK_KEY, GroupCut, IntLike
 
 OUTER = "outer"
 """In place of a group's name: ranks differ, but along another mesh dim than that of the group at hand."""
@@ -123,7 +123,7 @@ def nbytes_of(value: Tensor) -> int:
     return total
 
 
-def nbytes_with(value: Tensor, dim: int, extent: object) -> int:
+def nbytes_with(value: Tensor, dim: int, extent: IntLike) -> int:
     """Bytes of a tensor, had it this extent along a dim, by hints."""
     total = value.dtype.itemsize * compat.size_hint(extent)
     for d, size in enumerate(value.shape):
@@ -152,7 +152,7 @@ def shares(side: GroupBlocks | None, ranks: int) -> list[float]:
 # What tensors are to the ranks, for more than one kind of collective.
 
 
-def gathered(x: Tensor, dim: int, total: object, cut: GroupCut, ranks: int | None) -> Member:
+def gathered(x: Tensor, dim: int, total: IntLike, cut: GroupCut, ranks: int | None) -> Member:
     """Blocks become whole."""
     return Member(GroupBlocks.of(cut, total, x.shape[dim], ranks), None, nbytes_with(x, dim, total))
 
@@ -163,7 +163,7 @@ def scattered(x: Tensor, dim: int, block: object, cut: GroupCut, ranks: int | No
 
 
 def turned(
-    x: Tensor, dims: Sequence[int], extents: Sequence[object], cuts: Sequence[GroupCut], ranks: int | None
+    x: Tensor, dims: Sequence[int], extents: Sequence[IntLike], cuts: Sequence[GroupCut], ranks: int | None
 ) -> Member:
     """Blocks of one dim become blocks of another."""
     (src_dim, dst_dim), (total, block), (src, dst) = dims, extents, cuts

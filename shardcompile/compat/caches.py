@@ -1,4 +1,4 @@
-"""Keeps the compiler's caches from answering with what another version, or setting, of this library has made."""
+"""Keep the compiler's caches from returning code that another version, or another setting, of this library has made."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 def tag_compiler_caches() -> None:
     """Make this library's sources part of the keys of all of torch.compile's caches.
 
-    Rules decide what is traced, and lowerings and patches what Inductor makes of it; neither is in the graph that the
-    caches look at.
+    The caches look up a graph. The rules that led to it, and the lowerings and patches that Inductor applies to it, are
+    not in the graph.
     """
-    put_into_keys(f"shardcompile-{_source_digest()}", True)
+    set_in_cache_keys(f"shardcompile-{_source_digest()}", True)
 
 
-def put_into_keys(part: str, on: bool) -> None:
-    """Have the keys of the caches contain a text, or no longer contain it, whichever thread compiles.
+def set_in_cache_keys(part: str, on: bool) -> None:
+    """Put a text into the keys of the caches, or take it out, for all threads.
 
-    A setting of torch holds in the thread that assigns it (2.13 - 2.15). Another thread, which the user starts, would
-    look for code without it. The default holds in all of them.
+    In torch 2.13 to 2.15 a setting holds in the thread that assigns it. A thread that the user starts would look up
+    code without it. So the default is changed as well, which holds in all threads.
     """
     settings: Any = torch.compiler.config
     tag = settings.cache_key_tag.replace(part, "") + (part if on else "")
@@ -32,11 +32,11 @@ def put_into_keys(part: str, on: bool) -> None:
 
 def _source_digest() -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for path in sources(Path(__file__).parents[1]):
+    for path in source_files(Path(__file__).parents[1]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def sources(folder: Path) -> list[Path]:
-    """This library's modules, of its passes as well: in a checkout they lie behind a link, which `rglob` skips."""
+def source_files(folder: Path) -> list[Path]:
+    """The files of this library's modules. In a checkout, `passes` is a link to a folder, which `rglob` skips."""
     return sorted({*folder.rglob("*.py"), *(folder / "passes").rglob("*.py")})

@@ -1,10 +1,10 @@
-"""Notes beside code that Inductor has compiled, which go into its caches and come out of them with the code."""
+"""Notes that Inductor keeps with the code that it compiles. Its caches store a note with the code, and return both."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch._inductor import config  # 2.11 - 2.15
 from torch._inductor.output_code import CompiledFxGraph  # 2.11 - 2.15
@@ -13,32 +13,33 @@ from torch.fx import Graph, GraphModule
 _NOTE = "_shardcompile_note"
 _NOTES = "_shardcompile_notes"
 
-Look = Callable[[tuple[Any, ...]], Callable[[], None] | None]
-"""Looks at the notes of a compiled graph. What it returns is called before the graph runs for the first time."""
+Reader = Callable[[tuple[Any, ...]], Callable[[], None] | None]
+"""Takes the notes of a compiled graph. It returns None, or a function to call before the graph's first run."""
+_T = TypeVar("_T")
 
 
 def leave_note(graph: Graph, note: object) -> None:
-    """Have Inductor keep a note with the code that it makes of a graph. For a pass over the graph; see `look_at_notes`.
+    """Have Inductor keep a note with the code that it compiles from a graph. Passes call this; see `read_notes_with`.
 
     Args:
-        graph: of a module, or there is nothing that Inductor could compile.
-        note: can be pickled.
+        graph: if no module owns it, Inductor compiles nothing, and the note is dropped.
+        note: must be picklable.
     """
     if graph.owning_module is not None:
         graph.owning_module.meta[_NOTE] = note
 
 
 @functools.cache
-def look_at_notes(look: Look) -> None:
-    """From now on keep the notes, and have them looked at with each graph that is compiled or comes out of a cache.
+def read_notes_with(reader: Reader) -> None:
+    """Keep notes from now on, and call `reader` for each graph that is compiled or loaded from a cache.
 
-    The compiled graph is the one object that the caches of FX graphs and of AOTAutograd store, locally or remote. What
-    it holds cannot be lost without the code. All ways to it end in `post_compile`, once for each time that it is
-    compiled or loaded.
+    The notes are an attribute of the compiled graph. The caches of FX graphs and of AOTAutograd, local and remote,
+    store this object, so code and notes stay together. Each time that a graph is compiled or loaded, torch calls its
+    `post_compile` once.
 
     Args:
-        look: gets a note for each of the graph's modules that has one. If it raises, the graph is not used; if what it
-            returns raises, the graph does not run, and the next run tries again.
+        reader: gets the notes of all of the graph's modules. If it raises, the graph is not used. If the function that
+            it returns raises, the graph does not run, and the next run calls the function again.
     """
     cls: Any = CompiledFxGraph
     make, finish = cls.__init__, cls.post_compile  # 2.11 - 2.15
@@ -52,20 +53,21 @@ def look_at_notes(look: Look) -> None:
         setattr(self, _NOTES, tuple(notes))
 
     @functools.wraps(finish)
-    def look_and_finish(self: Any, *args: object, **named: object) -> None:
-        first = look(getattr(self, _NOTES, ()))
+    def read_and_finish(self: CompiledFxGraph, *args: object, **named: object) -> None:
+        first = reader(getattr(self, _NOTES, ()))
         finish(self, *args, **named)
         if first is not None:
-            self.current_callable = _after(first, self.current_callable)
+            loaded = cast(Callable[[list[Any]], Any], self.current_callable)
+            self.current_callable = _after(first, loaded)
 
-    cls.__init__, cls.post_compile = make_with_notes, look_and_finish
+    cls.__init__, cls.post_compile = make_with_notes, read_and_finish
 
 
-def _after(first: Callable[[], None], run: Callable[[object], object]) -> Callable[[object], object]:
-    """A function that has something done before it runs for the first time."""
+def _after(first: Callable[[], None], run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], object]:
+    """A function that calls `first` before it calls `run` for the first time."""
     done = False
 
-    def run_after(inputs: object) -> object:
+    def run_after(inputs: list[Any]) -> object:
         nonlocal done
         if not done:
             first()
@@ -75,7 +77,7 @@ def _after(first: Callable[[], None], run: Callable[[object], object]) -> Callab
     return run_after
 
 
-def runs_behind(kind: type) -> list[Any]:
-    """The passes of this kind that Inductor, as it is set up at the moment, has at the end of its own."""
-    passes: Any = config.post_grad_custom_post_pass  # 2.11 - 2.15; 2.13 takes several
+def custom_post_passes(kind: type[_T]) -> list[_T]:
+    """The custom passes of this class that Inductor's present settings have it run after its own passes."""
+    passes = cast(object, config.post_grad_custom_post_pass)  # 2.11 - 2.15; 2.13 takes several
     return [p for p in (passes if isinstance(passes, (list, tuple)) else [passes]) if isinstance(p, kind)]

@@ -1,4 +1,4 @@
-"""When the patches of a compilation are put in, and put back. `patches` lists them."""
+"""When the patches of a compilation are put in, and when they are taken out. `patches` lists them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from shardcompile.compat.patches import OF_A_COMPILATION, OF_A_TRACE, OF_RANKS_A
 
 
 def trace_size_obliviously() -> None:
-    """Make the compilation that is running trace without specialising on sizes of 0 and 1.
+    """Make the running compilation trace without specialising on sizes of 0 and 1.
 
-    The switch is torch's own (`backed_size_oblivious`). It is read all through a compilation, and goes back to what it
-    was when the compilation ends. So do the patches.
+    Torch's own switch (`backed_size_oblivious`) does this. Torch reads it throughout a compilation. The switch and the
+    patches are restored when the compilation ends.
     """
     context = TracingContext.try_get()
     if context is not None and context.fake_mode is not None:
         if context.fake_mode.shape_env is not None:
             _put_into_trace(context.fake_mode.shape_env)
-        # Without `fullgraph` Dynamo would break the graph where we read the sizes of a derived cut. It asks its own
-        # switch for a user's `item`.
+        # Without `fullgraph` Dynamo would break the graph where we read the sizes of a derived cut. For an `item` in
+        # the user's code it consults another switch.
         context.fake_mode.allow_scalar_outputs = True  # 2.11 - 2.15
     keep_ranks_alike()
     if _symbolic_shapes_config.backed_size_oblivious:
@@ -34,7 +34,7 @@ def trace_size_obliviously() -> None:
     _symbolic_shapes_config.backed_size_oblivious = True
     stack = _COMPILATION[0]
     stack.callback(setattr, _symbolic_shapes_config, "backed_size_oblivious", False)
-    # Dynamo may trace again, and makes the symbols of tensors that are not cut before it meets one that is.
+    # Dynamo may trace again. It then makes symbols for uncut tensors before it meets a cut one.
     replace(stack, ShapeEnv, "__init__", _with_patches)
     put_in(OF_A_COMPILATION, stack)
 
@@ -54,10 +54,10 @@ def _with_patches(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def keep_ranks_alike() -> None:
-    """Have the compilation that is running decide on collectives by the program, not by this rank's numbers.
+    """Have the running compilation decide on collectives by the program, not by this rank's numbers.
 
-    For all graphs with sharded tensors: blocks of parameters, and those of a tensor that the program cuts, have known
-    sizes, which differ from rank to rank.
+    Every graph with sharded tensors needs this. The blocks of parameters, and of a tensor that the program cuts, have
+    known sizes, which differ from rank to rank.
     """
     if _COMPILATION:
         return
@@ -68,9 +68,9 @@ def keep_ranks_alike() -> None:
         _COMPILATION.pop().close()
         _compile_callbacks.remove_end_callback(restore)
 
-    # One for all patches: torch goes on in its list of callbacks behind one that takes itself out.
+    # One callback serves all patches: torch skips the callback after one that removes itself from the list.
     _compile_callbacks.register_end_callback(restore)
 
 
 _COMPILATION: list[contextlib.ExitStack] = []
-"""What is put back when the compilation ends that is running; empty if nothing is in place."""
+"""The patches of the running compilation, as a stack that takes them out; empty if no patch is in place."""

@@ -1,10 +1,9 @@
-"""What is put in the place of torch's decompositions that ask for the sizes of blocks. `patches` says why."""
+"""Replacements for decompositions of torch that ask for the sizes of blocks. `patches` gives the reasons."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch._decomp import decomposition_table  # 2.11 - 2.15
@@ -13,7 +12,6 @@ from shardcompile.compat.sizes import is_unbacked
 
 
 def decompositions_ask_no_sizes(stack: contextlib.ExitStack) -> None:
-    """See `shardcompile.compat.patches`."""
     # Heavy, and only a compilation needs it.
     from torch._inductor import decomposition  # 2.11 - 2.15
 
@@ -27,7 +25,7 @@ def decompositions_ask_no_sizes(stack: contextlib.ExitStack) -> None:
     for table, by_op in (
         (decomposition.decompositions, changed),
         (decomposition.fast_random_decomps(), changed),
-        (decomposition_table, put),  # which fake tensors go by
+        (decomposition_table, put),  # the one that fake tensors use
     ):
         for op, by in by_op.items():
             stack.callback(table.__setitem__, op, table[op])
@@ -35,7 +33,7 @@ def decompositions_ask_no_sizes(stack: contextlib.ExitStack) -> None:
 
 
 def _unless_of_blocks(cat: Callable[..., object]) -> Callable[..., object]:
-    """Tensors without rows would be left out, and one that is joined with itself would be expanded and flattened."""
+    """No decomposition of a join: it drops tensors without rows, and expands a tensor that is joined with itself."""
 
     def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> object:
         blocks = len(tensors) > 1 and len({x.ndim for x in tensors}) == 1
@@ -45,7 +43,7 @@ def _unless_of_blocks(cat: Callable[..., object]) -> Callable[..., object]:
 
 
 def _unless_column_by_row(bmm: Callable[..., object]) -> Callable[..., object]:
-    """One column by one row would be a product by elements, made contiguous."""
+    """No decomposition of a column times a row, which makes contiguous copies and multiplies them by elements."""
 
     def product(a: torch.Tensor, b: torch.Tensor, *args: object) -> object:
         one = isinstance(a.shape[2], int) and a.shape[2] == 1
@@ -55,7 +53,7 @@ def _unless_column_by_row(bmm: Callable[..., object]) -> Callable[..., object]:
 
 
 def _unless_a_run_gives_sizes(add: Callable[..., object]) -> Callable[..., object]:
-    """A sum of complex numbers would be one of pairs, viewed as complex numbers: of no rows that is refused."""
+    """No decomposition of a sum of unknown size: it views complex numbers as pairs, which fails without rows."""
 
     def total(x: object, y: object, **options: object) -> object:
         unknown = any(isinstance(t, torch.Tensor) and any(map(is_unbacked, t.shape)) for t in (x, y))
@@ -65,11 +63,13 @@ def _unless_a_run_gives_sizes(add: Callable[..., object]) -> Callable[..., objec
 
 
 def _as_if_not_empty(put: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The result has the same shape whether `x` has elements or not, so of a size that a run gives it is not asked."""
+    """Do not ask whether `x` is empty if its size is known only at run time. The result has the same shape anyway."""
 
-    def sums(x: torch.Tensor, mask: torch.Tensor, indices: list[Any], values: torch.Tensor) -> torch.Tensor:
+    def put_as_if_not_empty(
+        x: torch.Tensor, mask: torch.Tensor, indices: list[torch.Tensor | None], values: torch.Tensor
+    ) -> torch.Tensor:
         if not any(map(is_unbacked, x.shape)):
             return put(x, mask, indices, values)
         return torch.ops.aten._unsafe_index_put(x, indices, values.masked_fill(~mask, 0), accumulate=True)
 
-    return sums
+    return put_as_if_not_empty

@@ -1,4 +1,4 @@
-"""DTensor pads shards of several sizes on every rank alike. `patches` says why."""
+"""Have DTensor trace the same padding on every rank. `patches` gives the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from shardcompile.compat.patch import replace
 
 
 def pads_on_all_ranks(stack: contextlib.ExitStack) -> None:
-    """See `shardcompile.compat.patches`."""
     pads = _by_nothing_too(lambda x, _: torch.constant_pad_nd(x, [0, 0]))
     replace(stack, placement_types, "pad_tensor", pads)  # 2.11 - 2.15
     unpads = _by_nothing_too(lambda x, dim: x.narrow(dim, 0, x.size(dim)))
@@ -21,7 +20,7 @@ def pads_on_all_ranks(stack: contextlib.ExitStack) -> None:
 
 
 def _by_nothing_too(same: Callable[[Tensor, int], Tensor]) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Have a function that pads, or takes padding off, leave a node also where there is nothing to do."""
+    """Have a function that adds or removes padding leave a node in the graph even if the amount is 0."""
 
     def leaving_a_node(change: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def changed(x: Tensor, dim: int, amount: int | torch.SymInt) -> Tensor:

@@ -1,4 +1,4 @@
-"""How torch merges the equal nodes of a graph. The patches at the end say why that is changed."""
+"""Changes to how torch merges the equal nodes of a graph. The patches at the end give the reasons."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def parts_stay_apart(stack: contextlib.ExitStack) -> None:
         *(aten.slice, aten.slice_backward, aten.slice_scatter, aten.select, aten.select_backward, aten.select_scatter),
         *(aten.as_strided, aten.as_strided_scatter, aten.split, aten.split_with_sizes, aten.diagonal, aten.roll),
         *(aten.constant_pad_nd, aten.arange, torch.ops.prims.iota),
-        aten.full,  # what a rank without rows sends in place of a part; its slices of that may have been left out
+        aten.full,  # a rank without rows sends it in place of a part; the slices of it may be gone from the graph
     ]
     replace(stack, compile_utils, "rand_ops", lambda kept: [*kept, *parts])  # 2.11 - 2.15
 
@@ -31,7 +31,7 @@ def one_wait_each(stack: contextlib.ExitStack) -> None:
 
 
 def _waiting_once(merge: Callable[..., Graph]) -> Callable[..., Graph]:
-    """Have what was merged be waited for once, and a second result that leaves the graph be a copy."""
+    """Keep one wait for each merged collective. If another of its waits is a result of the graph, return a copy."""
 
     @functools.wraps(merge)
     def merged(*args: object, **kwargs: object) -> Graph:
@@ -63,9 +63,9 @@ def _storage_of(node: Node) -> StorageWeakRef | None:
 PARTS_STAY_APART = Patch(
     "parts_stay_apart",
     "torch._functorch.compile_utils.rand_ops",
-    "What is computed twice is computed once. Rows 0 to n and n to 2n of a tensor are the same where this rank's n "
-    "is 0: it would send one of them, where others send both. Of what is in this list each call stays.",
-    "fx_graph_cse merges nodes by their numbers. Where these are local sizes, ranks of one program merge "
+    "Torch merges nodes that compute the same. On a rank whose n is 0, rows 0 to n and rows n to 2n of a tensor are "
+    "the same: this rank would send one of them, and others both. The ops in this list are not merged.",
+    "fx_graph_cse compares the arguments of nodes. Where these are local sizes, the ranks of one program merge "
     "different collectives, and wait for one another.",
     "2.11 - 2.15",
     parts_stay_apart,
@@ -74,11 +74,11 @@ PARTS_STAY_APART = Patch(
 ONE_WAIT_EACH = Patch(
     "one_wait_each",
     "torch._functorch.partitioners.fx_graph_cse",
-    "Of two equal collectives one is left, but two waits for it if a result leaves the graph: two names of one "
-    "memory. Inductor writes to one of them in place while the other is still read, and a caller that writes to "
-    "one result changes the other.",
-    "fx_graph_cse keeps what shares its memory with an output, by the storages of fake tensors. A fake wait has "
-    "another storage than what it waits for, so that the collective is merged and its waits are not. def f(x): "
+    "Torch merges two equal collectives, but keeps both waits if one is a result of the graph. Both results then "
+    "name one memory. Inductor writes to one of them in place while the other is still read, and a caller that writes "
+    "to one result changes the other.",
+    "fx_graph_cse does not merge a node that shares the storage of an output. A fake wait has another storage than "
+    "the collective that it waits for, so the collective is merged and its waits are not. def f(x): "
     "return wait(all_reduce(x)), wait(all_reduce(x)).index_fill(0, i, 0.5) gives 0.5 in both.",
     "2.11 - 2.15",
     one_wait_each,

@@ -1,11 +1,11 @@
-"""What Inductor decides for kernels of GPUs. The patches at the end say why that is changed."""
+"""Changes to Inductor's decisions about GPU kernels. The patches at the end give the reasons."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import sympy
@@ -13,8 +13,12 @@ import torch
 
 from shardcompile.compat.patch import Patch, replace
 
+if TYPE_CHECKING:
+    from torch._inductor.runtime.triton_heuristics import GridExpr  # 2.11 - 2.15
+    from torch._inductor.scheduler import BaseSchedulerNode  # 2.11 - 2.15
+
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
-"""What Triton adds up in float32."""
+"""The dtypes that Triton sums in float32."""
 
 
 def grids_of_no_rows(stack: contextlib.ExitStack) -> None:
@@ -25,10 +29,10 @@ def grids_of_no_rows(stack: contextlib.ExitStack) -> None:
 
 
 def _of_no_rows(generate: Callable[..., None]) -> Callable[..., None]:
-    """Have a grid without rows be empty, where it would divide by their number."""
+    """Give a grid without rows a size of 0. Torch would divide by the number of rows."""
 
     @functools.wraps(generate)
-    def generated(grid: Any, *args: object, **kwargs: object) -> None:
+    def generated(grid: GridExpr, *args: object, **kwargs: object) -> None:
         generate(grid, *args, **kwargs)
         if grid.mode == "python":
             grid.y_grid = f"(0 if {grid.z_grid} == 0 else {grid.y_grid})"
@@ -44,17 +48,17 @@ def mixed_reductions_by_hint(stack: contextlib.ExitStack) -> None:
 
 
 def _by_hint(can_fuse: Callable[..., bool]) -> classmethod[Any, Any, bool]:
-    """Have reductions along different dims be fused by the hints of their extents, which are the same on every rank."""
+    """Decide by hints, which are the same on every rank, whether reductions along different dims are fused."""
     # Heavy, and only a compilation needs it.
     from torch._inductor.virtualized import V  # 2.11 - 2.15
 
     def holds(condition: sympy.Basic, *args: object, **kwargs: object) -> bool:
-        # Of a block's size 64 is as good a guess as any: such reductions are worth it for thousands of rows.
+        # 64 is as good a guess as any for the size of a block: fusing pays from thousands of rows on.
         hints = {s: V.graph.sizevars.optimization_hint(s, fallback=64) for s in condition.free_symbols}
         return bool(condition.xreplace({s: sympy.Integer(h) for s, h in hints.items()}))
 
-    def asked(_: type, one: Any, other: Any) -> bool:
-        nodes = [n.node for group in (one, other) for n in group.get_nodes() if n.is_reduction()]
+    def asked(_: type, one: BaseSchedulerNode, other: BaseSchedulerNode) -> bool:
+        nodes: list[Any] = [n.node for group in (one, other) for n in group.get_nodes() if n.is_reduction()]
         if any(n.get_dtype() not in _NARROW for n in nodes):
             return False
         with mock.patch.multiple(V.graph.sizevars, guard_or_true=holds, evaluate_expr=holds):
@@ -70,20 +74,20 @@ def extents_over_two_dims(stack: contextlib.ExitStack) -> None:
     replace(stack, SIMDKernel, "_split_iteration_ranges", _by_divisors)
 
 
-def _by_divisors(split: Callable[..., Any]) -> staticmethod[..., Any]:
+def _by_divisors(split: Callable[..., object]) -> staticmethod[..., object]:
     """Have an extent go over a dim of the kernel and the next one where it is a multiple of the first, of any size."""
     # Heavy, and only a compilation needs it.
     from torch._inductor.virtualized import V  # 2.11 - 2.15
 
     @functools.wraps(split)
-    def over_dims(*args: Any, **kwargs: Any) -> Any:
+    def over_dims(*args: object, **kwargs: object) -> object:
         sizes = V.graph.sizevars
         greater, is_multiple = sizes.statically_known_gt, sizes.statically_known_multiple_of
 
-        def reaches_beyond(extent: Any, room: Any) -> bool:
+        def reaches_beyond(extent: sympy.Expr, room: sympy.Expr) -> bool:
             if greater(extent, room):
                 return True
-            return room != 1 and is_multiple(extent, room) and not is_multiple(room, extent)
+            return bool(room != 1 and is_multiple(extent, room) and not is_multiple(room, extent))
 
         with mock.patch.object(sizes, "statically_known_gt", reaches_beyond):
             return split(*args, **kwargs)
@@ -105,18 +109,18 @@ def no_captures(stack: contextlib.ExitStack) -> None:
     replace(stack, Scheduler, "should_partition", _whole_if_ours)
 
 
-def _whole_if_ours(should_partition: Callable[..., Any]) -> Callable[..., Any]:
+def _whole_if_ours(should_partition: Callable[..., object]) -> Callable[..., object]:
     """Have a graph with ops of ours that no CUDA graph may hold be neither divided for captures nor captured."""
     # Heavy, and only a compilation needs it.
     from torch._inductor import config
     from torch._inductor.virtualized import V  # 2.11 - 2.15
 
     @functools.wraps(should_partition)
-    def asked(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    def asked(scheduler: object, *args: object, **kwargs: object) -> object:
         if not config.triton.cudagraphs:
             return should_partition(scheduler, *args, **kwargs)
         if not hasattr(scheduler, "_shardcompile_asked"):
-            scheduler._shardcompile_asked = True
+            scheduler._shardcompile_asked = True  # type: ignore[attr-defined]
             if any(_is_ours(operation) for operation in V.graph.operations):
                 V.graph.disable_cudagraphs_reason = "ops of shardcompile, beside which nothing can be captured yet"
         return V.graph.disable_cudagraphs_reason or should_partition(scheduler, *args, **kwargs)
@@ -124,7 +128,7 @@ def _whole_if_ours(should_partition: Callable[..., Any]) -> Callable[..., Any]:
     return asked
 
 
-def _is_ours(operation: Any) -> bool:
+def _is_ours(operation: object) -> bool:
     op = getattr(operation, "op_overload", None)
     if not isinstance(op, torch._ops.OpOverload) or op.namespace != "shardcompile":
         return False
@@ -134,13 +138,14 @@ def _is_ours(operation: Any) -> bool:
 GRIDS_OF_NO_ROWS = Patch(
     "grids_of_no_rows",
     "torch._inductor.runtime.triton_heuristics.Grid2DWithYZOverflow.generate",
-    "A kernel that is laid out in two dims divides by its number of rows: ZeroDivisionError on a rank that has none.",
+    "The launch of a kernel with a grid of two dims divides by the number of rows: ZeroDivisionError on a rank without "
+    "rows.",
     "Mended in 2.13. ceildiv(y_grid_raw_, y_grid_div_) with ynumel = 0, which an unbacked or a size-oblivious extent "
     "may be.",
     "2.11 - 2.12",
     grids_of_no_rows,
 )
-"""Put in for good when a trace meets a collective of ours: what starts a kernel is made when it is loaded, too."""
+"""Put in for good when a trace meets a collective of ours: cached code, too, computes its grids when it is loaded."""
 
 NO_CAPTURES = Patch(
     "no_captures",
@@ -169,9 +174,9 @@ EXTENTS_OVER_TWO_DIMS = Patch(
 NO_PADDING_BY_TIME = Patch(
     "no_padding_by_time",
     "torch._inductor.config.shape_padding",
-    "For GPUs, Inductor pads the operands of products before our passes see the graph: where the number of rows of a "
-    "block says so, with a guard that holds on some ranks only, and where it measures that it is faster, which each "
-    "rank does for itself. Ranks would have other graphs, and schedule their collectives by them.",
+    "For GPUs, Inductor pads the operands of matrix products before our passes see the graph. It decides by the rows "
+    "of a block, with a guard that holds on some ranks only, and by times that each rank measures for itself. Ranks "
+    "would have different graphs, and other orders of collectives.",
     "pad_mm.is_mm_compute_bound compares symbolic extents, and should_pad_bench takes times, in the joint graph.",
     "2.11 - 2.15",
     no_padding_by_time,
@@ -180,9 +185,9 @@ NO_PADDING_BY_TIME = Patch(
 MIXED_REDUCTIONS_BY_HINT = Patch(
     "mixed_reductions_by_hint",
     "torch._inductor.scheduler.MixOrderReduction.can_fuse",
-    "For GPUs, Inductor fuses a reduction of rows with one of columns where there are thousands of rows. It asks with "
-    "a guard (2.13 - 2.15), which holds on some ranks only, or takes it for granted of a symbol (2.11 - 2.12). It adds "
-    "up in float32, so that kernels of float64 do not compile.",
+    "For GPUs, Inductor fuses a reduction of rows with one of columns if there are thousands of rows. It compares with "
+    "a guard (2.13 - 2.15), which holds on some ranks only, or assumes it for a symbol (2.11 - 2.12). The fused kernel "
+    "sums in float32, so kernels of float64 do not compile.",
     "TritonKernel.codegen_body makes its accumulators of tl.float32 for any dtype: layer_norm of float64 rows with its "
     "gradients does not compile for 4,096 rows of 32, nor for a dynamic number of rows with backed_size_oblivious.",
     "2.11 - 2.15",

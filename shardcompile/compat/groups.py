@@ -1,4 +1,4 @@
-"""Process groups, meshes, and what counts their collectives. Seen in torch 2.11 to 2.15."""
+"""Process groups, meshes, and the mode that counts their collectives. Seen in torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -49,39 +49,39 @@ def abort(groups: Sequence[ProcessGroup]) -> None:
 
 
 def group_name_of(mesh: DeviceMesh, mesh_dim: int) -> str:
-    """Name of the process group of this rank along a mesh dim."""
+    """The name of this rank's process group along a mesh dim."""
     return mesh.get_group(mesh_dim).group_name
 
 
 def mesh_itself(mesh: DeviceMesh | None) -> DeviceMesh:
-    """A mesh, in place of what a graph that gets it as an input is traced with; by default the current one.
+    """The mesh behind the stand-in that a trace has for a mesh input. Without an argument, the current mesh.
 
     Raises:
-        RuntimeError: none was given, and there is no current one.
+        RuntimeError: `mesh` is None, and there is no current mesh.
     """
     found: DeviceMesh = current_mesh() if mesh is None else getattr(mesh, "real_obj", mesh)  # 2.12 - 2.15
     return found
 
 
 def coordinate(mesh: DeviceMesh) -> Any:
-    """This rank's place in a mesh, a number for each mesh dim; None outside of it."""
+    """This rank's coordinate in a mesh, one number for each mesh dim; None if the rank is not in the mesh."""
     return mesh.get_coordinate()
 
 
 def register_work(tensor: torch.Tensor, work: torch.distributed.Work) -> None:
-    """Have `wait_tensor(tensor)` wait for `work`; several works of one tensor are all awaited."""
+    """Have `wait_tensor(tensor)` wait for `work`, beside the works that were registered for this tensor before."""
     _register_work(tensor, work)
 
 
 def current_mesh() -> DeviceMesh:
-    """The mesh of the innermost ``with mesh:``. What is being compiled holds while that is the current one.
+    """The mesh of the innermost ``with mesh:``. A compilation gets a guard that this is the current mesh.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: there is no current mesh.
     """
     mesh = _innermost_mesh()
     if TracingContext.try_get() is not None:
-        kept = weakref.ref(mesh)  # what keeps a mesh keeps its process groups
+        kept = weakref.ref(mesh)  # a reference to a mesh keeps its process groups alive
         add_guard(lambda _: _is_innermost(kept()), "the current mesh is that of the trace")
     return mesh
 
@@ -105,7 +105,7 @@ def count_as_collective(op_packets: Sequence[OpOverloadPacket]) -> None:
 
 
 def let_comm_debug_mode_see_through(cls: type[torch.Tensor]) -> None:
-    """Have CommDebugMode count the collectives inside of an op on this class, as it does for DTensor."""
+    """Have CommDebugMode count the collectives inside an op on this class, as it does for DTensor."""
 
     def stepping_back(handler: Callable[..., object]) -> Callable[..., object]:
         def step_back(
@@ -121,9 +121,9 @@ def let_comm_debug_mode_see_through(cls: type[torch.Tensor]) -> None:
         Patch(
             "collectives_in_comm_debug_mode",
             "torch.distributed.tensor.debug.CommDebugMode.__torch_dispatch__",
-            "A mode runs before a subclass does, and sees only the op: it counts none of its collectives.",
+            "A mode runs before a subclass, so it sees the op alone and counts none of the collectives inside.",
             "https://github.com/pytorch/pytorch/pull/118769: "
-            "CommDebugMode steps back for DTensor by name, and offers no way to say so for another class.",
+            "CommDebugMode steps back for DTensor by name, and offers no way to do so for another class.",
             "2.11 - 2.15",
             lambda stack: replace(stack, _comm_mode.CommDebugMode, "__torch_dispatch__", stepping_back),
         )

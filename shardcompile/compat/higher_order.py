@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # 2.11 - 2.15
@@ -21,41 +20,43 @@ def control_flow_ops() -> list[object]:
     return [higher_order.cond, map_impl, scan_op, higher_order.while_loop]
 
 
-def tell_storages(sharded: Any) -> None:
-    """Have Dynamo take a sharded tensor's block for the memory that the arguments of a loop must not share.
+def use_block_storages(sharded: type[torch.Tensor]) -> None:
+    """Have Dynamo look at the block of a sharded tensor when it checks that the arguments of a loop share no memory.
 
-    It asks before it calls the op, and raises for all tensors with tensors inside.
+    Dynamo checks before it calls the op, and raises for every tensor subclass that wraps tensors.
     """
     storages_of = getattr(_traced, "get_tensor_storages", None)  # 2.13 - 2.15
     if storages_of is None:
         return
 
     @functools.wraps(storages_of)
-    def of_block(x: Any) -> object:
-        return storages_of(x._local_tensor if isinstance(x, sharded) else x)
+    def of_block(x: torch.Tensor) -> object:
+        block: torch.Tensor = x._local_tensor if isinstance(x, sharded) else x  # type: ignore[attr-defined]
+        return storages_of(block)
 
     _traced.get_tensor_storages = of_block  # type: ignore[assignment]
 
 
 def run_regions_in_line(sharded: type) -> None:
-    """Have a nested region that is given sharded tensors become part of the graph around it, as what it computes."""
+    """Have a nested region with sharded inputs run in line: its ops become nodes of the graph around it."""
 
     @invoke_subgraph.py_impl(sharded)
-    def in_line(subgraph: Any, identifier: object, *operands: Any) -> object:
+    def in_line(subgraph: Callable[..., object], identifier: object, *operands: object) -> object:
         return subgraph(*operands)
 
 
 def over_scores(function: Callable[..., torch.Tensor], of_scores: bool, others: int) -> Callable[..., torch.Tensor]:
-    """A function of one score, as `flex_attention` takes it, over all of them: [batch, heads, rows, columns].
+    """Map a `score_mod` or `mask_mod` of `flex_attention` over all scores: [batch, heads, rows, columns].
 
     Args:
-        function: from a score, if `of_scores`, and four numbers to a score, or to whether it counts.
-        of_scores: whether its first argument is the score.
-        others: how many tensors it takes besides, whole.
+        function: takes the indices of batch, head, row and column, after the score if `of_scores`. It returns a score,
+            or whether the score counts.
+        of_scores: whether the first argument of `function` is the score.
+        others: the number of further tensors that `function` takes whole.
     """
     mapped = _vmap_for_bhqkv(function, prefix=(0,) if of_scores else (), suffix=(None,) * others)
 
-    def run(*args: Any) -> torch.Tensor:
+    def run(*args: torch.Tensor) -> torch.Tensor:
         with TransformGetItemToIndex():
             return mapped(*args)
 

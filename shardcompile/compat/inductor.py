@@ -1,11 +1,11 @@
-"""What Inductor is told of collectives and of the order of nodes. Seen in torch 2.11 to 2.15."""
+"""How Inductor treats our collectives and keeps the order of nodes. Seen in torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor import config  # 2.11 - 2.15
@@ -14,11 +14,16 @@ from torch.utils._ordered_set import OrderedSet  # 2.11 - 2.15
 from shardcompile.compat.gpu_kernels import GRIDS_OF_NO_ROWS, NO_CAPTURES
 from shardcompile.compat.patch import Patch, put_in_once, replace
 
+if TYPE_CHECKING:
+    from torch._inductor.ir import IRNode, _WaitKernel  # 2.11 - 2.15
 
-def lowered_when_traced(op: torch._ops.OpOverload, fake: Callable[..., object]) -> Callable[..., object]:
-    """The fake kernel of a collective, which teaches Inductor the op when a trace meets it for the first time.
+VolatileReads = Callable[["_WaitKernel"], "Sequence[IRNode]"]
 
-    Inductor's lowerings take more than a second to import, which eager programs need not pay.
+
+def lower_when_traced(op: torch._ops.OpOverload, fake: Callable[..., object]) -> Callable[..., object]:
+    """A fake kernel of a collective that registers the op with Inductor when a trace first meets the op.
+
+    The import of Inductor's lowerings takes more than a second. Eager programs do not need them.
     """
 
     def traced(*args: object) -> object:
@@ -32,20 +37,20 @@ def lowered_when_traced(op: torch._ops.OpOverload, fake: Callable[..., object]) 
 
 @functools.cache
 def _lower_as_collective(op: torch._ops.OpOverload) -> None:
-    """Have Inductor treat an op as a collective: keep its order, and its send buffer alive until the wait.
+    """Have Inductor treat an op as a collective: keep its order, and keep its send buffer alive until the wait.
 
-    As an ordinary fallback the buffer would be reused while it is still being sent.
+    For an ordinary fallback kernel, Inductor would reuse the buffer while it is still being sent.
     """
     # Heavy, and only a compilation needs it.
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
 
-    def lowering(*args: Any) -> object:
-        kernel: Any = ir._CollectiveKernel.create_out_of_place(op, *args)
-        return torch.utils._pytree.tree_map(ir.TensorBox.create, kernel)
+    def lowering(*args: object) -> object:
+        create: Callable[..., Any] = ir._CollectiveKernel.create_out_of_place
+        return torch.utils._pytree.tree_map(ir.TensorBox.create, create(op, *args))
 
-    # No constraint on strides: to ask for those of the trace, Inductor would compare symbolic strides, and so
-    # specialise on the size of this rank's block.
+    # The lowering states no constraint on strides. To require those of the trace, Inductor would compare symbolic
+    # strides, and so specialise on the size of this rank's block.
     register_lowering(op, type_promotion_kind=None)(lowering)
 
 
@@ -53,9 +58,9 @@ def _payloads_until_the_wait(stack: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
     from torch._inductor import ir
 
-    def with_all(volatile_reads: Callable[[Any], Sequence[Any]]) -> Callable[[Any], Sequence[Any]]:
+    def with_all(volatile_reads: VolatileReads) -> VolatileReads:
         @functools.wraps(volatile_reads)
-        def reads(wait: Any) -> list[Any]:
+        def reads(wait: _WaitKernel) -> list[IRNode]:
             found = list(volatile_reads(wait))
             for awaited in torch.utils._pytree.tree_leaves(wait.inputs):
                 started = awaited.inputs[0] if isinstance(awaited, ir.MultiOutput) else awaited
@@ -71,8 +76,8 @@ def _payloads_until_the_wait(stack: contextlib.ExitStack) -> None:
 PAYLOADS_UNTIL_THE_WAIT = Patch(
     "payloads_until_the_wait",
     "torch._inductor.ir._WaitKernel.get_volatile_reads",
-    "Inductor keeps the first tensor that a collective is given until the wait, and reuses the memory of the others "
-    "while they are being sent: wrong values, without a word.",
+    "Inductor keeps the first input of a collective alive until the wait, and reuses the memory of the other inputs "
+    "while they are being sent: silently wrong values.",
     "_WaitKernel.get_volatile_reads returns inputs[0] of a collective with one result; one with a list of inputs and "
     "one result, such as a bucket, has more.",
     "2.11 - 2.15",
@@ -85,7 +90,12 @@ OF_COLLECTIVES = (PAYLOADS_UNTIL_THE_WAIT, GRIDS_OF_NO_ROWS, NO_CAPTURES)
 
 
 def preserve_node_ordering(graph: torch.fx.Graph, before: Mapping[torch.fx.Node, Sequence[torch.fx.Node]]) -> None:
-    """Have Inductor run, for each node, others before it that it does not read."""
+    """Have Inductor run other nodes before a node that does not read them.
+
+    Args:
+        graph: gets the edges that hold this order.
+        before: for each node, the nodes that must run first.
+    """
     # Heavy, and only a compilation needs it.
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering as preserve  # 2.11 - 2.15
 

@@ -1,10 +1,10 @@
-"""What torch's kernels ask of the sizes of blocks while they are traced. `patches` says why."""
+"""Answers to what torch's kernels ask about the sizes of blocks in a trace. `patches` gives the reasons."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import cast
 
 import sympy
 import torch
@@ -16,50 +16,57 @@ from torch.fx.experimental.sym_node import SymNode  # 2.11 - 2.15
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 
 from shardcompile import errors
-from shardcompile.compat.block_symbols import tells_of_block
+from shardcompile.compat.block_symbols import describes_block
 from shardcompile.compat.patch import replace
-from shardcompile.compat.sizes import surely
+from shardcompile.compat.sizes import IntLike, statically_known_true
 
 _COMPARED_IN_CPP = "c10/core/SymInt.h"
-"""Where C++ kernels compare sizes; what Python code asks has another file's name."""
+"""The file that is named when a C++ kernel compares sizes. Python code names another file."""
 _SIZES_IN_CPP = "c10/core/SymbolicShapeMeta.cpp"
-"""Where C++ kernels that know no symbols get sizes as numbers."""
+"""The file that is named when a C++ kernel that knows no symbols asks for sizes as numbers."""
 _MADE_IN_CPP = "ATen/EmptyTensor.h"
-"""Where the sizes of new tensors are checked."""
+"""The file that is named when torch checks the sizes of a new tensor."""
+
+Decide = Callable[[SymNode, str, int], bool]
+"""A method of `SymNode` that takes a decision: of the node, the file and the line that ask."""
 
 
 def ones_in_kernels_by_hint(stack: contextlib.ExitStack) -> None:
     replace(stack, SymNode, "guard_bool", _asking_hints)  # 2.11 - 2.15
 
 
-def _asking_hints(decide: Callable[[Any, str, int], bool]) -> Callable[..., object]:
-    """Have C++ kernels that ask whether a block has 0 or 1 rows be answered by hints, which all ranks share."""
+def _asking_hints(decide: Decide) -> Decide:
+    """Answer C++ kernels that ask whether a block has 0 or 1 rows by hints, which all ranks share."""
 
-    def decided(node: Any, file: str, line: int) -> bool:
+    def decided(node: SymNode, file: str, line: int) -> bool:
         if not file.endswith(_COMPARED_IN_CPP) or not _whether_few_rows(node):
             return decide(node, file, line)
-        with node.shape_env.suppress_guards():
+        with _shape_env(node).suppress_guards():
             return decide(node, file, line)
 
     return decided
 
 
-def _whether_few_rows(node: Any) -> bool:
-    """Whether it is asked if extents of blocks are 0 or 1; also as strides are compared: 3 * n == 3."""
+def _shape_env(node: SymNode) -> ShapeEnv:
+    return cast(ShapeEnv, node.shape_env)  # torch 2.15 declares it optional
+
+
+def _whether_few_rows(node: SymNode) -> bool:
+    """Whether a condition asks if extents of blocks are 0 or 1. A comparison of strides asks so, too: 3 * n == 3."""
     question = None if node.is_constant() else node.expr
     if not isinstance(question, (sympy.Eq, sympy.Ne)):
         return False
     symbols = question.free_symbols
     if sympy.S.Zero not in question.args:
-        parts = sympy.fraction(question.lhs / question.rhs)  # what both have in common is no part of the question
+        parts = sympy.fraction(question.lhs / question.rhs)  # common factors do not matter
         if sympy.S.One not in parts:
             return False
         symbols = parts[0].free_symbols | parts[1].free_symbols
-    return all(_is_of_block(node.shape_env, symbol) for symbol in symbols)
+    return all(_is_of_block(node, symbol) for symbol in symbols)
 
 
-def _is_of_block(shape_env: ShapeEnv, symbol: sympy.Symbol) -> bool:
-    return tells_of_block(shape_env.var_to_sources.get(symbol, [None])[0])  # 2.11 - 2.15
+def _is_of_block(node: SymNode, symbol: sympy.Symbol) -> bool:
+    return describes_block(_shape_env(node).var_to_sources.get(symbol, [None])[0])  # 2.11 - 2.15
 
 
 def plain_extents_are_guarded(stack: contextlib.ExitStack) -> None:
@@ -69,22 +76,22 @@ def plain_extents_are_guarded(stack: contextlib.ExitStack) -> None:
 
 
 def _equal_for_all_extents(_: Callable[..., bool]) -> Callable[..., object]:
-    """Have AOTAutograd take sizes of a block for those of the whole tensor only where they are for all extents.
+    """Have AOTAutograd treat sizes of a block and of the whole tensor as equal only if they are so for all extents.
 
-    It counts the results of a graph by the answer. One that holds for the extents of this call alone makes it expect
-    another number of results than it gets.
+    AOTAutograd counts the results of a graph by the answer. If the sizes are equal for the extents of this call alone,
+    it would expect more or fewer results than the graph returns.
     """
 
-    def equal(outer: Iterable[Any], inner: Iterable[Any]) -> bool:
-        return surely(symbolic_shapes.sym_eq(tuple(outer), tuple(inner)))
+    def equal(outer: Iterable[IntLike], inner: Iterable[IntLike]) -> bool:
+        return statically_known_true(symbolic_shapes.sym_eq(tuple(outer), tuple(inner)))
 
     return equal
 
 
-def _guarding_plain_extents(decide: Callable[[Any, bool], bool]) -> Callable[..., object]:
-    """Have extents that are no block's, and that all ranks share, be guarded as without the switch."""
+def _guarding_plain_extents(decide: Callable[[object, bool], bool]) -> Callable[[object, bool], bool]:
+    """Guard the extents of whole tensors, which all ranks share, as torch does without the switch."""
 
-    def decided(question: Any, default: bool) -> bool:
+    def decided(question: object, default: bool) -> bool:
         if isinstance(question, torch.SymBool) and _is_of_whole_tensors(question.node):
             return bool(question)
         return decide(question, default)
@@ -92,26 +99,26 @@ def _guarding_plain_extents(decide: Callable[[Any, bool], bool]) -> Callable[...
     return decided
 
 
-def _is_of_whole_tensors(node: Any) -> bool:
-    """Whether a question is about extents that are no block's, and whose numbers are known while tracing."""
+def _is_of_whole_tensors(node: SymNode) -> bool:
+    """Whether a condition is about extents of whole tensors alone, whose values are known in the trace."""
     if node.is_constant() or not node.has_hint():
         return False
     symbols = node.expr.free_symbols
-    return bool(symbols) and not any(_is_of_block(node.shape_env, symbol) for symbol in symbols)
+    return bool(symbols) and not any(_is_of_block(node, symbol) for symbol in symbols)
 
 
 def storage_of_no_rows(stack: contextlib.ExitStack) -> None:
     replace(stack, SymNode, "expect_true", _leaving_sizes_to_kernels)  # 2.11 - 2.15
 
 
-def _leaving_sizes_to_kernels(expect: Callable[[Any, str, int], bool]) -> Callable[..., object]:
-    """Have a trace not assert that the size of a new tensor, worked out from what a run gives, is at least 0.
+def _leaving_sizes_to_kernels(expect: Decide) -> Decide:
+    """Leave out the trace's assertion that the size of a new tensor, a formula of run-time sizes, is at least 0.
 
-    The kernel that makes the tensor refuses sizes below 0. The length of a storage is worked out as if there were
-    elements, and is below 0 where there are none.
+    The kernel that makes the tensor refuses negative sizes anyway. Torch computes the length of a storage as if the
+    tensor had elements. If it has none, the formula is negative.
     """
 
-    def expected(node: Any, file: str, line: int) -> bool:
+    def expected(node: SymNode, file: str, line: int) -> bool:
         if file.endswith(_MADE_IN_CPP) and not node.is_constant() and not node.has_hint():
             size = node.expr.args[0] if isinstance(node.expr, sympy.Ge) else None
             if size is not None and not size.is_Symbol:
@@ -130,7 +137,7 @@ def sizes_stay_symbols(stack: contextlib.ExitStack) -> None:
 
 
 def _not_of_blocks(sizes_of: Callable[..., object]) -> Callable[..., object]:
-    """Have what asks for the sizes of a block as numbers be refused where nothing would guard them."""
+    """Refuse to give the sizes of a block as numbers if nothing guards these numbers."""
 
     def sizes(args: Sequence[Tensor]) -> object:
         for extent in args[0].shape:
@@ -141,10 +148,10 @@ def _not_of_blocks(sizes_of: Callable[..., object]) -> Callable[..., object]:
     return sizes
 
 
-def _not_for_kernels(number_of: Callable[[Any, str, int], int]) -> Callable[..., object]:
-    """The same for newer versions of torch (2.15), which ask one by one."""
+def _not_for_kernels(number_of: Callable[[SymNode, str, int], int]) -> Callable[[SymNode, str, int], int]:
+    """The same as `_not_of_blocks` for torch 2.15, whose kernels ask for one size at a time."""
 
-    def number(node: Any, file: str, line: int) -> int:
+    def number(node: SymNode, file: str, line: int) -> int:
         if file.endswith(_SIZES_IN_CPP):
             _refuse_a_number(node)
         return number_of(node, file, line)
@@ -152,13 +159,13 @@ def _not_for_kernels(number_of: Callable[[Any, str, int], int]) -> Callable[...,
     return number
 
 
-def _refuse_a_number(extent: Any) -> None:
-    """Raise if a hint would be taken for the extent of a block, as nothing guards it."""
+def _refuse_a_number(extent: SymNode) -> None:
+    """Raise if torch would take a hint for the extent of a block, with no guard."""
     if not ShapeEnv._suppress_guards_tls() or extent.is_constant():  # 2.11 - 2.15
         return
-    if any(_is_of_block(extent.shape_env, symbol) for symbol in extent.expr.free_symbols):
+    if any(_is_of_block(extent, symbol) for symbol in extent.expr.free_symbols):
         raise errors.UnsupportedOpError(
-            f"a kernel of torch's asks for an extent of a block, {extent.expr}, as a number, which is another one on "
-            "other ranks: a write through windows (`unfold`) does so in a compiled function. Write to the tensor "
-            "itself, by slices or by an index, or write outside of the compiled function"
+            f"a torch kernel asks for an extent of a block, {extent.expr}, as a number, but other ranks have other "
+            "numbers. In a compiled function, a write through windows (`unfold`) does so. Write to the tensor itself, "
+            "by slices or by an index, or write outside the compiled function"
         )

@@ -1,14 +1,15 @@
 """Traces that learn a size late. Private names of torch 2.11 to 2.15.
 
-AOTAutograd traces the forward pass twice: once to count what it returns, then to record it, together with the backward
-pass if there is one. Sizes of a sharded result that are symbols are results of their own. The second trace may find
-that a symbol is a number. The backward pass tells it so: the halves of a `glu` have to add up to its input. So does the
-tracer: it notes how each result lies in memory, for which it asks whether there are two elements. Where guards have
-told that an extent is at most 5, and `x[3:]` has two elements, it is 5.
+AOTAutograd traces the forward pass twice. The first trace counts the results. The second records them, together with
+the backward pass if there is one. Each size of a sharded result that is a symbol is a result, too.
 
-Then the second trace returns fewer results than were counted. The partitioner takes gradients for results of the
-forward pass ("Node ... was invalid, but is output"). Without a backward pass the next result is taken for a size.
-DTensor has the same fault. What was learnt holds from then on, so that another pair of traces agrees.
+The second trace may find that a symbol is a number. It learns this from the backward pass: the halves of a `glu` add up
+to its input. Or it learns this from the tracer, which notes the strides of each result, and so asks whether there are
+two elements: if guards say that an extent is at most 5, and `x[3:]` has two elements, the extent is 5.
+
+Then the second trace returns fewer results than the first trace counted. The partitioner takes gradients for results of
+the forward pass ("Node ... was invalid, but is output"). Without a backward pass, a result is taken for a size. DTensor
+has the same fault. The `ShapeEnv` keeps what was learnt, so the next pair of traces agrees.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch._functorch._aot_autograd import graph_compile  # 2.11 - 2.15
@@ -33,25 +34,30 @@ from torch.fx import GraphModule
 
 from shardcompile.compat.patch import replace
 
+if TYPE_CHECKING:
+    from torch._functorch._aot_autograd.schemas import AOTGraphCapture, AOTState  # 2.11 - 2.15
+
 _OF_BACKWARD_PASS = (GradAOTOutput, BackwardTokenAOTOutput, PhiloxUpdatedBackwardOffsetAOTOutput)
 MOST_TRACES = 4
-"""Each further one has found another symbol to be a number; programs that need more than two are not known."""
+"""The most pairs of traces. Each further pair means that another symbol is a number; no known program needs three."""
+
+_T = TypeVar("_T")
 
 
 class _LearntLate(Exception):
-    """The traces do not agree on the results that the forward pass has."""
+    """The two traces disagree on the results of the forward pass."""
 
 
-def tracing_again(aot: Callable[..., Any]) -> Callable[..., object]:
-    """``aot_module_simplified``, called again where its two traces disagree.
+def retry_traces(aot: Callable[..., _T]) -> Callable[..., _T]:
+    """``aot_module_simplified``, which is called again if its two traces disagree.
 
     Args:
-        aot: the function.
+        aot: torch's function.
     """
 
     @functools.wraps(aot)
-    def traced(mod: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        partition = kwargs.get("partition_fn") or default_partition
+    def traced(mod: object, args: object, *rest: object, **kwargs: object) -> _T:
+        partition = cast(Callable[..., object], kwargs.get("partition_fn") or default_partition)
         for _ in range(MOST_TRACES - 1):
             with contextlib.ExitStack() as meanwhile, contextlib.suppress(_LearntLate):
                 for stage in ("aot_stage2_autograd", "aot_stage2_inference"):
@@ -73,13 +79,14 @@ def _check(partition: Callable[..., object]) -> Callable[..., object]:
 
 
 def _check_parts(stage: Callable[..., object]) -> Callable[..., object]:
-    """Compare the parts of sharded results in the two traces, in order: an equal number of them does not suffice.
+    """Compare the parts of sharded results in the two traces, in order. Equal numbers of parts do not suffice.
 
-    They are inner tensors and the sizes that are symbols. Where there is no backward pass nothing else compares them.
+    The parts are inner tensors and the sizes that are symbols. If there is no backward pass, nothing else compares
+    them.
     """
 
     @functools.wraps(stage)
-    def checked(state: Any, captured: Any, *args: object, **kwargs: object) -> object:
+    def checked(state: AOTState, captured: AOTGraphCapture, *args: object, **kwargs: object) -> object:
         described = captured.graph_module.graph.output_node().meta.get("desc")
         metas = state.fw_metadata.subclass_fw_graph_out_meta  # 2.11 - 2.15
         if described is not None and metas is not None:
@@ -92,7 +99,7 @@ def _check_parts(stage: Callable[..., object]) -> Callable[..., object]:
 
 
 def _part(described: object) -> list[object]:
-    """Which part of a sharded result a result of the graph is; empty if it is none."""
+    """The part of a sharded result that a graph result is, in a list; empty if the graph result is no such part."""
     if isinstance(described, SubclassGetAttrAOTOutput):
         return [described.attr]
     if isinstance(described, (SubclassSizeAOTOutput, SubclassStrideAOTOutput)):
@@ -100,8 +107,8 @@ def _part(described: object) -> list[object]:
     return []
 
 
-def _counted(meta: Any) -> Iterator[object]:
-    """The parts of a result as they were counted; of a plain tensor none."""
+def _counted(meta: object) -> Iterator[object]:
+    """The parts of a result as the first trace counted them; a plain tensor has none."""
     for name, inner in getattr(meta, "attrs", {}).items():
         if hasattr(inner, "attrs"):
             yield from _counted(inner)
@@ -109,9 +116,8 @@ def _counted(meta: Any) -> Iterator[object]:
         yield name
         yield from _symbols(SubclassSizeAOTOutput, getattr(inner, "size_symbol_placeholders", ()))  # 2.15
         yield from _symbols(SubclassStrideAOTOutput, getattr(inner, "stride_symbol_placeholders", ()))  # 2.15
-    if hasattr(meta, "attrs"):
-        yield from _symbols(SubclassSizeAOTOutput, map(_is_symbol, meta.outer_size))
-        yield from _symbols(SubclassStrideAOTOutput, map(_is_symbol, meta.outer_stride))
+    yield from _symbols(SubclassSizeAOTOutput, map(_is_symbol, getattr(meta, "outer_size", ())))
+    yield from _symbols(SubclassStrideAOTOutput, map(_is_symbol, getattr(meta, "outer_stride", ())))
 
 
 def _symbols(kind: type, are_symbols: Iterable[bool]) -> Iterator[object]:
@@ -123,9 +129,9 @@ def _is_symbol(size: object) -> bool:
 
 
 def _forward_results(joint: GraphModule) -> int | None:
-    """How many results of a joint graph are those of the forward pass; None if the graph does not say.
+    """The number of results of a joint graph that belong to the forward pass; None if the graph does not say.
 
-    The others are gradients, and nothing is said of one that is not wanted.
+    The others are gradients. A gradient that nobody wants has no description.
     """
     described = joint.graph.output_node().meta.get("desc")
     if described is None:
@@ -134,7 +140,7 @@ def _forward_results(joint: GraphModule) -> int | None:
 
 
 def _root(described: object) -> object:
-    """What a part of a sharded result is a part of."""
+    """The result that a part of a sharded result belongs to."""
     while hasattr(described, "base") and not isinstance(described, _OF_BACKWARD_PASS):
         described = described.base
     return described

@@ -1,4 +1,4 @@
-"""Nodes of autograd's graph that give a small tensor's values many times over. Seen in torch 2.11 to 2.15."""
+"""Nodes of autograd's graph that repeat the values of a small tensor. Seen in torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _REPEAT = {"EmbeddingBackward0", "ExpandBackward0", "RepeatBackward0", "AddBackw
 
 
 def last_repetition(x: Tensor) -> tuple[Node, int] | None:
-    """The node that has repeated a small tensor, as lookups in a table do, and the elements of that tensor.
+    """The node that repeated a small tensor, and the number of elements of that tensor.
 
-    Expansions repeat, and sums with a larger tensor that has no gradient.
+    A lookup in a table repeats rows. So do an expansion, and a sum with a larger tensor that has no gradient.
 
     Args:
         x: a plain tensor.
 
     Returns:
-        Nothing if `x` was not made so, or if somebody looks at its gradient.
+        None if no such node made `x`, or if a hook or `retain_grad` reads its gradient.
     """
     if x.grad_fn is None or x.retains_grad or x._backward_hooks:
         return None

@@ -1,4 +1,4 @@
-"""Private names of torch through which compilations are observed. Seen in torch 2.11 to 2.15."""
+"""Private names of torch with which compilations are observed. Seen in torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from unittest import mock
 
 import torch
@@ -24,44 +24,47 @@ from torch.fx import GraphModule
 
 from shardcompile.compat.threads import Listeners
 
+Partition = Callable[..., tuple[GraphModule, GraphModule]]
+_T = TypeVar("_T")
+
 
 class Observer(Protocol):
-    """What is told of the compilations of its rank."""
+    """The methods that are called during the compilations of this object's rank."""
 
     def captured(self, function: str, place: str, graph: GraphModule) -> contextlib.AbstractContextManager[object]:
-        """Dynamo has captured a graph of a function at ``file:line``, which is compiled inside."""
+        """Dynamo captured a graph of a function at ``file:line``. The graph is compiled inside the context."""
 
     def current(self) -> object:
-        """What `captured` is inside of; handed on to all that follows, which may be much later."""
+        """The observer's object for the graph of the innermost `captured`. Later calls get it back as `of`."""
 
     def traced(self, of: Any, graph: GraphModule) -> None:
-        """AOTAutograd has traced forward and backward together."""
+        """AOTAutograd traced the forward and the backward pass into one graph."""
 
-    def parted(self, of: Any, forward: GraphModule, backward: GraphModule) -> None:
-        """Forward and backward have been parted."""
+    def partitioned(self, of: Any, forward: GraphModule, backward: GraphModule) -> None:
+        """The partitioner divided the joint graph into forward and backward."""
 
     def compiling(self, of: Any, graph: GraphModule, side: str) -> contextlib.AbstractContextManager[object]:
-        """A graph is compiled inside: "forward", "backward" or "inference"."""
+        """A graph is compiled inside the context. The side is "forward", "backward" or "inference"."""
 
     def generated(self, code: str) -> None:
-        """Inductor has written code."""
+        """Inductor generated code."""
 
     def rewritten(self, function: str, bytecode: types.CodeType) -> None:
-        """Dynamo has put other bytecode in the place of a function's, which calls what was compiled."""
+        """Dynamo replaced the bytecode of a function. The new bytecode calls the compiled graphs."""
 
 
 def _watch_compilations(patches: contextlib.ExitStack) -> None:
     call, aot = OutputGraph.call_user_compiler, common.aot_module_simplified
 
     @functools.wraps(call)
-    def call_user_compiler(self: Any, gm: GraphModule, example_inputs: Any) -> object:
+    def call_user_compiler(self: OutputGraph, gm: GraphModule, example_inputs: list[torch.Tensor]) -> object:
         with contextlib.ExitStack() as told:
             for observer in _OBSERVERS.here():
                 told.enter_context(observer.captured(*_name(self.root_tx.f_code), gm))
             return call(self, gm, example_inputs)
 
     @functools.wraps(aot)
-    def aot_module_simplified(mod: Any, args: Any, *rest: Any, **kwargs: Any) -> object:
+    def aot_module_simplified(mod: GraphModule, args: Sequence[object], *rest: Any, **kwargs: Any) -> object:
         for observer in _OBSERVERS.here():
             kwargs = _observe(observer, kwargs)
         return aot(mod, args, *rest, **kwargs)
@@ -78,7 +81,7 @@ def _watch_compilations(patches: contextlib.ExitStack) -> None:
 
 def _watch_code(patches: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
-    from torch._inductor.graph import GraphLowering  # 2.11 - 2.15; heavy to import
+    from torch._inductor.graph import GraphLowering  # 2.11 - 2.15
 
     def save_output_code(code: str) -> None:
         for generated in _READERS.here():
@@ -92,12 +95,12 @@ _READERS: Listeners[Callable[[str], None]] = Listeners(_watch_code)
 
 
 @contextlib.contextmanager
-def observing(observer: Observer, caches: bool) -> Iterator[None]:
-    """Have an observer told of all compilations; where ranks are threads, of those of this rank.
+def observe_compilations(observer: Observer, caches: bool) -> Iterator[None]:
+    """Call an observer for all compilations inside. If ranks are threads, for those of this rank.
 
     Args:
-        observer: is told.
-        caches: whether compiled code may come out of a cache; of such a compilation only `captured` is told.
+        observer: its methods are called.
+        caches: whether compiled code may come from a cache. For such a compilation, only `captured` is called.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_OBSERVERS.with_one_more(observer))
@@ -108,14 +111,14 @@ def observing(observer: Observer, caches: bool) -> Iterator[None]:
 
 
 def _name(code: types.CodeType) -> tuple[str, str]:
-    """Name and place of a function; modules of torch's own are wrapped in one of torch's, which says nothing."""
+    """Name and place of a function. For code of torch itself, which wraps a module, the place is empty."""
     if code.co_filename.startswith(os.path.dirname(torch.__file__)):
         return "module", ""
     return code.co_qualname, f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def _observe(observer: Observer, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of ``aot_module_simplified``, with compilers and partitioner that tell."""
+    """The arguments of ``aot_module_simplified``, with compilers and a partitioner that call the observer."""
     told, of = dict(kwargs), observer.current()
     for name, side in (("fw_compiler", "forward"), ("bw_compiler", "backward"), ("inference_compiler", "inference")):
         compiler = kwargs.get(name)
@@ -128,37 +131,40 @@ def _observe(observer: Observer, kwargs: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def _wrap_compiler(observer: Observer, of: object, compiler: Callable[..., object], side: str) -> Callable[..., Any]:
-    def compile_observed(graph: GraphModule, *args: object, **kwargs: object) -> object:
+def _wrap_compiler(observer: Observer, of: object, compiler: Callable[..., _T], side: str) -> Callable[..., _T]:
+    def compile_observed(graph: GraphModule, *args: object, **kwargs: object) -> _T:
         with _READERS.with_one_more(observer.generated), observer.compiling(of, graph, side):
             return compiler(graph, *args, **kwargs)
 
     return compile_observed
 
 
-def _wrap_partitioner(observer: Observer, of: Any, partition: Callable[..., Any]) -> Callable[..., object]:
-    def part_observed(joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> object:
+def _wrap_partitioner(observer: Observer, of: object, partition: Partition) -> Partition:
+    def partition_observed(
+        joint: GraphModule, inputs: Sequence[object], **kwargs: object
+    ) -> tuple[GraphModule, GraphModule]:
         observer.traced(of, joint)
         forward, backward = partition(joint, inputs, **kwargs)
-        observer.parted(of, forward, backward)
+        observer.partitioned(of, forward, backward)
         return forward, backward
 
-    return part_observed
+    return partition_observed
 
 
 def compile_id() -> str:
-    """Which compilation this is: frame and how often it has been compiled, such as ``0/1``."""
+    """The number of the running compilation: its frame, and how often that was compiled before, such as ``0/1``."""
     context = CompileContext.try_get()
     return "" if context is None else str(context.compile_id)
 
 
 def compilations_since(start: float) -> list[tuple[str, str, str]]:
-    """Compilations that have begun since a time: function, file and line, reason if it was compiled before.
-
-    Torch remembers the last 64.
+    """The compilations that began after a time. Torch remembers the last 64.
 
     Args:
-        start: as of `time.time`.
+        start: in seconds, as `time.time` returns it.
+
+    Returns:
+        For each compilation the function, ``file:line``, and the reason of the recompile, if it was one.
     """
     return [
         (str(m.co_name), f"{m.co_filename}:{m.co_firstlineno}", str(m.recompile_reason or ""))
@@ -168,7 +174,7 @@ def compilations_since(start: float) -> list[tuple[str, str, str]]:
 
 
 def graph_breaks() -> dict[str, int]:
-    """Reasons of graph breaks, and how often each has come up in this process."""
+    """The reasons of graph breaks in this process, and how often each occurred."""
     return dict(counters["graph_break"])
 
 
@@ -184,7 +190,7 @@ def cache_counts() -> dict[str, int]:
 
 
 def is_order_held(graph: torch.fx.Graph) -> bool:
-    """Whether nodes are tied to their places by edges that carry no data."""
+    """Whether a graph has edges that carry no data and hold nodes in their order."""
     # Heavy, and only a compilation needs it.
     from torch._inductor.fx_passes.control_dependencies import control_deps  # 2.11 - 2.15
 

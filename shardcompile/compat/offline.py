@@ -1,4 +1,4 @@
-"""Private names of torch that offline tracing relies on, loaded with it only. Seen in torch 2.13 and 2.15."""
+"""Private names of torch for offline tracing, which alone imports this module. Seen in torch 2.13 and 2.15."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def fake_store() -> torch.distributed.Store:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Inside of it tensors have no memory, on any device."""
+    """Inside the context, tensors on any device have no memory."""
     with FakeTensorMode(allow_non_fake_inputs=True), mock.patch.object(FakeTensor, "__deepcopy__", _copy):
         yield
 
 
-def _copy(fake: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
-    """A deep copy in the same mode, as a module with buffers makes of its layers.
+def _copy(fake: FakeTensor, memo: dict[int, object]) -> torch.Tensor:
+    """A deep copy in the same mode. Modules with buffers make such copies of their layers.
 
-    Torch would copy the mode as well, and with it the references that it holds to storages; both copies would free
-    them, and the process would crash later.
+    Torch would copy the mode as well, with the references to storages that it holds. Both copies would free them, and
+    the process would crash later.
     """
     if not fake.is_leaf:
-        return torch.Tensor.__deepcopy__(fake, memo)  # which refuses it in torch's words
+        return torch.Tensor.__deepcopy__(fake, memo)  # raises torch's own error
     copied = fake.detach().clone().requires_grad_(fake.requires_grad)
     memo[id(fake)] = copied
     copied.grad = copy.deepcopy(fake.grad, memo)
@@ -53,12 +53,12 @@ def _copy(fake: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def modules_with_fake_parameters() -> Iterator[None]:
-    """Inside of it modules of fake tensors can be made, and ``module.to(...)``, ``.half()`` and so on work on them.
+    """Inside the context, modules can have fake parameters, and ``module.to(...)``, ``.half()`` and so on convert them.
 
-    Torch draws a truncated normal again while a value is beyond its limits, which nobody knows of a fake one; such a
-    parameter is left as it is. Torch would swap a converted parameter with the old one, which it cannot where something
-    refers to that weakly, as whatever makes fake tensors does. Here the module gets new ones; a parameter that modules
-    share stays shared.
+    Torch draws a truncated normal again while a value exceeds its limits. Fake values are unknown, so here such a
+    parameter stays as it is. To convert a parameter, torch swaps it with the new one. It cannot swap a parameter with
+    weak references, which each fake tensor has. Here the module gets new parameters. A parameter that modules share
+    stays shared.
     """
     apply = torch.nn.Module._apply  # 2.11 - 2.15
     converted: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
@@ -101,14 +101,14 @@ def modules_with_fake_parameters() -> Iterator[None]:
         yield
 
 
-def fake_inputs_as_real_ones() -> contextlib.AbstractContextManager[object]:
-    """Inside of it a trace gives the dims of `fake_tensors` symbols as it does for others, with their hints.
+def trace_fake_inputs_as_real() -> contextlib.AbstractContextManager[object]:
+    """Inside the context, a trace makes symbols with hints for the dims of `fake_tensors`, as for real tensors.
 
-    Torch 2.15 has a way of its own for fake inputs, meant for those of another trace, which leaves the hints out.
+    Torch 2.15 treats every fake input as one of another trace, and leaves its hints out.
     """
     describe = MetaTensorDescriber.describe_tensor
 
-    def described(self: Any, t: torch.Tensor, **kwargs: Any) -> object:
+    def described(self: MetaTensorDescriber, t: torch.Tensor, **kwargs: Any) -> object:
         found = describe(self, t, **kwargs)
         return dataclasses.replace(found, fake_mode=None) if is_fake_outside_traces(t) else found
 
@@ -116,7 +116,7 @@ def fake_inputs_as_real_ones() -> contextlib.AbstractContextManager[object]:
 
 
 def is_fake_outside_traces(x: object) -> bool:
-    """Whether a tensor is of `fake_tensors`: a trace has symbols for sizes."""
+    """Whether a tensor is one of `fake_tensors`. The mode of a trace has symbols for sizes; theirs has none."""
     return type(x) is FakeTensor and x.fake_mode.shape_env is None
 
 
@@ -124,17 +124,17 @@ def capturing_backend(
     partitioned: Callable[[GraphModule, GraphModule | None], None],
     run: Callable[..., object],
     joint_pass: Callable[[Graph], None],
-) -> Any:
-    """A backend of ``torch.compile`` that hands over the graphs as AOTAutograd makes them for Inductor.
+) -> Callable[..., object]:
+    """A backend of ``torch.compile`` that passes on the graphs that AOTAutograd makes for Inductor.
 
     Args:
         partitioned: called with the forward and the backward graph, or with the only graph and None.
-        run: what the compiled function calls in place of each graph, with a list of its inputs.
-        joint_pass: is run before a graph is divided into forward and backward.
+        run: called by the compiled function in place of each graph, with the list of the graph's inputs.
+        joint_pass: called on a joint graph before it is divided into forward and backward.
     """
     seen = False
 
-    def partition(joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    def partition(joint: GraphModule, inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         nonlocal seen
         seen = True
         joint_pass(joint.graph)
@@ -145,7 +145,7 @@ def capturing_backend(
     # Heavy to import, and not needed by `import shardcompile`.
     from torch._inductor.decomposition import select_decomp_table  # 2.13 - 2.15
 
-    def compiled(graph: GraphModule, _: Sequence[object]) -> Callable[..., Any]:
+    def compiled(graph: GraphModule, _: Sequence[object]) -> Callable[[list[object]], object]:
         if not seen:
             partitioned(graph, None)
         return boxed
@@ -164,12 +164,12 @@ def capturing_backend(
 
 
 def run_post_grad_passes(graph: GraphModule, last: Callable[[Graph], None], is_inference: bool) -> None:
-    """Inductor's own passes over a graph that AOTAutograd gave it, with `last` where it takes passes of others.
+    """Run Inductor's post-grad passes on a graph from AOTAutograd, with `last` as the custom pass at their end.
 
     Args:
-        graph: is changed.
+        graph: is changed in place.
         last: a pass.
-        is_inference: whether the graph has no backward.
+        is_inference: whether the graph has no backward pass.
     """
     # Heavy, and only needed for these passes.
     from torch._inductor.compile_fx import _recursive_post_grad_passes, view_to_reshape  # 2.13 - 2.15
@@ -180,16 +180,16 @@ def run_post_grad_passes(graph: GraphModule, last: Callable[[Graph], None], is_i
         _recursive_post_grad_passes(graph, is_inference)
 
 
-def as_in_a_compilation() -> contextlib.AbstractContextManager[None]:
-    """Inside of it fake tensors may be made as in a trace: switches that last for a compilation go back at its end."""
+def in_compilation() -> contextlib.AbstractContextManager[None]:
+    """Inside the context, fake tensors may be made as in a trace. At its end, the switches of a compilation go back."""
     return _compile_callbacks.install_callbacks(CallbackTrigger.DYNAMO, "offline")
 
 
 @contextlib.contextmanager
-def cuda_questions_answered() -> Iterator[None]:
-    """Have Python's questions about the current CUDA device answered inside, as by a Hopper GPU.
+def pretend_current_cuda_device() -> Iterator[None]:
+    """Inside the context, the Python functions of `torch.cuda` describe a Hopper GPU.
 
-    ``torch.autocast("cuda")`` would be off, and ``torch.distributed.broadcast`` fail.
+    Without a GPU, ``torch.autocast("cuda")`` would be off, and ``torch.distributed.broadcast`` would fail.
     """
     answers: dict[str, Any] = {
         "current_device": lambda: 0,

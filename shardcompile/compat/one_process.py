@@ -1,9 +1,9 @@
-"""Private names of torch by which the ranks of a world can be threads of one process. Seen in torch 2.11 to 2.15.
+"""Private names of torch with which threads of one process can be ranks. Seen in torch 2.11 to 2.15.
 
-Torch keeps what belongs to a rank in globals of the process: the process groups, a mesh's coordinate, random numbers.
-Here each thread that is a rank has its own. Layouts and compiled code are the same for all ranks, so that they are
-shared: a mesh that one rank has made answers every rank with that rank's coordinate and process groups. Where a trace
-asks for the rank, what was compiled serves that rank alone.
+Torch keeps the state of a rank in globals of the process: process groups, the coordinate in a mesh, random numbers.
+Here each thread that is a rank has its own. Layouts and compiled code are the same for all ranks, so threads share
+them. A mesh that one rank made gives each rank the coordinate and process groups of that rank. If a trace asks for the
+rank, the compiled code serves that rank alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch._dynamo.symbolic_convert as _symbolic_convert
 import torch._functorch.config as _functorch_config
 from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]  # 2.11 - 2.15
 from torch._dynamo.source import GlobalStateSource  # 2.11 - 2.15
-from torch._guards import Guard, TracingContext  # 2.11 - 2.15
+from torch._guards import Guard, GuardBuilderBase, TracingContext  # 2.11 - 2.15
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
@@ -37,14 +37,14 @@ from shardcompile.compat.worlds import add_condition
 
 __all__ = [
     "RankState",
+    "count_repeated_graphs",
     "enter_rank",
     "forget_graphs",
     "here",
     "in_rank_threads",
-    "kept_by_rank",
     "note_rank_read",
-    "repeated_graphs",
-    "restore_rank",
+    "restore_rank_globals",
+    "save_rank_globals",
     "settings_of_ranks",
     "use_store",
 ]
@@ -73,15 +73,15 @@ class _World(threading.local):
 
 @dataclass
 class RankState:
-    """What a thread that is a rank has of its own.
+    """The state of a thread that is a rank.
 
     Attributes:
-        rank: in the default process group.
-        rooms: where groups are made; of all ranks.
-        meshes: that this rank has made, since the last `forget`.
-        standing: a mesh over all ranks that `forget` leaves alone: its only process group is the default one.
-        twins: by identity, meshes of other ranks, and the equal ones of this rank.
-        siblings: name, and ranks so far, of the groups that are being made for one mesh dim.
+        rank: the number in the default process group.
+        rooms: the object that makes groups; all ranks share it.
+        meshes: the meshes that this rank has made since the last `forget`.
+        standing: a mesh over all ranks that `forget` keeps, since its only process group is the default one.
+        twins: by the id of another rank's mesh, that mesh and the equal mesh of this rank.
+        siblings: while the groups of one mesh dim are made, their name and the ranks in them so far.
     """
 
     rank: int
@@ -92,12 +92,12 @@ class RankState:
     siblings: tuple[str, frozenset[int]] = ("", frozenset())
 
     def forget(self) -> None:
-        """Forget process groups and meshes of a test, but the default group and the standing mesh."""
+        """Forget the process groups and meshes of a test, except the default group and the standing mesh."""
         world = _WORLD
         default = world.default_pg
         for group, name in list(world.pg_names.items()):
             if group is not default:
-                self.standing = None  # it may know a mesh that has this group
+                self.standing = None  # it may refer to a mesh with this group
                 _c10d._unregister_process_group(name)  # type: ignore[arg-type,attr-defined]  # 2.11 - 2.15
                 tables: Sequence[dict[Any, Any]] = (
                     world.pg_map,
@@ -125,13 +125,13 @@ _HERE = _Here()
 
 
 def here() -> RankState:
-    """The rank that this thread is."""
+    """The state of the rank that this thread is."""
     assert _HERE.state is not None, "this thread is no rank"
     return _HERE.state
 
 
 def enter_rank(state: RankState) -> None:
-    """Have this thread be a rank, for good."""
+    """Make this thread a rank for the rest of its life."""
     _HERE.state = state
     be_rank(state.rank)
     torch.set_num_threads(1)
@@ -143,19 +143,19 @@ def use_store(store: object) -> None:
     world.pg_map[world.default_pg] = (world.pg_map[world.default_pg][0], store)
 
 
-# Globals of the process that a rank may change while others wait for their turn.
+# Globals of the process that a rank may change while other ranks wait for their turn.
 
-_WARNINGS = ("filters", "showwarning", "_showwarnmsg_impl")  # what `warnings.catch_warnings` exchanges
+_WARNINGS = ("filters", "showwarning", "_showwarnmsg_impl")  # the names that `warnings.catch_warnings` saves
 _SDP = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
-_IN_MODES = (  # whether dispatch modes are entered, 2.11 - 2.15
+_IN_MODES = (  # flags that a dispatch mode is active; 2.11 - 2.15
     "_is_in_torch_dispatch_mode",
     "_is_in_non_infra_torch_dispatch_mode",
     "_is_in_any_mode_without_ignore_compile_internals",
 )
 
 
-def kept_by_rank() -> list[object]:
-    """What a rank would find as it left it if it had a process to itself: random numbers, settings, modes, warnings."""
+def save_rank_globals() -> list[object]:
+    """The globals that a rank in its own process would have to itself: random numbers, settings, modes, warnings."""
     kernels = [getattr(torch._C, f"_get_{name}_sdp_enabled")() for name in _SDP]
     settings = {n: v for n, v in vars(config).items() if isinstance(v, (str, bool, float)) and n[0] != "_"}
     caught = {name: getattr(warnings, name) for name in _WARNINGS}
@@ -164,9 +164,9 @@ def kept_by_rank() -> list[object]:
     return [numbers, random.getstate(), torch.get_default_dtype(), kernels, settings, modes, caught]
 
 
-def restore_rank(kept: list[Any]) -> None:
-    """Put back what `kept_by_rank` found."""
-    numbers, python_numbers, dtype, kernels, settings, modes, caught = kept
+def restore_rank_globals(saved: list[Any]) -> None:
+    """Put back the globals that `save_rank_globals` returned."""
+    numbers, python_numbers, dtype, kernels, settings, modes, caught = saved
     torch.set_rng_state(numbers[0])
     if len(numbers) > 1:
         torch.cuda.set_rng_state(numbers[1])
@@ -178,7 +178,7 @@ def restore_rank(kept: list[Any]) -> None:
             getattr(torch._C, _SDP_SETTERS[name])(enabled)
     vars(config).update(settings)
     vars(_python_dispatch).update(zip(_IN_MODES, modes, strict=True))
-    _python_dispatch.set_is_in_mode_without_ignore_compile_internals(modes[-1])  # what guards compare
+    _python_dispatch.set_is_in_mode_without_ignore_compile_internals(modes[-1])  # guards compare it
     vars(warnings).update(caught)
 
 
@@ -202,11 +202,11 @@ _ONLY_TELL = (
     "torch._functorch",
     "shardcompile.reports",
 )
-"""Modules that ask for the rank to write it into a log, or into the name of a file."""
+"""Modules that read the rank only to write it into a log or into a file name."""
 
 
 def _module_that_asks() -> str:
-    """The module, outside of `torch.distributed`, that asks for the rank."""
+    """The innermost module outside `torch.distributed` that asks for the rank."""
     frame = sys._getframe(2)
     while frame.f_back is not None:
         module = str(frame.f_globals.get("__name__", ""))
@@ -217,14 +217,14 @@ def _module_that_asks() -> str:
 
 
 def note_rank_read() -> None:
-    """A rank was asked for. In a trace: what comes of it serves this rank alone."""
+    """Note that the rank was read. If a trace read it, the compiled code serves this rank alone."""
     state = _HERE.state
     if state is None or not compat.is_compiling() or _module_that_asks().startswith(_ONLY_TELL):
         return
     if getattr(_symbolic_convert.tls, "current_tx", None) is None:  # 2.11 - 2.15
         raise RuntimeError(
-            "the graph of a backward pass depends on the rank, so that ranks in one process cannot share it; run this "
-            "on processes: @pytest.mark.ranks(...) without processes=False, LocalRanks(n)"
+            "the graph of a backward pass depends on the rank, so ranks in one process cannot share it. Run this on "
+            "processes: @pytest.mark.ranks(...) without processes=False, or LocalRanks(n)"
         )
     _guard_on_rank(state.rank)
 
@@ -233,7 +233,7 @@ def _guard_on_rank(rank: int) -> None:
     def holds(_: object) -> bool:
         return _HERE.state is not None and _HERE.state.rank == rank
 
-    def create(builder: object, guard: Any) -> None:
+    def create(builder: GuardBuilderBase, guard: Guard) -> None:
         _OF_ONE_RANK.setdefault(rank, {})[id(guard)] = guard
         add_condition(builder, holds, f"rank of this thread == {rank}")
 
@@ -247,26 +247,26 @@ _OF_ONE_RANK: dict[int, dict[int, Guard]] = {}
 """By rank, the guards of graphs that serve this rank alone."""
 
 
-def repeated_graphs() -> int:
-    """How many graphs, were compiled only because other ranks have theirs: ranks that are processes do not see them."""
+def count_repeated_graphs() -> int:
+    """The number of graphs that a rank would not compile in its own process: they repeat another rank's graph."""
     counts = [len(guards) for guards in _OF_ONE_RANK.values()]
     return sum(counts) - max(counts, default=0)
 
 
 def forget_graphs() -> None:
-    """Forget whose graphs there were."""
+    """Forget which graphs serve one rank alone."""
     _OF_ONE_RANK.clear()
 
 
 @contextlib.contextmanager
 def settings_of_ranks(ranks: int = 1) -> Iterator[None]:
-    """While it lasts, in this thread: what the compiler has to know of ranks that share a process.
+    """Inside the context, this thread has the compiler's settings for ranks that share a process.
 
-    AOTAutograd's cache is not used: it does not say whose rank a trace asked for. Each rank may have as many graphs of
-    a function as it could have in a process of its own. Backward passes run in the rank's thread on GPUs, too: threads
-    of torch's own are no rank's.
+    AOTAutograd's cache is off, since its keys do not contain the rank that a trace read. Each rank may have as many
+    graphs of a function as in its own process. On GPUs, too, backward passes run in the rank's thread, since torch's
+    own threads belong to no rank.
 
-    Settings are those of a thread in torch 2.13 - 2.15, and of the process before.
+    Settings belong to a thread in torch 2.13 to 2.15, and to the process in older versions.
     """
     with (
         _functorch_config.patch(enable_autograd_cache=False),
@@ -280,11 +280,11 @@ _RECOMPILES = _dynamo_config.recompile_limit
 
 
 class Coordinate(tuple[int, ...]):
-    """A rank's place in a mesh, in a trace. Whoever reads it asks for the rank; whoever passes it on does not."""
+    """A rank's coordinate in a mesh, in a trace. Code that reads it reads the rank; code that passes it on does not."""
 
     __slots__ = ()
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> Any:  # an index or a slice, as of any tuple
         note_rank_read()
         return super().__getitem__(index)
 
@@ -302,7 +302,7 @@ class Coordinate(tuple[int, ...]):
 
 
 def _lazy_coordinate(mesh: DeviceMesh) -> Any:
-    """The coordinate for our own code, which asks for it far more often than it reads it."""
+    """The coordinate for our own code, which passes it on far more often than it reads it."""
     if _HERE.state is None or not compat.is_compiling():
         return mesh.get_coordinate()
     coordinate = _attribute_here(mesh, "_coordinate_on_dim")
@@ -313,7 +313,7 @@ def _lazy_coordinate(mesh: DeviceMesh) -> Any:
 
 
 class _OfEachRank:
-    """An attribute of a mesh that is another one on each rank: that of the equal mesh which this rank has made."""
+    """An attribute of a mesh that differs by rank. Each rank gets it from the equal mesh that it has made itself."""
 
     def __init__(self, name: str, tells_rank: bool) -> None:
         self._name, self._tells_rank = name, tells_rank
@@ -349,16 +349,16 @@ def _twin(mesh: DeviceMesh, state: RankState) -> DeviceMesh:
         twin = next((m for m in reversed(state.meshes) if m == mesh), None)
         if twin is None:
             raise RuntimeError(
-                f"rank {state.rank} uses {mesh}, which only other ranks have made; make it on every rank"
+                f"rank {state.rank} uses {mesh}, which only other ranks have made. Make the mesh on every rank"
             )
         state.twins[id(mesh)] = mesh, twin
     return twin
 
 
 def _sibling_name(original: Callable[..., str]) -> Callable[..., str]:
-    """Have the groups of a mesh dim, one of which each rank is in, have one name: graphs contain it."""
+    """Give all groups of a mesh dim one name, since graphs contain the name. Each rank is in one of these groups."""
 
-    def name(ranks: Any, use_hashed_name: bool) -> str:
+    def name(ranks: Sequence[int], use_hashed_name: bool) -> str:
         state = _HERE.state
         if state is None or use_hashed_name or not ranks:
             return original(ranks, use_hashed_name)
@@ -376,23 +376,23 @@ _HOOKS = ("_fw_pre_hook", "_fw_post_hook", "_fw_set_module_hook", "_bw_hook")
 
 
 def _on_rank_of(tracker: type, name: str) -> Callable[..., object]:
-    """Have a hook run where the rank that entered the mode of this tracker runs a module."""
+    """A tracker's hook that runs only in the thread of the rank that entered the tracker's mode."""
     hook = vars(tracker)[name]
 
     @functools.wraps(hook)
-    def hook_here(self: Any, *args: object) -> object:
-        return hook(self, *args) if self.entered_by == rank_of_thread() else None
+    def hook_here(self: object, *args: object) -> object:
+        return hook(self, *args) if vars(self)["entered_by"] == rank_of_thread() else None
 
     return hook_here
 
 
 def _entering(tracker: type) -> Callable[..., object]:
-    """Have a tracker remember the rank that enters its mode."""
+    """A tracker's `__enter__` that notes the rank which enters the mode."""
     enter = vars(tracker)["__enter__"]
 
     @functools.wraps(enter)
-    def enter_here(self: Any) -> object:
-        self.entered_by = rank_of_thread()
+    def enter_here(self: object) -> object:
+        vars(self)["entered_by"] = rank_of_thread()
         return enter(self)
 
     return enter_here
@@ -400,7 +400,7 @@ def _entering(tracker: type) -> Callable[..., object]:
 
 @contextlib.contextmanager
 def in_rank_threads() -> Iterator[None]:
-    """While threads of this process are ranks."""
+    """Inside the context, threads of this process can be ranks."""
     if isinstance(_c10d._world, _World):
         yield
         return
@@ -411,18 +411,18 @@ def in_rank_threads() -> Iterator[None]:
         (DeviceMesh, "_coordinate_on_dim", _OfEachRank("_coordinate_on_dim", True)),
         (DeviceMesh, "_pg_registry", _OfEachRank("_pg_registry", False)),
         (compat, "coordinate", _lazy_coordinate),
-        # DTensor keeps by mesh what holds on one rank.
+        # DTensor caches by mesh what holds on one rank only.
         (_redistribute, "_gen_transform_infos", _redistribute._gen_transform_infos.__wrapped__),  # 2.11 - 2.15
-        # CommDebugMode has hooks on all modules of the process, and on modules that ranks may share.
+        # CommDebugMode installs hooks for all modules of the process, which ranks may share.
         (_ModuleTracker, "__enter__", _entering(_ModuleTracker)),
         *((_ModuleTracker, name, _on_rank_of(_ModuleTracker, name)) for name in _HOOKS),
     ]
     found = [(owner, name, vars(owner).get(name, _NOTHING)) for owner, name, _ in patches]
-    kept, threads = kept_by_rank(), torch.get_num_threads()
+    saved, threads = save_rank_globals(), torch.get_num_threads()
     for owner, name, value in patches:
         setattr(owner, name, value)
     _set_thread_isolation_mode(True)
-    torch._C._ensureCUDADeviceGuardSet()  # 2.11 - 2.15; in a later thread it ends the process, where no GPU is found
+    torch._C._ensureCUDADeviceGuardSet()  # 2.11 - 2.15; without a GPU, a first call in a later thread ends the process
     torch.set_num_threads(1)  # as in ranks that are processes
     try:
         with settings_of_ranks():
@@ -434,7 +434,7 @@ def in_rank_threads() -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
-        restore_rank(kept)
+        restore_rank_globals(saved)
         torch.set_num_threads(threads)
 
 

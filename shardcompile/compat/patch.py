@@ -1,4 +1,4 @@
-"""A patch of torch: an object with a name, a reason, and the versions that need it."""
+"""Patches of torch as objects: each has a name, a reason, and the versions that need it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Patch:
-    """Something of torch that is replaced.
+    """A change to torch.
 
     Attributes:
-        name: of the patch.
-        what: the name that is replaced.
-        reason: what goes wrong without it.
-        upstream: an issue or pull request of PyTorch about it; where none was found, the text that an issue would have.
-        versions: of torch that need it, as far as is known.
-        put_in: replaces it. It is given a stack that puts things back; for a patch of a trace the symbols of the trace,
-            which live as long as it does.
+        name: the name of the patch.
+        what: the name in torch that is replaced.
+        reason: what goes wrong without the patch.
+        upstream: an issue or pull request of PyTorch about it. If none was found, the text that an issue would have.
+        versions: the versions of torch that need it, as far as is known.
+        put_in: makes the change. It gets a stack that undoes the change. For a patch of a trace it gets the trace's
+            `ShapeEnv`, which lives as long as the trace.
     """
 
     name: str
@@ -32,20 +32,20 @@ class Patch:
 
 
 LEFT_OUT: set[str] = set()
-"""Names of patches that are not put in."""
+"""The names of patches that `leave_out` has switched off."""
 
 _IN_PLACE: dict[str, tuple[Patch, contextlib.ExitStack]] = {}
 
 
 def put_in(patches: Sequence[Patch], where: object) -> None:
-    """Put in those that are not left out."""
+    """Put in the patches that are not left out."""
     for patch in patches:
         if patch.name not in LEFT_OUT:
             patch.put_in(where)
 
 
 def put_in_for_good(*patches: Patch) -> None:
-    """Put in what stays for as long as the process lives."""
+    """Put in patches that stay until the process ends."""
     for patch in patches:
         stack = contextlib.ExitStack()
         patch.put_in(stack)
@@ -53,19 +53,19 @@ def put_in_for_good(*patches: Patch) -> None:
 
 
 def put_in_once(patch: Patch) -> None:
-    """Put in what stays for as long as the process lives, where it is not in place or left out."""
+    """Put in a patch that stays until the process ends, unless it is in place or left out."""
     if patch.name not in LEFT_OUT and patch.name not in _IN_PLACE:
         put_in_for_good(patch)
 
 
 def in_place() -> tuple[Patch, ...]:
-    """What was put in for good."""
+    """The patches that `put_in_for_good` has put in."""
     return tuple(patch for patch, _ in _IN_PLACE.values())
 
 
 @contextlib.contextmanager
-def left_out(name: str) -> Iterator[None]:
-    """Do without a patch, to see whether it is needed. One that was put in for good is taken out meanwhile."""
+def leave_out(name: str) -> Iterator[None]:
+    """Inside the context, a patch is not in place, even one that was put in for good. Tests ask so if it is needed."""
     LEFT_OUT.add(name)
     patch, stack = _IN_PLACE.get(name, (None, None))
     if stack is not None:
@@ -79,13 +79,13 @@ def left_out(name: str) -> Iterator[None]:
 
 
 def replace(stack: contextlib.ExitStack, owner: object, name: str, by: Callable[[Any], object]) -> None:
-    """Replace something by what a function makes of it, until the stack is closed.
+    """Replace an attribute until a stack is closed.
 
     Args:
-        stack: puts it back as it was, a static method of a class included.
+        stack: restores the attribute. A static method of a class is restored as one.
         owner: a module, a class or another object.
-        name: of what is replaced.
-        by: gets what was found, and returns what is put in its place.
+        name: the name of the attribute.
+        by: gets the value of the attribute, and returns the new value.
     """
     found = inspect.getattr_static(owner, name) if isinstance(owner, type) else getattr(owner, name)
     setattr(owner, name, by(getattr(owner, name)))

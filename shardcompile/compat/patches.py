@@ -1,13 +1,15 @@
-"""Patches of torch, each with its reason, and when it can go: here those of a compilation.
+"""The patches of torch that hold during a compilation, each with its reason and its versions.
 
-A block may be empty or of one row on any rank in any call. So a trace must not compare a block's size with 0, 1 or
-another size: what it finds becomes a guard that holds on some ranks only, and those ranks compile again, alone. Torch
-has a switch for that, `backed_size_oblivious`, that not all of its code heeds yet; most of these patches are about the
-places that do not. `compiling` says when they are put in. What is put in for as long as the process lives is stated in
-`wrappers`, `state_dicts`, `worlds`, `groups` and `strides`.
+A block may be empty or have one row, on any rank in any call. So a trace must not compare a block's size with 0, 1 or
+another size. The answer would become a guard that holds on some ranks only, and the other ranks would compile again,
+alone. Torch has a switch for that, `backed_size_oblivious`, but not all of its code obeys the switch. Most of these
+patches change the code that does not.
 
-`tests/ranks/test_patches.py` has a program for each that goes wrong without it, and fails when it no longer does: the
-patch can go then.
+`compiling` puts these patches in and takes them out. Patches that stay until the process ends are stated in `wrappers`,
+`state_dicts`, `worlds`, `groups` and `strides`.
+
+For each patch `tests/ranks/test_patches.py` has a program that goes wrong without it. When such a program goes right,
+the test fails, and the patch can go.
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ OF_RANKS_ALIKE = (
     Patch(
         "no_donated_buffers",
         "torch._functorch.config.donated_buffer",
-        "Torch 2.15 repeats the wait for a result that the backward pass needs, and saves both: one tensor under two "
-        "names. If Inductor may write to what was saved, it overwrites the one that it still has to read.",
+        "Torch 2.15 repeats the wait for a result that the backward pass needs, and saves both results: one tensor "
+        "under two names. If Inductor may write to saved tensors, it overwrites one that it still has to read.",
         "Wrong gradients: wait_tensor is replayed in the forward graph, both results are saved, and one of them is "
         "donated while the other, which shares its memory, is still read.",
         "2.15",
@@ -70,8 +72,8 @@ OF_RANKS_ALIKE = (
     Patch(
         "backward_at_once",
         "torch._functorch.config.force_non_lazy_backward_lowering",
-        "A backward graph that needs no sizes of the forward pass is compiled when it is called for the first time. "
-        "Nothing of what is stated here is in place then.",
+        "A backward graph that needs no sizes of the forward pass is compiled at its first call. The patches of this "
+        "module are no longer in place then.",
         "A backward graph that is compiled late has the settings of that moment, not those of its forward graph.",
         "2.11 - 2.15",
         backward_at_once,
@@ -79,8 +81,8 @@ OF_RANKS_ALIKE = (
     Patch(
         "reads_after_writes",
         "torch._inductor.scheduler.SchedulerNode._compute_attrs",
-        "Where Inductor fuses loops of different shapes, it works out again what a loop reads, and forgets what has "
-        "been written to that since. A wait is a write: code may read what a collective gives before it has waited.",
+        "When Inductor fuses loops of different shapes, it computes again what a loop reads, and forgets which writes "
+        "must come before. A wait is such a write, so code may read the result of a collective before the wait.",
         "https://github.com/pytorch/pytorch/issues/185509, https://github.com/pytorch/pytorch/pull/185873, "
         "https://github.com/pytorch/pytorch/pull/177816; cancel_reduction_split forgets it still (2.15).",
         "2.11 - 2.15",
@@ -89,8 +91,8 @@ OF_RANKS_ALIKE = (
     Patch(
         "parts_own_no_memory",
         "torch._inductor.codegen.wrapper.PythonWrapperCodegen.can_reuse",
-        "What is computed from a part of a join may be stored in its place, in the memory of the whole. That is given "
-        "to another result when nobody reads the whole any more: wrong values, without a word.",
+        "A result that is computed from a part of a join may be stored in place of that part, in the memory of the "
+        "whole. When nobody reads the whole any more, another result gets that memory: silently wrong values.",
         "decide_inplace_update takes inputs with a NonOwningLayout: its result is a view of the owner's memory then, "
         "and the wrapper frees and reuses the owner while the result lives. def f(x, w): a = x.sin(); "
         "s = torch.cat([x, a]).cumsum(0); e = a * s[2:]; t = e.cumsum(0); return e, t, w @ s gives a wrong e and t for "
@@ -101,8 +103,8 @@ OF_RANKS_ALIKE = (
     Patch(
         "broadcast_by_guards",
         "torch._inductor.ir.ExpandView.make_reindexer",
-        "A dim whose extent is an expression, such as s // 3, and 1 by a guard takes the extent of what it meets, but "
-        "is read at every place: values from outside of the tensor, without a word.",
+        "An extent may be an expression, such as s // 3, that a guard says is 1. Such a dim is broadcast, but the code "
+        "reads it at every index: silently wrong values, from outside the tensor.",
         "Mended in 2.15. F.linear(x.unfold(1, 3, 3).clone(), w) of a dynamic (1, 5) is wrong on CPUs.",
         "2.11 - 2.14",
         broadcast_by_guards,
@@ -111,8 +113,8 @@ OF_RANKS_ALIKE = (
     Patch(
         "joins_of_copies",
         "torch._inductor.ir.ConcatKernel.realize_into",
-        "Inductor has parts of a join computed in the memory of the whole. If a part is written to in place later, as "
-        "by the gradient of a slice or a diagonal, the whole has the new values: wrong gradients, without a word.",
+        "Inductor computes the parts of a join in the memory of the whole. If a later op writes to a part in place, as "
+        "the gradient of a slice or of a diagonal does, the whole changes, too: silently wrong gradients.",
         "https://github.com/pytorch/pytorch/issues/177821 is the same where the whole is written to. Of a part: with "
         "b = x.sin(); c = torch.cat([y, b], 1); d = b.diagonal_scatter(z) a compiled function has z in c, too, if the "
         "cat comes first (a backward graph, or reorder_for_locality = False).",
@@ -122,10 +124,10 @@ OF_RANKS_ALIKE = (
     Patch(
         "collectives_stay",
         "torch._functorch.partitioners.force_save_collectives, _extract_fwd_bwd_modules",
-        "The partitioner moves a collective of the backward pass that depends on no gradient to the forward graph or "
-        "not, by the sizes of what is to be saved. Ranks that know their own blocks as numbers decide differently. It "
-        "repeats one of the forward pass in the backward graph where what is sent depends on no input, although "
-        "nothing reads it: on ranks that have zeros where another rank has the values of a partial sum.",
+        "The partitioner may move a collective of the backward pass that depends on no gradient to the forward graph. "
+        "It decides by the sizes of saved tensors, so ranks that know their blocks as numbers decide differently. "
+        "Also, if the payload depends on no input, it repeats a collective of the forward pass in the backward graph, "
+        "where nothing reads it. That happens on ranks that hold the zeros of a partial sum.",
         "https://github.com/pytorch/pytorch/issues/146693 (what is moved from backward to forward); collectives are "
         "not recomputed since https://github.com/pytorch/pytorch/pull/147561, but still moved.",
         "2.11 - 2.15",
@@ -134,8 +136,8 @@ OF_RANKS_ALIKE = (
     Patch(
         "saved_before_written",
         "torch._functorch.partitioners._extract_fwd_bwd_modules",
-        "The backward pass computes again, from an input, what the forward pass has computed before it wrote to that "
-        "input. It reads what was written: gradients are wrong, without a word.",
+        "The backward pass recomputes from an input what the forward pass computed before it wrote to that input. It "
+        "reads the new values: silently wrong gradients.",
         "https://github.com/pytorch/pytorch/pull/197039",
         "2.11 - 2.15",
         saved_before_written,
@@ -143,18 +145,18 @@ OF_RANKS_ALIKE = (
     Patch(
         "sizes_of_saved_products",
         "torch._functorch.partitioners.find_symbol_binding_fx_nodes",
-        'A saved tensor of 3 * s rows does not tell s, and Inductor gives up: "For 3*s, expected [s] to have been '
+        'A saved tensor of 3 * s rows does not define s, and Inductor gives up: "For 3*s, expected [s] to have been '
         'codegen-ed". Flattened rows of indices are such tensors.',
-        "The partitioner saves the symbols in the sizes of what it saves where these are inputs of the graph. With a "
-        "tensor subclass the size of an inner tensor is a symbol that is no input; it could be asked of that tensor.",
+        "The partitioner saves the symbols in the sizes of saved tensors only if they are inputs of the graph. With a "
+        "tensor subclass, the size of an inner tensor is a symbol that is no input; that tensor could define it.",
         "2.11 - 2.15",
         sizes_of_saved_products,
     ),
     Patch(
         "saved_behind_written",
         "torch._functorch._aot_autograd.graph_compile._aot_stage2b_bw_compile",
-        "The backward graph is compiled for the strides that Inductor gave to what is saved. Where the program writes "
-        "to a sharded input, each saved tensor is given those of another one.",
+        "The backward graph is compiled for the strides that Inductor gave to the saved tensors. If the program writes "
+        "to a sharded input, each saved tensor gets the strides of another one.",
         "_aot_stage2b_bw_compile counts the results of the forward graph by the metadata of inner tensors, where an "
         "input of a tensor subclass that is written to may be none; the partitioner counts by "
         "compute_inner_mutated_inp_indices_from_subclass_meta. RuntimeError: mismatch in length of strides and shape.",
@@ -169,20 +171,20 @@ OF_RANKS_ALIKE = (
     Patch(
         "pads_on_all_ranks",
         "torch.distributed.tensor.placement_types.pad_tensor, unpad_tensor",
-        "DTensor pads shards before it gathers them, but for those on ranks whose shard is as large as the largest. "
-        "What is padded is a part, which stays apart (`parts_stay_apart`), and so does its collective; what is not "
-        "padded is merged with its equal. Ranks then have different numbers of collectives.",
-        "pad_tensor says that it leaves a node also for a padding of 0 while tracing, so that all ranks have the same "
-        "graph. It does not where the amount is a number.",
+        "Before a gather DTensor pads every shard that is smaller than the largest. Paddings are not merged "
+        "(`parts_stay_apart`), nor are their collectives; equal gathers without padding are. So ranks have different "
+        "numbers of collectives.",
+        "By its comment, pad_tensor leaves a node for a padding of 0 while tracing, so that all ranks have the same "
+        "graph. It leaves none if the amount is a number.",
         "2.11 - 2.14",
         pads_on_all_ranks,
     ),
     Patch(
         "traces_agree",
         "torch._dynamo.backends.common.aot_module_simplified",
-        "AOTAutograd counts the results of the forward pass in one trace and makes the graph by another. Where the "
-        "second finds that a symbol is a number, by the backward pass or by what the tracer notes of each result, it "
-        'has fewer results: "Node ... was invalid", a tensor taken for a size, or results of another shape.',
+        "AOTAutograd counts the results of the forward pass in one trace and records the graph in another. If the "
+        "second trace finds that a symbol is a number, by the backward pass or by the strides of a result, it has "
+        'fewer results: "Node ... was invalid", a tensor taken for a size, or results of another shape.',
         "Symbols that are specialised in the trace that is recorded (by the backward pass, or as it is noted how each "
         "result lies in memory, where a range shrinks to one number) change how many results the forward graph of a "
         "tensor subclass has, after they were counted: DTensor fails in the same way.",
@@ -192,22 +194,22 @@ OF_RANKS_ALIKE = (
     Patch(
         "buffers_vary",
         "torch._dynamo.variables.builder.tensor_always_has_static_shape",
-        "Buffers of modules are traced with numbers for sizes. A sharded one would have the block of the rank that "
-        "traces, where inputs that are cut alike have symbols, and does not fit them.",
-        "force_parameter_static_shapes holds for tensor subclasses whose inner tensors are marked as dynamic, too: the "
-        "marks on a buffer's inner tensors are not asked for.",
+        "Dynamo traces the buffers of modules with numbers for sizes. Inputs that are cut alike have symbols, so a "
+        "sharded buffer would not fit them.",
+        "force_parameter_static_shapes also holds for tensor subclasses whose inner tensors are marked as dynamic: it "
+        "ignores the marks on a buffer's inner tensors.",
         "2.11 - 2.15",
         buffers_vary,
     ),
 )
-"""Put in when a compilation meets the first sharded tensor, and put back when it ends."""
+"""Put in when a compilation meets its first sharded tensor, and taken out when it ends."""
 
 OF_A_COMPILATION = (
     Patch(
         "ones_in_kernels_by_hint",
         "torch.fx.experimental.sym_node.SymNode.guard_bool",
-        "Kernels in C++ ask whether a block has one row, to tell whether it lies in its memory without gaps. That is a "
-        "guard which some ranks fail.",
+        "C++ kernels ask whether a block has one row, to find out whether it is contiguous. The answer becomes a guard "
+        "that some ranks fail.",
         "Comparisons of SymInts with 0 and 1 in C++ (SymInt::operator==) guard with backed_size_oblivious too, which "
         "guard_or_false does not: contiguous() of an expanded tensor, in the decomposition of log_softmax.",
         "2.11 - 2.15",
@@ -216,8 +218,8 @@ OF_A_COMPILATION = (
     Patch(
         "plain_extents_are_guarded",
         "torch.fx.experimental.symbolic_shapes._guard_or",
-        "The switch holds for all extents. Those of plain tensors, and of whole ones, are the same on all ranks; where "
-        "nothing is asked of them a slice of a plain tensor has an unknown number of rows, and ops after it fail.",
+        "The switch holds for all extents, although plain tensors and whole ones have the same extents on all ranks. "
+        "With the switch a slice of a plain tensor has an unknown number of rows, and later ops fail.",
         "backed_size_oblivious could be a property of symbols. With it, x.chunk(2)[-1] of a dynamic x has an unbacked "
         "extent, and unbind() of that keeps the dim.",
         "2.11 - 2.15",
@@ -226,8 +228,8 @@ OF_A_COMPILATION = (
     Patch(
         "sizes_stay_symbols",
         "torch._subclasses.fake_tensor._DISPATCH_META_HANDLERS[aten.size.default]; SymNode.guard_int",
-        "A kernel in C++ that takes sizes as numbers gets hints where guards are suppressed, and the graph holds for "
-        "no block. It is refused.",
+        "A C++ kernel that takes sizes as numbers gets hints if guards are suppressed. Then the graph is wrong for "
+        "every block. The patch raises an error.",
         "The inverse of unfold in functionalization takes base.sizes(), although unfold_backward takes SymInt[]: a "
         "write through windows specialises on the extents of the tensor.",
         "2.11 - 2.15",
@@ -236,18 +238,20 @@ OF_A_COMPILATION = (
     Patch(
         "storage_of_no_rows",
         "torch.fx.experimental.sym_node.SymNode.expect_true",
-        "How long the storage of a tensor has to be is worked out from its strides. Of a block that turns out empty "
-        "that is a number below 0, and a check that was put into the graph fails on that rank.",
+        "Torch computes the length of a storage from the strides of its tensor. For a block that turns out empty the "
+        "length is negative, and a check in the graph fails on that rank.",
         "clone_preserve_strides (in Python, and in C++ from 2.15 on) makes a tensor as long as a storage of unbacked "
-        "sizes, worked out as if there were elements, with size >= 0 as a runtime assert: it should be at least 0.",
+        "sizes. It computes the length as if there were elements, and asserts size >= 0 at run time: it should clamp "
+        "the length to at least 0.",
         "2.11 - 2.15",
         storage_of_no_rows,
     ),
     Patch(
         "saved_as_traced",
         "torch._inductor.graph.GraphLowering.run_node",
-        "What the forward pass saves may have its dims in another order than the graph says, by Inductor's choice; the "
-        "backward graph is told. It is not where a run tells the strides, and takes them from the graph.",
+        "Inductor may store a saved tensor with its dims in another order than the graph says. It passes the new "
+        "strides to the backward graph, but not if they are known at run time only: then the backward graph expects "
+        "those of the forward graph.",
         "GraphLowering.run_node requires the strides of outputs, and compile_fx reports them, only without unbacked "
         "symbols: assert_size_stride of the backward pass fails (expected size 7==7, stride 1==2).",
         "2.11 - 2.14",
@@ -256,8 +260,8 @@ OF_A_COMPILATION = (
     Patch(
         "copies_by_hint",
         "torch._subclasses.fake_impls.run_and_return_new_tensor_of_input_device",
-        "What is written to a part of a tensor is a copy of the part that keeps its strides. Torch's fake kernel asks "
-        "whether the part is dense; a rank with a block of one column answers otherwise than its neighbours do.",
+        "A write to a part of a tensor makes a copy that keeps the strides of the part. Torch's fake kernel asks "
+        "whether the part is dense. A rank whose block has one column gets another answer than its neighbours.",
         "The fake kernel of aten.copy guards on the sizes of what it copies (is it dense?), and gives the result the "
         "same strides either way.",
         "2.11 - 2.15",
@@ -266,17 +270,17 @@ OF_A_COMPILATION = (
     Patch(
         "overlaps_of_sizes",
         "torch._inductor.fx_passes.reinplace.compute_overlapping_tensors",
-        "Inductor writes into a tensor in place if no view of it that is read later overlaps. It asks whether views of "
-        "a block have rows at all, with a guard that an empty block fails: ranks compile apart.",
-        "reinplace guards on the sizes of views of one storage; it could take what it does not know for an overlap, as "
-        "it does for sizes of data.",
+        "Inductor writes into a tensor in place if no view that is read later overlaps it. It asks whether views of a "
+        "block have rows, with a guard that an empty block fails, so that ranks compile alone.",
+        "reinplace guards on the sizes of views of one storage; it could assume an overlap if a size is unknown, as it "
+        "does for sizes that depend on data.",
         "2.11 - 2.15",
         overlaps_of_sizes,
     ),
     Patch(
         "views_by_stride",
         "torch._subclasses.fake_impls._compute_stride",
-        "Where Inductor lowers a view it asks whether strides are equal, and for the size of a block to tell that.",
+        "When Inductor lowers a view it compares strides, and so asks for the size of a block.",
         "Inductor's view lowering computes strides with guards although backed_size_oblivious is on: pass "
         "size_oblivious=True to _compute_stride from GraphLowering, as the fake kernels do.",
         "2.11 - 2.14",
@@ -285,8 +289,8 @@ OF_A_COMPILATION = (
     Patch(
         "overlap_by_hint",
         "torch._debug_has_internal_overlap",
-        "Inductor copies a block where it lowers `select`; the copy asks whether the block overlaps itself, which "
-        "compares its sizes with 1. The answer can only raise.",
+        "Inductor copies a block when it lowers `select`. The copy checks whether the block overlaps itself, and so "
+        "compares sizes with 1. The check can only raise.",
         "_debug_has_internal_overlap guards on backed symbols when called on fake tensors; it should answer by hints, "
         "since it is a check that can only raise.",
         "2.11 - 2.14",
@@ -295,7 +299,7 @@ OF_A_COMPILATION = (
     Patch(
         "memory_format_by_hint",
         "torch._C._conv_determine_backend_memory_format",
-        "For a convolution's memory format it is asked whether there is more than one image. Where there is one, "
+        "Torch chooses the memory format of a convolution by whether there is more than one image. With one image both "
         "formats are the same.",
         "The meta kernel of convolution guards on a batch of 1 through _conv_determine_backend_memory_format, with "
         "backed_size_oblivious as well.",
@@ -305,8 +309,8 @@ OF_A_COMPILATION = (
     Patch(
         "channels_last_by_hint",
         "torch._prims_common.are_strides_like_channels_last_or_false",
-        "Of a result with four dims it is asked whether images lie in it with the channel last. The last comparison of "
-        "strides leaves a guard, which a block of one row breaks.",
+        "Torch asks whether a result of four dims is stored with the channels last. The last comparison of strides "
+        "leaves a guard, which a block of one row fails.",
         "are_strides_like_channels_last_or_false compares `min == strides[1]` with a guard, between comparisons that "
         "leave none: guard_or_true would do.",
         "2.11 - 2.13",
@@ -315,8 +319,8 @@ OF_A_COMPILATION = (
     Patch(
         "channels_last_of_known_sizes",
         "torch._inductor.graph.GraphLowering.find_nodes_prefer_channels_last",
-        "What is computed around a convolution is stored with the channels last. Where its strides follow from sizes "
-        "that differ from call to call, the backward graph is made for those of the first call.",
+        "Inductor stores the tensors around a convolution with the channels last. If their strides depend on sizes "
+        "that vary from call to call, the backward graph is compiled for the strides of the first call.",
         "decide_layout_opt has graphs with dynamic shapes left out, but for CPUs, and looks at what is convolved only: "
         "find_nodes_prefer_channels_last goes on to tensors of symbolic sizes, and AOTAutograd calls as_strided with "
         "the strides of the first call (AssertionError: expected size 3==3, stride 54==24), or "
@@ -327,8 +331,8 @@ OF_A_COMPILATION = (
     Patch(
         "symbols_by_both_names",
         "torch._inductor.codegen.wrapper.PythonWrapperCodegen.codegen_input_symbol_assignment",
-        "The gradient that an input has already brings a symbol of its own for the same size. Generated code knows "
-        "only the input's.",
+        "An input may come with a gradient that it already has, which has its own symbol for the same size. Generated "
+        "code defines the input's symbol only.",
         "https://github.com/pytorch/pytorch/issues/155468, https://github.com/pytorch/pytorch/pull/185473",
         "2.11 - 2.14",
         symbols_by_both_names,
@@ -336,7 +340,7 @@ OF_A_COMPILATION = (
     Patch(
         "fill_order_by_hint",
         "torch._inductor.ir.get_fill_order",
-        "Inductor sorts strides by comparing them, and leaves guards that a block of one row breaks.",
+        "Inductor sorts strides by comparing them, and leaves guards that a block of one row fails.",
         "https://github.com/pytorch/pytorch/pull/183840 (strides that surely are in order); get_fill_order itself "
         "still compares backed strides with guards.",
         "2.11 - 2.15",
@@ -345,8 +349,8 @@ OF_A_COMPILATION = (
     Patch(
         "asserts_of_known_sizes",
         "torch._inductor.ir.AssertScalar.__init__",
-        "A size that a run gives is compared with an extent in generated code. Where the program has made a number of "
-        "that extent since, as a view with a stated size does, the code names a symbol that nothing defines.",
+        "Generated code compares a size that is known at run time with an extent. If the program later specialises the "
+        "extent, as a view with a stated size does, the code names a symbol that nothing defines.",
         "create_deferred_runtime_asserts writes the expression as it was deferred; backed symbols in it that were "
         "specialized later should be replaced: NameError: name 's75' is not defined.",
         "2.11 - 2.15",
@@ -356,11 +360,11 @@ OF_A_COMPILATION = (
         "decompositions_ask_no_sizes",
         "torch._inductor.decomposition.decompositions[aten.cat, aten.bmm, aten.add]; "
         "torch._decomp.decomposition_table[aten._unsafe_masked_index_put_accumulate]",
-        "A tensor that is joined with itself is expanded and flattened, a batched product of column and row is made "
-        "contiguous: both depend on whether a block has one row. Of what is joined, blocks that are known to have no "
-        "rows are left out, so that ranks have other graphs. A sum of complex numbers is viewed as one of real ones, "
-        "and back, which asks for a stride that only a run gives. The gradient of an embedding asks whether its table "
-        "is empty, which may be so on some ranks only.",
+        "Torch expands and flattens a tensor that is joined with itself, and makes a batched product of column and row "
+        "contiguous: both ask whether a block has one row. From a join it drops blocks that are known to have no rows, "
+        "so ranks have different graphs. It views a sum of complex numbers as one of real numbers and back, and so "
+        "asks for a stride that is known at run time only. The gradient of an embedding asks whether its table is "
+        "empty, which may be true on some ranks only.",
         "The decomposition of cat for one repeated input flattens with guards on its sizes, that of bmm for outer "
         "products calls contiguous(), with backed_size_oblivious too; both are optimizations that could be left out. "
         "That of add of complex tensors does not work with unbacked sizes: Eq(Mod(Max(1, 2*u0), 2), 0). That of "
@@ -371,8 +375,8 @@ OF_A_COMPILATION = (
     Patch(
         "places_of_parts",
         "torch._inductor.ir.NonOwningLayout.get_free_symbol_uses",
-        "What is joined is computed in its place in the result. Where that begins behind rows of which a run gives the "
-        "number, the code may name the number before it asks for it: UnboundLocalError.",
+        "Inductor computes a part of a join in its place in the result. That place may depend on a number of rows that "
+        "is known at run time only. The code may use this number before it defines it: UnboundLocalError.",
         "https://github.com/pytorch/pytorch/pull/191615 does so for the result; the offset of a part, which is not in "
         "its layout's size and strides, is to be counted among the symbols that it uses as well.",
         "2.11 - 2.15",
@@ -381,8 +385,8 @@ OF_A_COMPILATION = (
     Patch(
         "batched_products_by_hint",
         "torch._inductor.lowering.lowerings[aten.bmm]",
-        "On CPUs the lowering asks of the factors whether they have one row, to copy those that the kernel would copy. "
-        "Of rows of which a run gives the number it cannot be told.",
+        "On CPUs the lowering asks whether the factors have one row, to copy those that the kernel would copy. If the "
+        "number of rows is known at run time only, the lowering fails.",
         "The CPU lowering of bmm guards on sizes of 1 (is_contiguous_strides_for_shape of factors) with "
         "backed_size_oblivious; statically_known_true would do.",
         "2.11 - 2.15",
@@ -392,8 +396,8 @@ OF_A_COMPILATION = (
         "clamped_ends",
         "torch._inductor.sizevars.SizeVarAllocator.evaluate_min, evaluate_max; "
         "torch._inductor.ir.SliceView.normalize_start_end",
-        "Where ends of a slice are clamped, Inductor takes one of both and guards on that, or gives up. Where it "
-        "leaves formulas, it makes no numbers of them.",
+        "When Inductor clamps the end of a slice, it picks one of two sizes with a guard, or gives up. When it keeps "
+        "the formula, it does not evaluate it to a number.",
         "https://github.com/pytorch/pytorch/pull/175819 (Min and Max are left where nothing is known); "
         "MinMaxBase.factor_minmax leaves Max(3, 6) unevaluated in Min(s, Max(3, 6)), and SymNode.compute_hint raises "
         "TypeError: Expected a number but got FloorDiv.",
@@ -405,22 +409,22 @@ OF_A_COMPILATION = (
     Patch(
         "parts_to_the_end",
         "torch._inductor.lowering.lowerings[aten.slice.Tensor]",
-        "A part that goes on to the end of a dim says so by the largest number. Where a run gives the extent, Inductor "
-        "takes that end for unknown, which the trace did not: the graph is not compiled.",
+        "A slice to the end of a dim has the largest integer as its end. If the extent is known at run time only, "
+        "Inductor treats that end as unknown. The trace did not, and the compilation fails.",
         "https://github.com/pytorch/pytorch/issues/174340; torch 2.12 takes sys.maxsize for the extent, as the fake "
         "kernel of aten.slice did before. KeyError: 'unbacked_bindings'.",
         "2.11",
         parts_to_the_end,
     ),
 )
-"""Put in when a compilation meets the first block of unknown size, and put back when it ends."""
+"""Put in when a compilation meets its first block of unknown size, and taken out when it ends."""
 
 OF_A_TRACE = (
     Patch(
         "decisions_where_guards_are_suppressed",
         "ShapeEnv.suppress_guards",
-        "AOTAutograd compares the strides of saved activations with those that Inductor chose. With the switch on it "
-        "takes them for different, and bakes the strides of the first call into the backward graph.",
+        "AOTAutograd compares the strides of saved activations with those that Inductor chose. With the switch on, "
+        "they count as different, and the backward graph gets the strides of the first call as constants.",
         "suppress_guards() with backed_size_oblivious: comparisons that may use hints without leaving a guard are "
         "answered False instead.",
         "2.11 - 2.15",
@@ -429,18 +433,18 @@ OF_A_TRACE = (
     Patch(
         "symbols_of_blocks",
         "ShapeEnv.create_symbol, _produce_dyn_sizes_from_int_tuple, _compute_symbolic_stride",
-        "Torch makes symbols from the numbers of this rank's block, and takes equal numbers for one size. Ranks have "
-        "other numbers, and would trace and guard something else.",
+        "Torch makes symbols from the numbers of this rank's block, and gives equal numbers one symbol. Other ranks "
+        "have other numbers, so they would get other graphs and guards.",
         "Duck shaping has no way to say that dims with equal hints are different (or that dims with different hints "
         "are one) for some inputs only; a tensor subclass needs it for its inner tensors.",
         "2.11 - 2.15",
         name_symbols_of_blocks,
     ),
 )
-"""Put into the symbols of a trace, which live as long as they do."""
+"""Put into the `ShapeEnv` of a trace. They live as long as it does."""
 
 
 def all_patches() -> tuple[Patch, ...]:
-    """Those above, and those that were put in for good."""
+    """The patches of a compilation, and those that stay until the process ends."""
     stated = (*OF_RANKS_ALIKE, *OF_A_COMPILATION, *OF_A_TRACE, *OF_COLLECTIVES)
     return tuple(dict.fromkeys((*stated, *in_place())))

@@ -1,12 +1,12 @@
-"""What is put in the place of torch's functions while a graph with blocks is compiled. `patches` says why."""
+"""Replacements for functions of torch while a graph with blocks is compiled. `patches` gives the reasons."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, MutableSet, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, MutableSet, Sequence
+from typing import TYPE_CHECKING, TypeVar
 from unittest import mock
 
 import sympy
@@ -30,16 +30,25 @@ from torch.utils._sympy.symbol import (
     symbol_is_type,  # 2.11 - 2.15
 )
 
-from shardcompile.compat.late_sizes import tracing_again
+from shardcompile.compat.late_sizes import retry_traces
 from shardcompile.compat.patch import replace
-from shardcompile.compat.sizes import is_unbacked, size_hint
+from shardcompile.compat.sizes import Formula, IntLike, is_unbacked, size_hint
 from shardcompile.compat.tracing import UNKNOWN_SIZE
+
+if TYPE_CHECKING:
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen  # 2.11 - 2.15
+    from torch._inductor.ir import AssertScalar, NonOwningLayout, TensorBox  # 2.11 - 2.15
+    from torch._inductor.sizevars import SizeVarAllocator  # 2.11 - 2.15
+    from torch.utils._ordered_set import OrderedSet  # 2.11 - 2.15
+
+Symbols = Callable[..., "OrderedSet[sympy.Symbol]"]
+_T = TypeVar("_T")
 
 
 def without_guards(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-    """Where `x` is part of a trace: take decisions on symbolic sizes by their hints, and install no guards for them.
+    """If `x` is part of a trace, decide on symbolic sizes by their hints inside the context, and install no guards.
 
-    For what has no influence on the graph, such as checks that can only raise.
+    This is for code that does not change the graph, such as checks that can only raise.
     """
     mode = detect_fake_mode([x])
     if mode is None or mode.shape_env is None:
@@ -80,11 +89,10 @@ def collectives_stay(stack: contextlib.ExitStack) -> None:
 
 
 def traces_agree(stack: contextlib.ExitStack) -> None:
-    replace(stack, common, "aot_module_simplified", tracing_again)  # 2.11 - 2.15
+    replace(stack, common, "aot_module_simplified", retry_traces)  # 2.11 - 2.15
 
 
 def buffers_vary(stack: contextlib.ExitStack) -> None:
-    """Have Dynamo take a sharded buffer of a module as it takes a sharded input: any cut, by one graph."""
     # Heavy, and only a compilation needs it.
     from torch._dynamo.variables import builder  # 2.11 - 2.15
 
@@ -106,7 +114,6 @@ def fill_order_by_hint(stack: contextlib.ExitStack) -> None:
 
 
 def asserts_of_known_sizes(stack: contextlib.ExitStack) -> None:
-    """See `shardcompile.compat.patches`."""
     # Heavy, and only a compilation needs it.
     from torch._inductor import ir
 
@@ -114,7 +121,6 @@ def asserts_of_known_sizes(stack: contextlib.ExitStack) -> None:
 
 
 def places_of_parts(stack: contextlib.ExitStack) -> None:
-    """See `shardcompile.compat.patches`."""
     # Heavy, and only a compilation needs it.
     from torch._inductor import ir
 
@@ -151,8 +157,10 @@ def parts_to_the_end(stack: contextlib.ExitStack) -> None:
     stack.callback(lowerings.__setitem__, part, found)
 
 
-def _unless_sharded(is_static: Callable[..., Any]) -> Callable[..., Any]:
-    def static(tensor: Any, is_tensor: bool, *args: Any, **kwargs: Any) -> Any:
+def _unless_sharded(is_static: Callable[..., tuple[bool, object]]) -> Callable[..., tuple[bool, object]]:
+    """Have Dynamo trace a sharded buffer of a module like a sharded input: one graph for every cut."""
+
+    def static(tensor: object, is_tensor: bool, *args: object, **kwargs: object) -> tuple[bool, object]:
         if is_tensor and getattr(tensor, "_is_static", True) is False:
             return False, None
         return is_static(tensor, is_tensor, *args, **kwargs)
@@ -161,18 +169,18 @@ def _unless_sharded(is_static: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _where_they_were_traced(save_collectives: Callable[..., None]) -> Callable[..., None]:
-    """Have the backward graph hold the collectives of the backward pass, those that depend on no gradient included.
+    """Keep all collectives of the backward pass in the backward graph, even those that depend on no gradient.
 
-    The partitioner would move such a one to the forward graph or not, by the sizes of what is to be saved: ranks that
-    know their own blocks as numbers would decide otherwise, and wait for one another. It moved one copy and left the
-    other in the backward graph, where nothing reads it: nothing that waits is taken for dead code.
+    The partitioner would decide by the sizes of saved tensors whether to move such a collective to the forward graph.
+    Ranks that know their blocks as numbers would decide differently, and wait for one another. The partitioner would
+    also leave a copy in the backward graph that nothing reads, since a wait does not count as dead code.
     """
 
     def save(joint: GraphModule) -> None:
         save_collectives(joint)
         for node in _waits(joint):
             parts = (node, *node.all_input_nodes)
-            # Torch 2.14 waits in the backward pass again for what the forward pass has sent.
+            # Torch 2.14 repeats in the backward pass the wait for a collective of the forward pass.
             if all(part.meta.get("partitioner_tag") == "is_backward" for part in parts):  # 2.11 - 2.15
                 for part in parts:
                     part.meta["partitioner_tag"] = "must_be_in_backward"
@@ -181,14 +189,14 @@ def _where_they_were_traced(save_collectives: Callable[..., None]) -> Callable[.
 
 
 def _once(extract: Callable[..., tuple[GraphModule, GraphModule]]) -> Callable[..., object]:
-    """Have the backward graph not repeat collectives of the forward pass of which it reads nothing.
+    """Remove collectives of the forward pass from the backward graph if it does not read their results.
 
-    The partitioner keeps each wait that the backward graph could compute. It can compute one where what is sent depends
-    on no input: on ranks that hold zeros of a pending sum, where another rank holds the values.
+    The partitioner keeps each wait that the backward graph can compute. It can compute a wait if the payload depends on
+    no input. Such a payload is the zeros that most ranks hold of a partial sum, while one rank holds the values.
     """
 
     @functools.wraps(extract)
-    def extract_modules(joint: GraphModule, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    def extract_modules(joint: GraphModule, *args: object, **kwargs: object) -> tuple[GraphModule, GraphModule]:
         forward, backward = extract(joint, *args, **kwargs)
         sent = {node.name for node in _waits(forward)}
         repeated = [node for node in _waits(backward) if node.name in sent and not node.users]
@@ -207,19 +215,21 @@ def _waits(module: GraphModule) -> list[Node]:
     return [*module.graph.find_nodes(op="call_function", target=wait)]
 
 
-def _and_of_the_view(symbols: Callable[..., Any]) -> Callable[..., Any]:
-    def of_layout(layout: Any, unbacked_only: bool = False) -> Any:
-        """Those of the tensor that a part lies in, and those that say where."""
+def _and_of_the_view(symbols: Symbols) -> Symbols:
+    """The symbols of the tensor that a part lies in, with those of the part's place in it."""
+
+    def of_layout(layout: NonOwningLayout, unbacked_only: bool = False) -> OrderedSet[sympy.Symbol]:
         return symbols(layout, unbacked_only) | layout.view.get_free_symbol_uses(unbacked_only)
 
     return of_layout
 
 
 def answer_by_hint(check: Callable[..., object]) -> Callable[..., object]:
-    """A question about a tensor, answered by hints without guards, which would hold on some ranks only.
+    """Have a function of a tensor decide by hints, without guards that would hold on some ranks only.
 
-    For a check that can only raise: Inductor copies blocks where it lowers `select`. And for the memory format of a
-    convolution's result: it asks whether there is more than one image, and where there is one, formats are the same.
+    One such function is a check that can only raise, when Inductor copies a block to lower `select`. Another chooses
+    the memory format of a convolution's result by whether there is more than one image. With one image, all formats are
+    the same.
     """
 
     def checked(x: torch.Tensor, *args: object) -> object:
@@ -230,7 +240,7 @@ def answer_by_hint(check: Callable[..., object]) -> Callable[..., object]:
 
 
 def _comparing_by_hint(decide: Callable[..., bool]) -> Callable[..., bool]:
-    """A question about sizes and strides that leaves no guards; it stays as oblivious of sizes of 1 as it is."""
+    """Have a function of sizes and strides leave no guards. The switch for sizes of 0 and 1 stays as it is."""
 
     def decided(shape: Sequence[object], strides: Sequence[object]) -> bool:
         env = next((size.node.shape_env for size in (*shape, *strides) if isinstance(size, torch.SymInt)), None)
@@ -241,9 +251,9 @@ def _comparing_by_hint(decide: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _with_numbers_of_symbols(init: Callable[..., None]) -> Callable[..., None]:
-    """Have an assert of generated code name no symbol that a guard has made a number: no input defines it any more."""
+    """Put numbers for specialised symbols into an assert of generated code, since no input defines them any more."""
 
-    def made(self: Any, scalar: Any, msg: str) -> None:
+    def made(self: AssertScalar, scalar: Formula, msg: str) -> None:
         found = V.graph.sizevars.shape_env.replacements
         numbers = {s: found[s] for s in scalar.free_symbols if s in found and found[s].is_number}
         init(self, scalar.xreplace(numbers), msg)
@@ -252,11 +262,10 @@ def _with_numbers_of_symbols(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _lower_by_hint(lowering: Callable[..., object]) -> Callable[..., object]:
-    """Have Inductor lower an op by hints, without guards.
+    """Have Inductor lower a batched product by hints, without guards.
 
-    On CPUs it asks of the factors of a batched product whether they have one row, to copy those that the kernel would
-    copy. Either answer is right for all sizes. Of sizes that only a run gives it could not be told: the factors that it
-    looks at have numbers in their place.
+    On CPUs it asks whether the factors have one row, to copy those that the kernel would copy. Either answer is right
+    for all sizes. Sizes that are known at run time only have no answer, so the lowering sees hints in their place.
     """
 
     def lower(*args: object, **kwargs: object) -> object:
@@ -277,19 +286,19 @@ def _of_hinted_sizes(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(size, stride, dtype=x.dtype, device="meta")
 
 
-def _one_of_two_if_known(formula: Any, which: int) -> Callable[..., object]:
-    """Inductor's `evaluate_min` or `evaluate_max`, which leaves a formula where it is not known which size it is.
+def _one_of_two_if_known(formula: Callable[[Formula, Formula], Formula], which: int) -> Callable[..., Formula]:
+    """Inductor's `evaluate_min` or `evaluate_max`, which returns a formula if it does not know which size to pick.
 
-    Where ends of a slice are clamped, Inductor takes one of both, and guards on that. With guards only from what holds
-    for all sizes it finds neither and gives up ("evaluate_min ... with unbacked symints"), and before that it takes a
-    size for the smaller one that divides the other: a multiple of it may be 0.
+    When Inductor clamps the end of a slice, it picks one of two sizes and guards on that. Without such guards it gives
+    up ("evaluate_min ... with unbacked symints"). Before that, it takes a size that divides the other for the smaller
+    one, although the other may be 0.
 
     Args:
-        formula: of both sizes.
-        which: of the sizes in ascending order is wanted.
+        formula: `Min` or `Max`.
+        which: the index of the wanted size, in ascending order.
     """
 
-    def evaluate(self: Any, left: Any, right: Any) -> object:
+    def evaluate(self: SizeVarAllocator, left: Formula, right: Formula) -> Formula:
         left, right = (sympy.sympify(x).xreplace(self.inv_precomputed_replacements) for x in (left, right))
         for in_order in ((left, right), (right, left)):
             if self.statically_known_leq(*in_order):
@@ -299,40 +308,47 @@ def _one_of_two_if_known(formula: Any, which: int) -> Callable[..., object]:
     return evaluate
 
 
-def _with_numbers_worked_out(ends_of: Callable[..., Any]) -> Callable[..., object]:
-    """Evaluate what torch leaves unevaluated in the formulas of a slice's ends.
+def _with_numbers_worked_out(ends_of: Callable[..., Iterable[Formula]]) -> Callable[..., tuple[Formula, ...]]:
+    """Evaluate the terms that torch leaves unevaluated in the formulas of a slice's ends.
 
-    It factors out what two formulas have in common, and leaves Max(3, 6) in Min(s, Max(3, 6)). Put in a number for s,
-    and that is still no number.
+    Torch factors out what two formulas have in common, and leaves Max(3, 6) in Min(s, Max(3, 6)). With a number for s
+    the formula is still no number.
     """
 
-    def ends(*args: object) -> object:
+    def ends(*args: object) -> tuple[Formula, ...]:
         return tuple(sympy.sympify(end).doit() for end in ends_of(*args))
 
     return ends
 
 
 def _to_the_extent(lowering: Callable[..., object]) -> Callable[..., object]:
-    """Have a part that ends at the largest number end at the extent."""
+    """Have a slice whose end is the largest integer end at the extent."""
 
-    def lower(x: Any, dim: int = 0, start: Any = 0, end: Any = None, step: Any = 1) -> object:
+    def lower(x: TensorBox, dim: int = 0, start: Formula = 0, end: Formula | None = None, step: Formula = 1) -> object:
         return lowering(x, dim, start, x.get_size()[dim] if end == sys.maxsize else end, step)
 
     return lower
 
 
 def _by_both_names(assign: Callable[..., None]) -> Callable[..., None]:
-    """Have generated code name a size also by the symbol that took the place of its own.
+    """Have generated code define a size also under the symbol that replaced its own.
 
-    The gradient that an input has already brings a symbol of its own for the same size. Which of the two replaces the
-    other is a matter of their names, and code of torch before 2.15 knows only the input's.
+    An input may come with a gradient, which has its own symbol for the same size. The names decide which of the two
+    symbols replaces the other, but torch before 2.15 defines only the input's.
     """
 
-    def assigned(self: Any, name: str, value: Any, bound_vars: Any, *rest: Any, **options: Any) -> None:
+    def assigned(
+        self: PythonWrapperCodegen,
+        name: str,
+        value: object,
+        bound_vars: MutableSet[sympy.Symbol],
+        *rest: object,
+        **options: object,
+    ) -> None:
         assign(self, name, value, bound_vars, *rest, **options)
         for symbol in list(bound_vars):
             other = V.graph.sizevars.simplify(symbol)
-            if not isinstance(other, sympy.Symbol):  # a number by now, or what another symbol is multiplied with
+            if not isinstance(other, sympy.Symbol):  # a number by now, or a multiple of another symbol
                 continue
             if other not in bound_vars and symbol_is_type(other, SymT.SIZE):
                 self.prefix.writeline(f"{other} = {symbol}")
@@ -342,14 +358,14 @@ def _by_both_names(assign: Callable[..., None]) -> Callable[..., None]:
 
 
 def _without_comparing(stride_of_view: Callable[..., object]) -> Callable[..., object]:
-    """Have Inductor take strides for different, where it lowers a view, unless they are equal for all sizes.
+    """When Inductor lowers a view, have it treat strides as different unless they are equal for all sizes.
 
-    It asks for the size of a block otherwise, and what it finds is a guard that holds on some ranks only.
+    It would ask for the size of a block otherwise, with a guard that holds on some ranks only.
     """
     # Heavy, and only a compilation needs it.
     from torch._inductor.graph import GraphLowering  # 2.11 - 2.15
 
-    def strides(*args: object, size_oblivious: bool = False, **kwargs: object) -> Any:
+    def strides(*args: object, size_oblivious: bool = False, **kwargs: object) -> object:
         oblivious = size_oblivious or isinstance(V.graph, GraphLowering)
         return stride_of_view(*args, size_oblivious=oblivious, **kwargs)
 
@@ -357,7 +373,7 @@ def _without_comparing(stride_of_view: Callable[..., object]) -> Callable[..., o
 
 
 def _of_known_strides(find: Callable[[object], MutableSet[torch.fx.Node]]) -> Callable[[object], object]:
-    """Leave out those whose strides would depend on symbols, with the channels last."""
+    """Leave out nodes whose strides with the channels last would depend on symbols."""
 
     def found(graph: object) -> object:
         nodes = find(graph)
@@ -370,30 +386,30 @@ def _of_known_strides(find: Callable[[object], MutableSet[torch.fx.Node]]) -> Ca
     return found
 
 
-def _sort_by_hint(fill_order: Callable[..., Any]) -> Callable[..., object]:
+def _sort_by_hint(fill_order: Callable[..., _T]) -> Callable[..., _T]:
     """Have Inductor sort strides by their hints, which are the same on every rank and larger than 1.
 
-    It would compare them, and leave guards that a block of one row breaks. Where a dim has extent 0 or 1, its stride
-    may stand anywhere in the order.
+    It would compare them, and leave guards that a block of one row fails. The stride of a dim of extent 0 or 1 may
+    stand anywhere in the order.
     """
 
-    def order(strides: Sequence[Any], shape_env: ShapeEnv | None = None) -> Any:
+    def order(strides: Sequence[IntLike], shape_env: ShapeEnv | None = None) -> _T:
         of_strides = next((s.node.shape_env for s in strides if isinstance(s, torch.SymInt)), shape_env)
         if of_strides is None:
             return fill_order(strides)
         with of_strides.suppress_guards():
-            # Those that a run gives have no hints; torch compares them in another way if it is given the environment.
+            # Strides known at run time only have no hints. With `shape_env`, torch compares them in another way.
             unknown = any(isinstance(s, torch.SymInt) and is_unbacked(s) for s in strides)
             try:
                 return fill_order(strides, of_strides if unknown else shape_env)
-            except UNKNOWN_SIZE:  # 2.11 - 2.12 have no hints for what only a run tells
+            except UNKNOWN_SIZE:  # 2.11 - 2.12
                 return fill_order([size_hint(s) for s in strides])
 
     return order
 
 
-def decide_by_hint_where_guards_are_suppressed(shape_env: Any) -> None:
-    """Turn the switch off inside of ``shape_env.suppress_guards()``, where a decision by hint leaves no guard."""
+def decide_by_hint_where_guards_are_suppressed(shape_env: ShapeEnv) -> None:
+    """Turn the switch off inside ``shape_env.suppress_guards()``, where a decision by hint leaves no guard."""
     suppress = shape_env.suppress_guards
 
     @contextlib.contextmanager
@@ -406,4 +422,4 @@ def decide_by_hint_where_guards_are_suppressed(shape_env: Any) -> None:
         finally:
             _symbolic_shapes_config.backed_size_oblivious = before
 
-    shape_env.suppress_guards = suppress_and_decide
+    vars(shape_env)["suppress_guards"] = suppress_and_decide

@@ -1,4 +1,4 @@
-"""What the forward pass saves for the backward pass. `patches` says why."""
+"""Changes to what the forward pass saves for the backward pass. `patches` gives the reasons."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def sizes_of_saved_products(stack: contextlib.ExitStack) -> None:
 
 
 def _saving_symbols(extract: Callable[..., object]) -> Callable[..., object]:
-    """Have the forward graph save the symbols of which the sizes of saved tensors are made, where nothing tells them.
+    """Have the forward graph save the symbols in the sizes of saved tensors that nothing else defines.
 
-    The partitioner saves those that are inputs of the graph. The size of a block is none: the block is an input.
+    The partitioner saves symbols that are inputs of the graph. The size of a block is no input; the block is one.
     """
 
     @functools.wraps(extract)
@@ -45,9 +45,9 @@ def _saving_symbols(extract: Callable[..., object]) -> Callable[..., object]:
         find = partitioners.find_symbol_binding_fx_nodes  # 2.11 - 2.15
 
         def find_more(graph: Graph) -> dict[sympy.Symbol, Node]:
-            # A size that a gradient alone tells is asked of it in the backward graph; the forward graph cannot.
+            # Only the backward graph can read a size off a gradient.
             found = {s: n for s, n in find(graph).items() if not set(tangents).intersection(n.all_input_nodes)}
-            # The cache of graphs knows the saved sizes alone; tensors of the backward pass tell it nothing.
+            # For the cache of graphs, only the saved sizes define symbols; tensors of the backward pass do not.
             untold = (_untold([*saved, *tangents]) | _untold(saved_sym_nodes)) - found.keys()
             return {**found, **_sizes(graph, untold)} if untold else found
 
@@ -59,7 +59,7 @@ def _saving_symbols(extract: Callable[..., object]) -> Callable[..., object]:
 
 
 def _untold(saved: Sequence[Node]) -> set[sympy.Symbol]:
-    """The symbols in saved sizes, or in sizes and strides of saved tensors, that are none of these themselves."""
+    """The symbols in saved sizes, and in sizes and strides of saved tensors, that are not themselves among these."""
     values = [x.meta.get("val") for x in saved]
     numbers = [n for t in values for n in ((*t.shape, *t.stride()) if isinstance(t, Tensor) else (t,))]
     terms = [n.node.expr for n in numbers if isinstance(n, torch.SymInt)]
@@ -67,7 +67,7 @@ def _untold(saved: Sequence[Node]) -> set[sympy.Symbol]:
 
 
 def _sizes(graph: Graph, symbols: set[sympy.Symbol]) -> dict[sympy.Symbol, Node]:
-    """Nodes that ask inputs of a graph for sizes that are these symbols."""
+    """Add nodes that read these symbols off the sizes of a graph's inputs; returns a node for each symbol found."""
     found: dict[sympy.Symbol, Node] = {}
     inputs = graph.find_nodes(op="placeholder")
     with graph.inserting_after(inputs[-1]):
@@ -82,7 +82,7 @@ def _sizes(graph: Graph, symbols: set[sympy.Symbol]) -> dict[sympy.Symbol, Node]
 
 
 def _copying_what_is_written(extract: Callable[..., tuple[GraphModule, GraphModule]]) -> Callable[..., object]:
-    """Have the forward graph save a copy of an input that is written to afterwards, or of a view of one."""
+    """Have the forward graph save a copy of an input, or of a view of one, if something writes to the input later."""
 
     @functools.wraps(extract)
     def extract_modules(*args: object, num_fwd_outputs: int, **kwargs: object) -> tuple[GraphModule, GraphModule]:
@@ -98,14 +98,15 @@ def _copying_what_is_written(extract: Callable[..., tuple[GraphModule, GraphModu
 
 
 def _copies(graph: Graph, results: int) -> dict[str, Node]:
-    """Put copies in the place of what a forward graph saves and writes to.
+    """Have a forward graph save copies of the inputs that it saves and writes to.
 
     Args:
-        graph: of the forward pass. Its last nodes write to inputs; others are written to with results, after the call.
-        results: how many of its outputs are results; the others are saved.
+        graph: the forward graph. Its last nodes write to inputs. Other inputs get new values from results after the
+            call.
+        results: the number of outputs that are results. The other outputs are saved.
 
     Returns:
-        The copies by the name of what they are made of.
+        The copies, by the name of the copied node.
     """
     written = {
         source_of(node.args[0]) for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
@@ -129,7 +130,7 @@ def _copies(graph: Graph, results: int) -> dict[str, Node]:
 
 
 def _written_after_the_call(graph: Graph) -> set[object]:
-    """Inputs whose new values are results: those that have gradients afterwards, which a graph cannot give them."""
+    """The inputs whose new values are results of the graph, since they have gradients, which a graph cannot set."""
     results = [
         d.base if isinstance(d, SubclassGetAttrAOTOutput) else d for d in graph.output_node().meta.get("desc", ())
     ]
@@ -153,7 +154,7 @@ def _copy(graph: Graph, node: Node) -> Node:
 
 
 def source_of(node: object) -> object:
-    """The input, or the result of a kernel, whose memory a node shows."""
+    """The input, or the result of a kernel, that a node is a view of."""
     while isinstance(node, Node) and isinstance(node.target, OpOverload) and node.target.is_view:
         node = node.args[0]
     return node

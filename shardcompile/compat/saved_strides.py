@@ -1,11 +1,11 @@
-"""The strides of what the forward pass saves for the backward pass. `patches` says why."""
+"""The strides of the tensors that the forward pass saves for the backward pass. `patches` gives the reasons."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import sympy
 import torch
@@ -17,7 +17,10 @@ from torch._functorch._aot_autograd.subclass_utils import (
 from torch.utils._sympy.functions import Max  # 2.11 - 2.15
 
 from shardcompile.compat.patch import replace
-from shardcompile.compat.sizes import expression_of, is_unbacked
+from shardcompile.compat.sizes import Formula, IntLike, expression_of, is_unbacked
+
+if TYPE_CHECKING:
+    from torch._inductor.graph import GraphLowering  # 2.11 - 2.15
 
 
 def saved_behind_written(stack: contextlib.ExitStack) -> None:
@@ -25,14 +28,14 @@ def saved_behind_written(stack: contextlib.ExitStack) -> None:
 
 
 def _counting_what_is_written(compile_backward: Callable[..., object]) -> Callable[..., object]:
-    """Have AOTAutograd find the strides of what is saved behind those of all results of the forward pass."""
+    """Have AOTAutograd look up the strides of saved tensors after those of all results of the forward pass."""
 
     @functools.wraps(compile_backward)
     def compiled(
         module: object,
         of_blocks: SubclassMeta | None,
         metadata: ViewAndMutationMeta,
-        strides: list[Any] | None,
+        strides: list[object] | None,
         *rest: object,
     ) -> object:
         if of_blocks is not None and strides is not None:
@@ -51,13 +54,13 @@ def saved_as_traced(stack: contextlib.ExitStack) -> None:
     replace(stack, GraphLowering, "run_node", _keeping_orders)  # 2.11 - 2.15
 
 
-def _keeping_orders(lower: Callable[..., Any]) -> Callable[..., object]:
-    """Have Inductor keep the order of dims of results whose strides are known only when the graph runs."""
+def _keeping_orders(lower: Callable[..., object]) -> Callable[..., object]:
+    """Have Inductor keep the order of dims of results whose strides are known at run time only."""
     # Heavy, and only a compilation needs it.
     from torch._inductor import ir  # 2.11 - 2.15
 
     @functools.wraps(lower)
-    def lowered(graph: Any, node: torch.fx.Node) -> object:
+    def lowered(graph: GraphLowering, node: torch.fx.Node) -> object:
         result = lower(graph, node)
         value = node.meta.get("val")
         if not isinstance(result, ir.TensorBox) or not isinstance(value, torch.Tensor):
@@ -73,7 +76,7 @@ def _keeping_orders(lower: Callable[..., Any]) -> Callable[..., object]:
     return lowered
 
 
-def _formula(stride: Any) -> object:
-    """A stride as it is where no extent is 0."""
-    found: Any = sympy.sympify(expression_of(stride))
+def _formula(stride: IntLike | Formula) -> Formula:
+    """The formula of a stride if no extent is 0."""
+    found: Formula = sympy.sympify(expression_of(stride))
     return sympy.expand(found.replace(Max, lambda *terms: Max(*(t for t in terms if t != 1))))

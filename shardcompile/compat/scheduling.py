@@ -1,11 +1,14 @@
-"""What Inductor knows of reads and writes, of memory, and of dims of one row or none. `patches` says why."""
+"""Changes to what Inductor knows of reads and writes, of memory, and of extents of 0 and 1.
+
+`patches`, and the patches at the end, give the reasons.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import sympy
@@ -13,9 +16,13 @@ import sympy
 from shardcompile.compat.patch import Patch, replace
 
 if TYPE_CHECKING:
-    from torch._inductor.ir import ExpandView  # 2.11 - 2.15
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen  # 2.11 - 2.15
+    from torch._inductor.ir import ComputedBuffer, ExpandView, TensorBox  # 2.11 - 2.15
+    from torch._inductor.scheduler import SchedulerBuffer, SchedulerNode  # 2.11 - 2.15
+    from torch.utils._ordered_set import OrderedSet  # 2.11 - 2.15
 
 Reindexer = Callable[[Sequence[sympy.Expr]], Sequence[sympy.Expr]]
+Symbols = Callable[..., "OrderedSet[sympy.Symbol]"]
 
 
 def reads_after_writes(stack: contextlib.ExitStack) -> None:
@@ -53,13 +60,13 @@ def numbers_of_written_rows(stack: contextlib.ExitStack) -> None:
     replace(stack, ComputedBuffer, "get_free_symbol_uses", _and_of_indices)  # 2.11 - 2.15
 
 
-def _and_of_indices(symbols: Callable[..., Any]) -> Callable[..., object]:
-    """Have a loop use the symbols also from which it works out where it writes."""
+def _and_of_indices(symbols: Symbols) -> Symbols:
+    """Have the symbols that a loop uses include those of the indices that it computes itself."""
     # Heavy, and only a compilation needs it.
     from torch._inductor.ir import get_free_symbols  # 2.11 - 2.15
 
     @functools.wraps(symbols)
-    def used(buffer: Any, unbacked_only: bool = False) -> object:
+    def used(buffer: ComputedBuffer, unbacked_only: bool = False) -> OrderedSet[sympy.Symbol]:
         found = symbols(buffer, unbacked_only)
         if buffer.has_store_function():
             for computed in buffer.get_read_writes().index_exprs:
@@ -70,12 +77,12 @@ def _and_of_indices(symbols: Callable[..., Any]) -> Callable[..., object]:
 
 
 def _leaving_it_to_the_run(look_up: Callable[..., object]) -> Callable[..., object]:
-    """Have a lookup in a block without rows be refused by the run, if it looks anything up, and not by its lowering."""
+    """Have a lookup in a block without rows fail at run time, if there is an index, and not in its lowering."""
     # Heavy, and only a compilation needs it.
     from torch._inductor import lowering
 
     @functools.wraps(look_up)
-    def looked_up(x: Any, indices: Sequence[Any], check: bool, wrap_neg: bool = True) -> object:
+    def looked_up(x: TensorBox, indices: Sequence[TensorBox | None], check: bool, wrap_neg: bool = True) -> object:
         at = [(n, i) for n, i in zip(x.get_size(), indices, strict=False) if i is not None]
         counts = [n for _, i in at for n in i.get_size()]
         if not check or all(n != 0 for n, _ in at) or all(isinstance(n, (int, sympy.Integer)) for n in counts):
@@ -92,7 +99,7 @@ def _with_check(index: Callable[..., object], *args: object, **kwargs: object) -
 
 
 def _of_dims_known_to_be_one(make: Callable[..., Reindexer]) -> Callable[..., Reindexer]:
-    """Have a dim be read at 0 where guards say that its extent is 1, and not only where it is the number."""
+    """Read a dim at index 0 if guards say that its extent is 1, and not only if the extent is the number 1."""
     # Heavy, and only a compilation needs it.
     from torch._inductor.virtualized import V  # 2.11 - 2.15
 
@@ -110,10 +117,10 @@ def _of_dims_known_to_be_one(make: Callable[..., Reindexer]) -> Callable[..., Re
 
 
 def _unless_another_owns_it(can_reuse: Callable[..., bool]) -> Callable[..., bool]:
-    """Have no result take over memory that belongs to another buffer."""
+    """Forbid a result to reuse the memory of a buffer that is a view of another buffer."""
 
     @functools.wraps(can_reuse)
-    def reusable(wrapper: Any, buffer: Any, result: Any = None) -> bool:
+    def reusable(wrapper: PythonWrapperCodegen, buffer: SchedulerBuffer, result: object = None) -> bool:
         if result is not None and buffer.node is not None and buffer.node.get_inputs_that_alias_output():
             return False
         return can_reuse(wrapper, buffer, result)
@@ -122,17 +129,17 @@ def _unless_another_owns_it(can_reuse: Callable[..., bool]) -> Callable[..., boo
 
 
 def _keeping_orders(compute: Callable[..., None]) -> Callable[..., None]:
-    """Have a node keep what it has to wait for when its loops are made anew."""
+    """Have a node keep the writes that it must run after when Inductor makes its loops anew."""
     # Heavy, and only a compilation needs it.
-    from torch._inductor.dependencies import StarDep, WeakDep  # 2.11 - 2.15
+    from torch._inductor.dependencies import Dep, StarDep, WeakDep  # 2.11 - 2.15
     from torch.utils._ordered_set import OrderedSet  # 2.11 - 2.15
 
     @functools.wraps(compute)
-    def computed(node: Any, *args: object, **kwargs: object) -> None:
+    def computed(node: SchedulerNode, *args: object, **kwargs: object) -> None:
         before = getattr(node, "read_writes", None)  # a new node has none
         compute(node, *args, **kwargs)
         if before is not None:
-            added = OrderedSet(d for d in before.reads if isinstance(d, StarDep | WeakDep))
+            added: OrderedSet[Dep] = OrderedSet(d for d in before.reads if isinstance(d, StarDep | WeakDep))
             node.set_read_writes(node.read_writes.with_read(added).rename(node.mutation_renames))
 
     return computed
@@ -141,10 +148,10 @@ def _keeping_orders(compute: Callable[..., None]) -> Callable[..., None]:
 NUMBERS_OF_WRITTEN_ROWS = Patch(
     "numbers_of_written_rows",
     "torch._inductor.ir.ComputedBuffer.get_free_symbol_uses",
-    "Rows are written by numbers that the same loop works out. Where these begin at one that a run gives, the code may "
-    "name it before it asks for it: UnboundLocalError.",
-    "ReadWrites.get_free_symbol_uses has the symbols of what is read and written, and not of index_exprs: what a loop "
-    "works out itself is an indirect index, and its symbols are in its expression alone.",
+    "A loop may compute the indices at which it writes rows. If they depend on a number that is known at run time "
+    "only, the code may use this number before it defines it: UnboundLocalError.",
+    "ReadWrites.get_free_symbol_uses has the symbols of reads and writes, but not of index_exprs: an index that a loop "
+    "computes itself is indirect, and its symbols are in its expression alone.",
     "2.11 - 2.15",
     numbers_of_written_rows,
 )
@@ -152,9 +159,9 @@ NUMBERS_OF_WRITTEN_ROWS = Patch(
 LOOKUPS_IN_NO_ROWS = Patch(
     "lookups_in_no_rows",
     "torch._inductor.lowering.index_impl_helper",
-    "A rank without rows serves lookups of other ranks: none, but how many is a number of the run. Inductor "
-    "refuses to compile that.",
-    "lowering of aten.index raises IndexError for a dim of 0 rows unless an extent of the index is the number 0; "
+    "A rank looks up rows for other ranks. A rank without rows looks up none, but the number of lookups is known at "
+    "run time only, so Inductor refuses to compile.",
+    "The lowering of aten.index raises IndexError for a dim of 0 rows unless an extent of the index is the number 0; "
     "it may be a symbol that is 0 when the graph runs.",
     "2.11 - 2.15",
     lookups_in_no_rows,

@@ -2,64 +2,71 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeAlias
 
 import sympy
 import torch
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import (
+    ShapeEnv,  # 2.11 - 2.15
     free_unbacked_symbols,  # 2.11 - 2.15
-    guard_or_false,  # 2.11 - 2.15
     statically_known_true,  # 2.11 - 2.15
 )
 
+IntLike = int | torch.SymInt
+"""A size, which is a symbol in a trace."""
+Formula: TypeAlias = sympy.Expr
+"""What torch knows of a size in a trace: a symbol, a number, or a formula of both."""
+
+
+def is_one(extent: object) -> bool:
+    """Whether an extent is the number 1. A symbol is not compared: the answer would become a guard."""
+    return isinstance(extent, int) and extent == 1
+
 
 def same_symbol(a: object, b: object) -> bool:
-    """Whether two sizes are equal; of those that get their value when the graph runs, whether they surely are.
+    """Whether two sizes are equal.
 
-    Installs a guard where the sizes are symbols whose values are known.
+    If the values of both are known, their comparison installs a guard. A symbol that gets its value when the graph runs
+    equals another size only if the two are equal for all values.
     """
     if a is b:
         return True
-    return surely(a == b) if is_unbacked(a) or is_unbacked(b) else bool(a == b)
+    return statically_known_true(a == b) if is_unbacked(a) or is_unbacked(b) else bool(a == b)
 
 
-def settle(size: object, number: int) -> None:
-    """Have a trace know a size by the number that it is on this rank, where other guards say so already.
+def specialise(size: object, number: int) -> None:
+    """Replace the symbol of a size by this rank's number, where other guards imply that number already.
 
-    It is not compared: its hint, which all ranks share, is another number on most of them.
+    The size and the number are not compared: the size has the same hint on all ranks, and the number differs by rank.
     """
     if not isinstance(size, torch.SymInt) or is_unbacked(size) or size.node.expr.is_number:
         return
-    expression: Any = size.node.expr
-    env: Any = size.node.shape_env
+    expression: sympy.Expr = size.node.expr
+    env: ShapeEnv = size.node.shape_env  # type: ignore[assignment,unused-ignore]  # torch 2.15: or None
     symbol, *others = expression.free_symbols
     factor, rest = expression.coeff(symbol), expression.xreplace({symbol: sympy.Integer(0)})
     if others or expression != factor * symbol + rest or factor == 0:
         return
     value = (number - rest) / factor
     env.backed_var_to_val[symbol] = value  # 2.12 - 2.15; `var_to_val` before
-    env.size_like.discard(symbol)  # what is may not become 0 or 1; 2.11 - 2.15
+    env.size_like.discard(symbol)  # a symbol that is size-like may not become 0 or 1; 2.11 - 2.15
     env._set_replacement(symbol, value, "the block of a known cut")  # 2.11 - 2.15
 
 
-def surely(condition: bool | torch.SymBool) -> bool:
-    """Whether a condition on sizes holds whatever the symbols in it are; installs no guard."""
-    return statically_known_true(condition)
-
-
-def guarded(condition: bool | torch.SymBool) -> bool:
-    """Whether a condition on sizes holds, with a guard; False if it depends on numbers that only a run gives."""
+def guard_or_false(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds. Installs a guard, or returns False if the value is known only at run time."""
     if isinstance(condition, torch.SymBool) and condition.node.has_hint():
-        return bool(condition)  # `guard_or_false` does not look at hints while sizes are traced obliviously
-    return guard_or_false(condition)
+        return bool(condition)  # torch's `guard_or_false` ignores hints while sizes are traced obliviously
+    return symbolic_shapes.guard_or_false(condition)  # 2.11 - 2.15
 
 
-def size_hint(value: Any, default: int = 64) -> int:
-    """The number to reckon with for a size that may be symbolic; installs no guard.
+def size_hint(value: IntLike, default: int = 64) -> int:
+    """The number to calculate with for a size that may be symbolic. Installs no guard.
 
     Args:
         value: the size.
-        default: for each symbol that gets its value when the graph runs.
+        default: the number for each symbol that gets its value when the graph runs.
     """
     if isinstance(value, int):
         return value
@@ -72,14 +79,14 @@ def size_hint(value: Any, default: int = 64) -> int:
     return int(hint)
 
 
-def suggest_hint(size: Any, number: int) -> None:
-    """Have `size_hint`, and Inductor, reckon with a number for a symbol that gets its value when the graph runs.
+def suggest_hint(size: object, number: int) -> None:
+    """Have `size_hint`, and Inductor, use a number as the hint of a symbol that gets its value when the graph runs.
 
     Args:
-        size: anything; only such a symbol is changed.
+        size: anything; the function changes nothing unless this is such a symbol.
         number: the same on every rank.
     """
-    if is_unbacked(size) and size.node.expr.is_symbol:
+    if isinstance(size, torch.SymInt) and is_unbacked(size) and size.node.expr.is_symbol:
         size.node.shape_env.var_to_hint_override[size.node.expr] = max(number, 2)  # 2.11 - 2.15
 
 
@@ -93,6 +100,6 @@ def is_unbacked(value: object) -> bool:
     return isinstance(value, torch.SymInt) and bool(free_unbacked_symbols(value))  # 2.11 - 2.15
 
 
-def expression_of(size: object) -> Any:
-    """The formula of a size that may be symbolic: hashable, and equal for sizes that surely are."""
+def expression_of(size: IntLike) -> Formula:
+    """The formula of a size that may be symbolic. It is hashable; sizes with equal formulas are equal."""
     return size.node.expr if isinstance(size, torch.SymInt) else size

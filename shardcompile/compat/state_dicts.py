@@ -1,7 +1,7 @@
-"""Private names of torch through which state dicts are gathered, copied and cut. Seen in torch 2.11 to 2.15.
+"""Private names of torch that gather, copy and cut state dicts. Seen in torch 2.11 to 2.15.
 
-The functions of ``torch.distributed.checkpoint.state_dict`` ask ``isinstance(x, DTensor)`` to tell tensors in blocks
-from plain ones. They would hand on ours as if they were plain.
+The functions of ``torch.distributed.checkpoint.state_dict`` ask ``isinstance(x, DTensor)`` to tell sharded tensors
+from plain ones. They would treat ours as plain.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.distributed import _state_dict_utils as _utils  # 2.11 - 2.15
@@ -18,16 +18,18 @@ from torch.distributed import _state_dict_utils as _utils  # 2.11 - 2.15
 from shardcompile.compat.patch import Patch, put_in_for_good
 
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
+_Sharded = TypeVar("_Sharded", bound=Tensor)
 
 
-def teach_state_dicts(sharded: type[Tensor], cut_like: Callable[[Tensor, Any], Any]) -> None:
+def teach_state_dicts(sharded: type[_Sharded], cut_like: Callable[[Tensor, _Sharded], _Sharded]) -> None:
     """Have torch's state-dict functions treat a class as they treat DTensor.
 
     Args:
-        sharded: the class; it has DTensor's `to`, `redistribute`, `to_local`, `device_mesh` and `placements`.
-        cut_like: of a full plain tensor and a sharded one: the full values in the layout of the sharded one.
+        sharded: the class. It has DTensor's `to`, `redistribute`, `to_local`, `device_mesh` and `placements`.
+        cut_like: takes a full plain tensor and a sharded one. It returns the full values in the layout of the sharded
+            one.
 
-    It is long because each of the patches says what it is for.
+    The function is long because each patch states its reason.
     """
     iterate, distribute, broadcast = (
         _utils._iterate_state_dict,
@@ -35,13 +37,13 @@ def teach_state_dicts(sharded: type[Tensor], cut_like: Callable[[Tensor, Any], A
         _utils._broadcast_tensors,
     )
 
-    def in_blocks(of_plain: Callable[..., Any], of_dtensor: Callable[..., Any]) -> Callable[..., object]:
+    def in_blocks(of_plain: Callable[..., object], of_dtensor: Callable[..., Tensor]) -> Callable[..., object]:
         @functools.wraps(of_plain)
         def act(value: object, *args: object) -> object:
             if not isinstance(value, sharded):
                 return of_plain(value, *args)
             found = of_dtensor(value, *args)
-            # torch broadcasts memory as it lies, into contiguous tensors of the other ranks.
+            # torch broadcasts the memory without regard to strides, into contiguous tensors of the other ranks.
             return found if isinstance(found, sharded) else found.contiguous()
 
         act.__shardcompile__ = True  # type: ignore[attr-defined]
@@ -49,14 +51,19 @@ def teach_state_dicts(sharded: type[Tensor], cut_like: Callable[[Tensor, Any], A
 
     @functools.wraps(iterate)
     def iterate_state_dict(
-        item: Any, of_sharded_tensor: Any, of_dtensor: Any, of_plain: Any, *args: Any, **kwargs: Any
+        item: object,
+        of_sharded_tensor: Callable[..., object],
+        of_dtensor: Callable[..., Tensor],
+        of_plain: Callable[..., object],
+        *args: Any,
+        **kwargs: Any,
     ) -> object:
         if not hasattr(of_plain, "__shardcompile__"):  # it calls itself
             of_plain = in_blocks(of_plain, of_dtensor)
         return iterate(item, of_sharded_tensor, of_dtensor, of_plain, *args, **kwargs)
 
     def cutting(put_full_values: Callable[..., None]) -> Callable[..., None]:
-        """A function of full values and of this rank's state dict, which it fills with them."""
+        """Cut the full values that torch's function puts into this rank's state dict."""
 
         @functools.wraps(put_full_values)
         def put(full: object, local: dict[str, object], *args: object, **kwargs: object) -> None:
@@ -73,10 +80,10 @@ def teach_state_dicts(sharded: type[Tensor], cut_like: Callable[[Tensor, Any], A
         Patch(
             "values_of_state_dicts",
             "torch.distributed._state_dict_utils._iterate_state_dict",
-            "get_state_dict with full_state_dict or cpu_offload hands on a block as if it were a plain tensor.",
+            "get_state_dict with full_state_dict or cpu_offload returns a block as if it were a plain tensor.",
             "https://github.com/pytorch/pytorch/pull/112837 made it so: "
-            "_iterate_state_dict tells tensors in blocks by isinstance of DTensor and ShardedTensor; it should ask for "
-            "a protocol (full_tensor, to), as checkpoints do (__create_write_items__).",
+            "_iterate_state_dict recognises sharded tensors by isinstance of DTensor and ShardedTensor; it should ask "
+            "for a protocol (full_tensor, to), as checkpoints do (__create_write_items__).",
             "2.11 - 2.15",
             _in_place_of(_iterate_state_dict=iterate_state_dict),
         ),
@@ -92,7 +99,7 @@ def teach_state_dicts(sharded: type[Tensor], cut_like: Callable[[Tensor, Any], A
 
 
 def _in_place_of(**functions: Callable[..., object]) -> Callable[[contextlib.ExitStack], None]:
-    """Puts functions in the place of torch's of the same names."""
+    """A `put_in` that replaces torch's functions of these names."""
 
     def put_in(stack: contextlib.ExitStack) -> None:
         for name, function in functions.items():
@@ -104,7 +111,7 @@ def _in_place_of(**functions: Callable[..., object]) -> Callable[[contextlib.Exi
 
 
 def _exchange(name: str, old: object, new: object) -> None:
-    """Exchange a function in the module that has it, and in that of its user, where that is loaded."""
+    """Replace a function in the module that defines it and in the module that imports it, if that is loaded."""
     for module in (_utils, sys.modules.get(_STATE_DICT)):
         if getattr(module, name, None) is old:
             setattr(module, name, new)

@@ -1,4 +1,4 @@
-"""How torch tells strides that are symbols: of results as a whole, and in which order they are."""
+"""How torch returns strides that are symbols, and how it finds their order."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta  # 2.11 - 2.15
 from torch._inductor.virtualized import V  # 2.11 - 2.15
 
 from shardcompile.compat.patch import Patch, put_in_for_good, replace
+from shardcompile.compat.sizes import IntLike
 from shardcompile.compat.tracing import UNKNOWN_SIZE
+
+if TYPE_CHECKING:
+    from torch._inductor.ir import Layout  # 2.11 - 2.15
 
 
 def strides_behind_sizes(stack: contextlib.ExitStack) -> None:
-    if torch.__version__ < "2.12":  # it runs in each call of what is compiled
+    if torch.__version__ < "2.12":  # the replacement runs in each call of a compiled function
         replace(stack, SubclassCreationMeta, "compute_outer_size_and_stride", lambda _: _sizes_and_then_strides)  # 2.11
 
 
@@ -28,18 +32,20 @@ def order_by_divisors(stack: contextlib.ExitStack) -> None:
     replace(stack, Layout, "is_stride_ordered", _or_by_divisors)  # 2.11 - 2.15
 
 
-def _sizes_and_then_strides(self: Any, all_args: Sequence[Any], *, curr_start_idx: int) -> tuple[tuple[Any, ...], ...]:
-    """The size and the strides of a tensor subclass, from those of a graph's values that follow its inner tensors."""
+def _sizes_and_then_strides(
+    self: SubclassCreationMeta, all_args: Sequence[IntLike], *, curr_start_idx: int
+) -> tuple[tuple[IntLike, ...], ...]:
+    """The size and the strides of a tensor subclass. A graph returns their symbols after the inner tensors."""
     symbols = iter(all_args[curr_start_idx:])
     stated = (self.outer_size, self.outer_stride)
     return tuple(tuple(next(symbols) if n is None else n for n in numbers) for numbers in stated)
 
 
 def _or_by_divisors(is_ordered: Callable[..., bool]) -> Callable[..., bool]:
-    """Have Inductor take strides for ordered where each surely divides the next, if it cannot compare them."""
+    """If Inductor cannot compare strides, have it treat them as ordered if each divides the next for all sizes."""
 
     @functools.wraps(is_ordered)
-    def ordered(layout: Any, order: Sequence[int]) -> bool:
+    def ordered(layout: Layout, order: Sequence[int]) -> bool:
         try:
             return is_ordered(layout, order)
         except UNKNOWN_SIZE:
@@ -56,8 +62,8 @@ put_in_for_good(
     Patch(
         "strides_behind_sizes",
         "torch._functorch._aot_autograd.schemas.SubclassCreationMeta.compute_outer_size_and_stride",
-        "Where they are symbols, a graph returns the size of a sharded result, then its strides. These are read where "
-        "the size stands: the result says other strides than its blocks have.",
+        "A graph returns the symbols in the size of a sharded result, then those in its strides. Torch reads the "
+        "strides from the place of the size, so the result reports other strides than its blocks have.",
         "https://github.com/pytorch/pytorch/pull/176740",
         "2.11",
         strides_behind_sizes,
@@ -67,8 +73,8 @@ put_in_for_good(
 ORDER_BY_DIVISORS = Patch(
     "order_by_divisors",
     "torch._inductor.ir.Layout.is_stride_ordered",
-    "Inductor asks whether a tensor is stored in the order of dims that an op needs, and compares strides. Those of "
-    "which a run gives the numbers cannot be compared, and the graph is not compiled.",
+    "Inductor compares strides to find out whether a tensor is stored in the order of dims that an op needs. It cannot "
+    "compare strides that are known at run time only, and does not compile the graph.",
     "https://github.com/pytorch/pytorch/issues/183834 is the same of get_stride_order. Torch 2.13 asks in "
     "is_stride_ordered whether one stride divides the other (_stride_expr_ge_or_false), and leaves no guard.",
     "2.11 - 2.12",

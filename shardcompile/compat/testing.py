@@ -13,7 +13,7 @@ from torch.utils._pytree import (  # 2.13 - 2.15
     tree_unflatten,
 )
 
-from shardcompile.compat.one_process import repeated_graphs
+from shardcompile.compat.one_process import count_repeated_graphs
 
 __all__ = [
     "default_tolerances",
@@ -27,13 +27,13 @@ __all__ = [
 
 
 def default_tolerances(dtype: torch.dtype) -> tuple[float, float]:
-    """Relative and absolute tolerance of `torch.testing.assert_close` for a dtype."""
+    """The relative and the absolute tolerance of `torch.testing.assert_close` for a dtype."""
     return _default_tolerances(dtype)
 
 
 def graphs_compiled() -> int:
-    """How many graphs Dynamo has handed to a backend; those of backward passes are not counted.
+    """The number of graphs that Dynamo has passed to a backend in this process, without those of backward passes.
 
-    In this process, as one rank: if ranks share it, a graph that each of them has compiled for itself counts once.
+    If ranks share the process, a graph that each of them has compiled for itself counts once.
     """
-    return int(_counters["stats"]["unique_graphs"]) - repeated_graphs()
+    return int(_counters["stats"]["unique_graphs"]) - count_repeated_graphs()

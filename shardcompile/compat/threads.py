@@ -1,4 +1,4 @@
-"""Which rank a thread is, where the ranks of a test are threads of one process, and who listens to which rank."""
+"""Which rank a thread is, if the ranks of a test are threads of one process, and listeners to one rank each."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _HERE = _Here()
 
 
 def be_rank(rank: int) -> None:
-    """Have this thread be a rank, for good."""
+    """Make this thread a rank for the rest of its life."""
     _HERE.rank = rank
 
 
 def rank_of_thread() -> int | None:
-    """The rank that this thread is; None where a process is one rank, in all of its threads."""
+    """The rank that this thread is; None if the whole process is one rank."""
     return _HERE.rank
 
 
@@ -41,13 +41,13 @@ _T = TypeVar("_T")
 
 
 class Listeners(Generic[_T]):
-    """Who is to be told of something, each by its rank alone, and patches of torch that are in place meanwhile.
+    """Listeners, each for what its own rank does, and the patches of torch that they need.
 
-    Ranks that are threads come and go in any order. Patches that each of them put in place for itself would not be
-    taken back in the opposite order.
+    Ranks that are threads come and go in any order. If each put in its own patches, they would not be taken out in
+    reverse order. So the patches go in with the first listener, and out with the last one.
 
     Args:
-        install: puts the patches in place, for as long as the stack that it is given is open.
+        install: puts in the patches, and pushes what takes them out onto the stack that it gets.
     """
 
     def __init__(self, install: Callable[[contextlib.ExitStack], None] = lambda patches: None) -> None:
@@ -57,7 +57,7 @@ class Listeners(Generic[_T]):
 
     @contextlib.contextmanager
     def with_one_more(self, listener: _T) -> Iterator[None]:
-        """Have somebody told inside of this, of what this rank does."""
+        """Inside the context, `listener` listens to what this rank does."""
         if not self._entries:
             self._install(self._patches)
         entry = (rank_of_thread(), listener)

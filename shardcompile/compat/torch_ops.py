@@ -10,12 +10,12 @@ from torch._decomp import decomposition_table  # 2.11 - 2.15
 
 
 def decomposition_of(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
-    """The op in terms of other ops, from torch's own table, or None."""
+    """The function that writes an op with other ops, from torch's own table, or None."""
     return decomposition_table.get(op)
 
 
 def decomposition_by_torch(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Torch's decomposition of an op that has one, as the table has it when it is called."""
+    """A function that looks up torch's decomposition of an op at each call, and calls it."""
 
     def decomposed(*args: object, **kwargs: object) -> object:
         function = decomposition_of(op)
@@ -45,5 +45,5 @@ def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | Non
 
 
 def kernel_of(op: torch._ops.OpOverload) -> Callable[..., object]:
-    """What `op(...)` calls, without the frame of Python around it."""
+    """The C++ function that `op(...)` calls, without the Python frame around it."""
     return op._op  # 2.11 - 2.15

@@ -1,4 +1,4 @@
-"""Whether something is traced, transformed or compiled, and how to step out of that. Seen in torch 2.11 to 2.15."""
+"""Whether code is traced, transformed or compiled, and how to step out of that. Seen in torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 UNKNOWN_OUTPUT_SHAPE = (DynamicOutputShapeException, DataDependentOutputException)
-"""What an op on fake tensors raises whose result depends on values."""
+"""The errors of an op on fake tensors whose result depends on values."""
 UNKNOWN_SIZE = GuardOnDataDependentSymNode
-"""What a trace raises where torch takes a decision by a size that only a run gives."""
+"""The error of a trace when torch must decide by a size that is known at run time only."""
 
 
 def in_backward_pass() -> bool:
-    """Whether autograd runs what runs now."""
+    """Whether this code runs inside a backward pass of autograd."""
     return torch._C._current_graph_task_id() != -1  # 2.11 - 2.15
 
 
 @contextlib.contextmanager
-def noted(**notes: str) -> Iterator[None]:
-    """Inside of it, nodes that are traced say why: ``node.meta["custom"]["shardcompile"]``.
+def annotate_nodes(**notes: str) -> Iterator[None]:
+    """Inside the context, traced nodes get these notes in ``node.meta["custom"]["shardcompile"]``.
 
-    In a backward pass ``["shardcompile_backward"]``, since AOTAutograd adds the forward node's notes to a backward one.
+    In a backward pass the key is ``"shardcompile_backward"``, since AOTAutograd copies the notes of a forward node to
+    its backward nodes.
     """
     key = "shardcompile_backward" if in_backward_pass() else "shardcompile"
     outer = fx_traceback.current_meta.get("custom", {}).get(key, {})  # 2.11 - 2.15
@@ -56,19 +57,19 @@ def noted(**notes: str) -> Iterator[None]:
 
 
 def is_traced() -> bool:
-    """Whether what runs now is written to a graph."""
+    """Whether a tracer records this code as a graph."""
     return get_proxy_mode() is not None
 
 
 def in_mode_of(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Enter the mode of a traced tensor, so that it can be computed with after the trace has left that mode.
+    """Enter the mode of a traced tensor again, to compute with the tensor after the trace has left the mode.
 
-    AOTAutograd (2.11 - 2.15) leaves it before it takes its arguments apart. Dynamo leaves the mode of fake tensors
-    before it looks at what a function returns.
+    AOTAutograd (2.11 - 2.15) leaves the functional mode before it takes arguments apart. Dynamo leaves the fake mode
+    before it looks at the results of a function.
     """
     if isinstance(x, FunctionalTensor):
         return contextlib.nullcontext() if _functional_mode() is not None else FunctionalTensorMode()
-    return faking_like(x)
+    return fake_mode_like(x)
 
 
 def _functional_mode() -> object:
@@ -76,37 +77,37 @@ def _functional_mode() -> object:
 
 
 def is_compiling() -> bool:
-    """Whether Dynamo is compiling something in this thread."""
+    """Whether Dynamo compiles a frame in this thread."""
     return CompileContext.try_get() is not None
 
 
 def is_transforming() -> bool:
-    """Whether a transform of `torch.func` is going on: vmap, grad, jvp and what is made of them."""
+    """Whether a transform of `torch.func` is active, such as vmap, grad or jvp."""
     return torch._C._are_functorch_transforms_active()  # 2.11 - 2.15
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[object]:
-    """Compute as if no transform of `torch.func` were going on, which would wrap what is made."""
+    """Inside the context, no transform of `torch.func` is active. An active one would wrap new tensors."""
     if not is_transforming():
         return contextlib.nullcontext()
     return temporarily_clear_interpreter_stack()
 
 
-def untraced() -> contextlib.AbstractContextManager[object]:
-    """Inside a trace: compute on fake tensors without leaving a node in the graph. See `retraced`."""
+def outside_trace() -> contextlib.AbstractContextManager[object]:
+    """Inside the context, ops on fake tensors leave no node in the graph. `retrace` adds nodes for sizes later."""
     stack = contextlib.ExitStack()
     stack.enter_context(disable_functional_mode())
     stack.enter_context(disable_proxy_modes_tracing())
     return stack
 
 
-def kept_with(mode: object) -> dict[object, object]:
-    """What is kept for as long as a mode of fake tensors lives: in the mode, since it may refer to it."""
+def memo_of(mode: object) -> dict[object, object]:
+    """A memo that lives as long as a fake mode. It is an attribute of the mode, since its entries may refer to that."""
     return mode.__dict__.setdefault("_shardcompile", {})  # type: ignore[no-any-return]
 
 
-def refusing_unknown_shapes(mode: FakeTensorMode, op: torch._ops.OpOverload) -> contextlib.AbstractContextManager[None]:
-    """Inside of it an op on fake tensors whose result has a shape that depends on values raises, in a trace as well."""
+def refuse_unknown_shapes(mode: FakeTensorMode, op: torch._ops.OpOverload) -> contextlib.AbstractContextManager[None]:
+    """Inside the context, even in a trace, a fake op raises if the shape of its result depends on values."""
     return contextlib.nullcontext() if mode.shape_env is None else _refuse(mode.shape_env, op)
 
 
@@ -120,7 +121,7 @@ def _refuse(shape_env: ShapeEnv, op: torch._ops.OpOverload) -> Iterator[None]:
         raise DynamicOutputShapeException(op)
 
 
-def faking_like(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Where `x` is fake, ops that take no tensor make fake ones, too, even if the mode is not on at the moment."""
+def fake_mode_like(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """The fake mode of `x`, so that ops without inputs make fake tensors, too. If `x` is not fake, a null context."""
     mode = detect_fake_mode([x]) if is_fake(x) and get_proxy_mode() is None else None
     return contextlib.nullcontext() if mode is None else mode

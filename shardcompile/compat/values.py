@@ -1,4 +1,4 @@
-"""Which tensors of a trace surely hold the same values, so that what follows from them is worked out once."""
+"""Which tensors of a trace hold equal values in every run, so that results that follow from them are computed once."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import statically_known_true  # 2.11 - 2.15
 
+from shardcompile.compat.sizes import IntLike
+from shardcompile.compat.symbols import Tracer
+
 aten = torch.ops.aten
 _T = TypeVar("_T")
 _DEPTH = 64
-"""How far back the nodes are compared that a tensor was computed by."""
+"""How many nodes back two computations are compared."""
 
 
 class _Memo:
-    """What is known of one graph that is being recorded."""
+    """What is known of one graph while it is recorded."""
 
     def __init__(self) -> None:
-        self.numbers: dict[Any, int] = {}
-        self.made: dict[Any, Any] = {}
+        self.numbers: dict[object, int] = {}
+        self.made: dict[object, Any] = {}
 
     def number(self, node: torch.fx.Node, depth: int = 0) -> int:
-        """A number that is the same for nodes that compute the same of the same inputs."""
+        """A number that is equal for nodes that compute the same function of the same inputs."""
         known = self.numbers.get(node)
         if known is None:
             known = self.numbers[node] = self._of_key(self._key(node, depth) if depth < _DEPTH else node)
@@ -45,7 +48,7 @@ class _Memo:
         if target.namespace != "aten" or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
             return node
         if target in _PARTS and _is_of_known_size(node.meta.get("val")):
-            return node  # of a block of known size other parts may be the same on some ranks only
+            return node  # parts of a block of known size may be equal on some ranks only
 
         def value(a: object) -> object:
             if isinstance(a, torch.fx.Node):
@@ -66,15 +69,15 @@ _MEMOS: weakref.WeakKeyDictionary[Any, _Memo] = weakref.WeakKeyDictionary()
 
 
 def once_for_value(x: torch.Tensor, what: tuple[object, ...], make: Callable[[], _T]) -> _T:
-    """What follows from a tensor's values: in a trace worked out once for all tensors that surely hold the same.
+    """Compute what follows from a tensor's values, in a trace once for all tensors that hold equal values in every run.
 
-    Ranks have to agree on which tensors these are. They do where the size of `x` is a symbol, which is the same on
-    all of them; where it is a number it may be that of this rank's block, and then nothing is shared.
+    Ranks must agree on which tensors these are. They agree if the size of `x` is a symbol, which all ranks share. If
+    the size is a number, it may be the size of this rank's block, and nothing is shared.
 
     Args:
         x: the tensor.
-        what: names what is worked out.
-        make: works it out.
+        what: the key of the result.
+        make: computes the result.
     """
     mode = None if _is_of_known_size(x) else get_proxy_mode()
     node = None if mode is None else _node_of(x, mode.tracer)
@@ -104,11 +107,11 @@ _REARRANGED = (
 
 
 def _same_elements(node: torch.fx.Node) -> torch.fx.Node:
-    """The first node with the elements of this one in their order, of those from which it was made by viewing."""
+    """The first of the nodes that this node is a view or a copy of, with the same elements in the same order."""
     found, elements = node, _elements(node)
     while node.op == "call_function" and (node.target in _REARRANGED or _undoes_expansion(node) or _is_all(node)):
         parent = node.args[0]
-        assert isinstance(parent, torch.fx.Node), "a view is one of a tensor"
+        assert isinstance(parent, torch.fx.Node), "the first argument of a view is a tensor"
         node = parent
         if statically_known_true(_elements(node) == elements):
             found = node
@@ -124,18 +127,18 @@ def _undoes_expansion(node: torch.fx.Node) -> bool:
 
 
 def _is_all(node: torch.fx.Node) -> bool:
-    """Whether a node takes all of a tensor."""
+    """Whether a slice takes the whole tensor."""
     if node.target is not aten.slice.Tensor:
         return False
     return statically_known_true(_elements(node) == _elements(node.args[0]))  # type: ignore[arg-type]
 
 
-def _elements(node: torch.fx.Node) -> Any:
+def _elements(node: torch.fx.Node) -> IntLike:
     return math.prod(node.meta["val"].shape)
 
 
-def _node_of(x: torch.Tensor, tracer: Any) -> torch.fx.Node | None:
-    """The node that gives a tensor in the graph that is being recorded; None if there is none."""
+def _node_of(x: torch.Tensor, tracer: Tracer) -> torch.fx.Node | None:
+    """The node that yields a tensor in the graph that is recorded, or None."""
     if isinstance(x, FunctionalTensor):
         torch._sync(x)
         x = torch._from_functional_tensor(x.elem)

@@ -1,4 +1,4 @@
-"""Worlds of process groups: what is kept for one is forgotten after it, the code that torch has compiled included."""
+"""Worlds of process groups. Caches of a world, the compiled code included, are cleared after its end."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ import sys
 import weakref
 from collections.abc import Callable
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch._C._dynamo.eval_frame import reset_code  # 2.11 - 2.15
 from torch._dynamo.convert_frame import compile_lock  # 2.11 - 2.15
 from torch._dynamo.source import GlobalStateSource  # 2.11 - 2.15
 from torch._dynamo.utils import orig_code_map  # 2.11 - 2.15
-from torch._guards import CompileContext, Guard, TracingContext  # 2.11 - 2.15
+from torch._guards import CompileContext, Guard, GuardBuilderBase, TracingContext  # 2.11 - 2.15
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # 2.11 - 2.15
 
 from shardcompile.compat.patch import Patch, put_in_for_good, replace
 
+if TYPE_CHECKING:
+    from torch._dynamo.guards import GuardBuilder  # 2.11 - 2.15
+
 __all__ = ["add_condition", "add_guard", "forget_with_world", "note_trace", "start_epoch", "world_epoch"]
 
-_world: Any = None
+_world: weakref.ref[object] | None = None
 _world_epoch = 0
 _BY_MESH: list[Callable[[], None]] = []
 
@@ -31,17 +34,17 @@ _BY_MESH: list[Callable[[], None]] = []
 def forget_with_world(clear: Callable[[], None]) -> None:
     """Have `clear` called when the process groups change.
 
-    What is kept by mesh keeps the mesh, and with it process groups: their threads and sockets live on when they have
-    been destroyed.
+    A cache with meshes as keys keeps the meshes alive, and with them destroyed process groups, whose threads and
+    sockets would live on.
     """
     _BY_MESH.append(clear)
 
 
 def world_epoch() -> int:
-    """A number that changes when the default process group does, and with `start_epoch`.
+    """A number that changes with the default process group, and at each `start_epoch`.
 
-    Meshes are equal by their ranks alone. What is kept by mesh is kept by this number as well. So a mesh whose process
-    groups are gone does not stand in for a new one.
+    Two meshes with the same ranks are equal. So keys of caches contain this number beside the mesh. A mesh whose
+    process groups are gone then does not match a new one.
     """
     global _world
     world = _present_world()
@@ -52,7 +55,7 @@ def world_epoch() -> int:
 
 
 def start_epoch() -> None:
-    """Say that process groups of meshes were destroyed, though not the default one."""
+    """Start a new epoch, after process groups of meshes were destroyed without the default group."""
     global _world_epoch
     _world_epoch += 1
     for clear in _BY_MESH:
@@ -60,7 +63,7 @@ def start_epoch() -> None:
 
 
 def _forget_at_the_end(stack: contextlib.ExitStack) -> None:
-    """Have a world that is taken down forgotten at once."""
+    """Clear the caches of a world as soon as its default process group is destroyed."""
 
     def forgetting(destroy: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(destroy)
@@ -79,44 +82,44 @@ def _forget_at_the_end(stack: contextlib.ExitStack) -> None:
 
 def _present_world() -> object:
     world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
-    return getattr(world, "rooms", world)  # ranks that are threads are of one world
+    return getattr(world, "rooms", world)  # ranks that are threads share one world
 
 
-# What DTensor keeps by mesh
+# DTensor's caches by mesh
 
 
 def _forget_plans_of_dtensor() -> None:
-    """A DTensor that an op gives has the mesh of the first call whose arguments were equal, and its process groups."""
+    """Clear DTensor's caches. They would give a result the mesh, and process groups, of the first equal call."""
     _clear_sharding_prop_cache()
     _redistribute._planner_cache.clear()  # 2.11 - 2.15
     plans = _redistribute._gen_transform_infos  # 2.11 - 2.15
-    if hasattr(plans, "cache_clear"):  # ranks that are threads keep none
+    if hasattr(plans, "cache_clear"):  # for ranks that are threads it is no cache
         plans.cache_clear()
 
 
 forget_with_world(_forget_plans_of_dtensor)
 
 
-# What torch has compiled
+# Compiled code
 
 _COMPILED: dict[int, weakref.ref[CodeType]] = {}
-"""By its id, code of which a compiled version holds for one world."""
+"""By id, the code objects with compiled versions that hold for one world."""
 
 _GUARDED: weakref.WeakSet[TracingContext] = weakref.WeakSet()
 
 
 def note_trace(guarded: bool = False) -> None:
-    """What is being compiled holds for this world: it does not run in another one, and is forgotten with this one.
+    """Note that the code in compilation holds for this world alone. It gets a guard, and is removed with the world.
 
-    Torch would keep what it has compiled for worlds that are gone, count it, and at its limit compile nothing more.
+    Torch would keep compiled code of worlds that are gone. At its recompile limit it would compile no more.
 
     Args:
-        guarded: whether the guards of an input see to it that it does not run in another world.
+        guarded: whether the guards of an input already forbid the code in another world.
     """
     context = TracingContext.try_get()
     if context is None or not context.traced_code:
         return
-    code = context.traced_code[0]  # the frame's; what is inlined comes after it; 2.11 - 2.15
+    code = context.traced_code[0]  # the frame's own code is the first, inlined code follows; 2.11 - 2.15
     _COMPILED[id(code)] = weakref.ref(code)
     if context not in _GUARDED:
         _GUARDED.add(context)
@@ -126,21 +129,21 @@ def note_trace(guarded: bool = False) -> None:
 
 def _holds_in(epoch: int) -> Callable[[object], bool]:
     def holds(_: object) -> bool:
-        # No new epoch starts here: it would forget the code whose guards torch goes through.
+        # A new epoch must not start here: it would remove the code whose guards torch evaluates.
         return _world_epoch == epoch and (_world is None or _world() is _present_world())
 
     return holds
 
 
 def add_guard(holds: Callable[[object], bool], text: str) -> None:
-    """Have what Dynamo is compiling, if it is, run only while a condition holds.
+    """Add a guard to the code that Dynamo compiles. Outside a compilation this does nothing.
 
     Args:
-        holds: gets the function's variables.
-        text: what `holds` asks, for logs.
+        holds: the condition, which gets the variables of the function.
+        text: the condition in words, for logs.
     """
 
-    def create(builder: object, _: object) -> None:
+    def create(builder: GuardBuilderBase, _: object) -> None:
         add_condition(builder, holds, text)
 
     context = TracingContext.try_get()
@@ -149,23 +152,24 @@ def add_guard(holds: Callable[[object], bool], text: str) -> None:
         guards.add(Guard(GlobalStateSource(), create), collect_debug_stack=False)
 
 
-def add_condition(builder: Any, holds: Callable[[object], bool], text: str) -> None:
-    """Add a condition to the guards that torch is building.
+def add_condition(builder: GuardBuilderBase, holds: Callable[[object], bool], text: str) -> None:
+    """Add a condition to the guards that torch builds.
 
     Args:
-        builder: torch's.
-        holds: gets the function's variables.
-        text: what `holds` asks, for logs.
+        builder: torch's builder of guards.
+        holds: the condition, which gets the variables of the function.
+        text: the condition in words, for logs.
     """
-    root = builder.guard_manager.root
+    root = cast("GuardBuilder", builder).guard_manager.root
+    add: Callable[..., None] = root.add_lambda_guard
     try:
-        root.add_lambda_guard(holds, [text], None)  # 2.13 - 2.15
+        add(holds, [text], None)  # 2.13 - 2.15
     except TypeError:
-        root.add_lambda_guard(holds, [text])  # 2.11 - 2.12
+        add(holds, [text])  # 2.11 - 2.12
 
 
 def _forget_compiled() -> None:
-    """Have torch forget the code of a world that is gone. What runs or is compiled right now goes with the next one."""
+    """Remove the compiled code of a world that is gone. Code that runs or compiles now goes with the next world."""
     if CompileContext.try_get() is not None or not compile_lock.acquire(blocking=False):
         return
     try:
@@ -179,7 +183,7 @@ def _forget_compiled() -> None:
 
 
 def _codes_that_run() -> set[int]:
-    """Ids of code that a thread is in; where that is a compiled version, of what was compiled."""
+    """The ids of the code objects that threads run. For compiled code, the id of the original code object."""
     running = set()
     for frame in sys._current_frames().values():
         while frame is not None:
@@ -194,8 +198,8 @@ if torch.distributed.is_available():
         Patch(
             "ends_of_worlds",
             "torch.distributed.destroy_process_group",
-            "A program whose sharded tensors are inside of graphs alone asks for the world while it is compiled. That "
-            "is too late to forget what was compiled for the one before.",
+            "A program whose sharded tensors live inside graphs alone asks for the world only during compilation. That "
+            "is too late to remove the compiled code of the world before.",
             "torch.distributed has no hook for the end of the default process group.",
             "2.11 - 2.15",
             _forget_at_the_end,

@@ -205,7 +205,7 @@ def _output_specs(
         if not isinstance(meta, Tensor):
             return None
         layout = plan.layout(like, compat.global_extents(meta.shape), meta.dtype)
-        return Spec.of(layout, compat.retraced(meta.stride()))
+        return Spec.of(layout, compat.retrace(meta.stride()))
 
     meta = global_meta(call.op, args, kwargs)
     metas = meta if isinstance(meta, tuple) and len(call.op._schema.returns) > 1 else (meta,)

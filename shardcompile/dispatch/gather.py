@@ -52,7 +52,7 @@ class Gathered(Entry):
 
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if compat.is_traced():
-            with compat.noted(gathered_for=str(self.op)):
+            with compat.annotate_nodes(gathered_for=str(self.op)):
                 return self._run(cls, args, kwargs)
         return self._run(cls, args, kwargs)
 
@@ -80,5 +80,5 @@ class Gathered(Entry):
                 "full_tensor() of the inputs"
             )
         for size in out.shape:
-            compat.stands_for_itself(size)
+            compat.keep_own_node(size)
         return cls._wrap(out, Spec.of(plain_layout(self.mesh, out), tuple(out.stride())))

@@ -91,7 +91,7 @@ def _with_stride(cls: type[Sharded], x: object, stride: Sequence[IntLike] | None
     # Along extents of 1 as well: `cat` takes strides of (6, 1, 2, 1) for those of images that are stored by channels.
     if all(compat.size_hint(a) == compat.size_hint(b) for a, b in zip(x._spec.stride, stride, strict=True)):
         return x
-    stride = compat.retraced(stride)
+    stride = compat.retrace(stride)
     return cls._wrap(in_order(x._local_tensor, stride), Spec.of(x._spec.layout, stride))
 
 

@@ -174,7 +174,7 @@ class Cut:
     def named_rows(self, extent: IntLike) -> Cut | None:
         """The cut of the rows that were looked up, if there are as many; None if there are not."""
         found = self.rows
-        return found if found is not None and compat.surely(found.extent == extent) else None
+        return found if found is not None and compat.statically_known_true(found.extent == extent) else None
 
     def joined(self, runs: int) -> Cut:
         """The cut of a dim into which a leading one was flattened, of extent `runs`."""
@@ -293,7 +293,7 @@ class Cut:
         if not compat.same_symbol(self.key, other.key):
             return False
         if known.blocks is not None and coordinate is not None:
-            compat.settle(traced.block, known.blocks[known.block_index(coordinate)])
+            compat.specialise(traced.block, known.blocks[known.block_index(coordinate)])
         return True
 
     def group_ref(self, coordinate: Sequence[int]) -> GroupCut:

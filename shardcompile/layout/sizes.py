@@ -8,11 +8,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
+from shardcompile.compat.sizes import IntLike as IntLike
 from shardcompile.errors import LayoutError
-
-IntLike = int | torch.SymInt
 
 CHUNK_KEY = 0
 """The key that stands for "what torch.chunk gives"."""

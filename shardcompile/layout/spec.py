@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardcompile.compat import forget_with_world, size_hint, surely
+from shardcompile.compat import forget_with_world, size_hint, statically_known_true
 from shardcompile.layout.layout import Layout
 from shardcompile.layout.sizes import IntLike
 
@@ -102,7 +102,10 @@ def dense_stride(shape: Sequence[IntLike], like: Sequence[IntLike]) -> tuple[Int
     by_dim = dict(zip(order, contiguous_stride([shape[d] for d in order]), strict=True))
     dense = tuple(by_dim[d] for d in range(len(order)))
     # Not by hints: those of a block are others on other ranks.
-    same = all((isinstance(n, int) and n == 1) or surely(a == b) for n, a, b in zip(shape, dense, like, strict=True))
+    same = all(
+        (isinstance(n, int) and n == 1) or statically_known_true(a == b)
+        for n, a, b in zip(shape, dense, like, strict=True)
+    )
     return tuple(like) if same else dense
 
 

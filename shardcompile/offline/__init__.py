@@ -1,14 +1,14 @@
-"""Offline tracing: the graph of any rank of any world, for CUDA or the CPU, on a machine that has neither.
+"""Offline tracing: graphs of any rank of any world, for CUDA or the CPU, without other processes and without a GPU.
 
     def build(mesh):
         sizes = [100 + 7 * r for r in range(mesh.size())]
-        local = torch.randn(sizes[mesh.get_local_rank()], 64)  # fake: on the device that is traced for, without memory
+        local = torch.randn(sizes[mesh.get_local_rank()], 64)  # fake: no memory, any device
         return Net(), (sc.ShardTensor.from_local(local, mesh, [Shard(0)], {0: sizes}),)
 
     trace = trace_offline(build, world_size=256)
     print(trace)
 
-Tracing runs in this process, with fake tensors and a fake process group, and leaves it as it was.
+Tracing runs in this process, with fake tensors and a fake process group, and restores the process afterwards.
 """
 
 from shardcompile.offline.trace import CollectiveRecord, OfflineTrace, trace_offline, trace_step

@@ -1,4 +1,4 @@
-"""A CUDA device for tracing, where there is none."""
+"""A pretended CUDA device, for tracing on a machine without one."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class OfflineError(ShardError):
 
 
 @contextlib.contextmanager
-def pretended_cuda() -> Iterator[None]:
-    """Inside of it fake CUDA tensors work as if there was one device. Does nothing where there is a GPU.
+def pretend_cuda() -> Iterator[None]:
+    """Inside the context, fake CUDA tensors work as with one CUDA device. If there is a GPU, this does nothing.
 
-    Torch has what it knows of CUDA devices in a library that CPU builds lack and that refuses to work without a GPU. A
-    few lines of C++ answer in its place (see absent_cuda.cpp); they are compiled on first use, in seconds, and kept in
-    the user's cache folder, by version of torch.
+    Torch asks about CUDA devices through a library that CPU builds lack, and that fails without a GPU. A few lines of
+    C++ answer in its place (see absent_cuda.cpp). They are compiled at their first use, in seconds, and kept in the
+    user's cache folder for each version of torch.
 
-    It is the whole process that is answered differently meanwhile. ``torch.accelerator.is_available()`` says yes.
-    Attention picks the kernel that it would on an Ampere GPU or a later one. ``torch.autocast("cuda")`` is on, and
-    ``torch.cuda.current_device()`` is 0. ``torch.cuda.is_available()`` still says no. Real work on a CUDA device fails
-    as it did before. At the end everything answers for itself again.
+    The answers hold for the whole process. ``torch.accelerator.is_available()`` returns True. Attention picks its
+    kernel as on an Ampere GPU or a later one. ``torch.autocast("cuda")`` is on, and ``torch.cuda.current_device()``
+    is 0. But ``torch.cuda.is_available()`` still returns False, and real work on a CUDA device fails as before. After
+    the context, torch answers for itself again.
 
     Raises:
-        OfflineError: there is no C++ compiler, or it fails.
+        OfflineError: there is no C++ compiler, or it fails, or a context in this process is open already.
     """
     if torch.cuda.is_available():
         yield
@@ -47,16 +47,16 @@ def pretended_cuda() -> Iterator[None]:
     library = _library()
     _start_autograd_engine()
     if not library.shardcompile_pretend():
-        raise OfflineError("this process already traces offline for CUDA")
+        raise OfflineError("this process already traces offline for CUDA. Leave the outer offline_world first")
     try:
-        with _torch.cuda_questions_answered():
+        with _torch.pretend_current_cuda_device():
             yield
     finally:
         library.shardcompile_stop()
 
 
 def _start_autograd_engine() -> None:
-    """Have the engine count its devices now: it starts a thread for each, once, when it is first used."""
+    """Have the engine count devices now. At its first use it starts a thread for each, and a pretended one has none."""
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
         torch.ones((), requires_grad=True).clone().backward()
 
@@ -74,12 +74,13 @@ def _build() -> Path:
     key = hashlib.sha256(repr((torch.__version__, torch.__file__, command, _SOURCE.read_text())).encode()).hexdigest()
     path = _cache_folder() / f"absent_cuda-{key[:16]}.so"
     if not path.exists():
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # others may look for it meanwhile
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # another process may look for the file now
             part = Path(folder) / path.name
             run = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True)
             if run.returncode:
                 raise OfflineError(
-                    f"what tracing for CUDA without a GPU needs does not compile; device='cpu' works without it.\n"
+                    f"offline tracing for CUDA without a GPU compiles a small library, and that failed. Fix the "
+                    f"compiler (the environment variable CXX names it), or use device='cpu', which needs no library.\n"
                     f"{' '.join(command)}\n{run.stderr[-2000:]}"
                 )
             part.replace(path)
@@ -103,8 +104,8 @@ def _compiler() -> str:
         if found := shutil.which(name):
             return found
     raise OfflineError(
-        f"tracing for CUDA on a machine without a GPU needs a C++ compiler once, and {wanted or 'c++, g++ or clang++'} "
-        "is not there. Install one (on Debian: apt-get install g++; on conda: conda install gxx), or name it in the "
+        f"offline tracing for CUDA without a GPU needs a C++ compiler once, but {wanted or 'c++, g++ or clang++'} is "
+        "not there. Install one (on Debian: apt-get install g++; on conda: conda install gxx), or name it in the "
         "environment variable CXX. Tracing with device='cpu' needs none"
     )
 

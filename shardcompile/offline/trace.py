@@ -1,4 +1,4 @@
-"""Tracing a function as a rank of a world that does not exist."""
+"""Trace a function as a rank of a world that does not exist."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ Build = Callable[[DeviceMesh], tuple[Callable[..., Any], Sequence[Any]]]
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """A collective, by what all ranks of its group must agree on: records of two ranks are equal if that is.
+    """The properties of a collective on which all ranks of its group must agree. They alone count in comparisons.
 
     Attributes:
         kind: see `shardcompile.passes.graph.collective.KINDS`.
-        ranks: of its group, in its order.
-        dtypes: of what a rank puts in: one, but for coalesced collectives.
-        global_bytes: of the tensor that the ranks hold together, or that each of them gets. By hints, the same on every
-            rank, where sizes are symbolic.
-        source: the user's line that led to it.
+        ranks: the ranks of the group, in the order of the group.
+        dtypes: the dtypes of the payloads: one, except for coalesced collectives.
+        global_bytes: the bytes of the tensor that the ranks hold together, or that each of them gets. Symbolic sizes
+            count by their hints, which are the same on every rank.
+        source: the user's line that led to it. It does not count in comparisons.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class CollectiveRecord:
 
     @staticmethod
     def of(collective: Collective) -> CollectiveRecord:
-        """Write down a collective, while its process group exists."""
+        """The record of a collective. Its process group must exist."""
         return CollectiveRecord(
             collective.kind,
             tuple(dist.get_process_group_ranks(compat.process_group(collective.group_name))),
@@ -70,17 +70,17 @@ def _name(ranks: tuple[int, ...]) -> str:
 class OfflineTrace:
     """The graphs of a function on one rank, after the passes.
 
-    The graphs are for reading: nodes have their fake values, but nothing here can run them. Passes and prices that ask
-    for a process group need an `offline_world` around them, see `trace_step`.
+    The graphs are for reading. Their nodes have fake values, and nothing here can run them. Passes and cost models
+    that ask for a process group need an `offline_world` around them, see `trace_step`.
 
     Attributes:
-        forward: what runs in the forward pass, as Inductor would generate code for it.
-        backward: the same of the backward pass; None if no result requires a gradient, or it was not asked for.
-        world_size: number of ranks.
-        rank: on which this was traced.
-        device: type of the device that it was traced for.
-        forward_collectives: in the order in which the forward pass starts them.
-        backward_collectives: in the order in which the backward pass starts them.
+        forward: the graph of the forward pass from which Inductor would generate code.
+        backward: the same for the backward pass; None without one, or if `backward` was False.
+        world_size: the number of ranks.
+        rank: the rank that was traced.
+        device: the type of the device that was traced for.
+        forward_collectives: the collectives of the forward pass, in the order of their starts.
+        backward_collectives: the collectives of the backward pass, in the order of their starts.
     """
 
     forward: GraphModule
@@ -93,7 +93,7 @@ class OfflineTrace:
 
     @property
     def collectives(self) -> tuple[CollectiveRecord, ...]:
-        """All of them, forward first. Equal on all ranks of one mesh dim, or the ranks would wait for each other."""
+        """All collectives, forward first. If two ranks of a group differ in them, they wait for each other forever."""
         return self.forward_collectives + self.backward_collectives
 
     def __str__(self) -> str:
@@ -124,26 +124,27 @@ def trace_offline(
 ) -> OfflineTrace:
     """Trace a function for a world and a device that need not exist, and run the passes on its graphs.
 
-    It needs neither ranks nor a GPU, and no memory for tensors. What it leaves behind, and what it does to the process
-    meanwhile: see `offline_world`.
+    This needs neither other ranks nor a GPU, and no memory for tensors. `offline_world` says how it changes the
+    process during the trace and afterwards.
 
     Args:
-        build: called with the mesh, returns the function or module and its arguments. Tensors that it makes are fake
-            and on `device`; block sizes of sharded ones must be stated, since nobody is there to be asked.
-        world_size: number of ranks.
-        mesh_shape: of the mesh over them; by default it has one dim.
-        mesh_dim_names: names of its dims.
-        rank: as which rank to trace.
+        build: takes the mesh, and returns the function or module and a tuple of its arguments. Tensors that it makes
+            are fake and on `device`. It must state the block sizes of sharded tensors, since there are no other ranks
+            to ask.
+        world_size: the number of ranks.
+        mesh_shape: the shape of the mesh over all ranks; one dim by default.
+        mesh_dim_names: the names of the mesh dims.
+        rank: the rank to trace as.
         device: "cuda" or "cpu".
-        passes: in place of `shardcompile.passes.default_passes()`.
-        off: names of passes to leave out.
-        backward: whether to trace for training; if not, gradients are off.
-        inductor: whether Inductor's own passes over such a graph run around ours, as they do in a compilation.
+        passes: passes in place of `shardcompile.passes.default_passes()`.
+        off: the names of passes to leave out.
+        backward: whether to trace for training. If not, gradients are off.
+        inductor: whether Inductor's own passes run around ours, as in a compilation.
         foreign: see `shardcompile.passes.backend.inductor_options`.
 
     Raises:
-        OfflineError: see `offline_world`; or there is nothing to trace, or Inductor's passes fail.
-        PassError: `off` names a pass that is not there.
+        OfflineError: see `offline_world`; the function does not compute with tensors; or a pass fails.
+        PassError: `off` names an unknown pass.
     """
     pipeline = Pipeline(passes, off)
     with offline_world(
@@ -161,25 +162,25 @@ def trace_step(
     inductor: bool = True,
     foreign: bool = False,
 ) -> OfflineTrace:
-    """What `trace_offline` does, in a world that is there: for work on the graphs that needs it.
+    """Trace as `trace_offline` does, in an open `offline_world`, so that passes can work on the graphs afterwards.
 
         with offline_world(256) as world:
             trace = trace_step(world, build, pipeline=Pipeline([]))
             my_pass(trace.forward.graph)
 
     Args:
-        world: in which this is called.
+        world: the open world.
         build: see `trace_offline`.
-        pipeline: in place of the default one.
+        pipeline: a pipeline in place of the default one.
         backward: whether to trace for training.
         inductor: whether Inductor's own passes run, too.
-        foreign: whether the chains of others are made one collective.
+        foreign: see `shardcompile.passes.backend.inductor_options`.
 
     Raises:
-        OfflineError: there is nothing to trace, or Inductor's passes fail.
+        OfflineError: the function does not compute with tensors, or a pass fails.
     """
     pipeline = Pipeline() if pipeline is None else pipeline
-    with _blocks_vary(), _torch.fake_inputs_as_real_ones():
+    with _blocks_vary(), _torch.trace_fake_inputs_as_real():
         forward_graph, backward_graph = _capture(*_build(world, build), backward, before_division(pipeline, foreign))
     issued: list[tuple[CollectiveRecord, ...]] = []
     for graph in (forward_graph, backward_graph):
@@ -198,7 +199,7 @@ def _run_passes(graph: GraphModule, pipeline: Pipeline, inductor: bool, is_infer
     except ShardError:
         raise
     except Exception as error:
-        hint = ". With inductor=False its own passes are left out" if inductor else ""
+        hint = ". inductor=False leaves Inductor's own passes out" if inductor else ""
         raise OfflineError(f"a pass failed on a traced graph: {error}{hint}") from error
     graph.recompile()
 
@@ -206,12 +207,12 @@ def _run_passes(graph: GraphModule, pipeline: Pipeline, inductor: bool, is_infer
 def _build(world: OfflineWorld, build: Build) -> tuple[Callable[..., object], Sequence[object]]:
     try:
         modules = _torch.modules_with_fake_parameters()
-        with modules, _torch.as_in_a_compilation(), _torch.fake_tensors(), torch.device(world.device):
+        with modules, _torch.in_compilation(), _torch.fake_tensors(), torch.device(world.device):
             fn, inputs = build(world.mesh)
     except compat.UNKNOWN_OUTPUT_SHAPE as error:
         raise OfflineError(
-            "build(mesh) asks for the value of a tensor, but tensors are fake there. If it is ShardTensor.from_local "
-            "that asks, state the sizes of all blocks: sharding_shapes={mesh dim: sizes}"
+            "build(mesh) asks for the value of a tensor, but tensors have no values there. If ShardTensor.from_local "
+            "asks, state the sizes of all blocks: sharding_shapes={mesh dim: sizes}"
         ) from error
     if not callable(fn) or not isinstance(inputs, (tuple, list)):
         raise OfflineError(
@@ -222,9 +223,9 @@ def _build(world: OfflineWorld, build: Build) -> tuple[Callable[..., object], Se
 
 
 def _blocks_vary() -> contextlib.AbstractContextManager[object]:
-    """Inside of it fake blocks of sharded tensors count as values, whose sizes a graph may not be specialised on.
+    """Inside the context, fake blocks count as real ones, so that no graph specialises on their sizes.
 
-    Otherwise they would for stand-ins inside of a trace, and each rank would get a graph of its own.
+    Otherwise they would count as stand-ins inside a trace, and each rank would get its own graph.
     """
 
     def holds_values(x: ShardTensor) -> bool:
@@ -235,13 +236,13 @@ def _blocks_vary() -> contextlib.AbstractContextManager[object]:
 
 
 class _CapturedError(Exception):
-    """Ends a call of a compiled function when all graphs are there."""
+    """Ends the call of a compiled function after AOTAutograd has made its graphs."""
 
 
 def _capture(
     fn: Callable[..., object], inputs: Sequence[object], backward: bool, joint_pass: Callable[[Graph], None]
 ) -> tuple[GraphModule, GraphModule | None]:
-    """The forward and backward graph of a call. They are taken when AOTAutograd parts them, and never run."""
+    """The forward and the backward graph of a call. AOTAutograd divides them, and they never run."""
     found: list[tuple[GraphModule, GraphModule | None]] = []
 
     def stop(_: object) -> None:
@@ -254,6 +255,6 @@ def _capture(
     except _CapturedError:
         pass
     if not found:
-        raise OfflineError("there is nothing to trace: the function does not compute with tensors")
+        raise OfflineError("there is nothing to trace: the function that build(mesh) returns runs no op on a tensor")
     (graphs,) = found
     return graphs

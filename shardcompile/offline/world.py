@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardcompile import compat
 from shardcompile.compat import offline as _torch
-from shardcompile.offline.absent_cuda import OfflineError, pretended_cuda
+from shardcompile.offline.absent_cuda import OfflineError, pretend_cuda
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class OfflineWorld:
     """A fake process group, as one of its ranks sees it.
 
     Attributes:
-        mesh: over all ranks.
-        rank: that this process is.
+        mesh: the mesh over all ranks.
+        rank: the rank that this process is.
     """
 
     mesh: DeviceMesh
@@ -30,12 +30,12 @@ class OfflineWorld:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return self.mesh.size()
 
     @property
     def device(self) -> str:
-        """Type of the device that is traced for."""
+        """The type of the device that is traced for."""
         return self.mesh.device_type
 
 
@@ -48,29 +48,28 @@ def offline_world(
     rank: int = 0,
     device: str = "cuda",
 ) -> Iterator[OfflineWorld]:
-    """Be a rank of a world that does not exist; its collectives do nothing.
+    """Inside the context, this process is a rank of a world that does not exist. Collectives do nothing.
 
-    Inside of it `trace_step` traces, and graphs can be worked on: passes ask for process groups, and make fake tensors
-    on the device. At the end process groups are gone, and `torch.compile` has forgotten what it compiled, there and
-    before. With ``device="cuda"`` on a machine without a GPU the process answers as if it had one meanwhile; see
-    `shardcompile.offline.absent_cuda.pretended_cuda`. If there is a GPU, nothing runs on it; torch only finds that it
-    is there.
+    `trace_step` traces in such a world. Passes can work on its graphs there, since they ask for process groups and make
+    fake tensors on the device. After the context the process groups are gone, and `torch.compile` has dropped all
+    compiled code, also from before. With ``device="cuda"`` and without a GPU, the process pretends to have one; see
+    `shardcompile.offline.absent_cuda.pretend_cuda`. If there is a GPU, torch initialises it, but nothing runs on it.
 
     Args:
-        world_size: number of ranks.
-        mesh_shape: of the mesh over them; by default it has one dim.
-        mesh_dim_names: names of its dims.
-        rank: which rank to be.
+        world_size: the number of ranks.
+        mesh_shape: the shape of the mesh over all ranks; one dim by default.
+        mesh_dim_names: the names of the mesh dims.
+        rank: the rank that this process is.
         device: "cuda" or "cpu".
 
     Raises:
-        OfflineError: a process group exists, or cannot be pretended: no C++ compiler, arguments that make no sense.
+        OfflineError: a process group exists; there is no C++ compiler; or rank, mesh and world size do not fit.
     """
     shape = (world_size,) if mesh_shape is None else tuple(mesh_shape)
     _check(world_size, shape, rank, device)
     with contextlib.ExitStack() as stack:
         if device == "cuda":
-            stack.enter_context(pretended_cuda())
+            stack.enter_context(pretend_cuda())
         stack.enter_context(_current_device())
         stack.callback(compat.start_epoch)
         dist.init_process_group("fake", store=_torch.fake_store(), rank=rank, world_size=world_size)
@@ -78,20 +77,20 @@ def offline_world(
         names = None if mesh_dim_names is None else tuple(mesh_dim_names)
         mesh = init_device_mesh(device, shape, mesh_dim_names=names)
         if torch.cuda.is_initialized():
-            torch.cuda.set_device(0)  # a mesh sets it by rank
+            torch.cuda.set_device(0)  # the mesh has set it by rank
         torch.compiler.reset()
         stack.callback(torch.compiler.reset)
         yield OfflineWorld(mesh, rank)
 
 
 def _current_device() -> contextlib.AbstractContextManager[object]:
-    """Makes the current GPU, if there is one, the current one again."""
+    """After the context, the current GPU is the one of before, if there is a GPU."""
     return torch.cuda.device(torch.cuda.current_device()) if torch.cuda.is_available() else contextlib.nullcontext()
 
 
 def _check(world_size: int, shape: tuple[int, ...], rank: int, device: str) -> None:
     if device not in ("cuda", "cpu"):
-        raise OfflineError(f'offline tracing is for device="cuda" or "cpu", got {device!r}')
+        raise OfflineError(f'offline tracing takes device="cuda" or "cpu", not {device!r}')
     if not 0 <= rank < world_size:
         raise OfflineError(f"there is no rank {rank} in a world of {world_size}")
     if math.prod(shape) != world_size:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
 from shardcompile.layout import Cut, IntLike, Layout
 from shardcompile.ops import Strategy, replicate_all
@@ -265,8 +265,3 @@ def _collect(
 def whole_plan(layout: Layout) -> Plan:
     """How a tensor gets to every rank whole."""
     return find_plan(layout, layout.replicated())
-
-
-def is_whole(placements: Sequence[Placement]) -> bool:
-    """Whether all placements are Replicate."""
-    return all(isinstance(p, Replicate) for p in placements)

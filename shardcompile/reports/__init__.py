@@ -1,4 +1,4 @@
-"""Looking inside: what was compiled and what it communicates, what the passes did to it, and what it should cost.
+"""Reports on compiled code: its graphs and collectives, the work of the passes, and the predicted cost.
 
 report = shardcompile.explain(model, x)     # compiles and runs once
 print(report)

@@ -1,4 +1,4 @@
-"""What a user can do about what a report shows."""
+"""Advice to the user about what a report shows."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from shardcompile.reports.data import ReportData, TracedCollective
 
 EXPOSED_SHARE = 0.1
-"""Of a graph's time: less exposed communication than this is not worth a word."""
+"""The least share of a graph's time that is exposed communication and is worth a line of advice."""
 
 
 _MOST_LINES = 3
-"""Of a program: so many lines are named that move rows without need, those that move most."""
+"""How many lines of a program that move rows without need are named at most: those that move most bytes."""
 
 _OF_PLAIN = (
-    "of the gradient of a tensor that is whole there are gathered: cut that tensor as what it meets is cut (look its "
-    "rows up by sharded numbers), so that the gradient stays cut, and parameters get theirs by a sum, with the others"
+    "of a gradient are gathered, because a tensor is whole there. Cut that tensor like the tensor that it meets (look "
+    "its rows up by sharded indices). Then the gradient stays cut, and the gradients of parameters are summed"
 )
 _OF_TWO_CUTS = (
-    "change ranks, since two tensors meet there whose cuts differ: cut both alike. Behind strides and pooling blocks "
-    "stay alike where their rows divide by all strides of the model"
+    "change ranks, since two tensors meet there and their cuts differ: cut both alike. After strides and pooling, "
+    "blocks stay alike if the rows of each block are a multiple of all strides of the model"
 )
 
 
@@ -37,13 +37,13 @@ def _on_graphs(report: ReportData) -> Iterator[str]:
         )
     if len(report.recompiles) > 2:
         yield (
-            f"{len(report.recompiles)} recompiles: mark what changes as dynamic (torch._dynamo.mark_dynamic), or keep "
-            "it out of Python; block sizes that change from call to call never need more than one"
+            f"{len(report.recompiles)} recompiles: mark sizes that vary as dynamic (torch._dynamo.mark_dynamic), or do "
+            "not read them in Python. Block sizes that vary from call to call need one recompile at most"
         )
     hits = sum(n for name, n in report.caches.items() if name.endswith("hits"))
     if hits:
         found = "1 graph" if hits == 1 else f"{hits} graphs"
-        yield f"{found} out of compiler caches: capture(caches=False), the default, compiles anew and sees them"
+        yield f"{found} came from compiler caches: capture(caches=False), the default, compiles anew and reports them"
 
 
 def _on_gathering(report: ReportData) -> Iterator[str]:
@@ -59,7 +59,7 @@ def _on_gathering(report: ReportData) -> Iterator[str]:
 
 
 def _on_lines(report: ReportData) -> Iterator[str]:
-    """Lines of the program that move rows which another program would leave where they are."""
+    """The lines of the program that move rows without need."""
     moved: Counter[tuple[str, str]] = Counter()
     for name, graph in report.named_graphs():
         for c in graph.traced:
@@ -71,7 +71,7 @@ def _on_lines(report: ReportData) -> Iterator[str]:
 
 
 def _avoidable(c: TracedCollective, in_backward: bool) -> str:
-    """What could be done about a collective, or an empty text."""
+    """What the user can do about a collective; empty if there is nothing to do."""
     before, _, after = (part.strip() for part in c.redistribution.partition("->"))
     if c.gathered_for or not before.startswith("S("):
         return ""

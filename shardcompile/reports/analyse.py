@@ -1,4 +1,4 @@
-"""From a graph to the records of a report. It needs the process groups of the graph."""
+"""Make the records of a report from a graph. The process groups of the graph must exist."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from shardcompile.reports.data import IssuedCollective, Span, TracedCollective
 
 @dataclass(frozen=True)
 class Analysis:
-    """A graph as it stands at one time.
+    """The analysis of a graph between two passes.
 
     Attributes:
-        timeline: predicted.
-        bound: seconds that no order can beat.
-        found: its collectives.
-        behind: by collective, seconds of compute between its start and its first wait.
-        overlaps: by collective, the large kernels between its start and its first wait.
-        nodes: how many.
+        timeline: the predicted timeline.
+        bound: the time in seconds that no order can beat.
+        found: the collectives.
+        behind: for each collective, the seconds of compute between its start and its first wait.
+        overlaps: for each collective, the large kernels between its start and its first wait.
+        nodes: the number of nodes.
     """
 
     timeline: Timeline
@@ -45,8 +45,8 @@ class Analysis:
         """Analyse a graph.
 
         Args:
-            graph: in a valid order.
-            model: None for the costs of the device that the graph runs on.
+            graph: the graph, in a valid order.
+            model: the costs; None for those of the graph's device.
         """
         prices = Prices.of(graph, CostModel.of(graph) if model is None else model)
         order = list(graph.nodes)
@@ -75,7 +75,7 @@ def _overlaps(order: Sequence[Node], found: Sequence[Collective]) -> dict[Node, 
 
 
 def _kernel(node: Node) -> str:
-    """The family of a large kernel: torch's versions differ in which member of it they choose."""
+    """The family of a large kernel. Versions of torch choose different members of a family."""
     name = str(node.target)
     return next((family for family in ("convolution", "attention") if family in name), "mm")
 
@@ -90,9 +90,9 @@ def _dtypes(c: Collective) -> tuple[str, ...]:
 
 
 def bytes_put_in(c: Collective) -> tuple[int, int]:
-    """Bytes that a rank of the group puts in: the least and the most.
+    """The bytes of a rank's payload: the least and the most over the group.
 
-    Where sizes are dynamic they are those of the call that led to the compilation.
+    Dynamic sizes count as in the call that led to the compilation.
     """
     n = c.group_size
     by_rank = [0.0] * n
@@ -107,7 +107,7 @@ def bytes_put_in(c: Collective) -> tuple[int, int]:
 
 
 def traced_collective(c: Collective) -> TracedCollective:
-    """What is to be said of a collective before the passes."""
+    """The record of a collective before the passes."""
     notes = c.notes
     least, most = bytes_put_in(c)
     return TracedCollective(
@@ -128,8 +128,8 @@ def traced_collective(c: Collective) -> TracedCollective:
 
 
 def ways_of_attention(graph: Graph) -> tuple[str, ...]:
-    """Which ways attention goes in a graph, each once, in the graph's order."""
-    # What the backward pass computes again, sizes and views, has the notes of the forward pass.
+    """The ways of the attentions in a graph, each once, in the graph's order."""
+    # Sizes and views that the backward pass recomputes have notes of the forward pass, so only these nodes count.
     noted = (notes_of(n).get("attention") for n in graph.nodes if n.target in ANCHORS or kind_of(n) is not None)
     return tuple(dict.fromkeys(way for way in noted if way is not None))
 
@@ -145,9 +145,9 @@ def issued_collectives(
     """The collectives of a graph after the passes.
 
     Args:
-        before: the graph before them.
-        after: the graph.
-        traced: the collectives before them.
+        before: the graph before the passes.
+        after: the graph after the passes.
+        traced: the collectives before the passes.
     """
     place = {c.name: i for i, c in enumerate(traced)}
     was_behind = {node.name: seconds for node, seconds in before.behind.items()}
@@ -183,12 +183,12 @@ def issued_collectives(
 def with_fates(
     traced: Sequence[TracedCollective], issued: Sequence[IssuedCollective], gone: Mapping[str, str]
 ) -> tuple[TracedCollective, ...]:
-    """The traced collectives with what became of them.
+    """The traced collectives, each with what the passes did to it.
 
     Args:
-        traced: before the passes.
-        issued: after them.
-        gone: by name, the pass after which a collective was not there any more.
+        traced: the collectives before the passes.
+        issued: the collectives after the passes.
+        gone: for each collective that disappeared, by name, the pass that removed it.
     """
     holder = {m: i for i, c in enumerate(issued) for m in c.members}
     return tuple(replace(c, fate=_fate(i, c, issued, holder, gone)) for i, c in enumerate(traced))

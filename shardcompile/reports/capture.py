@@ -1,4 +1,4 @@
-"""Watching compilations."""
+"""Make a report while code compiles."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from shardcompile.reports.analyse import (
     with_fates,
 )
 from shardcompile.reports.data import Compilation, GraphReport, PassStep
-from shardcompile.reports.debugger import decompiled, written_sources
+from shardcompile.reports.debugger import decompile, run_from_files
 from shardcompile.reports.report import Report
 
 _LOG = logging.getLogger("shardcompile")
 
 STAGES = ("dynamo", "bytecode", "joint", "aot", "passes", "code")
-"""What a report can hold as text: what Dynamo captured, the bytecode that it put in place of the function's, decompiled
-by depyf; of AOTAutograd forward and backward together, and each for itself; after each pass; Inductor's output."""
+"""The texts that a report can hold: the graph that Dynamo captured; Dynamo's bytecode, decompiled by depyf; the
+joint graph of AOTAutograd; its forward and backward graphs; the graph after each pass; the code from Inductor."""
 
 
 @contextlib.contextmanager
@@ -45,35 +45,35 @@ def capture(
     caches: bool = False,
     sources: str | Path | None = None,
 ) -> Iterator[Report]:
-    """Have everything that is compiled inside reported.
+    """Report everything that is compiled inside the context.
 
         with shardcompile.capture() as report:
             loss = step(x)
             loss.backward()
         print(report)
 
-    What is compiled already is not compiled again, and so not seen. Without it, nothing is watched and nothing costs
-    anything; with it, compiling takes longer, and running compiled code does not.
+    A function that was compiled before is not compiled again, so the report does not contain it. Compilation takes
+    longer inside the context. Compiled code runs as fast as without it.
 
     Args:
-        stages: which texts of graphs to keep, of `STAGES`; what is not there is not spent memory on.
-        model: the costs for the predicted timeline; None for those of the device that a graph runs on.
-        caches: whether code may come out of the compiler's caches, as it does otherwise; of such a graph the report
-            knows only what Dynamo captured.
-        sources: a folder, into which depyf writes the code that runs, for each rank into one of its own. It runs from
+        stages: which texts of graphs to keep, a subset of `STAGES`. The others take no memory.
+        model: the costs for the predicted timeline; None for those of a graph's device.
+        caches: whether code may come from the compiler's caches, as it may outside the context. For such a graph the
+            report has only what Dynamo captured.
+        sources: a folder for the code that runs. depyf writes it to a folder for each rank, and Python runs it from
             these files, so that a debugger can step through it.
 
     Raises:
-        ValueError: there is no such stage; `sources` is given and ranks are threads.
+        ValueError: `stages` names an unknown stage, or `sources` is given and ranks are threads.
     """
     if unknown := sorted(set(stages) - set(STAGES)):
         raise ValueError(f"no stage is called {', '.join(unknown)}; there are {', '.join(STAGES)}")
     report = Report(torch=str(torch.__version__))
     watcher = _Watcher(report, frozenset(stages), model)
     start, breaks, cached = time.time(), observe.graph_breaks(), observe.cache_counts()
-    with observe.observing(watcher, caches), watching(watcher), recording_rows() as moved:
+    with observe.observe_compilations(watcher, caches), watching(watcher), recording_rows() as moved:
         try:
-            with written_sources(sources, report):
+            with run_from_files(sources, report):
                 yield report
         except Exception as error:
             report.error = f"{type(error).__name__}: {error}"
@@ -94,7 +94,7 @@ def _describe_run(report: Report, start: float, breaks: dict[str, int], cached: 
 
 
 class _Followed:
-    """A graph on its way through the passes."""
+    """A graph that the passes are at work on."""
 
     def __init__(self, graph: Graph, side: str, stages: frozenset[str], model: CostModel | None) -> None:
         self.side = side
@@ -106,7 +106,7 @@ class _Followed:
         self.begin(graph)
 
     def begin(self, graph: Graph) -> None:
-        """Take the graph as what the passes start from."""
+        """Take the graph as the input of the first pass."""
         self._before = self._after = Analysis.of(graph, self._model)
         self._traced = tuple(map(traced_collective, self._before.found))
         self._ways = ways_of_attention(graph)
@@ -115,7 +115,7 @@ class _Followed:
         self._text = str(graph)
 
     def passed(self, graph: Graph, name: str) -> None:
-        """Take the graph as what a pass has made of it."""
+        """Take the graph as the result of a pass."""
         text, found = str(graph), collectives(graph)
         changed = text != self._text
         before = self._steps[-1] if self._steps else None
@@ -131,11 +131,11 @@ class _Followed:
         for c in self._traced:
             if c.name not in present:
                 self._gone.setdefault(c.name, name)
-        if not observe.is_order_held(graph):  # its nodes are hidden then, but in the same order
+        if not observe.is_order_held(graph):  # HoldOrder hides nodes but keeps the order
             self._after = Analysis.of(graph, self._model)
 
     def report(self) -> GraphReport:
-        """All that is known of it."""
+        """The report of the graph."""
         issued = issued_collectives(self._before, self._after, self._traced)
         timeline = self._after.timeline
         return GraphReport(
@@ -156,7 +156,7 @@ class _Followed:
 
 
 class _Watcher:
-    """Writes a report while things are compiled; an `Observer` of torch and a `Watcher` of pipelines."""
+    """Fills a report during compilations. It is an `Observer` of torch's compiler and a `Watcher` of pipelines."""
 
     def __init__(self, report: Report, stages: frozenset[str], model: CostModel | None) -> None:
         self._report = report
@@ -165,7 +165,7 @@ class _Watcher:
         self._current: Compilation | None = None
         self._compiled: _Followed | None = None
         self._offline: _Followed | None = None
-        self._graphs: list[tuple[GraphModule, Compilation, str]] = []  # held, so that each keeps its identity
+        self._graphs: list[tuple[GraphModule, Compilation, str]] = []  # keeps modules alive, so that ids stay unique
 
     @contextlib.contextmanager
     def captured(self, function: str, place: str, graph: GraphModule) -> Iterator[None]:
@@ -183,7 +183,7 @@ class _Watcher:
     def traced(self, of: Compilation, graph: GraphModule) -> None:
         self._keep(of, "joint", graph.graph)
 
-    def parted(self, of: Compilation, forward: GraphModule, backward: GraphModule) -> None:
+    def partitioned(self, of: Compilation, forward: GraphModule, backward: GraphModule) -> None:
         self._graphs += [(forward, of, "forward"), (backward, of, "backward")]
 
     @contextlib.contextmanager
@@ -204,10 +204,10 @@ class _Watcher:
     def rewritten(self, function: str, bytecode: types.CodeType) -> None:
         same = [c for c in self._report.compilations if c.function == function]
         if same and "bytecode" in self._stages:
-            same[-1].stages["bytecode"] = decompiled(bytecode)
+            same[-1].stages["bytecode"] = decompile(bytecode)
 
     def begun(self, graph: Graph) -> None:
-        if self._compiled is None:  # passes that are run offline, or by hand
+        if self._compiled is None:  # the pipeline runs offline, or a user calls it
             self._offline = self._follow(graph, self._known(graph)[1])
         else:
             self._compiled.begin(graph)
@@ -246,7 +246,7 @@ class _Watcher:
 
 
 def _put(compilation: Compilation, report: GraphReport) -> None:
-    """Add a graph; of the same side the later one counts."""
+    """Add the report of a graph. It replaces an earlier one of the same side."""
     compilation.graphs[:] = [g for g in compilation.graphs if g.side != report.side] + [report]
 
 

@@ -1,4 +1,4 @@
-"""What a report holds: plain data, the same for text, HTML, JSON and tests."""
+"""The data of a report, for text, HTML, JSON and tests alike."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class TracedCollective:
     """A collective as it was traced, before any pass of this library.
 
     Attributes:
-        name: of its node.
-        kind: such as ``all_gather_v``, see `shardcompile.passes.graph.collective.KINDS`.
-        ranks: of its group, in its order.
-        mesh_dim: name or number of the mesh dim that the group lies along, or an empty text.
-        dtypes: of what a rank puts in.
-        global_bytes: of the tensor that the group's ranks hold together, or that each of them gets.
-        least_bytes: that a rank of the group puts in.
-        most_bytes: that a rank of the group puts in.
-        redistribution: from which placements to which, such as ``S(0)[3,5] -> R``, or an empty text.
-        op: the op that was being traced.
-        gathered_for: an op without a rule, for which full values had to be gathered, or an empty text.
+        name: the name of its node.
+        kind: its kind, such as ``all_gather_v``; see `shardcompile.passes.graph.collective.KINDS`.
+        ranks: the ranks of its group, in the order of the group.
+        mesh_dim: the name or number of the group's mesh dim, or an empty text.
+        dtypes: the dtypes of its payloads.
+        global_bytes: the bytes of the tensor that the ranks hold together, or that each of them gets.
+        least_bytes: the bytes of the smallest payload of a rank.
+        most_bytes: the bytes of the largest payload of a rank.
+        redistribution: the placements before and after, such as ``S(0)[3,5] -> R``, or an empty text.
+        op: the op that needed it.
+        gathered_for: the op without a rule that needed full values, or an empty text.
         source: the user's line that led to it, or an empty text.
-        module: path of the module that it was traced in, or an empty text.
-        fate: what the passes made of it, in words; an empty text if they left it alone.
+        module: the path of the module that it was traced in, or an empty text.
+        fate: what the passes did to it, in words; empty if they did nothing.
     """
 
     name: str
@@ -49,19 +49,19 @@ class TracedCollective:
 
 @dataclass(frozen=True)
 class IssuedCollective:
-    """A collective as it is issued, after all passes. Times in seconds, predicted.
+    """A collective as it is issued, after all passes. Times are predicted, in seconds.
 
     Attributes:
-        name: of its node.
-        kind: such as ``all_gather_bucket``.
-        ranks: of its group.
-        dtypes: of what a rank puts in.
+        name: the name of its node.
+        kind: its kind, such as ``all_gather_bucket``.
+        ranks: the ranks of its group.
+        dtypes: the dtypes of its payloads.
         global_bytes: see `TracedCollective`.
-        least_bytes: that a rank of the group puts in.
-        most_bytes: that a rank of the group puts in.
-        members: which of the traced collectives it stands for.
-        start: when it starts.
-        end: when it ends.
+        least_bytes: see `TracedCollective`.
+        most_bytes: see `TracedCollective`.
+        members: the indices of the traced collectives that it replaces.
+        start: its start, since the start of the graph.
+        end: its end, since the start of the graph.
         exposed: how long the compute stream waits for it.
         behind: seconds of compute between its start and its wait, before the passes and after them.
         overlaps: the matrix products, convolutions and attentions between its start and its wait, in their order.
@@ -83,13 +83,13 @@ class IssuedCollective:
 
     @property
     def seconds(self) -> float:
-        """How long it takes."""
+        """Its duration."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of the predicted timeline, in seconds since the start of its graph."""
+    """One bar of the predicted timeline. Times are in seconds since the start of the graph."""
 
     label: str
     stream: str
@@ -99,7 +99,7 @@ class Span:
 
 @dataclass(frozen=True)
 class PassStep:
-    """What a pass did: numbers of nodes and of collectives, before and after it."""
+    """The effect of a pass: the numbers of nodes and of collectives before and after it."""
 
     name: str
     nodes: tuple[int, int]
@@ -109,22 +109,22 @@ class PassStep:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One graph that runs: a forward pass, a backward pass, or an inference. Times in seconds, memory in bytes.
+    """One graph that runs: a forward pass, a backward pass, or an inference. Times are in seconds.
 
     Attributes:
         side: "forward", "backward" or "inference".
-        nodes: how many, after all passes.
-        stages: graphs as text by what made them: "aot", then the passes that changed something; "code" is Inductor's.
-        steps: what each pass did.
-        traced: its collectives before the passes.
-        issued: its collectives after them, in the order in which they start.
+        nodes: the number of nodes after all passes.
+        stages: the graph as text: "aot", then after each pass that changed it, by name. "code" is Inductor's code.
+        steps: the effect of each pass.
+        traced: the collectives before the passes.
+        issued: the collectives after the passes, in the order of their starts.
         spans: the predicted timeline.
-        total: until everything has ended.
-        compute: work of the compute stream.
-        exposed: how long the compute stream has nothing to do.
-        bound: what no order of the graph can beat.
-        peak_bytes: the most memory at any time.
-        ways: which ways attention goes in it, and why, see `shardcompile.config.attention`.
+        total: the time until everything has ended.
+        compute: the work of the compute stream.
+        exposed: how long the compute stream waits or has nothing to do.
+        bound: the time that no order of the graph can beat.
+        peak_bytes: the largest memory in use at any time, in bytes.
+        ways: the ways of its attentions, and the reasons; see `shardcompile.config.attention`.
     """
 
     side: str
@@ -148,15 +148,15 @@ class GraphReport:
 
 @dataclass
 class Compilation:
-    """A graph that Dynamo captured, and what became of it.
+    """A graph that Dynamo captured, and the graphs that were compiled from it.
 
     Attributes:
-        function: its name.
-        place: its file and line, or an empty text.
-        compile_id: of torch: which frame, and how often it has been compiled before.
-        stages: as text: "dynamo", what was captured; "bytecode", what runs in place of the function's own;
-            "joint", forward and backward together.
-        graphs: that run. None if the code came out of a cache, or its backend does not use AOTAutograd.
+        function: the name of the function.
+        place: the file and line of the function, or an empty text.
+        compile_id: torch's number of the compilation: the frame, and how often it was compiled before.
+        stages: texts: "dynamo" is the captured graph, "bytecode" replaces the function's own, "joint" is the graph of
+            forward and backward together.
+        graphs: the graphs that run. Empty if the code came from a cache, or if the backend does not use AOTAutograd.
     """
 
     function: str
@@ -168,7 +168,7 @@ class Compilation:
 
 @dataclass(repr=False)
 class ReportData:
-    """The data of a report. `Report` says what each attribute is, and shows them."""
+    """The data of a report. `Report` documents the attributes and shows them."""
 
     rank: int = 0
     world_size: int = 1
@@ -200,16 +200,16 @@ class ReportData:
 
     @property
     def total_bytes(self) -> int:
-        """The sum of what all issued collectives hold together."""
+        """The global bytes of all issued collectives together."""
         return sum(c.global_bytes for c in self.issued)
 
     @property
     def exposed(self) -> float:
-        """Predicted seconds in which the compute stream has nothing to do, of all graphs."""
+        """The exposed time of all graphs together, predicted, in seconds."""
         return sum(graph.exposed for graph in self.graphs)
 
     def named_graphs(self) -> Iterator[tuple[str, GraphReport]]:
-        """Graphs by a name that is the same on every rank and in every run of a program."""
+        """All graphs, each with a name that is the same on every rank and in every run of a program."""
         for i, compilation in enumerate(self.compilations):
             for graph in compilation.graphs:
                 yield f"{i} {compilation.function} {graph.side}", graph

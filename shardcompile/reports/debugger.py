@@ -1,4 +1,4 @@
-"""What depyf adds: Dynamo's bytecode as Python, and files that a debugger can step through."""
+"""Dynamo's bytecode as Python source, and files for a debugger. Both come from depyf."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from shardcompile.compat.threads import rank_of_thread
 from shardcompile.reports.report import Report
 
 
-def decompiled(bytecode: types.CodeType) -> str:
-    """Bytecode as Python source, or one line that says why there is none."""
+def decompile(bytecode: types.CodeType) -> str:
+    """Bytecode as Python source, or a comment that says why there is none."""
     if find_spec("depyf") is None:
         return "# depyf, which decompiles bytecode, is not installed; the rest of the report holds"
     # Heavy, and a plain checkout may be without it.
     import depyf
 
     try:
-        # It prints what it cannot read.
+        # It prints a message for bytecode that it cannot read.
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             return str(depyf.decompile(bytecode))
-    except Exception as error:  # of many kinds: it is an interpreter of bytecode
+    except Exception as error:  # a decompiler may raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return f"# depyf {_version()} cannot decompile this bytecode ({reason}); the rest of the report holds"
 
 
 @contextlib.contextmanager
-def written_sources(folder: str | Path | None, report: Report) -> Iterator[None]:
-    """Have what is compiled inside run from files in a folder of this rank.
+def run_from_files(folder: str | Path | None, report: Report) -> Iterator[None]:
+    """Run code that is compiled inside the context from files, in a subfolder for this rank.
 
     Args:
-        folder: None to do nothing.
-        report: is told what could not be written.
+        folder: the folder; None to do nothing.
+        report: gets a note about files that could not be written.
 
     Raises:
-        ValueError: ranks are threads, which share the files that depyf has code run from.
+        ValueError: ranks are threads. They would share the files that depyf writes.
     """
     if folder is None:
         yield
@@ -61,7 +61,7 @@ def written_sources(folder: str | Path | None, report: Report) -> Iterator[None]
 
 @contextlib.contextmanager
 def _tell(report: Report, folder: Path) -> Iterator[None]:
-    """Turn what depyf complains about into one line each; other warnings go their way."""
+    """Turn depyf's complaints into one note. Other warnings are raised as usual."""
     with mock.patch("depyf.explain.enable_debugging.traceback"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -71,8 +71,8 @@ def _tell(report: Report, folder: Path) -> Iterator[None]:
             failed = sum("problem when decompiling" in text for text in texts)
             if failed:
                 report.notes.append(
-                    f"depyf {_version()} could not decompile {failed} function(s): their bytecode runs as it is, "
-                    f"without a file in {folder}; graphs and Inductor's code are there"
+                    f"depyf {_version()} could not decompile {failed} function(s). Their bytecode runs without a file "
+                    f"in {folder}, which has the graphs and Inductor's code"
                 )
     for w in caught:
         if "depyf" not in str(w.message):

@@ -1,4 +1,4 @@
-"""What changed between two reports: another commit, world size, version of torch, other passes; or another rank."""
+"""The difference of two reports: of two commits, world sizes, versions of torch or lists of passes, or of two ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shardcompile.units import in_bytes, in_seconds
 
 @dataclass(frozen=True)
 class Difference:
-    """What is different, in words and as a table; empty, and false, if nothing is.
+    """The differences of two reports, in words and as a table. It is false if there are none.
 
     Attributes:
-        errors: what must not be different: collectives of two ranks of one run. They would wait without end.
-        words: what is different, the most telling first.
-        table: rows of graph, figure, before, after.
+        errors: collectives that differ between two ranks of one run. Such ranks would wait without end.
+        words: other differences in words, the most important first.
+        table: rows of graph, figure, value before, value after.
     """
 
     errors: tuple[str, ...]
@@ -38,7 +38,7 @@ class Difference:
 def difference(before: ReportData, after: ReportData) -> Difference:
     """Compare two reports.
 
-    Of two ranks of one run, what each collective is must be the same, and how much a rank puts into it need not.
+    Two ranks of one run must have the same collectives. The payloads of a collective may differ in size.
     """
     changed = list(_changed_collectives(before, after))
     ranks = _are_ranks_of_one_run(before, after)
@@ -90,7 +90,7 @@ def _in_graph(old: GraphReport, new: GraphReport) -> Iterator[str]:
 
 
 def signature(c: IssuedCollective) -> str:
-    """A collective by what it is, whatever nodes are called and the machine is."""
+    """A collective in words that do not depend on names of nodes, or on the machine."""
     return f"{c.kind} {'+'.join(c.dtypes)} {c.global_bytes} B over {named_ranks(c.ranks)}"
 
 

@@ -1,4 +1,4 @@
-"""Compile and run something once, or trace it for a world that does not exist, and report it."""
+"""Report on a function that is compiled and run once, or traced for a world that does not exist."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def explain(
     model: CostModel | None = None,
     **kwargs: Any,
 ) -> Report:
-    """Report what is compiled of a function, what it communicates, what the passes do to it, and what that should cost.
+    """Report on a compiled function: its graphs and collectives, the work of the passes, and the predicted cost.
 
-    In a process group, the function is compiled, and run once on its arguments, forward and backward; every rank has to
-    call this. Gradients are computed and thrown away, but what else the function changes is changed:
+    In a process group, this compiles the function and runs it once, forward and backward. Every rank must call this.
+    Gradients are discarded, but other side effects of the function remain:
 
         print(sc.explain(model, x))
 
-    With `world_size` nothing is run, and neither ranks nor a GPU are needed: `fn` is then called with a mesh of that
-    many ranks, and returns a function and a tuple of its arguments, as for `shardcompile.offline.trace_offline`:
+    With `world_size` nothing runs, and this needs neither ranks nor a GPU. It calls `fn` with a mesh of that many
+    ranks. `fn` returns a function and a tuple of its arguments, as for `shardcompile.offline.trace_offline`:
 
         def build(mesh):
             x = sc.rand(4099, 64, device_mesh=mesh, placements=[Shard(0)])
@@ -50,33 +50,33 @@ def explain(
         print(sc.explain(build, world_size=64, device="cuda"))
 
     Args:
-        fn: a function or module, which may be compiled already; or with `world_size` what makes one.
-        args: its arguments.
+        fn: a function or module, which may be compiled already. With `world_size`, a function that makes one.
+        args: the arguments of the function.
         stages: which graphs to keep as text, see `capture`.
-        device: "cuda" or "cpu", with `world_size`; "cuda" if it is left out.
-        world_size: number of ranks of a world that need not exist.
-        mesh_shape: of the mesh, with `world_size`; one dim if it is left out.
-        mesh_dim_names: names of its dims.
-        rank: as which rank to trace, with `world_size`.
-        backend: of ``torch.compile``, without `world_size`.
-        off: passes to leave out, see `shardcompile.passes`.
-        backward: whether to look at the backward pass as well, if there is one.
+        device: with `world_size`, "cuda" or "cpu"; "cuda" by default.
+        world_size: the number of ranks of a world that need not exist.
+        mesh_shape: with `world_size`, the shape of the mesh; one dim by default.
+        mesh_dim_names: with `world_size`, the names of the mesh dims.
+        rank: with `world_size`, the rank to trace as.
+        backend: without `world_size`, the backend of ``torch.compile``.
+        off: the names of passes to leave out, see `shardcompile.passes`.
+        backward: whether to include the backward pass, if there is one.
         model: the costs for passes and timeline; None for those of the device.
-        kwargs: of the function.
+        kwargs: the keyword arguments of the function.
 
     Raises:
-        ShardError: arguments that make no sense together.
+        ShardError: two arguments exclude each other.
     """
     if world_size is None:
         if device is not None or mesh_shape is not None or mesh_dim_names is not None or rank:
-            raise ShardError("explain: device, mesh_shape, mesh_dim_names and rank are for a world_size that is traced")
+            raise ShardError("explain: device, mesh_shape, mesh_dim_names and rank need world_size; give it, too")
         with capture(stages=stages, model=model) as report:
             _run(_compile(fn, backend, off, model), args, kwargs, backward)
         return report
     if args or kwargs or backend != "shardcompile":
         raise ShardError(
-            "explain: with world_size nothing is run, so that fn takes no arguments and there is no other backend; it "
-            "is called with a mesh and returns a function and a tuple of its arguments"
+            "explain: with world_size nothing runs, so there are no arguments for fn, and no other backend. Give a "
+            "function that takes a mesh and returns a function and a tuple of its arguments"
         )
     names = {"mesh_shape": mesh_shape, "mesh_dim_names": mesh_dim_names, "rank": rank}
     with (
@@ -90,7 +90,7 @@ def explain(
 def _compile(
     fn: Callable[..., object], backend: str, off: Sequence[str], model: CostModel | None
 ) -> Callable[..., object]:
-    # What is compiled already would not be compiled again, and not be seen.
+    # A compiled function would not be compiled again, and the report would be empty.
     plain = getattr(fn, "_orig_mod", None) or getattr(fn, "_torchdynamo_orig_callable", fn)
     torch.compiler.reset()
     options = inductor_options(off=off, model=model) if backend == "shardcompile" else None
@@ -107,7 +107,7 @@ def _run(fn: Callable[..., object], args: Sequence[object], kwargs: dict[str, ob
 
 
 def _leaves(ends: Sequence[Tensor]) -> list[Tensor]:
-    """The leaf tensors that some results were computed from. Gradients are asked for by name, so that none is kept."""
+    """The leaf tensors behind some results. `torch.autograd.grad` takes them, so that no gradient is stored."""
     found: list[Tensor] = [t for t in ends if t.is_leaf]
     waiting = [t.grad_fn for t in ends]
     seen = set()

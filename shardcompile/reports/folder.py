@@ -12,14 +12,15 @@ from shardcompile.reports.timeline import chrome_trace
 
 
 def save(report: ReportData, folder: Path) -> Path:
-    """Write everything that a report holds; of several ranks each writes into a folder of its own.
+    """Write a report to a folder, each rank to a subfolder.
 
-    ``report.txt``, ``report.json``, ``report.html``, ``timeline.json`` for https://ui.perfetto.dev, and in ``graphs``
-    each stage of each graph as Python. For files that a debugger steps through see `capture(sources=...)`.
+    The files are ``report.txt``, ``report.json``, ``report.html``, ``timeline.json`` for https://ui.perfetto.dev, and
+    in ``graphs`` each stage of each graph as Python. For files that a debugger steps through, see
+    `capture(sources=...)`.
 
     Args:
-        report: of one rank.
-        folder: is made if it does not exist; files of an earlier report in it are overwritten.
+        report: the report of one rank.
+        folder: the folder, which need not exist. Files of an earlier report in it are overwritten.
 
     Returns:
         The folder of this rank.

@@ -1,8 +1,8 @@
-"""A report as one HTML page that needs nothing else, and as a table for notebooks.
+"""A report as one self-contained HTML page, and as a table for notebooks.
 
-The page is `page.html` with `page.css`, `page.js` and the report as JSON in it. It asks for nothing over the network:
-its content security policy allows only these very styles and this very script, by their hashes. All that comes from
-the report is put into the page as text.
+The page is `page.html`, which contains `page.css`, `page.js` and the report as JSON. It loads nothing over the network:
+its content security policy allows only this style sheet and this script, by their hashes. All data of the report enters
+the page as text.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from shardcompile.passes.schedule.simulator import COMPUTE
 from shardcompile.reports.advice import advice
 from shardcompile.reports.data import Compilation, GraphReport, IssuedCollective, ReportData, TracedCollective
 from shardcompile.reports.text import as_text, named_ranks, percent, place_of, plural, reason_of
-from shardcompile.reports.timeline import lanes, waiting
+from shardcompile.reports.timeline import idle_times, lanes
 from shardcompile.units import in_bytes, in_seconds
 
 _MOST_ROWS = 6
-"""Of a table in a notebook."""
+"""The most rows of a table in a notebook."""
 
 
 def page(report: ReportData) -> str:
-    """One page that needs nothing else: timelines, what the passes did, graphs side by side, collectives.
+    """One HTML page: timelines, the work of the passes, graphs side by side, collectives.
 
-    It works from a file, without a network.
+    The page works as a file, without a network.
     """
     style, script = _part("page.css"), _part("page.js")
     return Template(_part("page.html")).substitute(
@@ -53,7 +53,7 @@ def _hash(text: str) -> str:
 
 
 def _as_json(data: object) -> str:
-    """JSON that can stand in a script element: nothing in it ends the element or starts a comment."""
+    """JSON for a script element. It contains no text that ends the element or starts a comment."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -75,7 +75,7 @@ def _data(report: ReportData) -> dict[str, object]:
         "advice": advice(report),
         "compilations": [_compilation(c) for c in report.compilations],
         "graphs": list(_graphs(report, lines)),
-        "lines": list(lines),  # all that are in graphs; stages have few of their own
+        "lines": list(lines),  # each line of the graphs once, since stages share most lines
     }
 
 
@@ -114,7 +114,7 @@ def _graph(graph: GraphReport) -> dict[str, object]:
             (s.label, lane[s.stream], s.start, s.end, None if s.stream == COMPUTE else place.get(s.label))
             for s in graph.spans
         ],
-        "waiting": list(waiting(graph)),
+        "waiting": list(idle_times(graph)),
         "traced": [_traced_as_json(c) for c in graph.traced],
         "issued": [_issued_as_json(c) for c in graph.issued],
     }
@@ -158,7 +158,7 @@ def _shared_as_json(c: TracedCollective | IssuedCollective) -> dict[str, object]
 
 
 def summary(report: ReportData) -> str:
-    """The most important of a report as a table for notebooks, some kilobytes at most."""
+    """The most important parts of a report as an HTML table for notebooks, some kilobytes at most."""
     head = (
         f"rank {report.rank} of {report.world_size}, {report.device or 'nothing compiled'}, torch {report.torch}: "
         f"{plural(len(report.graphs), 'graph')}, {plural(len(report.issued), 'collective')}, "

@@ -1,4 +1,4 @@
-"""A report of what was compiled: its data, shown as text, page, trace and difference."""
+"""A report on compiled code: its data, shown as text, page, trace and difference."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from shardcompile.reports.timeline import chrome_trace
 
 @dataclass(repr=False)
 class Report(ReportData):
-    """What was compiled, as `shardcompile.explain` and `shardcompile.capture` find it.
+    """A report on compiled code, from `shardcompile.explain` or `shardcompile.capture`.
 
     It prints as a text for the terminal, and shows as a table in notebooks. Its repr is one line.
 
     Attributes:
-        rank: on which it was made.
-        world_size: number of ranks.
-        device: that was compiled for.
-        torch: its version.
-        predicted_for: the device that times are predicted for.
-        compilations: what was compiled, in order.
-        recompiles: why something was compiled again, in torch's words.
-        graph_breaks: why a function became several graphs, in torch's words.
-        caches: hits and misses of the compiler's caches; while capturing they are off unless they are asked for.
-        moved: rows that went where data says while it was captured, those of all ranks together.
-        notes: what is missing, and why.
-        error: what ended it, or an empty text.
+        rank: the rank that made the report.
+        world_size: the number of ranks.
+        device: the type of the device that the code is compiled for.
+        torch: the version of torch.
+        predicted_for: the device of the predicted times.
+        compilations: the compilations, in order.
+        recompiles: the reasons of recompiles, in torch's words.
+        graph_breaks: the reasons of graph breaks, in torch's words.
+        caches: the hits and misses of the compiler's caches, which are off unless `capture` was told otherwise.
+        moved: the rows that were sent where data says during the capture, of all ranks together.
+        notes: what is missing from the report, and why.
+        error: the error that ended the capture, or an empty text.
     """
 
     @staticmethod
     def from_json(text: str) -> Report:
-        """A report that `to_json` has written."""
+        """The report in the text that `to_json` wrote."""
         data = json.loads(text)
         data["compilations"] = [
             Compilation(**(c | {"graphs": [_graph(g) for g in c["graphs"]]})) for c in data["compilations"]
@@ -56,23 +56,23 @@ class Report(ReportData):
         return Report(**data)
 
     def diff(self, other: Report) -> Difference:
-        """What is different in another report, see `shardcompile.reports.diff.Difference`."""
+        """The difference between this report and another, see `shardcompile.reports.diff.Difference`."""
         return difference(self, other)
 
     def perfetto(self) -> dict[str, object]:
-        """The predicted timeline as a Chrome trace, which https://ui.perfetto.dev shows; one process for each graph."""
+        """The predicted timeline as a Chrome trace for https://ui.perfetto.dev, with one process for each graph."""
         return chrome_trace(self)
 
     def to_html(self) -> str:
-        """One page that needs nothing else: timeline, graphs, table."""
+        """One self-contained HTML page: timeline, graphs, table."""
         return page(self)
 
     def save(self, folder: str | Path) -> Path:
-        """Write everything into a folder, each rank into its own; see `shardcompile.reports.folder.save`."""
+        """Write the report to a folder, with a subfolder by rank; see `shardcompile.reports.folder.save`."""
         return save_report(self, Path(folder))
 
     def __repr__(self) -> str:
-        # Notebooks store it besides the table, and the texts of all graphs would be in it.
+        # Notebooks store the repr beside the table. The default repr would contain the texts of all graphs.
         counts = f"{len(self.graphs)} graphs, {len(self.issued)} collectives, {self.total_bytes} B"
         return f"<Report: rank {self.rank} of {self.world_size}, {self.device}, {counts}>"
 
@@ -84,7 +84,7 @@ class Report(ReportData):
 
 
 def _tuples(cls: Any, data: dict[str, Any]) -> object:
-    """A record whose lists have been tuples."""
+    """Make a record from JSON, where its tuples are lists."""
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
 
 

@@ -1,4 +1,4 @@
-"""A report as text for the terminal: what moves, what it costs, what to do about it."""
+"""A report as text for the terminal: the collectives, their cost, and advice."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _first_of(texts: Sequence[str]) -> str:
 
 
 def reason_of(c: TracedCollective) -> str:
-    """What a collective is for, in short."""
+    """The purpose of a collective, in few words."""
     if c.gathered_for:
         return f"{c.gathered_for} has no rule"
     return _SIZES.sub(_short_sizes, c.redistribution) or c.op
@@ -141,7 +141,7 @@ def _short_sizes(match: re.Match[str]) -> str:
 
 
 def place_of(source: str) -> str:
-    """File and line of a source line, without the folders."""
+    """The file name and the line number in a line of a traceback, without the folders."""
     for part in source.split("File ")[1:]:
         name, _, rest = part.strip().partition('"')[2].partition('"')
         line = rest.partition("line ")[2].partition(",")[0]
@@ -150,7 +150,7 @@ def place_of(source: str) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], left: Sequence[int]) -> Iterator[str]:
-    """Rows of a table, right-aligned but for some columns."""
+    """The rows of a table as lines of text. The columns in `left` are left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (t.ljust(w) if i in left else t.rjust(w) for i, (t, w) in enumerate(zip(row, widths, strict=True)))
@@ -158,7 +158,7 @@ def columns(rows: Sequence[Sequence[str]], left: Sequence[int]) -> Iterator[str]
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in short, such as ``0-7`` or ``0,8,..,56``."""
+    """A short text for ranks, such as ``0-7`` or ``0,8,..,56``."""
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     return ",".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]},{ranks[1]},..,{ranks[-1]}"
@@ -170,7 +170,7 @@ def plural(n: int, noun: str) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """A share."""
+    """A share in percent, as text."""
     return f"{100 * part / whole:.0f}%" if whole else "0%"
 
 

@@ -1,4 +1,4 @@
-"""The predicted timelines of a report: its lanes, when compute waits, and all of it as a Chrome trace."""
+"""The predicted timelines of a report: their lanes, the waits of compute, and a Chrome trace of all graphs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from shardcompile.reports.text import named_ranks
 
 
 def chrome_trace(report: ReportData) -> dict[str, object]:
-    """All graphs of a report as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing show.
+    """All graphs of a report as a Chrome trace, for https://ui.perfetto.dev and chrome://tracing.
 
-    A process is a graph, a thread a stream. Bars have the category "compute", "communication", or "waiting" where the
-    compute stream has nothing to do.
+    Each graph is a process, each stream a thread. The category of a bar is "compute", "communication", or "waiting" if
+    the compute stream has nothing to do.
     """
     events = []
     for i, (name, graph) in enumerate(report.named_graphs()):
@@ -22,23 +22,23 @@ def chrome_trace(report: ReportData) -> dict[str, object]:
 
 
 def lanes(graph: GraphReport) -> dict[str, str]:
-    """The streams of a timeline and what to call them, compute first."""
+    """The streams of a timeline and their titles, compute first."""
     ranks = {s.stream: c.ranks for s, c in with_collectives(graph) if c is not None}
     streams = dict.fromkeys([COMPUTE, *(s.stream for s in graph.spans)])
     return {s: f"group {s}: ranks {named_ranks(ranks[s])}" if s in ranks else s for s in streams}
 
 
 def with_collectives(graph: GraphReport) -> Iterator[tuple[Span, IssuedCollective | None]]:
-    """The spans of a timeline, each with the collective that it is."""
+    """The spans of a timeline, each with its collective; None for compute."""
     known = {c.name: c for c in graph.issued}
     for span in graph.spans:
         yield span, None if span.stream == COMPUTE else known.get(span.label)
 
 
-def waiting(graph: GraphReport) -> Iterator[tuple[float, float, int | None]]:
-    """When the compute stream has nothing to do: from, to, and the number of the collective that it waits for.
+def idle_times(graph: GraphReport) -> Iterator[tuple[float, float, int | None]]:
+    """The times in which the compute stream has nothing to do: start, end, and the index of the awaited collective.
 
-    None is where the compute stream has ended, and a collective that nobody waits for has not.
+    The index is None after the end of the compute stream, while a collective that nobody waits for still runs.
     """
     held_up = [(c.end - c.exposed, c.end, i) for i, c in enumerate(graph.issued) if c.exposed]
     yield from sorted(held_up)
@@ -52,7 +52,7 @@ def _bars(graph: GraphReport) -> Iterator[Bar]:
     for span, c in with_collectives(graph):
         category = "compute" if span.stream == COMPUTE else "communication"
         yield Bar(span.label, category, span.stream, span.start, span.end, {} if c is None else _args(graph, c))
-    for start, end, i in waiting(graph):
+    for start, end, i in idle_times(graph):
         name = "nothing left to compute" if i is None else f"waits for {graph.issued[i].name}"
         yield Bar(name, "waiting", COMPUTE, start, end, {})
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Replicate
 
-from shardcompile.compat.wrappers import ask_before_wrapping, is_strided_shard, ranks_of
+from shardcompile.compat.wrappers import check_before_wrapping, is_strided_shard, ranks_of
 from shardcompile.dispatch.foreign import hold_the_same_block
 from shardcompile.errors import refusal
 
@@ -21,7 +21,7 @@ def guard_wrappers(sharded: type) -> None:
         sharded: the class of sharded tensors.
     """
 
-    def as_block(block: Tensor, mesh: DeviceMesh) -> None:
+    def as_block(block: object, mesh: DeviceMesh) -> None:
         """Over ranks that hold the same block a DTensor may have it: its collectives stay among them."""
         if isinstance(block, sharded) and not hold_the_same_block(block._spec.layout, ranks_of(mesh)):  # type: ignore[attr-defined]
             raise refusal(
@@ -33,7 +33,7 @@ def guard_wrappers(sharded: type) -> None:
                 "x.full_tensor() for Replicate(), or parallelize over another mesh dim than the one that cuts x",
             )
 
-    def as_whole(tensor: Tensor) -> None:
+    def as_whole(tensor: object) -> None:
         if isinstance(tensor, sharded):
             _refuse_as_whole(tensor)
 
@@ -48,7 +48,7 @@ def guard_wrappers(sharded: type) -> None:
                 "plain and let the wrapper cut them",
             )
 
-    def as_input(x: Tensor, tracer: str) -> None:
+    def as_input(x: object, tracer: str) -> None:
         """AOTAutograd, which `torch.compile` uses, traces blocks and sizes; other tracers only know whole tensors."""
         if isinstance(x, sharded) and tracer == "compiled autograd":
             raise refusal(
@@ -79,7 +79,7 @@ def guard_wrappers(sharded: type) -> None:
                 "sc.distribute_module do so",
             )
 
-    ask_before_wrapping(as_block, as_whole, as_parameter, as_input, as_data)
+    check_before_wrapping(as_block, as_whole, as_parameter, as_input, as_data)
 
 
 @torch.compiler.allow_in_graph  # Dynamo, which traces DTensor's functions, would fail on our layouts in its own words

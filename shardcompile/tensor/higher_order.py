@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
-from shardcompile.compat.higher_order import control_flow_ops, run_regions_in_line, tell_storages
+from shardcompile.compat.higher_order import control_flow_ops, run_regions_in_line, use_block_storages
 from shardcompile.errors import UnsupportedOpError, refusal
 
 
@@ -38,7 +38,7 @@ def teach_higher_order_ops(sharded: type) -> dict[object, Callable[..., object]]
     Returns:
         What `__torch_function__` is to do for these ops.
     """
-    tell_storages(sharded)
+    use_block_storages(sharded)
     run_regions_in_line(sharded)
 
     def refuse(op: Callable[..., object], *args: object, **kwargs: object) -> object:

@@ -110,7 +110,9 @@ def keys_tensor(layout: Layout, metadata: Metadata, like: Tensor, with_extents: 
     carrier = cuts[0].carrier
     if isinstance(carrier, Tensor) and carrier.ndim == 1 + len(keys):
         held = carrier.shape[1 : 1 + len(cuts)]
-        if all(c.carrier is carrier and compat.surely(e == c.key) for e, c in zip(held, cuts, strict=True)):
+        if all(
+            c.carrier is carrier and compat.statically_known_true(e == c.key) for e, c in zip(held, cuts, strict=True)
+        ):
             return carrier
     return like.new_empty_strided([0, *keys], [0] * (1 + len(keys)), dtype=torch.uint8)
 

@@ -246,7 +246,7 @@ class Traced(Sharded):
         if type(local) is not Tensor:
             compat.keep_first_proxies()
             # What AOTAutograd hands over for a gradient was computed in another pass.
-            shape, stride = compat.retraced(shape), compat.retraced(stride)
+            shape, stride = compat.retrace(shape), compat.retrace(stride)
         keys = inner.get("_cut_keys")
         spec = spec_from_parts(metadata, local, keys, shape, stride)
         self = _make_wrapper(cls, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device)

@@ -1,4 +1,4 @@
-"""Tests on real ranks: a pytest plugin with a standing pool of processes.
+"""Tests on real ranks: a pytest plugin with a pool of processes that stay from test to test.
 
     import pytest
     import torch
@@ -13,8 +13,8 @@
         assert x.item() == sum(range(world_size()))
 
 The function above runs on two ranks, then on three: `test_sum_of_ranks[ranks=2]` and `[ranks=3]`.
-`shardcompile.testing.plugin` says what the mark accepts, which fixtures reach the ranks, and what is reset
-between tests.
+`shardcompile.testing.plugin` documents the arguments of the mark, the fixtures that reach the ranks, and the
+reset between tests.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is asked for when it is first used: pytest loads this package for its plugin alone, without torch."""
+    """Import a module at the first use of its names. pytest loads this package for its plugin, which needs no torch."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

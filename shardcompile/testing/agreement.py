@@ -1,7 +1,7 @@
-"""Checks that all ranks share: what fails on one rank fails on all of them, with the same text.
+"""Checks that fail on all ranks, with the same text, if they fail on one.
 
-Ranks talk through the store of the default process group, not by collectives: a rank whose check failed may have left
-the others waiting in a collective, and must not meet them there with another one.
+Ranks communicate through the store of the default process group, not by collectives. A rank whose check failed may have
+left the others in a collective, and must not start another one against it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ PATIENCE_SECONDS = 1800.0
 """How long a rank waits for the others."""
 
 GRACE_SECONDS = 10.0
-"""How long a rank that has failed waits for the others: they may never come."""
+"""How long a rank that has failed waits for the others, which may never come."""
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Something that is wrong on a rank.
+    """A failure on a rank.
 
     Attributes:
-        headline: what, in a few words; the rank is added to it.
-        detail: lines below it.
+        headline: the failure in few words, without the rank.
+        detail: the lines below the headline.
     """
 
     headline: str
@@ -48,7 +48,7 @@ class Failure:
 
 
 class CheckFailed(Exception):
-    """Raised inside of `together` by a check that finds something wrong on this rank."""
+    """A check inside `together` failed on this rank."""
 
     def __init__(self, failures: Sequence[Failure]) -> None:
         super().__init__("\n".join(map(str, failures)))
@@ -56,10 +56,10 @@ class CheckFailed(Exception):
 
 
 class RanksFailedError(AssertionError):
-    """A check failed on some rank. Raised on every rank that is not stuck.
+    """A check failed on some rank. Every rank that is not stuck raises this.
 
     Attributes:
-        in_step: whether every rank has got here, so that all of them can go on.
+        in_step: whether every rank has come to the check, so that all of them can go on.
     """
 
     def __init__(self, text: str, in_step: bool = True) -> None:
@@ -69,7 +69,7 @@ class RanksFailedError(AssertionError):
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What a rank says of its part of a check."""
+    """The result of a check on one rank."""
 
     failures: list[Failure] = field(default_factory=list)
     facts: str = ""
@@ -89,16 +89,17 @@ def together(
     facts: Callable[[_T], str] = lambda _: "",
     error: Callable[[str, bool], Exception] = RanksFailedError,
 ) -> _T:
-    """Do something on every rank, and go on only if it went well on all of them.
+    """Run an action on every rank, and go on only if it succeeded on all of them.
 
     Args:
-        stage: what is being done, for the text.
-        action: raises what it likes, `CheckFailed` for something that was checked.
-        facts: of the result, what must be the same on every rank, as text.
-        error: makes the exception from its text and from whether all ranks are in step.
+        stage: a name for the action, for messages.
+        action: may raise any exception, or `CheckFailed` for a failed check.
+        facts: a function of the result, which returns a text that must be the same on every rank.
+        error: makes the exception, from a text and from whether all ranks are in step.
 
     Raises:
-        RanksFailedError: or what `error` makes, on every rank: the action failed on one, or the facts differ.
+        RanksFailedError: or the exception that `error` makes, on every rank: the action failed on one, or the facts
+            differ.
     """
     try:
         result = action()
@@ -115,10 +116,10 @@ def together(
 
 
 def agree_on_use(stage: str, action: Callable[[], _T], facts: Callable[[_T], str] = lambda _: "") -> _T:
-    """As `together`, for what a user can get wrong.
+    """Run an action as `together` does, to check what the user passed.
 
     Raises:
-        ValueError: on every rank, without a traceback from inside.
+        ValueError: on every rank, without the traceback of the action.
     """
 
     def checked() -> _T:
@@ -131,7 +132,7 @@ def agree_on_use(stage: str, action: Callable[[], _T], facts: Callable[[_T], str
 
 
 def usage_error(text: str, in_step: bool) -> Exception:
-    """What `together` raises where what the user has passed is at fault."""
+    """The error of `together` for wrong arguments of the user."""
     return ValueError(text)
 
 
@@ -142,7 +143,7 @@ def _failure_of(error: Exception) -> Failure:
 
 
 def _of_the_user(frames: TracebackType | None) -> TracebackType | None:
-    """Frames from the first on that is not in this package."""
+    """The frames of a traceback, without the outer ones in this package."""
     here = os.path.dirname(__file__)
     while frames and frames.tb_next and os.path.dirname(frames.tb_frame.f_code.co_filename) == here:
         frames = frames.tb_next
@@ -150,18 +151,18 @@ def _of_the_user(frames: TracebackType | None) -> TracebackType | None:
 
 
 def _judge(stage: str, verdicts: Sequence[_Verdict | None]) -> str:
-    """The text of what is wrong, the same on every rank; empty if nothing is."""
+    """The failure in words, the same on every rank; empty if there is none."""
     failing = [rank for rank, v in enumerate(verdicts) if v is not None and v.failures]
     missing = [rank for rank, v in enumerate(verdicts) if v is None]
     if failing:
         return _describe(stage, failing, verdicts[failing[0]], missing)  # type: ignore[arg-type]
     if missing:
-        return f"{stage}: {_ranks(missing)} did not get to the end of it within {PATIENCE_SECONDS:g} s"
+        return f"{stage}: {_ranks(missing)} did not come to its end within {PATIENCE_SECONDS:g} s"
     return _disagreement(stage, [v.facts.split("\n") for v in verdicts if v is not None])
 
 
 def _disagreement(stage: str, facts: Sequence[Sequence[str]]) -> str:
-    """Who has what in the first line that is not the same on every rank; empty if all are."""
+    """The first line that differs between ranks, with the ranks of each version; empty if no line differs."""
     for lines in itertools.zip_longest(*facts, fillvalue="nothing"):
         if len(set(lines)) > 1:
             holders = {line: [r for r, other in enumerate(lines) if other == line] for line in lines}
@@ -180,7 +181,7 @@ def _describe(stage: str, failing: list[int], first: _Verdict, missing: list[int
         lines += [f"and on rank {failing[0]}", *map(str, failures[1:])]
     if missing:
         lines.append(
-            f"{_ranks(missing)} did not get here within {GRACE_SECONDS:g} s: probably waiting in a collective for "
+            f"{_ranks(missing)} did not come here within {GRACE_SECONDS:g} s, and probably wait in a collective for "
             f"rank {failing[0]}"
         )
     return "\n".join(lines)
@@ -195,7 +196,7 @@ def _indent(text: str) -> str:
 
 
 def _exchange(value: str, seconds: float) -> list[str | None]:
-    """What each rank says; None for those that have not said anything in time."""
+    """The values of all ranks; None for a rank that has not given one in time."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     store, me = compat.store(), dist.get_rank()
@@ -207,10 +208,10 @@ def _exchange(value: str, seconds: float) -> list[str | None]:
         try:
             store.wait([_key(call, rank)], timedelta(seconds=max(0.01, end - time.monotonic())))
             said.append(store.get(_key(call, rank)).decode())
-        except RuntimeError:  # torch's DistStoreError: the time is over
+        except RuntimeError:  # torch's DistStoreError, at the timeout
             said.append(None)
     if None not in said:
-        store.delete_key(_key(call - 1, me))  # everybody has read that one
+        store.delete_key(_key(call - 1, me))  # every rank has read it
     return said
 
 

@@ -1,4 +1,4 @@
-"""The inputs of a check: full values, and how each of them is laid out."""
+"""The inputs of a check: full values, and their layouts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class _Input:
     """An argument.
 
     Attributes:
-        name: for messages.
-        value: full.
-        placements: None where it stays as it is.
-        sizes: as the user stated them.
+        name: a name for messages.
+        value: the full value.
+        placements: None if the value stays plain.
+        sizes: the block sizes that the user stated.
     """
 
     name: str
@@ -44,13 +44,13 @@ class Arguments:
 
     Args:
         inputs: full values; a mapping passes them by name.
-        placements: of each.
-        sharding_shapes: of each block sizes by mesh dim; in a style that changes with every step where not stated.
+        placements: the placements of each input.
+        sharding_shapes: for each input the block sizes by mesh dim. Sizes that are not stated change with every step.
         mesh: the mesh.
-        want_grads: whether floating-point tensors want gradients.
+        want_grads: whether floating-point tensors require gradients.
 
     Raises:
-        ValueError: lengths or names differ, or something that is no plain tensor is to be sharded.
+        ValueError: lengths or names differ, or an input that is no plain tensor has placements.
     """
 
     def __init__(
@@ -69,16 +69,16 @@ class Arguments:
         self._inputs = {key: _input(key, values[key], wanted[key], sizes[key], mesh) for key in values}
 
     def plain(self) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and named arguments, full and plain; new leaves of the autograd graph."""
+        """The positional and the named arguments, full and plain. Tensors are new leaves of the autograd graph."""
         return _split({k: self._leaf(i.value.detach().clone()) if isinstance(i.value, Tensor) else i.value
                        for k, i in self._inputs.items()})  # fmt: skip
 
     def sharded(self, step: int) -> tuple[list[Any], dict[str, Any]]:
-        """The same, laid out for a step."""
+        """The same arguments, sharded for a step."""
         return _split({key: self._laid_out(each, step) for key, each in self._inputs.items()})
 
     def digests(self) -> list[str]:
-        """What tells these arguments from others, a line for each."""
+        """A line for each argument that identifies its value."""
         return [digest(each.name, each.value) for each in self._inputs.values()]
 
     def _laid_out(self, each: _Input, step: int) -> object:

@@ -1,4 +1,4 @@
-"""Full values as sharded tensors: cuts that are worth a test, and laying a value out without communication."""
+"""Make sharded tensors from full values: cuts that are worth a test, and layouts without communication."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from shardcompile.layout import chunk_sizes
 from shardcompile.tensor import ShardTensor
 
 CHUNK = 3
-"""The style of cut that is torch.chunk's."""
+"""The style of cut that torch.chunk makes."""
 
 
 def seed_of(*what: object) -> int:
-    """A seed that depends on nothing else, and on no process."""
+    """A seed that depends on these values alone, and is the same in every process."""
     return zlib.crc32(repr(what).encode())
 
 
 def uneven_sizes(extent: int, parts: int, style: int) -> list[int]:
-    """Block sizes along a dim, from a cycle of four.
+    """Block sizes along a dim, in one of four styles.
 
-    Styles 1 and 2 have a block of one, and with three ranks or more an empty block, as far as the extent allows; with
-    two ranks style 2 has the empty block. Style 0 has a block of two and an empty one. Style `CHUNK` is torch.chunk's.
+    Style 0 has a block of two and an empty block. Styles 1 and 2 have a block of one, if the extent allows it. With
+    three ranks or more they have an empty block, too; with two ranks only style 2 has. Style `CHUNK` is torch.chunk's.
 
         7 rows on 3 ranks:  [5, 0, 2]     [1, 6, 0]     [0, 1, 6]     [3, 3, 1]
         9 rows on 4 ranks:  [5, 0, 2, 2]  [1, 6, 0, 2]  [0, 1, 6, 2]  [3, 3, 3, 0]
@@ -55,7 +55,7 @@ def uneven_sizes(extent: int, parts: int, style: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Way:
-    """How one input is laid out: placements, and the style of its cuts."""
+    """A layout of one input: its placements, and the style of its cuts."""
 
     placements: tuple[Placement, ...]
     style: int
@@ -65,7 +65,7 @@ class Way:
 
 
 def describe(placements: Sequence[Placement]) -> str:
-    """Placements in short, e.g. ``S(0), P(sum)``."""
+    """A short text for placements, such as ``S(0), P(sum)``."""
     return ", ".join(_short(p) for p in placements)
 
 
@@ -78,7 +78,7 @@ def _short(placement: Placement) -> str:
 def sizes_in_style(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], style: int
 ) -> dict[int, list[int]]:
-    """Block sizes of every sharded dim by mesh dim, as ``sharding_shapes`` takes them."""
+    """The block sizes of every sharded dim, by mesh dim, as ``sharding_shapes`` takes them."""
     sizes: dict[int, list[int]] = {}
     for dim, extent in enumerate(shape):
         mesh_dims = [m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
@@ -97,15 +97,15 @@ def lay_out(
     sizes: Mapping[int, Sequence[int]] | Literal["chunk"],
     seed: int,
 ) -> ShardTensor:
-    """A full value, known on every rank, as a sharded tensor. Does not communicate.
+    """Make a sharded tensor from a full value that every rank has. This does not communicate.
 
     Args:
         full: the value.
         mesh: the mesh.
-        placements: one for each mesh dim, dims counted from the first.
-        sizes: of the blocks of every sharded dim, as ``sharding_shapes`` takes them; ``"chunk"`` states none, so that
-            the cuts follow from the extents as those of torch.chunk do.
-        seed: of the terms, where there is a pending sum.
+        placements: one for each mesh dim; tensor dims are not negative.
+        sizes: the block sizes of every sharded dim, as ``sharding_shapes`` takes them. ``"chunk"`` states none, so the
+            cuts follow from the extents, as torch.chunk cuts.
+        seed: the seed for the terms of a pending sum.
     """
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "every rank is in the mesh"
@@ -120,14 +120,14 @@ def lay_out(
 
 
 def _term(x: Tensor, index: int, count: int, seed: int) -> Tensor:
-    """Term `index` of `count` that add up to `x`: exactly, if it has bits to spare, see `with_bits_to_spare`."""
+    """Term `index` of `count` terms of the sum `x`. The sum is exact for values of `with_bits_to_spare`."""
     generator = torch.Generator().manual_seed(seed)
     others = [torch.randint(-3, 4, x.shape, generator=generator).to(x) for _ in range(count - 1)]
     return x - sum(others) if index == 0 else others[index - 1]
 
 
 def with_bits_to_spare(x: Tensor) -> Tensor:
-    """Rounded, so that terms of a sum give exactly this value, which may be compared or be an edge."""
+    """Round values so that the terms of a pending sum add up to them exactly. Ops may compare such values."""
     if x.is_complex():
         return torch.view_as_complex(with_bits_to_spare(torch.view_as_real(x.resolve_conj())))
     if not x.is_floating_point():

@@ -1,10 +1,9 @@
-"""In what two values differ, as text: where in the global tensor, and by how much."""
+"""The difference of two values in words: where in the global tensor, and by how much."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +11,11 @@ from torch import Tensor
 from shardcompile.compat.testing import default_tolerances
 
 Tolerances = Callable[[torch.dtype], tuple[float, float]]
-"""Relative and absolute tolerance by dtype."""
+"""The relative and the absolute tolerance of a dtype."""
 
 
 def tolerances(rtol: float | None = None, atol: float | None = None) -> Tolerances:
-    """The tolerances of `torch.testing.assert_close` for each dtype, but for those that are stated."""
+    """The stated tolerances, or those of `torch.testing.assert_close` for each dtype."""
 
     def by_dtype(dtype: torch.dtype) -> tuple[float, float]:
         usual = default_tolerances(dtype)
@@ -26,12 +25,12 @@ def tolerances(rtol: float | None = None, atol: float | None = None) -> Toleranc
 
 
 def difference(got: object, want: object, allowed: Tolerances) -> str | None:
-    """In what a value differs from the one that is expected; None if it does not.
+    """The difference between a value and the expected one, in words; None if they agree.
 
     Args:
-        got: a plain tensor, a number, or any object: then ``==`` decides.
-        want: what is expected. Tensors must have the same shape and dtype.
-        allowed: by which numbers may differ. Two NaNs are equal.
+        got: a plain tensor, a number, or any object. Objects are compared by ``==``.
+        want: the expected value. Tensors must have the same shape and dtype.
+        allowed: the tolerances for numbers. Two NaNs are equal.
     """
     if not isinstance(want, Tensor) or not isinstance(got, Tensor):
         return None if _same(got, want, allowed) else f"expected {_name(want)}, got {_name(got)}"
@@ -44,10 +43,10 @@ def difference(got: object, want: object, allowed: Tolerances) -> str | None:
     return _how_far(got, want, wrong, rtol, atol) if wrong.any() else None
 
 
-def _same(got: Any, want: Any, allowed: Tolerances) -> bool:
+def _same(got: object, want: object, allowed: Tolerances) -> bool:
     if type(got) is not type(want) or isinstance(got, Tensor):
         return False
-    if isinstance(want, float):
+    if isinstance(want, float) and isinstance(got, float):
         rtol, atol = allowed(torch.float64)
         return math.isclose(got, want, rel_tol=rtol, abs_tol=atol) or (math.isnan(got) and math.isnan(want))
     return bool(got == want)
@@ -66,7 +65,7 @@ def _short(dtype: torch.dtype) -> str:
 def _how_far(got: Tensor, want: Tensor, wrong: Tensor, rtol: float, atol: float) -> str:
     lines = [
         f"{int(wrong.sum())} of {wrong.numel()} elements differ by more than atol={atol:g} plus rtol={rtol:g} times "
-        "what is expected"
+        "the expected value"
     ]
     far = _distance(got, want)
     size = _distance(want, torch.zeros_like(want))

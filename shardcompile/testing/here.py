@@ -1,4 +1,4 @@
-"""What a test on ranks knows of where it runs."""
+"""The rank, the world size and the mesh of a running test."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ def world_size() -> int:
 
 
 def mesh(names: Sequence[str] | None = None) -> DeviceMesh:
-    """A mesh over all ranks, of the shape that the mark of the test states: ``@pytest.mark.ranks(4, mesh=(2, 2))``.
+    """A mesh over all ranks. The mark of the test may state its shape: ``@pytest.mark.ranks(4, mesh=(2, 2))``.
 
-    It has one dim if the mark states none, and is of GPUs where the process group is NCCL's. The process groups of a
-    mesh end with the test.
+    Without a shape it has one dim. With NCCL it is a mesh of GPUs. The process groups of a mesh end with the test.
 
     Args:
-        names: of its dims.
+        names: the names of the mesh dims.
     """
     device = device_type(str(dist.get_backend()))
     shape = _mesh_shape or (world_size(),)
@@ -37,11 +36,11 @@ def mesh(names: Sequence[str] | None = None) -> DeviceMesh:
 
 
 def default_mesh() -> DeviceMesh:
-    """A mesh of one dim over all ranks, of GPUs if the process group has NCCL."""
+    """A mesh of one dim over all ranks. With NCCL it is a mesh of GPUs."""
     return init_device_mesh(device_type(), (dist.get_world_size(),))
 
 
 def set_mesh_shape(shape: tuple[int, ...] | None) -> None:
-    """Tell `mesh` what the mark of the test that is about to run says."""
+    """Set the shape that `mesh` uses for the next test."""
     global _mesh_shape
     _mesh_shape = shape

@@ -1,4 +1,4 @@
-"""Writes accepted inline snapshots into the tests' sources. Plain Python, no torch: pytest's own process does it."""
+"""Write accepted inline snapshots into the source files of tests. This runs in pytest's process, without torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections import defaultdict
 from pathlib import Path
 
 
-def accept_noted(folder: Path) -> list[str]:
-    """Replace the ``expected=`` literals of calls that have been noted down in a folder.
+def apply_notes(folder: Path) -> list[str]:
+    """Replace the ``expected=`` literals of the calls that notes in a folder name.
 
     Args:
-        folder: of notes as JSON: file, line of the call, text.
+        folder: has the notes as JSON files: file and line of the call, and the new text.
 
     Returns:
-        What was not possible, in words.
+        The problems, in words.
     """
     by_file: dict[str, dict[int, str]] = defaultdict(dict)
     for path in sorted(folder.glob("*.json")):
@@ -31,11 +31,11 @@ def _rewrite(path: Path, texts: dict[int, str]) -> list[str]:
     source = path.read_text()
     lines = source.splitlines(keepends=True)
     problems = []
-    # From the end, so that the places of those before stay what they are.
+    # Last line first, so that earlier line numbers stay valid.
     for line, text in sorted(texts.items(), reverse=True):
         literal = _literal(source, line)
         if literal is None:
-            problems.append(f"{path}:{line}: expected= is not a literal there; it is to be:\n{text}")
+            problems.append(f"{path}:{line}: expected= is no literal there. Put this text in its place:\n{text}")
             continue
         _replace(lines, literal, text)
     path.write_text("".join(lines))

@@ -1,4 +1,4 @@
-"""`LocalRanks`: ranks on this machine for notebooks and consoles, where functions cannot be imported."""
+"""`LocalRanks`: ranks on this machine for notebooks and consoles, where ranks cannot import the functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardcompile.testing.report import describe
 
 
 class LocalRanks:
-    """Processes on this machine, one for each rank, that call functions. They start once, in seconds, and stay.
+    """Ranks on this machine that call functions. Each is a process, which starts once, in seconds, and stays.
 
         ranks = LocalRanks(3)
 
@@ -31,12 +31,13 @@ class LocalRanks:
 
         ranks(rows, 4)          # [30.0, 30.0, 30.0]: one result for each rank
 
-    Functions, and what they use, may be defined in cells of a notebook. Each call starts from the same seed, and what
-    was compiled in an earlier one is forgotten. The ranks end with this process, or with `close`, or with a ``with``.
+    Functions, and all that they use, may be defined in cells of a notebook. Each call starts from the same seed, and
+    without the compiled code of earlier calls. The ranks end with this process, with `close`, or at the end of a
+    ``with``.
 
-    With ``processes=False`` the ranks are threads of this process that take turns: nothing has to start, nothing is
-    pickled, and a breakpoint stops one rank while the others wait. Ranks that wait for one another without end are told
-    so at once. See docs/testing.md.
+    With ``processes=False`` the ranks are threads of this process that take turns. Then no process starts and nothing
+    is pickled. A breakpoint stops one rank while the others wait. A deadlock raises an error at once. See
+    docs/testing.md.
     """
 
     def __init__(
@@ -45,14 +46,14 @@ class LocalRanks:
         """Start the ranks.
 
         Args:
-            world_size: number of ranks.
-            backend: of the process group, where each rank is a process.
-            processes: whether each rank is a process; otherwise all are threads of this one.
-            device: type of the devices that have the tensors of ranks in one process, which may share a GPU. Where each
-                rank is a process, the backend tells it.
+            world_size: the number of ranks.
+            backend: the backend of the process group, if each rank is a process.
+            processes: whether each rank is a process. Otherwise all ranks are threads of this process.
+            device: the type of the tensors' devices, if ranks are threads. They may share a GPU. If each rank is a
+                process, the device follows from the backend.
 
         Raises:
-            PoolStartError: they do not start.
+            PoolStartError: a rank does not start.
         """
         self._world_size, self._backend, self._processes, self._device = world_size, backend, processes, device
         self._pool = self._start()
@@ -67,18 +68,18 @@ class LocalRanks:
         """Call ``fn(mesh, *args)`` on every rank, with a mesh of one dim over all of them.
 
         Args:
-            fn: a function. What it prints is printed here, rank after rank; if a rank fails, warnings as well.
-            args: what it gets besides the mesh, the same on every rank; ranks in one process share it.
-            timeout: seconds after which ranks that still run are ended, or given up if they are threads; time in a
+            fn: a function. Its output is printed here, rank after rank; if a rank fails, with its warnings.
+            args: its arguments after the mesh, the same on every rank. Ranks in one process share them.
+            timeout: seconds after which ranks that still run are killed, or abandoned if they are threads. Time in a
                 debugger does not count.
 
         Returns:
-            What each rank returned. Between processes it has to pickle: return a block or a full tensor, not a
+            One result for each rank. Results of processes must be picklable: return a block or a full tensor, not a
             sharded one.
 
         Raises:
-            RuntimeError: a rank raised, died or hung; the text has its traceback. The next call starts new ranks.
-                Ranks in one process raise what the function raised, with a note that names the rank.
+            RuntimeError: a rank raised, died or hung; the text has its traceback. The next call starts new ranks. If
+                ranks are threads, the exception of the function is raised, with a note that names the rank.
         """
         if not self._pool.usable:
             self._pool = self._start()
@@ -111,7 +112,7 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
     def reducer_override(self, obj: object) -> object:
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType:  # such as torch.ops
             return importlib.import_module, (obj.__name__,)
-        if isinstance(obj, CodeType):  # cloudpickle leaves out where code is from since 3.1.3; tracebacks say it
+        if isinstance(obj, CodeType):  # since 3.1.3 cloudpickle drops the file name, which tracebacks need
             _, arguments = self.dispatch_table[CodeType](obj)
             return _code_from, (obj.co_filename, arguments)
         return super().reducer_override(obj)
@@ -128,7 +129,7 @@ def _pickle(value: object) -> bytes:
 
 
 def _sources_of_cells() -> dict[str, object]:
-    """Sources that are in no file, for tracebacks and reports of the ranks."""
+    """The source texts of notebook cells, which are in no file, for tracebacks and reports of the ranks."""
     return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
 
 
@@ -140,5 +141,8 @@ def _show(outputs: Iterable[str]) -> None:
 
 def _what_went_wrong(outcomes: Sequence[Outcome]) -> str:
     if all(outcome.kind is Kind.PASSED for outcome in outcomes):
-        return "all ranks returned, but some rank started a collective that others did not join"
+        return (
+            "all ranks returned, but some rank started a collective that others did not join: run the same collectives "
+            "on every rank"
+        )
     return describe(outcomes)

@@ -1,7 +1,7 @@
-"""How ranks in one process exchange tensors: collectives and messages through memory.
+"""Collectives and messages between ranks in one process, through memory.
 
-Values are those of gloo, bit for bit: an all-reduce adds up in the order of gloo's ring. What gloo would answer with a
-crash, or not at all, is an error here that names both ranks: another collective, another dtype, another size.
+Results equal those of gloo bit for bit: an all-reduce adds in the order of gloo's ring. If two ranks differ in the
+collective, the dtype or the size, gloo crashes or hangs. Here it is an error that names both ranks.
 """
 
 from __future__ import annotations
@@ -20,34 +20,43 @@ Tensors = Sequence[Tensor]
 
 
 class MeetingError(RuntimeError):
-    """Ranks of a group have come to collectives, or messages, that do not belong together."""
+    """Ranks of a group have come to collectives, or messages, that do not match."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank brings to a collective.
+    """One rank's part in a collective.
 
     Attributes:
-        told: what must be the same on every rank, in words.
-        given: tensors that are read.
-        taken: tensors that are written.
+        stated: the collective in words, which must be the same on every rank.
+        given: the tensors that the collective reads.
+        taken: the tensors that the collective writes.
     """
 
-    told: str
+    stated: str
     given: Tensors = ()
     taken: Tensors = ()
 
 
+class _Event:
+    done: bool
+    error: str | None
+
+    def ended(self) -> bool:
+        """Whether no rank needs to wait for it any more."""
+        return self.done or self.error is not None
+
+
 @dataclass
-class Meeting:
+class Meeting(_Event):
     """One collective.
 
     Attributes:
-        size: number of ranks that come to it.
-        run: moves the data once all have come, given the parts in the order of the ranks.
-        parts: what has been brought, by rank in the group.
+        size: the number of ranks that take part.
+        run: moves the data when all ranks have come. It takes the parts in the order of the ranks.
+        parts: the parts of the ranks that have come, by rank in the group.
         done: whether the data has been moved.
-        error: why it never will be.
+        error: why it never will be; None if nothing is wrong.
     """
 
     size: int
@@ -56,20 +65,16 @@ class Meeting:
     done: bool = False
     error: str | None = None
 
-    def ended(self) -> bool:
-        """Whether nobody needs to wait any more."""
-        return self.done or self.error is not None
-
 
 @dataclass
-class Message:
-    """One side of a message, or both.
+class Message(_Event):
+    """A message, of which one side or both sides have come.
 
     Attributes:
-        sent: what the sender sends, once it has come.
-        received: where the receiver wants it, once it has come.
-        done: whether it has been copied.
-        error: why it never will be.
+        sent: the sender's tensor; None until the sender has come.
+        received: the receiver's tensor; None until the receiver has come.
+        done: whether the data has been copied.
+        error: why it never will be; None if nothing is wrong.
     """
 
     sent: Tensor | None = None
@@ -77,17 +82,13 @@ class Message:
     done: bool = False
     error: str | None = None
 
-    def ended(self) -> bool:
-        """Whether nobody needs to wait any more."""
-        return self.done or self.error is not None
-
 
 class Room:
-    """Where the ranks of a group meet.
+    """The collectives and messages of a group.
 
     Args:
-        name: of the group, for messages.
-        ranks: global ranks of its members.
+        name: the name of the group.
+        ranks: the global ranks of its members.
     """
 
     def __init__(self, name: str, ranks: Sequence[int]) -> None:
@@ -95,17 +96,17 @@ class Room:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all collectives and messages, also those that have not ended."""
+        """Drop all collectives and messages, even those that have not ended."""
         self._begun: list[Meeting] = []
         self._next = [0] * len(self.ranks)
         self._unmatched: defaultdict[tuple[int, int, int], deque[Message]] = defaultdict(deque)
 
     def join(self, rank: int, part: Part, run: Callable[[Sequence[Part]], None]) -> tuple[int, Meeting]:
-        """Come to this rank's next collective; the last one to come moves the data.
+        """Bring a rank to its next collective. The last rank to come moves the data.
 
         Args:
-            rank: in the group.
-            part: what it brings.
+            rank: the rank in the group.
+            part: the rank's part.
             run: moves the data.
 
         Returns:
@@ -118,11 +119,11 @@ class Room:
         meeting = self._begun[number]
         other = next(iter(meeting.parts), None)
         meeting.parts[rank] = part
-        if other is not None and part.told != meeting.parts[other].told:
+        if other is not None and part.stated != meeting.parts[other].stated:
             meeting.error = meeting.error or (
                 f"ranks have come to different collectives, number {number} of the group of ranks "
-                f"{', '.join(map(str, self.ranks))}: rank {self.ranks[other]} to {meeting.parts[other].told}, "
-                f"rank {self.ranks[rank]} to {part.told}"
+                f"{', '.join(map(str, self.ranks))}: rank {self.ranks[other]} to {meeting.parts[other].stated}, "
+                f"rank {self.ranks[rank]} to {part.stated}. Run the same collectives on every rank"
             )
         elif len(meeting.parts) == meeting.size and meeting.error is None:
             with torch.no_grad():
@@ -132,27 +133,25 @@ class Room:
         return number, meeting
 
     def missing(self, meeting: Meeting) -> list[int]:
-        """Global ranks that have not come."""
+        """The global ranks that have not come to a collective."""
         return [self.ranks[r] for r in range(meeting.size) if r not in meeting.parts]
 
     def send(self, source: int, target: int, tag: int, x: Tensor) -> Message:
-        """Offer a message; it is copied when it is received, as large ones are on sockets.
+        """Send a message. Its data is copied when the receiver comes, as with large messages on sockets.
 
         Args:
-            source: rank in the group.
-            target: likewise.
-            tag: of the message.
-            x: contiguous; not to be written before it has been copied.
+            source: the sender's rank in the group.
+            target: the receiver's rank in the group.
+            tag: the tag of the message.
+            x: a contiguous tensor, which must not be written before it is copied.
         """
-        return self._matched((source, target, tag), sent=x)
+        return self._match((source, target, tag), sent=x)
 
     def receive(self, source: int, target: int, tag: int, x: Tensor) -> Message:
-        """Ask for a message; see `send`."""
-        return self._matched((source, target, tag), received=x)
+        """Receive a message, see `send`."""
+        return self._match((source, target, tag), received=x)
 
-    def _matched(
-        self, way: tuple[int, int, int], sent: Tensor | None = None, received: Tensor | None = None
-    ) -> Message:
+    def _match(self, way: tuple[int, int, int], sent: Tensor | None = None, received: Tensor | None = None) -> Message:
         pending = self._unmatched[way]
         if not pending or (pending[0].sent is None) == (sent is None):
             message = Message(sent, received)
@@ -177,7 +176,7 @@ class Room:
 
 
 def copy_bytes(target: Tensor, source: Tensor) -> None:
-    """Copy memory between contiguous tensors of as many bytes."""
+    """Copy the memory of a contiguous tensor to another one of the same number of bytes."""
     if target.numel():
         target = target.detach()
         if target.dtype is source.dtype and target.shape == source.shape:
@@ -192,25 +191,25 @@ def describe(kind: str, x: Tensor, *words: object) -> str:
     return " ".join([kind, *map(str, words), "of", f"{dtype}[{', '.join(map(str, x.shape))}]"])
 
 
-# What the collectives do. Each takes all parts, in the order of the ranks, and writes what they take.
+# The data movement of the collectives. Each takes all parts, in the order of the ranks.
 
 _SEGMENT_BYTES = 1 << 20
 """The largest piece that gloo's ring reduces at once."""
 
 
 def ring_sum_order(nbytes: int, itemsize: int, ranks: int) -> list[tuple[int, int, list[int]]]:
-    """In which order gloo's ring all-reduce adds up, for ranges of elements.
+    """The order in which gloo's ring all-reduce adds terms, for ranges of elements.
 
-    Each rank owns as many segments as any other; a segment's terms are added up on the way round the ring, from the
-    rank before the owner downwards, the owner's last (gloo/allreduce.cc, `ring`).
+    Each rank owns equally many segments. The terms of a segment are added on the way round the ring: first that of the
+    rank before the owner, then of lower ranks, the owner's last (gloo/allreduce.cc, `ring`).
 
     Args:
-        nbytes: of the tensor.
-        itemsize: of an element.
-        ranks: in the group.
+        nbytes: the bytes of the tensor.
+        itemsize: the bytes of an element.
+        ranks: the number of ranks in the group.
 
     Returns:
-        First element, end, and ranks in the order in which their terms are added.
+        For each range the first element, the end, and the ranks in the order of their terms.
     """
     largest = itemsize * max(1, _SEGMENT_BYTES // itemsize)
     per_rank = _divide_up(max(_divide_up(nbytes, largest), 2 * ranks), ranks)
@@ -240,8 +239,8 @@ def _combine(a: Tensor, b: Tensor, reduce_op: str) -> Tensor:
     return binary[reduce_op](a, b).to(a.dtype)
 
 
-def reduced(terms: Tensors, reduce_op: str) -> Tensor:
-    """The reduction of equal tensors, flat, with gloo's order of additions."""
+def reduce_flat(terms: Tensors, reduce_op: str) -> Tensor:
+    """The reduction of tensors of one size, flattened, in gloo's order of additions."""
     flat = [t.detach().reshape(-1) for t in terms]
     out = flat[0].clone()
     for start, end, order in ring_sum_order(flat[0].nbytes, flat[0].itemsize, len(flat)) if len(flat) > 1 else []:
@@ -258,7 +257,7 @@ def all_reduce(reduce_op: str) -> Callable[[Sequence[Part]], None]:
 
     def run(parts: Sequence[Part]) -> None:
         for n in range(len(parts[0].given)):
-            result = reduced([p.given[n] for p in parts], reduce_op)
+            result = reduce_flat([p.given[n] for p in parts], reduce_op)
             for p in parts:
                 p.taken[n].detach().copy_(result.view(p.taken[n].shape))
 
@@ -270,7 +269,7 @@ def reduce_to(root: int, reduce_op: str) -> Callable[[Sequence[Part]], None]:
 
     def run(parts: Sequence[Part]) -> None:
         x = parts[root].taken[0]
-        x.detach().copy_(reduced([p.given[0] for p in parts], reduce_op).view(x.shape))
+        x.detach().copy_(reduce_flat([p.given[0] for p in parts], reduce_op).view(x.shape))
 
     return run
 
@@ -287,7 +286,7 @@ def reduce_scatter(reduce_op: str) -> Callable[[Sequence[Part]], None]:
 
     def run(parts: Sequence[Part]) -> None:
         whole = [torch.cat([t.detach().reshape(-1) for t in p.given]) for p in parts]
-        result, start = reduced(whole, reduce_op), 0
+        result, start = reduce_flat(whole, reduce_op), 0
         for p in parts:
             end = start + p.taken[0].numel()
             p.taken[0].detach().copy_(result[start:end].view(p.taken[0].shape))
@@ -334,14 +333,14 @@ def all_to_all(parts: Sequence[Part]) -> None:
             source = parts[source_rank].given[target_rank]
             if source.nbytes != target.nbytes:
                 raise MeetingError(
-                    f"all_to_all: rank {source_rank} of the group gives {source.nbytes} bytes to rank {target_rank}, "
-                    f"which expects {target.nbytes}"
+                    f"all_to_all: rank {source_rank} of the group sends {source.nbytes} bytes to rank {target_rank}, "
+                    f"which expects {target.nbytes}. Make the sizes of both agree"
                 )
             copy_bytes(target, source.contiguous())
 
 
 def barrier(parts: Sequence[Part]) -> None:
-    """Nothing moves."""
+    """A barrier moves no data."""
 
 
 def op_name(reduce_op: object) -> str:

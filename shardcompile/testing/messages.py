@@ -1,4 +1,4 @@
-"""What pytest and its ranks say to each other. Plain data, no torch: both sides pickle it."""
+"""The messages between pytest and its ranks: plain data without torch, which both sides pickle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Setup:
-    """First message to a rank: who it is, and where the ranks meet."""
+    """The first message to a rank: its number, and the port of the store where the ranks meet."""
 
     rank: int
     world_size: int
@@ -24,10 +24,10 @@ class RunTest:
 
     Attributes:
         path: the file of the test module.
-        names: attributes from the module to the function, such as `("TestPlan", "test_moves")`.
-        arguments: each argument of the function, pickled on its own.
+        names: the attributes from the module to the function, such as `("TestPlan", "test_moves")`.
+        arguments: the arguments of the function, each pickled by itself.
         sys_path: pytest's `sys.path`, so that the test finds the same helper modules.
-        mesh_shape: of the mesh that the test asks for, if it states one.
+        mesh_shape: the shape of the mesh that the mark of the test states, or None.
         warning_filters: the filters of the ini file, of the command line, and of the test's own marks.
     """
 
@@ -45,8 +45,8 @@ class RunFunction:
 
     Attributes:
         payload: the function and its other arguments, pickled by cloudpickle.
-        sources: entries of `linecache` for code that is in no file.
-        sys_path: where the function finds what it imports.
+        sources: the entries of `linecache` for code that is in no file.
+        sys_path: the `sys.path` for the imports of the function.
     """
 
     payload: bytes
@@ -69,7 +69,7 @@ class Reply(enum.Enum):
 
 
 class Kind(enum.Enum):
-    """How a test ended on one rank; the value is how a report words it."""
+    """How a test ended on one rank. Reports show the value."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -84,9 +84,9 @@ class Outcome:
     """How a test ended on one rank.
 
     Attributes:
-        detail: one line: the exception, the reason of a skip, what the process died of.
+        detail: one line: the exception, the reason of a skip, or the cause of death.
         traceback: the text of the traceback, for `FAILED`.
-        result: what a `RunFunction` returned, and what it printed, pickled.
+        result: the result and the output of a `RunFunction`, pickled.
     """
 
     kind: Kind

@@ -1,8 +1,8 @@
-"""A process that has imported what ranks need and forks them, so that only the first one has to wait for imports.
+"""A process that imports the modules that ranks need, and forks ranks, so that ranks start without imports.
 
-Importing torch and shardcompile takes a rank several seconds of CPU. Forked ranks have it done already, and share the
-memory. They cannot be forked where an accelerator is present, whose driver does not survive a fork, nor from a process
-with more than one thread; there each rank is started afresh.
+To import torch and shardcompile takes several seconds of CPU. Forked ranks have the modules already, and share their
+memory. Ranks cannot be forked if there is an accelerator, whose driver does not survive a fork, or from a process with
+several threads. Then each rank starts a new interpreter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Mapping
 from typing import NoReturn
 
-# The interpreter starts fresh, so it must be told where this process finds modules before it can import ours.
+# A new interpreter needs this process's `sys.path` before it can import our modules.
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import {} as run; run(int(sys.argv[2]))"
 _START_SECONDS = 120.0
 _MESSAGE_BYTES = 1 << 16
@@ -33,13 +33,13 @@ _UNKNOWN_CODE = 255
 
 
 def start_fresh(function: str, descriptor: int, environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
-    """A new interpreter, which calls a function of a module of ours with a descriptor.
+    """Start a new interpreter that calls a function of one of our modules with a descriptor.
 
     Args:
-        function: as ``module:name``; takes the descriptor.
-        descriptor: stays open in the new process.
-        environment: of the process.
-        output: descriptor that takes stdout and stderr.
+        function: the function, as ``module:name``. It takes the descriptor.
+        descriptor: a descriptor that stays open in the new process.
+        environment: the environment of the process.
+        output: the descriptor for stdout and stderr.
     """
     return subprocess.Popen(
         [sys.executable, "-u", "-c", _BOOT.format(*function.split(":")), json.dumps(sys.path), str(descriptor)],
@@ -48,15 +48,15 @@ def start_fresh(function: str, descriptor: int, environment: Mapping[str, str], 
         stdout=output,
         stderr=output,
         pass_fds=[descriptor],
-        start_new_session=True,  # Ctrl-C is for pytest; and a session of its own can be killed as one
+        start_new_session=True,  # Ctrl-C goes to pytest alone; and the session can be killed as a whole
     )
 
 
 class ForkedProcess:
-    """A process that a nursery has forked: what ranks need of `subprocess.Popen`.
+    """A process that a nursery has forked, with the methods of `subprocess.Popen` that ranks need.
 
     Attributes:
-        pid: of the process, which also leads a process group. The number stays taken until `bury`.
+        pid: the id of the process, and of its process group. The system does not reuse it before `bury`.
     """
 
     def __init__(self, pid: int, status: int, nursery: Nursery) -> None:
@@ -74,10 +74,13 @@ class ForkedProcess:
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end; returns the exit code.
+        """Wait for the end of the process, and return the exit code.
+
+        Args:
+            timeout: the longest wait in seconds; None for no limit.
 
         Raises:
-            subprocess.TimeoutExpired: it has not come within a number of seconds.
+            subprocess.TimeoutExpired: the process still runs after the timeout.
         """
         if self._code is None:
             select.select([self._status], [], [], timeout)
@@ -87,7 +90,7 @@ class ForkedProcess:
         return code
 
     def bury(self) -> None:
-        """Give the process id free, once the process has ended."""
+        """Release the process id after the end of the process."""
         self._nursery.bury(self.pid)
 
     def send_signal(self, number: int) -> None:
@@ -97,10 +100,10 @@ class ForkedProcess:
 
 
 class Nursery:
-    """Forks ranks, from one process for all of them.
+    """Forks all ranks from one process.
 
     Args:
-        environment: of the ranks, but for what each one has of its own.
+        environment: the environment that all ranks share.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -115,7 +118,7 @@ class Nursery:
 
     @property
     def forks(self) -> bool:
-        """Whether it can fork ranks. The first time it takes until everything is imported to know."""
+        """Whether it can fork ranks. The first answer waits until the process has imported its modules."""
         if self._forks is None:
             try:
                 self._forks = self._socket.recv(_MESSAGE_BYTES) == _YES
@@ -126,12 +129,12 @@ class Nursery:
         return self._forks and self._process.poll() is None
 
     def fork(self, own: Mapping[str, str], connection: int, output: int) -> ForkedProcess:
-        """A new rank, which serves a connection.
+        """Fork a new rank, which serves a connection.
 
         Args:
-            own: environment of this rank alone.
-            connection: descriptor, passed on to `worker.main`.
-            output: descriptor of the file that takes stdout and stderr.
+            own: the environment of this rank alone.
+            connection: the descriptor of the connection, for `worker.main`.
+            output: the descriptor of the file for stdout and stderr.
 
         Raises:
             OSError: the nursery has died.
@@ -150,22 +153,22 @@ class Nursery:
         return ForkedProcess(pid, status, self)
 
     def bury(self, pid: int) -> None:
-        """Give the number of a process free that has ended."""
+        """Release the id of a process that has ended."""
         with contextlib.suppress(OSError):
             self._socket.send(json.dumps({"bury": pid}).encode())
 
     def close(self) -> None:
-        """End the nursery; ranks live on."""
+        """End the nursery. Its ranks go on."""
         self._socket.close()
         self._process.kill()
         self._process.wait()
 
 
 def nursery_for(environment: Mapping[str, str]) -> Nursery | None:
-    """The nursery of this process, if ranks can be forked here; one at a time, for one environment.
+    """The nursery of this process, or None if ranks cannot be forked. There is one nursery at a time.
 
     Args:
-        environment: of the ranks, but for what each one has of its own.
+        environment: the environment that all ranks share. Another environment replaces the nursery.
     """
     if sys.platform != "linux":
         return None
@@ -179,7 +182,7 @@ def nursery_for(environment: Mapping[str, str]) -> Nursery | None:
 
 
 _HELD: dict[int, Nursery] = {}
-"""By process id: a process that was forked from one with a nursery has none."""
+"""The nursery by process id, since a fork of this process does not own its nursery."""
 
 
 @atexit.register
@@ -190,18 +193,18 @@ def _close() -> None:
 
 
 def _surroundings(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """What a process takes over when it starts, and modules read when they are imported."""
+    """What a process inherits at its start, and what modules read at their import."""
     return tuple(sorted(environment.items())), tuple(sys.path), os.getcwd(), sys.executable
 
 
-# The other side
+# The process of the nursery
 
 
 def serve(descriptor: int) -> NoReturn:
-    """Fork ranks until the process that wants them closes its end.
+    """Fork ranks until the other process closes its end of the socket.
 
     Args:
-        descriptor: of a socket.
+        descriptor: the descriptor of the socket.
     """
     asked = socket.socket(fileno=descriptor)
     asked.set_inheritable(False)
@@ -216,7 +219,7 @@ def serve(descriptor: int) -> NoReturn:
         ready, _, _ = select.select([asked.fileno(), woken], [], [])
         if woken in ready:
             os.read(woken, _MESSAGE_BYTES)
-            _tell_who_has_ended(running)
+            _report_ends(running)
         if asked.fileno() in ready:
             data, descriptors, _, _ = socket.recv_fds(asked, _MESSAGE_BYTES, 3)
             if not data:
@@ -242,19 +245,19 @@ def serve(descriptor: int) -> NoReturn:
 
 
 def _import_what_ranks_need() -> bool:
-    """Import it; returns whether this process can be forked."""
+    """Import the modules, and return whether this process can be forked."""
     # Loaded here, once, to be forked with the process.
     import torch
 
     import shardcompile.testing.worker  # noqa: F401
 
     gc.collect()
-    gc.freeze()  # a collection in a rank would otherwise write to all the pages that are shared
+    gc.freeze()  # otherwise a collection in a rank would write to, and so copy, all shared pages
     return not torch.accelerator.is_available() and len(os.listdir("/proc/self/task")) == 1
 
 
-def _tell_who_has_ended(running: dict[int, int]) -> None:
-    """Tell exit codes. Process ids stay taken: somebody may be about to kill the group of that number."""
+def _report_ends(running: dict[int, int]) -> None:
+    """Report exit codes. The process ids are not released: another process may be about to kill that process group."""
     for pid, status in list(running.items()):
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None:

@@ -1,4 +1,4 @@
-"""All ranks of a world in this process: threads that take turns, in a world of `torch.distributed` of their own."""
+"""All ranks of a world in this process, as threads that take turns, each with its own `torch.distributed` state."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class RankEnd:
     """How a function ended on one rank.
 
     Attributes:
-        result: what it returned.
-        error: what it raised.
-        running: where it was when its time was over, as text.
+        result: the result of the function.
+        error: the exception that it raised, or None.
+        running: the stack at the timeout, as text; empty if the function ended before.
     """
 
     result: Any = None
@@ -44,7 +44,7 @@ class RankEnd:
 
 
 class TurnStore(dist.Store):
-    """The key-value store of ranks that are threads: who waits for a key lets others run."""
+    """The key-value store of ranks that are threads. A rank that waits for a key lets other ranks run."""
 
     def __init__(self, rooms: Rooms) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class TurnStore(dist.Store):
         self._values: dict[str, bytes] = {}
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Delete all keys."""
         self._values.clear()
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -60,12 +60,12 @@ class TurnStore(dist.Store):
         self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
-        """The value of a key, once there is one."""
+        """The value of a key. Waits until the key has one."""
         self.wait([key])
         return self._values[key]
 
     def wait(self, keys: Sequence[str], timeout: object = None) -> None:
-        """Let others run until all keys have values.
+        """Let other ranks run until all keys have values.
 
         Raises:
             RanksWaitError: no rank can go on.
@@ -76,7 +76,7 @@ class TurnStore(dist.Store):
         )
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys have values; others run before the answer is no."""
+        """Whether all keys have values. Other ranks run before the answer is no."""
         if not self._has(keys):
             self._rooms.turns.let_others_run(rank_state.here().rank)
         return self._has(keys)
@@ -85,26 +85,26 @@ class TurnStore(dist.Store):
         return all(k in self._values for k in keys)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number; returns the sum."""
+        """Add to a number, and return the sum."""
         total = int(self._values.get(key, b"0")) + amount
         self.set(key, str(total))
         return total
 
     def delete_key(self, key: str) -> bool:
-        """Forget a key; whether there was one."""
+        """Delete a key, and return whether it existed."""
         return self._values.pop(key, None) is not None
 
     def num_keys(self) -> int:
-        """Number of keys."""
+        """The number of keys."""
         return len(self._values)
 
 
 @dataclass
 class _Shared:
-    """What `once` has found, in its order.
+    """The results of `once`.
 
     Attributes:
-        results: of each call where the action stands, and what it has given, or raised.
+        results: for each call, in order: the place of the action in the source, its result, and its exception.
         asked: how many calls each rank has made.
     """
 
@@ -116,16 +116,16 @@ _SHARED: _Shared | None = None
 
 
 def once(action: Callable[[], _T]) -> _T:
-    """Do on one rank what gives the same on every rank.
+    """Compute on one rank a value that is the same on every rank. Call this on every rank, in the same order.
 
-    Where ranks are threads of one process, the first rank that gets here acts, and all share what it returns: do not
-    change that. Where each rank is a process, all act. Call it on every rank, in the same order.
+    If ranks are threads of one process, the first rank computes, and all ranks share the result. Do not change it. If
+    each rank is a process, each computes for itself.
 
     Args:
-        action: must not communicate.
+        action: computes the value. It must not communicate.
 
     Raises:
-        MeetingError: this rank has come to another action than those before it.
+        MeetingError: another rank has called this with another action.
     """
     shared = _SHARED
     if shared is None:
@@ -138,7 +138,10 @@ def once(action: Callable[[], _T]) -> _T:
     place, result, error = shared.results[number]
     if place != _place_of(action):
         here = _place_of(action)
-        raise MeetingError(f"call {number} of `once` is {place} on another rank, and {here} on rank {rank}")
+        raise MeetingError(
+            f"call {number} of `once` is {place} on another rank, and {here} on rank {rank}: call it in the same order "
+            "on every rank"
+        )
     if error is not None:
         raise error
     return result  # type: ignore[no-any-return]
@@ -157,7 +160,7 @@ def _attempt(action: Callable[[], object]) -> tuple[object, BaseException | None
 
 
 def standing_mesh() -> DeviceMesh:
-    """A mesh of one dim over all ranks, which this rank makes once: torch takes a millisecond to make one."""
+    """A mesh of one dim over all ranks. This rank makes it once, since torch takes a millisecond to make a mesh."""
     state = rank_state.here()
     state.standing = state.standing or default_mesh()
     return state.standing
@@ -170,17 +173,18 @@ class RankThreads:
     """The ranks of a world, as threads that stay from call to call.
 
     Args:
-        world_size: number of ranks.
-        device: type of the devices that have the ranks' tensors; ranks may share a GPU.
+        world_size: the number of ranks.
+        device: the type of the tensors' devices. Ranks may share a GPU.
     """
 
     def __init__(self, world_size: int, device: str = "cpu") -> None:
         if device == "cuda":
-            torch.cuda.init()  # from here on random numbers of GPUs are each rank's own, too
+            torch.cuda.init()  # from now on each rank saves and restores the random numbers of GPUs
         self._rooms = Rooms(world_size, device)
         self._store = TurnStore(self._rooms)
         self._world_size = world_size
-        excepthook = sys.excepthook  # torch writes the rank in front of each line of an error, for each rank that joins
+        # Each `init_process_group` wraps the hook, to print the rank before each line.
+        excepthook = sys.excepthook
         with rank_state.in_rank_threads():
             self._threads = [_RankThread(rank, world_size, self._rooms) for rank in range(world_size)]
             ends = self._on_all(self._join, None)
@@ -191,7 +195,7 @@ class RankThreads:
 
     @property
     def usable(self) -> bool:
-        """Whether all ranks came to their end the last time."""
+        """Whether all ranks ended in the last call."""
         return bool(self._threads)
 
     def run(
@@ -204,14 +208,14 @@ class RankThreads:
         """Call a function on every rank.
 
         Args:
-            function: called with the rank.
-            timeout: seconds after which ranks that still run are given up; the threads cannot be used again then.
-                Time in a debugger does not count.
-            mesh_shape: what `shardcompile.testing.mesh` gives.
-            first: the rank that runs first. It compiles what the others then use.
+            function: takes the rank.
+            timeout: seconds after which ranks that still run are abandoned. The threads cannot be used again then. Time
+                in a debugger does not count.
+            mesh_shape: the shape of `shardcompile.testing.mesh`.
+            first: the rank that runs first. It compiles, and the others use its code.
 
         Returns:
-            How it ended, by rank.
+            For each rank how the function ended.
         """
         global _SHARED
 
@@ -225,7 +229,7 @@ class RankThreads:
         set_mesh_shape(mesh_shape)
         try:
             with rank_state.in_rank_threads():
-                seed()  # every rank starts from what this thread has
+                seed()  # every rank starts with this thread's random numbers
                 ends = self._on_all(one_test, timeout, first)
                 self._forget()
         finally:
@@ -234,7 +238,7 @@ class RankThreads:
         return ends
 
     def close(self) -> None:
-        """End the threads, and wait until they have: one that still runs when Python ends may take the process down."""
+        """End the threads, and wait for them. A thread that still runs when Python ends may crash the process."""
         for thread in self._threads:
             thread.leave()
         for thread in self._threads:
@@ -242,7 +246,7 @@ class RankThreads:
         self._threads = []
 
     def _join(self, rank: int) -> None:
-        # Torch makes a prefix store of ours, which waits in C++: others could not run.
+        # Torch wraps our store in a prefix store, which waits in C++, where other ranks could not run.
         dist.init_process_group(BACKENDS[self._rooms.device], store=self._store, rank=rank, world_size=self._world_size)
         rank_state.use_store(self._store)
 
@@ -254,9 +258,9 @@ class RankThreads:
         compat.start_epoch()
 
     def _on_all(self, function: Callable[[int], object], timeout: float | None, first: int = 0) -> list[RankEnd]:
-        kept = rank_state.kept_by_rank()
+        kept = rank_state.save_rank_globals()
         turns = self._rooms.turns = Turns(
-            self._world_size, rank_state.kept_by_rank, rank_state.restore_rank, _refuse_to_wait_while_compiling
+            self._world_size, rank_state.save_rank_globals, rank_state.restore_rank_globals, _refuse_while_compiling
         )
         ends = [RankEnd() for _ in self._threads]
         for rank, thread in enumerate(self._threads):
@@ -277,12 +281,12 @@ class RankThreads:
         for end in ends:
             end.running = end.running or "it waited for its turn"
         turns.abandon()
-        self._threads[turns.running].interrupt()  # the others wait, and have just been told to end
+        self._threads[turns.running].interrupt()  # the other ranks wait, and end by `abandon`
         self._threads = []
 
 
 class _RankThread(threading.Thread):
-    """One rank of some."""
+    """The thread of one rank."""
 
     def __init__(self, rank: int, ranks: int, rooms: Rooms) -> None:
         super().__init__(name=f"rank {rank}", daemon=True)
@@ -292,26 +296,26 @@ class _RankThread(threading.Thread):
         self.start()
 
     def call(self, function: Callable[[int], object], turns: Turns, end: RankEnd, kept: list[Any]) -> None:
-        """Have this rank call a function when its turn comes."""
+        """Have this rank call a function at its turn."""
         self._calls.put((function, turns, end, kept))
 
     def leave(self) -> None:
-        """Have this thread end after the calls that it has got."""
+        """Have this thread end after its pending calls."""
         self._calls.put(None)
 
     def interrupt(self) -> None:
-        """Have this thread end at the next line of Python that it comes to."""
+        """Have this thread end at its next line of Python."""
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident or 0), ctypes.py_object(RankEnded))
 
     def run(self) -> None:
-        """Serve calls."""
+        """Run calls until the thread is told to leave."""
         rank_state.enter_rank(self._state)
         rank = self._state.rank
         while (call := self._calls.get()) is not None:
             function, turns, end, kept = call
             try:
                 turns.begin(rank)
-                rank_state.restore_rank(kept)
+                rank_state.restore_rank_globals(kept)
                 with rank_state.settings_of_ranks(self._ranks):
                     end.result = function(rank)
             except RankEnded:
@@ -329,20 +333,20 @@ def _how(error: BaseException | None) -> str:
     return f"has raised {type(error).__name__}: {first_line}"
 
 
-def _refuse_to_wait_while_compiling(what: str) -> None:
-    """A rank that compiles holds locks that others need: they could not run, and nobody would see why."""
+def _refuse_while_compiling(what: str) -> None:
+    """Raise if a rank would wait while it compiles. It holds locks of the compiler, so no other rank could run."""
     if compat.is_compiling():
         raise RanksWaitError(
-            f"this rank would wait while it compiles a function: for {what}. Nothing may communicate then: move it "
-            "out of the compiled function, or use a functional collective, which becomes part of the graph"
+            f"this rank would wait while it compiles a function: for {what}. Move this communication out of the "
+            "compiled function, or use a functional collective, which becomes part of the graph"
         )
 
 
 def raise_worst(ends: Sequence[RankEnd]) -> None:
-    """Raise what a rank raised, if any did: the one to look at first. A note says on which rank, and where others are.
+    """If a rank raised, raise the most telling exception. A note names its rank and says how the other ranks ended.
 
     Raises:
-        RuntimeError: some rank came to no end.
+        RuntimeError: some rank did not end.
     """
     late = [rank for rank, end in enumerate(ends) if end.running]
     if late:
@@ -361,18 +365,18 @@ def raise_worst(ends: Sequence[RankEnd]) -> None:
 
 @contextlib.contextmanager
 def _debugging_stops_the_clock(turns: Turns, timeout: float | None) -> Iterator[Callable[[], bool]]:
-    """What waits for the end of a run; without end where somebody has entered a debugger."""
+    """A function that waits for the end of a run. If a debugger was entered, the wait has no timeout."""
     debugged = threading.Event()
     interaction = pdb.Pdb.interaction
 
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def note_and_interact(self: pdb.Pdb, *args: Any, **kwargs: Any) -> None:
         debugged.set()
         return interaction(self, *args, **kwargs)
 
     def over() -> bool:
         return turns.join(timeout) or (debugged.is_set() and turns.join(None))
 
-    pdb.Pdb.interaction = noted  # type: ignore[method-assign]
+    pdb.Pdb.interaction = note_and_interact  # type: ignore[method-assign]
     try:
         yield over
     finally:

@@ -3,27 +3,28 @@
     @pytest.mark.ranks(4)                                     # on four ranks
     @pytest.mark.ranks(2, 3)                                  # on two, then on three
     @pytest.mark.ranks(4, backend="gloo", timeout=120)        # the defaults, in seconds
-    @pytest.mark.ranks(4, mesh=(2, 2))                        # what `shardcompile.testing.mesh()` gives
+    @pytest.mark.ranks(4, mesh=(2, 2))                        # the shape of `shardcompile.testing.mesh()`
     @pytest.mark.ranks(4, processes=False)                    # all four in pytest's own process
 
-The function runs in other processes, which start on first use (seconds) and stay (milliseconds per test).
-There, the default process group has exactly `n` ranks. Fixtures, `setup_method` and its kin run once, in
-pytest's process: the values that fixtures return, like those of `parametrize`, are pickled to the ranks, so
-every rank gets the same `tmp_path`. `monkeypatch` patches the rank that uses it.
+The function runs in other processes. They start at their first use, in seconds, and stay, so that later tests
+start in milliseconds. The default process group has exactly `n` ranks. Fixtures, `setup_method` and the like run
+once, in pytest's process. The values of fixtures and of `parametrize` are pickled and sent to the ranks, so every
+rank gets the same `tmp_path`. `monkeypatch` patches the rank that uses it.
 
-Before a test, a rank seeds its random numbers with 0. After it, the rank resets Dynamo and destroys the
-process groups that the test created, and with them its multi-dimensional meshes: do not cache those.
+Before a test, a rank seeds its random numbers with 0. After it, the rank resets Dynamo, and destroys the process
+groups that the test made, with its meshes of several dims. Do not cache these.
 
-With ``processes=False`` the ranks are threads of pytest's process that take turns: nothing starts and nothing is
-pickled. A breakpoint stops one rank while the others wait. What one rank has compiled the others use where it does not
-depend on the rank. A deadlock is found at once. Which rank runs first follows from the test's name. Fixtures that hold
-values are copied for each rank; `monkeypatch` is shared, and undone when all ranks have ended.
+With ``processes=False`` the ranks are threads of pytest's process that take turns. Then no process starts, and
+nothing is pickled. A breakpoint stops one rank while the others wait. A rank uses the code that another rank
+compiled, unless the code depends on the rank. A deadlock raises an error at once. The test's name decides which
+rank runs first. The values of fixtures are copied for each rank. `monkeypatch` is shared, and undone after all
+ranks.
 
-Tests whose ranks are processes have the mark ``rank_processes``: ``pytest -n 2 -m "not rank_processes"`` runs the
-others side by side.
+Tests whose ranks are processes have the mark ``rank_processes``. ``pytest -n 2 -m "not rank_processes"`` runs the
+other tests in parallel.
 
-An exception on any rank fails the test with that rank's traceback. So do a rank that dies, one that still
-runs at the timeout, and a collective that only some ranks joined. A skip or an xfail counts if all agree.
+An exception on any rank fails the test with that rank's traceback. So do a rank that dies, a rank that still runs
+at the timeout, and a collective that only some ranks joined. A skip or an xfail counts if all ranks agree.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from shardcompile.testing.inline import accept_noted
+from shardcompile.testing.inline import apply_notes
 from shardcompile.testing.messages import Kind, Outcome, RunTest
 from shardcompile.testing.pool import PoolStartError, RankPool, RankPools, RunResult
 from shardcompile.testing.report import describe
@@ -78,11 +79,11 @@ class _Ranks:
 
     def __post_init__(self) -> None:
         if not self.world_sizes or not all(isinstance(n, int) and n > 0 for n in self.world_sizes):
-            raise ValueError("needs one or more world sizes, such as ranks(2, 3)")
+            raise ValueError("the mark needs one or more world sizes, such as ranks(2, 3)")
         if not self.processes and self.backend != "gloo":
-            raise ValueError(f"ranks in one process stand for those of gloo, not {self.backend}")
+            raise ValueError(f"processes=False goes with backend='gloo', not {self.backend!r}; leave one of them out")
         if self.timeout <= 0:
-            raise ValueError(f"needs a timeout in seconds, got {self.timeout}")
+            raise ValueError(f"timeout is a positive number of seconds, not {self.timeout}")
         if self.mesh is not None and self.world_sizes != (math.prod(self.mesh),):
             ranks = " or ".join(map(str, self.world_sizes))
             raise ValueError(f"a mesh of shape {tuple(self.mesh)} has {math.prod(self.mesh)} ranks, not {ranks}")
@@ -93,14 +94,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--update-snapshots",
         action="store_true",
-        help="accept what shardcompile.testing.assert_graph finds: write snapshot files and inline texts",
+        help="write the snapshots that shardcompile.testing.assert_graph finds, to files and inline texts",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARK)
     config.addinivalue_line("markers", f"{_PROCESSES}: set by the plugin: each rank of the test is a process.")
-    # Torch's records for tlparse have no text: a test that compiles and fails would show hundreds of empty lines.
+    # Torch's records for tlparse have no text. A failed test that compiles would show hundreds of empty lines.
     logging.getLogger("torch.__trace").propagate = False
     if config.getoption("--update-snapshots") and _UPDATE not in os.environ:
         config.stash[_NOTES] = notes = tempfile.TemporaryDirectory(prefix="shardcompile-snapshots-")
@@ -116,12 +117,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if _NOTES in config.stash:
         del os.environ[_UPDATE]
         with config.stash[_NOTES] as folder:
-            for problem in accept_noted(Path(folder)):
+            for problem in apply_notes(Path(folder)):
                 print(f"snapshot not updated: {problem}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    # Arguments that are wrong fail at the test's setup: here they would take the whole file with them.
+    # Wrong arguments fail at the test's setup. An error here would fail the whole file.
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is not None and len(mark.args) > 1:
         metafunc.fixturenames.append(_WORLD_SIZE)
@@ -165,7 +166,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def _run_in_this_process(item: pytest.Function, ranks: _Ranks, world_size: int) -> None:
-    # Torch takes seconds, and pytest loads this plugin for any test.
+    # The import of torch takes seconds, and pytest loads this plugin for all tests.
     from shardcompile.testing.one_process import RankThreads, raise_worst
 
     pools = item.config.stash[_THREADS]
@@ -177,7 +178,7 @@ def _run_in_this_process(item: pytest.Function, ranks: _Ranks, world_size: int) 
         function = item.obj if item.cls is None else getattr(item.cls(), item.originalname)
         function(**{name: _copy(item.funcargs[name]) for name in names})
 
-    # Not always rank 0: who runs first compiles for all, with its own block, which may be an empty one.
+    # Not always rank 0: the first rank compiles for all ranks, with its own block, which may be empty.
     first = zlib.crc32(item.nodeid.encode()) % world_size
     ends = pools[world_size].run(run, ranks.timeout, ranks.mesh, first)
     errors = [end.error for end in ends]
@@ -186,16 +187,16 @@ def _run_in_this_process(item: pytest.Function, ranks: _Ranks, world_size: int) 
     raise_worst(ends)
 
 
-def _copy(value: object) -> Any:
-    """A rank's own copy of an argument, as it would get one in a process of its own."""
+def _copy(value: object) -> object:
+    """A copy of an argument for one rank. A rank in its own process would get a copy, too."""
     try:
         return value if isinstance(value, pytest.MonkeyPatch) else copy.deepcopy(value)
-    except Exception:  # whatever a class raises that cannot be copied
+    except Exception:  # a class that cannot be copied may raise anything
         return value
 
 
 def _judge_exceptions(errors: Sequence[BaseException | None]) -> None:
-    """Skip, or say that the test was expected to fail, if all ranks agree."""
+    """Skip or xfail the test if all ranks do."""
     first = errors[0]
     if isinstance(first, pytest.skip.Exception) and all(isinstance(e, pytest.skip.Exception) for e in errors):
         raise first
@@ -210,7 +211,7 @@ def _judge_exceptions(errors: Sequence[BaseException | None]) -> None:
 
 
 def _pytest_args(config: pytest.Config) -> tuple[str, ...]:
-    """The command line of the pytest inside each rank: what decides how it imports a test module."""
+    """The command line for the pytest inside each rank: the options for the import of test modules."""
     return (
         f"--rootdir={config.rootpath}",
         f"--import-mode={config.getoption('importmode')}",
@@ -245,7 +246,7 @@ def _world_size(item: pytest.Function, ranks: _Ranks) -> int:
         return ranks.world_sizes[0]
     callspec = getattr(item, "callspec", None)
     if callspec is None or _WORLD_SIZE not in callspec.params:
-        # Such a mark appears only after the tests were parametrized.
+        # pytest applies such a mark after it has parametrized the tests.
         pytest.fail("ranks: a mark inside `pytest.param` takes one world size", pytrace=False)
     return int(callspec.params[_WORLD_SIZE])
 
@@ -253,7 +254,7 @@ def _world_size(item: pytest.Function, ranks: _Ranks) -> int:
 def _skip_without_gpus(world_size: int, backend: str) -> None:
     if "nccl" not in backend:
         return
-    # Torch takes seconds, and pytest loads this plugin for any test.
+    # The import of torch takes seconds, and pytest loads this plugin for all tests.
     import torch
 
     from shardcompile.collectives.transport import gpus
@@ -281,10 +282,10 @@ def _pickled_arguments(item: pytest.Function) -> dict[str, bytes]:
     for name in names:
         value = item.funcargs[name]
         if isinstance(value, pytest.MonkeyPatch):
-            value = pytest.MonkeyPatch()  # ours remembers what to undo here; each rank replaces it by its own
+            value = pytest.MonkeyPatch()  # ours holds what to undo here; each rank replaces this one by its own
         try:
             pickled[name] = pickle.dumps(value)
-        except Exception as error:  # pickle lets through whatever the value's `__reduce__` raises
+        except Exception as error:  # the value's `__reduce__` may raise anything
             pytest.fail(_unpicklable(name, error), pytrace=False)
     return pickled
 
@@ -292,14 +293,14 @@ def _pickled_arguments(item: pytest.Function) -> dict[str, bytes]:
 def _unpicklable(name: str, error: Exception) -> str:
     return (
         f"ranks: the argument `{name}` cannot be sent to the ranks: {type(error).__name__}: {error}\n"
-        "A fixture runs in pytest's process, and only a value that pickles reaches the others. "
-        "Build this one inside the test, or in a helper function that the test calls."
+        "A fixture runs in pytest's process, and its value is pickled for the ranks. "
+        "Make this value inside the test, or in a helper function that the test calls."
     )
 
 
 def _warning_filters(item: pytest.Function) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     config = item.config
-    # Marks closest to the test come first, and the filter that is added last wins.
+    # The marks closest to the test come first, but the last filter wins.
     marks = [text for mark in item.iter_markers("filterwarnings") for text in mark.args]
     return (
         tuple(config.getini("filterwarnings")),
@@ -311,7 +312,7 @@ def _warning_filters(item: pytest.Function) -> tuple[tuple[str, ...], tuple[str,
 def _hand_over_outputs(item: pytest.Function, outputs: Sequence[str]) -> None:
     for rank, output in enumerate(outputs):
         if output:
-            # The first word decides what `--show-capture` and junit take it for.
+            # `--show-capture` and junit classify a section by its first word.
             item.add_report_section("call", f"stdout and stderr of rank {rank}", output)
             if item.config.getoption("capture") == "no":
                 print(f"--- rank {rank}\n{output}", end="")
@@ -335,5 +336,5 @@ def _reason(outcomes: Sequence[Outcome]) -> str:
 
 _OUT_OF_STEP = (
     "the test passed on every rank, but the ranks did not meet in a barrier after it: some rank started a "
-    "collective that others did not join, or lost its process group (then its output says so)"
+    "collective that others did not join, or lost its process group, as its output then says"
 )

@@ -1,4 +1,4 @@
-"""The pools: sets of processes, one per rank, that stay alive from test to test."""
+"""Pools of processes, one for each rank, that stay alive from test to test."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ START_SECONDS = 300.0
 GRACE_SECONDS = 5.0  # for the other ranks, once one has failed
 SYNCHRONISE_SECONDS = 10.0
 LEAVE_SECONDS = 5.0
-_STACK_SECONDS = 0.3  # for a hung rank to print where it is
-_LOOK_SECONDS = 0.1  # a rank that has forked can die without closing its connection: look at the process too
+_STACK_SECONDS = 0.3  # for a hung rank to print its stack
+_LOOK_SECONDS = 0.1  # if a dead rank's child holds its connection open, only the process tells: poll it, too
 
 
 class PoolStartError(RuntimeError):
-    """The ranks did not come up. The text holds what the one to blame printed."""
+    """Some rank did not start. The text contains its output."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a test went on every rank of a pool.
+    """The result of a test on every rank of a pool.
 
     Attributes:
-        outcomes: one per rank.
-        outputs: what each rank printed, stdout and stderr together.
-        in_step: whether all ranks finished and met in a barrier afterwards. If not, the pool is gone.
+        outcomes: the outcome on each rank.
+        outputs: the output of each rank, stdout and stderr together.
+        in_step: whether all ranks ended and met in a barrier afterwards. If not, the pool has been killed.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -47,17 +47,17 @@ class RankPool:
         """Start the ranks and wait until they have met.
 
         Args:
-            world_size: number of ranks.
-            backend: of `torch.distributed.init_process_group`.
-            pytest_args: command line of the pytest inside each rank.
+            world_size: the number of ranks.
+            backend: the backend for `torch.distributed.init_process_group`.
+            pytest_args: the command line for the pytest inside each rank.
 
         Raises:
-            PoolStartError: if a rank dies, or is not there after `START_SECONDS`.
+            PoolStartError: a rank dies, or has not started after `START_SECONDS`.
         """
-        # Imported here, so that loading the pytest plugin does not load torch.
+        # Imported here, so that the pytest plugin does not load torch.
         from torch._C._distributed_c10d import TCPStore
 
-        # The store lives here, not on rank 0: its port is then known before any rank starts.
+        # The store is here, not on rank 0, so that its port is known before any rank starts.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ranks: list[RankProcess] = []
         with self._killed_on_error():
@@ -73,10 +73,10 @@ class RankPool:
         return bool(self._ranks) and all(process.alive for process in self._ranks)
 
     def run(self, test: RunTest | RunFunction, timeout: float) -> RunResult:
-        """Run a test, or a function, on all ranks. If they are not in step afterwards, the pool is killed.
+        """Run a test or a function on all ranks. If the ranks are not in step afterwards, the pool is killed.
 
         Args:
-            test: what to run.
+            test: the test or the function.
             timeout: seconds after which ranks that still run are killed.
         """
         with self._killed_on_error():
@@ -94,11 +94,11 @@ class RankPool:
         return RunResult(outcomes, outputs, in_step)
 
     def last_words(self) -> str:
-        """What the ranks printed that died although no test was running."""
+        """The output of the ranks that died between two tests."""
         return "\n".join(process.output() for process in self._ranks if not process.alive)
 
     def close(self) -> None:
-        """Let the ranks leave together, and kill those that do not."""
+        """Have the ranks leave together, and kill those that do not leave."""
         if self.usable:
             self._send_all(Request.LEAVE)
             deadline = time.monotonic() + LEAVE_SECONDS
@@ -124,11 +124,11 @@ class RankPool:
             process.send(message)
 
     def _collect(self, timeout: float, grace: float = START_SECONDS) -> list[object]:
-        """One reply per rank: a message, a `DIED` outcome, or None where the time was over.
+        """One reply for each rank: a message, a `DIED` outcome, or None at the timeout.
 
         Args:
-            timeout: seconds to wait for all of them.
-            grace: seconds to wait for the others, once a rank has failed or died.
+            timeout: the seconds to wait for all replies.
+            grace: the seconds to wait for the other replies after one rank has failed or died.
         """
         deadline = time.monotonic() + timeout
         replies: list[object] = [None] * len(self._ranks)
@@ -155,7 +155,7 @@ class RankPool:
     def _synchronise(self, outcomes: Sequence[Outcome]) -> bool:
         if any(outcome.kind in (Kind.RUNNING, Kind.DIED) for outcome in outcomes):
             return False
-        # A collective that only some ranks joined would be met by the next test's. A barrier meets it now.
+        # A collective that only some ranks joined would match one of the next test. A barrier finds it now.
         self._send_all(Request.SYNCHRONISE)
         replies = self._collect(SYNCHRONISE_SECONDS, grace=0.5)
         return all(reply is Reply.SYNCHRONISED for reply in replies)
@@ -169,17 +169,17 @@ class RankPool:
 
 
 class RankPools:
-    """The pools of one pytest session, by world size and backend; each starts when it is first needed."""
+    """The pools of a pytest session, by world size and backend. Each starts at its first use."""
 
     def __init__(self, start: Callable[[int, str], RankPool]) -> None:
         self._start = start
         self._pools: dict[tuple[int, str], RankPool] = {}
 
     def get(self, world_size: int, backend: str) -> RankPool:
-        """A usable pool, started now if there is none.
+        """A usable pool. It is started if there is none.
 
         Raises:
-            PoolStartError: if it does not start.
+            PoolStartError: the pool does not start.
         """
         pool = self._pools.get((world_size, backend))
         if pool is None or not pool.usable:

@@ -1,4 +1,4 @@
-"""One rank, seen from pytest: a process, a connection to it, and what it prints."""
+"""A rank, as pytest sees it: a process, a connection to it, and its output."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class RankProcess:
     """A process that serves one rank.
 
     Attributes:
-        connection: readable when the rank has answered, or died.
+        connection: the connection to the rank, readable when the rank has answered or died.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
-        """Start the process; it waits for its `Setup`."""
+        """Start the process, which waits for its `Setup`."""
         self.connection, theirs = Pipe()
         self._output = _nameless_file()
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
@@ -42,13 +42,13 @@ class RankProcess:
         return self._process.poll() is None
 
     def send(self, message: object) -> None:
-        """Send a message. To a dead rank that does nothing: who waits for the reply will see."""
+        """Send a message. This does nothing for a dead rank, since `reply` reports its death."""
         with contextlib.suppress(OSError):
             self.connection.send(message)
 
     def reply(self) -> object:
-        """What the rank answered, a `DIED` outcome, or None where there is no answer yet."""
-        was_alive = self.alive  # looked at first: what it sent before it died is still to be read
+        """The rank's answer, a `DIED` outcome, or None if there is no answer yet."""
+        was_alive = self.alive  # checked first, since a dead rank may have sent an answer before
         if self.connection.poll():
             try:
                 return self.connection.recv()
@@ -57,19 +57,19 @@ class RankProcess:
         return None if was_alive else Outcome(Kind.DIED, self._cause_of_death())
 
     def output(self) -> str:
-        """What the rank printed since the last `clear_output`, stdout and stderr together."""
+        """The rank's output since the last `clear_output`, stdout and stderr together."""
         size = os.fstat(self._output).st_size
         skipped = max(0, size - _OUTPUT_BYTES)
         text = os.pread(self._output, _OUTPUT_BYTES, skipped).decode(errors="replace")
         return f"[{skipped} bytes left out]\n{text}" if skipped else text
 
     def clear_output(self) -> None:
-        """Forget what the rank printed."""
+        """Drop the rank's output."""
         os.ftruncate(self._output, 0)
         os.lseek(self._output, 0, os.SEEK_SET)  # the rank shares this offset, and now writes there too
 
     def print_stack(self) -> None:
-        """Ask the rank to print where it is. That works inside a collective too, but takes a moment."""
+        """Ask the rank to print its stack. This works inside a collective, too, but takes a moment."""
         if self.alive:
             self._process.send_signal(signal.SIGUSR1)
 
@@ -79,7 +79,7 @@ class RankProcess:
             self._process.wait(max(0.0, deadline - time.monotonic()))
 
     def kill(self) -> None:
-        """Kill the process and those that it started."""
+        """Kill the process and all processes that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: not permitted on a zombie
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -101,7 +101,7 @@ class RankProcess:
 
 
 def _nameless_file() -> int:
-    """A descriptor of a file without a name, so that nothing stays behind however we end."""
+    """A descriptor of a file without a name, which vanishes with this process."""
     descriptor, name = tempfile.mkstemp(prefix="shardcompile-rank-")
     os.unlink(name)
     return descriptor
@@ -109,19 +109,19 @@ def _nameless_file() -> int:
 
 def _fork(own: Mapping[str, str], connection: int, output: int) -> ForkedProcess | None:
     nursery = nursery_for(_environment())
-    with contextlib.suppress(OSError):  # it has died
+    with contextlib.suppress(OSError):  # the nursery has died
         return None if nursery is None else nursery.fork(own, connection, output)
     return None
 
 
 def _environment() -> dict[str, str]:
-    """What all ranks have."""
+    """The environment that all ranks share."""
     preferred = {"SHARDCOMPILE_VERIFY": "1", "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
     of_pytest = ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST")
     kept = {name: value for name, value in os.environ.items() if name not in of_pytest}
     ours = {
         "OMP_NUM_THREADS": "1",
-        # C++ kernels of a graph compile side by side, in threads; no pool of processes starts before it is needed.
+        # The C++ kernels of a graph compile in parallel, in threads. No pool of compile processes starts in advance.
         "TORCHINDUCTOR_COMPILE_THREADS": "2",
         "TORCH_WARM_POOL": "0",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",

@@ -1,4 +1,4 @@
-"""Turns the outcomes of all ranks into one text that names the rank to look at first."""
+"""Make one text of the outcomes of all ranks. It names the rank to look at first."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from shardcompile.testing.messages import Kind, Outcome
 
-# What a collective says where a peer went away (gloo in torch 2.13 to 2.15, NCCL's "remote error" family).
+# The errors of collectives whose peer is gone (gloo in torch 2.13 to 2.15, NCCL's "remote error" family).
 _PEER_WENT_AWAY = re.compile(
     r"gloo/transport|Connection (closed|reset|refused)|Broken pipe|ncclRemoteError|remote process exited"
 )
 
 
 def rank_to_blame(outcomes: Sequence[Outcome]) -> int | None:
-    """The lowest rank that failed by itself, rather than because another one did.
+    """The lowest rank that failed by itself, and not because another rank failed.
 
     Returns:
         The rank, or None if no rank failed, died or hung.
@@ -26,7 +26,7 @@ def rank_to_blame(outcomes: Sequence[Outcome]) -> int | None:
 
 
 def describe(outcomes: Sequence[Outcome]) -> str:
-    """The report of a test that did not end the same good way on every rank."""
+    """The report of a test that did not pass, or did not end in the same way on every rank."""
     blamed = rank_to_blame(outcomes)
     others = [f"  rank {rank}: {_sentence(each)}" for rank, each in enumerate(outcomes) if rank != blamed]
     if blamed is None:

@@ -1,4 +1,4 @@
-"""`check_rule`: an op in every layout of its inputs, against the op on plain tensors."""
+"""`check_rule`: compare an op in every layout of its inputs with the op on plain tensors."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from shardcompile.testing.trial import Outcome, Trial, differences
 from shardcompile.testing.watch import SERVICES, ServiceWatch
 
 _STYLES = (1, CHUNK, 2)
-"""Cuts that every combination of placements is tried with; see `uneven_sizes`."""
+"""The styles of the cuts for every combination of placements; see `uneven_sizes`."""
 
 _SHOWN = 20
 
 
 @dataclass(frozen=True)
 class RuleRun:
-    """An op's run on sharded inputs.
+    """A run of an op on sharded inputs.
 
     Attributes:
-        sample: number of the sample.
-        placements: of its tensors, in short.
-        layouts: the same with block sizes.
-        service: how the op was served in the forward pass: see `ServiceWatch.how`.
+        sample: the number of the sample.
+        placements: the placements of its tensors, as a short text.
+        layouts: the placements with block sizes.
+        service: how the op was served in the forward pass, see `ServiceWatch.how`.
         problem: what is wrong; empty if nothing is.
     """
 
@@ -51,13 +51,13 @@ class RuleRun:
 
 @dataclass(frozen=True)
 class RuleReport:
-    """What `check_rule` has tried; ``print(report)`` shows a table.
+    """The runs of `check_rule`. ``print(report)`` shows a table.
 
     Attributes:
-        op: its name.
-        world_size: number of ranks.
-        runs: all of them.
-        left_out: how many more there would be without the limit.
+        op: the name of the op.
+        world_size: the number of ranks.
+        runs: all runs.
+        left_out: how many more runs there would be without the limit.
     """
 
     op: str
@@ -73,7 +73,7 @@ class RuleReport:
 
     @property
     def wrong(self) -> tuple[RuleRun, ...]:
-        """The runs that did not give what the op gives on plain tensors."""
+        """The runs whose results differ from those of the op on plain tensors."""
         return tuple(run for run in self.runs if run.problem)
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ def check_rule(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> RuleReport:
-    """Try an op in every layout of its inputs, against the op on plain tensors. Call it on every rank.
+    """Compare an op in every layout of its inputs with the op on plain tensors. Call this on every rank.
 
         @pytest.mark.ranks(3)
         def test_the_rule():
@@ -109,32 +109,33 @@ def check_rule(
             report = check_rule(torch.ops.mine.project.default, [((x, w), {}), ((x, w), {"scale": 2.0})])
             assert report.served["gathered"] == 0  # the rule covers every layout
 
-    For whoever wrote a rule (`register_sharding`), a handler, or a custom op. Each tensor in a sample, also inside of
-    lists, is laid out in several ways. These are ``Replicate()``, ``Shard(d)`` for each of its dims and, if it is of
-    floats or complex numbers, ``Partial("sum")``. All combinations are tried along one mesh dim, and those with a
-    sharded tensor with several cuts: 1, n - 1 and no rows; torch.chunk's; none, 1 and n - 1 rows (on three ranks); and,
-    where two tensors are sharded, each with a cut of its own. Compared are results and, unless nothing wants one,
-    gradients of all inputs of floats, in the tolerance of `torch.testing.assert_close`: take float64. A combination
-    that is refused with an error counts as wrong, as does a result whose block does not fit its layout.
+    This is for authors of a rule (`register_sharding`), a handler, or a custom op. It gives each tensor in a sample,
+    also in lists, several placements: ``Replicate()``, ``Shard(d)`` for each of its dims and, for floating-point and
+    complex dtypes, ``Partial("sum")``. It tries all combinations along one mesh dim. Combinations with a sharded tensor
+    run with several cuts. On three ranks these are 1, n - 1 and no rows; torch.chunk's sizes; no, 1 and n - 1 rows. If
+    several tensors are sharded, a further run gives each another cut.
+
+    It compares the results and the gradients of all floating-point inputs, within the tolerance of
+    `torch.testing.assert_close`; use float64. An error counts as wrong, and so does a result whose block does not fit
+    its layout.
 
     Args:
         op: an overload, or any function of tensors.
-        samples: pairs of positional and named arguments with full tensors, the same on every rank. Numbers are rounded
-            a little (float64 to multiples of 2**-30), so that terms of a pending sum add up to them exactly.
-        mesh: of one dim, over all ranks; by default of GPUs if the process group has NCCL.
-        backward: whether to go backward.
-        limit: how many runs a sample may take. If there are more, combinations where all tensors have the same
-            placement come first, then others that are drawn from a fixed seed; all with the first cut, then all with
-            the second, and so on.
-        rtol: relative tolerance in place of the dtype's.
-        atol: absolute tolerance, likewise.
+        samples: pairs of positional and named arguments with full tensors, the same on every rank. Values are rounded
+            slightly (float64 to multiples of 2**-30), so that terms of a pending sum add up to them exactly.
+        mesh: a mesh of one dim over all ranks; by default of GPUs if the process group has NCCL.
+        backward: whether to run and compare the backward pass.
+        limit: the most runs of a sample. If there are more, combinations with equal placements come first, then others
+            from a fixed seed; all with the first cut, then all with the second, and so on.
+        rtol: a relative tolerance in place of the dtype's.
+        atol: an absolute tolerance in place of the dtype's.
 
     Returns:
-        What was tried, and how the op was served.
+        All runs, and how the op was served in each.
 
     Raises:
-        AssertionError: on every rank: it names the op, all layouts that are wrong and how far the first one is off.
-        ValueError: on every rank: samples differ between ranks or hold no tensors, or the op fails on plain tensors.
+        AssertionError: on every rank, if a run is wrong. It names the op, the wrong layouts, and the first difference.
+        ValueError: on every rank: samples differ between ranks or have no tensors, or the op fails on plain tensors.
     """
     mesh = default_mesh() if mesh is None else mesh
     name = str(op) if isinstance(op, compat.OpOverload) else getattr(op, "__name__", str(op))
@@ -158,8 +159,8 @@ class _Case:
     """A sample of an op, as a function of its tensors.
 
     Attributes:
-        name: for messages.
-        tensors: their full values.
+        name: a name for messages.
+        tensors: the full values of its tensors.
     """
 
     def __init__(
@@ -189,12 +190,12 @@ class _Case:
         return x.requires_grad_(self._backward and (x.is_floating_point() or x.is_complex()))
 
     def plain(self) -> Outcome:
-        """What the op gives on plain tensors."""
+        """The outcome of the op on plain tensors."""
         trial = Trial.forward(self._run, [self._leaf(x.clone()) for x in self.tensors])
-        return self.backwards(trial).outcome()
+        return self.backward(trial).outcome()
 
     def sharded(self, ways: Sequence[Way], watch: ServiceWatch) -> Trial:
-        """The op on tensors that are laid out so, gone forward.
+        """Run the op forward on tensors in these layouts.
 
         Raises:
             CheckFailed: a block does not fit its layout.
@@ -209,12 +210,12 @@ class _Case:
             raise CheckFailed([Failure("the result is malformed", p) for p in trial.problems])
         return trial
 
-    def backwards(self, trial: Trial) -> Trial:
-        """Go backward, if that is asked for."""
+    def backward(self, trial: Trial) -> Trial:
+        """Run the backward pass, if it is to be compared."""
         return trial.backward(self.name) if self._backward else trial
 
     def layouts(self, ways: Sequence[Way]) -> str:
-        """Placements and block sizes of all tensors."""
+        """The placements and block sizes of all tensors, in words."""
         return "; ".join(_with_sizes(x, w, self._mesh) for x, w in zip(self.tensors, ways, strict=True))
 
 
@@ -226,9 +227,9 @@ def _with_sizes(x: Tensor, way: Way, mesh: DeviceMesh) -> str:
 
 def _check_usage(cases: Sequence[_Case], mesh: DeviceMesh) -> None:
     if mesh.ndim != 1 or mesh.size() != dist.get_world_size():
-        raise ValueError(f"the mesh must have one dim, and all {dist.get_world_size()} ranks; it is {mesh}")
+        raise ValueError(f"check_rule takes a mesh of one dim over all {dist.get_world_size()} ranks, not {mesh}")
     if not cases:
-        raise ValueError("there are no samples")
+        raise ValueError("there are no samples: pass at least one pair of arguments and keyword arguments")
     for case in cases:
         if not case.tensors:
             raise ValueError(f"{case.name}: no argument is a tensor")
@@ -245,7 +246,7 @@ def _try_strategy(number: int, case: _Case, ways: Sequence[Way], expected: Outco
     watch = ServiceWatch(min(cut, default=0))
     try:
         trial = together(stage, lambda: case.sharded(ways, watch), lambda t: t.layouts)
-        together(stage, lambda: case.backwards(trial), lambda t: t.gradient_layouts)
+        together(stage, lambda: case.backward(trial), lambda t: t.gradient_layouts)
         together(stage, lambda: _compare(trial, expected, allowed))
         problem = ""
     except RanksFailedError as error:
@@ -272,14 +273,14 @@ def _complaint(report: RuleReport) -> str:
 
 
 def _placements_of(x: Tensor) -> list[Placement]:
-    """What may be asked of a tensor. Floats of one byte have no sums."""
+    """The placements to try for a tensor. One-byte floats have no pending sums, since torch cannot add them."""
     summable = (x.is_floating_point() or x.is_complex()) and x.dtype.itemsize > 1
     sharded: list[Placement] = [Shard(d) for d in range(x.ndim)]
     return [*sharded, Replicate(), *([Partial("sum")] if summable else [])]
 
 
 def _ways(tensors: Sequence[Tensor], limit: int, seed: int) -> tuple[list[tuple[Way, ...]], int]:
-    """The layouts that are tried, and how many are left out."""
+    """The layouts to try, and the number of those left out."""
     options = [_placements_of(x) for x in tensors]
     combinations = _combinations(options, limit, seed)
     ways = [tuple(Way((p,), style) for p in each) for style in _STYLES for each in combinations]
@@ -312,7 +313,7 @@ def _combination(number: int, options: Sequence[Sequence[Placement]]) -> tuple[P
 
 
 def _count(options: Sequence[Sequence[Placement]]) -> int:
-    """How many runs there are without a limit: by how many tensors are cut, none, one or several."""
+    """The number of runs without a limit. A combination has one run if no tensor is cut, and more for each cut."""
     total = math.prod(map(len, options))
     whole = [sum(not isinstance(p, Shard) for p in own) for own in options]
     none = math.prod(whole)

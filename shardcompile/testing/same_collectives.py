@@ -1,4 +1,4 @@
-"""`same_collectives_on_every_rank`: the test against hangs that needs no ranks."""
+"""`same_collectives_on_every_rank`: a test against hangs that needs no ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Build = Callable[[DeviceMesh], tuple[Callable[..., Any], Sequence[Any]]]
 Records = tuple[CollectiveRecord, ...]
 
 _ALL_UP_TO = 8
-"""Ranks: smaller worlds are traced as all of their ranks."""
+"""A world of at most this many ranks is traced as each of its ranks."""
 
 _NONE = "none, there are no more"
 
@@ -33,7 +33,7 @@ def same_collectives_on_every_rank(
     mesh_shape: Sequence[int] | None = None,
     **options: Any,
 ) -> Records:
-    """Check that ranks start the same collectives in the same order: where they do not, they wait without end.
+    """Check that ranks start the same collectives in the same order. Otherwise they would wait without end.
 
         def build(mesh):
             sizes = [10 * r for r in range(mesh.size())]
@@ -44,28 +44,28 @@ def same_collectives_on_every_rank(
             records = same_collectives_on_every_rank(build, 64)
             assert len(records) <= 6
 
-    It traces a step as one rank after the other, forward and backward and through all passes, in this process and with
-    no ranks: not inside of a ``ranks`` test. On a mesh of several dims two ranks are compared in the collectives of
-    groups that have both of them.
+    This traces a step as one rank after the other, forward and backward and through all passes. It runs in this
+    process, without ranks, so do not call it in a test with the mark ``ranks``. On a mesh of several dims, two ranks
+    are compared by the collectives of groups that contain both.
 
     Args:
-        build: called with the mesh, returns the function or module and its arguments, see
+        build: takes the mesh, and returns the function or module and its arguments, see
             `shardcompile.offline.trace_offline`.
-        world_size: number of ranks.
-        ranks: which to trace. By default all of up to 8. If there are more: the first two along each mesh dim, the one
-            in the middle and the last; and those with the smallest and the largest block of each sharded input or
-            parameter.
-        device: "cpu" or "cuda"; tracing for CUDA needs a C++ compiler once.
-        mesh_shape: of the mesh; by default it has one dim.
-        **options: of `trace_offline`: ``mesh_dim_names``, ``passes``, ``off``, ``backward``, ``inductor``.
+        world_size: the number of ranks.
+        ranks: the ranks to trace. By default all, if there are at most 8. Otherwise the first two, the middle and the
+            last rank along each mesh dim. For each sharded input or parameter, also the ranks with the smallest and
+            the largest block.
+        device: "cpu" or "cuda". Tracing for CUDA needs a C++ compiler once.
+        mesh_shape: the shape of the mesh; one dim by default.
+        **options: options of `trace_offline`: ``mesh_dim_names``, ``passes``, ``off``, ``backward``, ``inductor``.
 
     Returns:
-        The collectives, forward first, of the first rank that was traced; on a mesh of one dim those of all.
+        The collectives of the first traced rank, forward first. On a mesh of one dim all ranks have these.
 
     Raises:
-        AssertionError: two ranks differ; it names them, the first difference, and the lines of the program. Or tracing
-            fails on a rank though it succeeded on another.
-        OfflineError: this process has a process group, or nothing can be traced.
+        AssertionError: two ranks differ. It names the ranks, the first difference, and the lines of the program. Or
+            the trace of a rank fails, though that of another rank succeeded.
+        OfflineError: this process has a process group, or the function cannot be traced.
         ValueError: `ranks` is empty.
     """
     shape = (world_size,) if mesh_shape is None else tuple(mesh_shape)
@@ -79,7 +79,7 @@ def same_collectives_on_every_rank(
         return traced.collectives
 
     if ranks is not None and not ranks:
-        raise ValueError("ranks is empty: there is nothing to trace")
+        raise ValueError("ranks is empty: name at least one rank, or leave it out")
     first = 0 if ranks is None else ranks[0]
     found = {first: trace(first)}
     for rank in _selected(shape, seen) if ranks is None else ranks:
@@ -91,7 +91,7 @@ def same_collectives_on_every_rank(
 
 
 def _record(build: Build, seen: list[Layout]) -> Build:
-    """The same, but it writes down how inputs and parameters are sharded."""
+    """A `build` that also stores the layouts of inputs and parameters in `seen`."""
 
     def recording(mesh: DeviceMesh) -> tuple[Callable[..., object], Sequence[object]]:
         fn, inputs = build(mesh)

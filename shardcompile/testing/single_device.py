@@ -1,4 +1,4 @@
-"""`assert_matches_single_device`: a model on sharded inputs against the same model on plain ones."""
+"""`assert_matches_single_device`: compare a model on sharded inputs with the same model on plain ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def assert_matches_single_device(
     atol: float | None = None,
     max_graphs: int = 1,
 ) -> None:
-    """Check a model on sharded inputs against the same model on plain tensors. Call it on every rank.
+    """Compare a model on sharded inputs with the same model on plain tensors. Call this on every rank.
 
         @pytest.mark.ranks(3)
         def test_model():
@@ -52,41 +52,46 @@ def assert_matches_single_device(
                 model, [x, y], [Shard(0), Shard(0)], steps=3, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3)
             )
 
-    Every rank runs the model on the full tensors, as one process would; then on sharded ones, eagerly, and compiled
-    with ``fullgraph=True``. Each run has a copy of the module of its own, on the device of the mesh. In every step it
-    compares the results (any pytree: values, dtypes, global shapes). It compares gradients of inputs and parameters, of
-    a weighted sum of the results (of a lone scalar: its own). It compares parameters and buffers after the optimizer's
-    step. Compiling must give one graph. `torch.compile` forgets what it had compiled before. Random numbers start from
-    the same seed in every run, but what is drawn for sharded tensors differs from what is drawn for plain ones: switch
-    dropout off.
+    Every rank runs the model on full tensors, as one process would. Then it runs the model on sharded tensors, eagerly
+    and compiled with ``fullgraph=True``. Each run has its own copy of the module, on the device of the mesh. In every
+    step this compares:
+
+    * the results, which may be any pytree: values, dtypes, global shapes;
+    * the gradients of inputs and parameters. They are of a weighted sum of the results, or of the result itself if it
+      is one scalar;
+    * parameters and buffers after the optimizer's step.
+
+    The compiled run must have one graph. `torch.compile` drops all earlier code. Random numbers start from the same
+    seed in every run, but sharded tensors get other random values than plain ones, so switch dropout off.
 
     Args:
-        module_or_fn: a module, copied for each run, with plain parameters; or a function of tensors.
-        inputs: full values, the same on every rank; a mapping passes them by name. What is no tensor is passed on.
-        placements: of each input: one for each mesh dim, or only one if there is one mesh dim; None: it stays plain.
-        sharding_shapes: of each input the block sizes by mesh dim, or None. By default the sizes are uneven: 7 rows on
-            3 ranks are cut into 1, 6 and 0 in the first step, then into 0, 1 and 6; 3, 3 and 1; 5, 0 and 2; and so on
-            (`shardcompile.testing.arrange.uneven_sizes`), so that more steps also check that one graph serves all
-            these cuts.
-        mesh: over all ranks; by default of one dim, of GPUs if the process group has NCCL.
-        parallelize: called with each copy that gets sharded inputs, and the mesh: to shard its parameters. Names of
-            parameters stay what they are.
+        module_or_fn: a module with plain parameters, which is copied for each run, or a function of tensors.
+        inputs: full values, the same on every rank; a mapping passes them by name. Other values than tensors are passed
+            as they are.
+        placements: for each input one placement for each mesh dim, or a single one if there is one mesh dim. None
+            leaves an input plain.
+        sharding_shapes: for each input the block sizes by mesh dim, or None. By default sizes are uneven and change
+            with each step, so that several steps also check that one graph serves all cuts. 7 rows on 3 ranks are cut
+            into 1, 6 and 0; then 0, 1 and 6; 3, 3 and 1; 5, 0 and 2 (`shardcompile.testing.arrange.uneven_sizes`).
+        mesh: a mesh over all ranks; by default of one dim, and of GPUs if the process group has NCCL.
+        parallelize: takes each copy for sharded inputs, and the mesh, and shards the parameters. It must keep their
+            names.
         compiled: whether to compile at all.
-        backend: of `torch.compile`, or several of them.
-        options: of `torch.compile`, for backends that are strings.
-        backward: whether to go backward, and make the optimizer's steps. Some result must want a gradient.
-        input_grads: whether floating-point inputs want gradients.
-        steps: how many steps are made on the same values.
-        optimizer: makes one for the parameters; SGD with a learning rate of 0.01 by default.
-        rtol: relative tolerance; by default `torch.testing.assert_close`'s for each dtype, so that float64 is checked
-            tightly. Sums over ranks add up in another order than in one process, which float32 may need room for.
-        atol: absolute tolerance, likewise.
-        max_graphs: how many graphs compiling may give.
+        backend: a backend of `torch.compile`, or several.
+        options: options of `torch.compile`, for backends that are strings.
+        backward: whether to run the backward pass and the optimizer. Some result must require a gradient.
+        input_grads: whether floating-point inputs require gradients.
+        steps: the number of steps on the same values.
+        optimizer: makes an optimizer for the parameters; by default SGD with a learning rate of 0.01.
+        rtol: the relative tolerance; by default `torch.testing.assert_close`'s for each dtype, which is tight for
+            float64. Sums over ranks add in another order than in one process, so float32 may need more.
+        atol: the absolute tolerance; its default is the same function's.
+        max_graphs: the most graphs of a compiled run.
 
     Raises:
-        AssertionError: on every rank: something differs. The text says in which run and step, what, on which rank, by
-            how much and where in the global tensor. If ranks are stuck in a collective because one has failed, that
-            one raises.
+        AssertionError: on every rank, if something differs. It names the run, the step, the value, the rank, the size
+            of the difference and the place in the global tensor. A failed rank raises it even if the others are stuck
+            in a collective.
         ValueError: on every rank: the arguments do not fit together, inputs or parameters differ between ranks, or the
             run on plain tensors fails.
     """
@@ -111,14 +116,14 @@ def assert_matches_single_device(
 
 
 class _Check:
-    """What is compared with what.
+    """The comparison of runs with the expected values.
 
     Args:
-        module_or_fn: as the user gave it.
-        arguments: likewise.
-        plan: what a step is.
-        expected: for every step what plain tensors gave, by name.
-        allowed: by how much numbers may differ.
+        module_or_fn: the user's module or function.
+        arguments: the user's arguments.
+        plan: the parts of a step.
+        expected: for every step the values of the plain run, by name.
+        allowed: the tolerances for numbers.
     """
 
     def __init__(
@@ -133,7 +138,7 @@ class _Check:
         self._expected, self._allowed = expected, allowed
 
     def run(self, name: str, wrap: Callable[[Callable[..., object]], Callable[..., object]]) -> None:
-        """Make all steps on sharded inputs, and compare after each."""
+        """Run all steps on sharded inputs, and compare after each."""
         with _seed():
             mesh = self._arguments.mesh
             subject = together(name, lambda: Subject(self._module_or_fn, self._plan, mesh, sharded=True))
@@ -145,7 +150,7 @@ class _Check:
     def _step(self, stage: str, subject: Subject, step: int, expected: Mapping[str, object]) -> None:
         together(stage, lambda: subject.forward(*self._arguments.sharded(step)), same_on_every_rank)
         together(stage, subject.learn, same_on_every_rank)
-        together(stage, lambda: self._compare(subject.gathered(), expected))
+        together(stage, lambda: self._compare(subject.gather(), expected))
 
     def _compare(self, got: Mapping[str, object], expected: Mapping[str, object]) -> None:
         found = []
@@ -157,7 +162,7 @@ class _Check:
             raise CheckFailed(found)
 
     def run_compiled(self, backend: Backend, options: Mapping[str, Any] | None, max_graphs: int) -> None:
-        """The same with `torch.compile`, and count its graphs."""
+        """Run all steps with `torch.compile`, and count the graphs."""
         once(torch.compiler.reset)
         name = f"compiled with {backend if isinstance(backend, str) else getattr(backend, '__name__', backend)}"
         stated = None if options is None else dict(options)
@@ -187,14 +192,14 @@ def _several(backend: Backend | Sequence[Backend]) -> list[Backend]:
 
 def _check(module_or_fn: Any, arguments: Arguments, plan: Plan, steps: int) -> Arguments:
     if arguments.mesh.size() != dist.get_world_size():
-        raise ValueError(f"the mesh has {arguments.mesh.size()} of {dist.get_world_size()} ranks; it must have all")
+        raise ValueError(f"the mesh has {arguments.mesh.size()} of {dist.get_world_size()} ranks; pass one with all")
     if steps < 1:
         raise ValueError(f"steps must be 1 or more, got {steps}")
     is_module = isinstance(module_or_fn, nn.Module)
     if (plan.optimizer or plan.parallelize) and not is_module:
         raise ValueError(f"optimizer and parallelize are for modules, got {type(module_or_fn).__name__}")
     if plan.optimizer and not plan.backward:
-        raise ValueError("an optimizer needs gradients: backward=True")
+        raise ValueError("an optimizer needs gradients: pass backward=True")
     if is_module:
         sharded = [n for n, p in _state_of(module_or_fn) if type(p.detach()) is not torch.Tensor]
         if sharded:
@@ -225,13 +230,13 @@ def _on_plain_tensors(
         for _ in range(steps):
             subject.forward(*arguments.plain())
             subject.learn()
-            found.append(subject.gathered())
+            found.append(subject.gather())
         return found
 
 
 @contextlib.contextmanager
 def _seed() -> Iterator[None]:
-    """Random numbers start from the same seed inside of it, and go on afterwards as if nothing had been drawn."""
+    """Inside the context, random numbers start from a fixed seed. After it they go on as if none had been drawn."""
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
         torch.manual_seed(0)
         yield

@@ -1,4 +1,4 @@
-"""What a compiled function communicates, pinned: golden snapshots and budgets."""
+"""Golden snapshots and budgets for the communication of compiled functions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardcompile.reports import GraphReport, IssuedCollective, Report, explain
+from shardcompile.reports import GraphReport, IssuedCollective, Report, TracedCollective, explain
 from shardcompile.reports.diff import signature
 from shardcompile.reports.text import plural, reason_of
 from shardcompile.units import in_seconds
 
 UPDATE = "SHARDCOMPILE_UPDATE_SNAPSHOTS"
-"""Environment variable: a folder, where snapshots are to be accepted; new inline ones are noted down there."""
+"""The environment variable that accepts new snapshots. Its value is a folder for notes about inline snapshots."""
 
 
 def assert_graph(
@@ -33,34 +33,35 @@ def assert_graph(
     no_gather_of: Collection[str] = (),
     **options: Any,
 ) -> Report:
-    """Assert what a function communicates once it is compiled, forward and backward.
+    """Assert what a compiled function communicates, forward and backward.
 
         @pytest.mark.ranks(4)
         def test_communication():
             assert_graph(model, x, snapshot="model-4", max_bytes=2**20, no_gather_of=["aten.sort"])
 
-    A snapshot is a text with what this library decides about: number of graphs; for each collective, in order: kind,
-    dtype, global bytes and ranks; how many traced ones it stands for, and for what redistribution; which large kernels
-    run between its start and its wait; bytes in all. It holds no names of nodes, no times, and nothing of the machine
-    or of torch's version. ``pytest --update-snapshots`` writes what is found, for `git diff` to show.
+    A snapshot is a text of what this library decides. It has the number of graphs and the bytes of all collectives. For
+    each collective, in order, it has kind, dtype, global bytes and ranks; how many traced collectives it replaces, and
+    their redistributions; and the large kernels between its start and its wait. It contains no names of nodes, no
+    times, and nothing about the machine or the version of torch. ``pytest --update-snapshots`` writes new snapshots,
+    and `git diff` shows the changes.
 
     Args:
-        fn: a function or module; or a report that has been made already.
-        args: its arguments.
-        snapshot: name of a file ``snapshots/<name>.txt`` beside the test; one name for each number of ranks.
-        expected: the snapshot itself, as a literal in the call; indentation does not matter.
-        max_bytes: budget of the bytes of all issued collectives, as tensors that a group holds together.
-        max_collectives: budget of issued collectives.
-        max_graphs: budget of compiled graphs.
-        max_exposed: budget of predicted seconds in which the compute stream waits, of all graphs.
-        no_gather_of: parts of names of ops, modules or source lines, from which no all-gather may come.
-        options: of `shardcompile.explain`: `backend`, `backward`, `off`, `world_size`, `device`, ...
+        fn: a function or module, or a finished report.
+        args: the arguments of the function.
+        snapshot: the name of a file ``snapshots/<name>.txt`` beside the test. Use one name for each number of ranks.
+        expected: the snapshot itself, as a literal in the call. Indentation does not matter.
+        max_bytes: the budget for the global bytes of all issued collectives.
+        max_collectives: the budget for issued collectives.
+        max_graphs: the budget for compiled graphs.
+        max_exposed: the budget for the predicted exposed time of all graphs, in seconds.
+        no_gather_of: parts of names of ops, modules or source lines that must cause no all-gather.
+        options: options of `shardcompile.explain`: `backend`, `backward`, `off`, `world_size`, `device`, ...
 
     Returns:
         The report, for more assertions.
 
     Raises:
-        AssertionError: something is different, or over its budget; the message names each collective and its line.
+        AssertionError: the snapshot differs, or a budget is exceeded. It names each collective and its source line.
     """
     __tracebackhide__ = True  # pytest shows the message and the test, not this function
     report = fn if isinstance(fn, Report) else explain(fn, *args, **options)
@@ -137,7 +138,7 @@ def _over_budget(
             yield "\n".join([f"there are all-gathers of {text!r}:", *named])
 
 
-def _is_of(c: Any, text: str) -> bool:
+def _is_of(c: TracedCollective, text: str) -> bool:
     return any(text in place for place in (c.gathered_for, c.op, c.module, c.source))
 
 
@@ -181,14 +182,14 @@ def _difference(expected: str, found: str, place: str, report: Report) -> list[s
             [
                 f"rank {report.rank}: the communication is not what the snapshot says ({place}); - is gone, + is new:",
                 *lines,
-                "if that is meant: pytest --update-snapshots",
+                "if this is intended, run pytest --update-snapshots",
             ]
         )
     ]
 
 
 def _places(report: Report) -> dict[str, str]:
-    """By line of the snapshot, where its collective comes from."""
+    """For each line of the snapshot, the source line of its collective."""
     places: dict[str, str] = {}
     for graph in report.graphs:
         for line, c in zip(_lines(graph), graph.issued, strict=True):

@@ -1,4 +1,4 @@
-"""One run of what is checked: a copy of the module, and its steps."""
+"""One run of a check: a copy of the module, and its steps."""
 
 from __future__ import annotations
 
@@ -13,35 +13,42 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile.compat.testing import keystr, tree_flatten_with_path
 from shardcompile.testing.agreement import CheckFailed, Failure
-from shardcompile.testing.trial import block_problems, describe_value, go_backward, gradient_problems, whole
+from shardcompile.testing.trial import (
+    block_problems,
+    describe_value,
+    detach,
+    full_value,
+    go_backward,
+    gradient_problems,
+)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step is.
+    """The parts of a step.
 
     Attributes:
-        backward: whether it goes backward, and has the optimizer's step if there are parameters.
-        optimizer: makes one; None: SGD.
-        parallelize: called with a copy of the module, and the mesh.
+        backward: whether it has a backward pass and, if there are parameters, an optimizer's step.
+        optimizer: makes the optimizer; None for SGD.
+        parallelize: shards the parameters of a copy of the module over the mesh.
     """
 
     backward: bool
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
-    parallelize: Callable[[nn.Module, DeviceMesh], Any] | None
+    parallelize: Callable[[nn.Module, DeviceMesh], object] | None
 
 
 class Subject:
-    """A function, or a copy of a module, that makes steps.
+    """A function, or a copy of a module, that runs steps.
 
     Args:
-        module_or_fn: as the user gave it.
-        plan: what a step is.
-        mesh: on whose device to run.
+        module_or_fn: the user's module or function.
+        plan: the parts of a step.
+        mesh: the mesh, whose device is used.
         sharded: whether to shard parameters as the plan says.
 
     Attributes:
-        call: what a step calls; may be replaced by a compiled one.
+        call: the function or module that a step calls. A compiled one may replace it.
     """
 
     call: Callable[..., Any]
@@ -72,20 +79,20 @@ class Subject:
         if self._optimizer is not None:
             self._optimizer.zero_grad()
         self._inputs = {f"input {k!r}": v for k, v in [*enumerate(args), *kwargs.items()]}
-        # A step without gradients is what is asked for where nothing goes backward, and compiles one graph.
+        # Without a backward pass the step needs no gradients, and so has one graph.
         with torch.set_grad_enabled(self._plan.backward):
             self._results = _named_results(self.call(*args, **kwargs))
         _check_blocks({name: block_problems(v) for name, v in self._results.items()})
         return self._results
 
     def learn(self) -> dict[str, object]:
-        """Go backward, and make the optimizer's step.
+        """Run the backward pass and the optimizer's step.
 
         Returns:
-            Gradients, parameters and buffers, by name.
+            The gradients, parameters and buffers, by name.
 
         Raises:
-            CheckFailed: no result wants a gradient, or a block does not fit its layout.
+            CheckFailed: no result requires a gradient, or a block does not fit its layout.
         """
         if self._plan.backward and not go_backward(list(self._results.values()), "results"):
             raise CheckFailed([Failure("no result requires a gradient (backward=False leaves gradients out)")])
@@ -97,9 +104,9 @@ class Subject:
         self._learnt = gradients | self._state()
         return self._learnt
 
-    def gathered(self) -> dict[str, Any]:
-        """Everything that this step gave, full and no longer changed by the next one."""
-        return {name: _keep(whole(_detach(v))) for name, v in (self._results | self._learnt).items()}
+    def gather(self) -> dict[str, Any]:
+        """Copies of all values of this step, as full tensors."""
+        return {name: _keep(full_value(detach(v))) for name, v in (self._results | self._learnt).items()}
 
     def _leaves(self) -> dict[str, Tensor]:
         inputs = {n: x for n, x in self._inputs.items() if isinstance(x, Tensor) and x.requires_grad}
@@ -114,7 +121,7 @@ class Subject:
 
 
 def same_on_every_rank(named: Mapping[str, object]) -> str:
-    """What the ranks must agree on about values, before they can gather them."""
+    """The facts about values on which ranks must agree before they can gather them."""
     return "\n".join(f"{name}: {describe_value(v)}" for name, v in named.items())
 
 
@@ -146,10 +153,6 @@ def _check_blocks(problems: Mapping[str, list[str]]) -> None:
     found = [Failure(f"{name} is malformed", p) for name, several in problems.items() for p in several]
     if found:
         raise CheckFailed(found)
-
-
-def _detach(x: object) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
 
 
 def _keep(x: object) -> object:

@@ -1,4 +1,4 @@
-"""The process group of ranks that are threads of one process: `torch.distributed` through memory."""
+"""The process group of ranks that are threads of one process, which communicates through memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _REDUCED = {
     torch.int32,
     torch.int64,
 }
-"""What gloo reduces."""
+"""The dtypes that gloo reduces."""
 
 
 class ThreadWork(Work):
@@ -52,7 +52,7 @@ class ThreadWork(Work):
         """Let other ranks run until it is complete.
 
         Raises:
-            MeetingError: it never will be.
+            MeetingError: it can never be complete.
             RanksWaitError: no rank can go on.
         """
         self._group.turns.wait(self._group.global_rank, self._event.ended, self._what)
@@ -69,21 +69,21 @@ class ThreadWork(Work):
         return self._event.done
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Do the same as `wait`."""
         self.wait()
 
 
 _Base: Any = ProcessGroup
-"""Its methods have other signatures in each version of torch, and overloads: for type checkers it is any class."""
+"""Any class for type checkers, since the signatures and overloads of its methods differ between versions of torch."""
 
 
 class ThreadGroup(_Base):  # type: ignore[misc]
     """A process group of threads, as its member `rank` sees it.
 
     Args:
-        room: where the members meet.
-        rank: in the group.
-        rooms: of all groups of the world.
+        room: the collectives and messages of the group.
+        rank: the rank in the group.
+        rooms: the rooms of all groups of the world.
     """
 
     def __init__(self, room: Room, rank: int, rooms: Rooms) -> None:
@@ -101,52 +101,52 @@ class ThreadGroup(_Base):  # type: ignore[misc]
         return self._room.ranks[self._rank]
 
     def rank(self) -> int:
-        """In the group. A trace in which it is asked for serves this rank alone."""
+        """The rank in the group. A trace that reads it serves this rank alone."""
         rank_state.note_rank_read()
         return self._rank
 
     def size(self) -> int:
-        """Number of members."""
+        """The number of members."""
         return len(self._room.ranks)
 
     @property
     def group_name(self) -> str:
-        """The same on all members, and on those of the other groups along the same mesh dim."""
+        """The name of the group. All groups along a mesh dim have the same name."""
         return self._room.name
 
     def getBackendName(self) -> str:
-        """The name under which it is registered."""
+        """The name under which the backend is registered."""
         return BACKENDS[self.rooms.device]
 
     def __repr__(self) -> str:
         return f"ThreadGroup(rank {self._rank} of ranks {', '.join(map(str, self._room.ranks))})"
 
-    # Collectives. Torch has two names for some of them (2.11 - 2.12 and 2.13 - 2.15).
+    # Collectives. Some have another name in torch 2.11 - 2.12 than in 2.13 - 2.15.
 
     def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions | None = None) -> Work:
         op = meetings.op_name(opts.reduceOp) if opts is not None else "SUM"
         _refuse_reduction(tensors)
-        told = " and ".join(meetings.describe("all_reduce", x, op.lower()) for x in tensors)
-        return self._joined(Part(told, tensors, tensors), meetings.all_reduce(op))
+        stated = " and ".join(meetings.describe("all_reduce", x, op.lower()) for x in tensors)
+        return self._join(Part(stated, tensors, tensors), meetings.all_reduce(op))
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Sequence[Tensor], opts: ReduceOptions) -> Work:
         op = meetings.op_name(opts.reduceOp)
         _refuse_reduction(tensors)
-        told = meetings.describe("reduce", tensors[0], op.lower(), "to", opts.rootRank)
-        return self._joined(Part(told, tensors, tensors), meetings.reduce_to(opts.rootRank, op))
+        stated = meetings.describe("reduce", tensors[0], op.lower(), "to", opts.rootRank)
+        return self._join(Part(stated, tensors, tensors), meetings.reduce_to(opts.rootRank, op))
 
     def barrier(self, opts: object = None) -> Work:
-        return self._joined(Part("barrier"), meetings.barrier)
+        return self._join(Part("barrier"), meetings.barrier)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions) -> Work:
-        told = meetings.describe("broadcast", tensors[0], "from", opts.rootRank)
-        return self._joined(Part(told, (), tensors), meetings.broadcast(opts.rootRank))
+        stated = meetings.describe("broadcast", tensors[0], "from", opts.rootRank)
+        return self._join(Part(stated, (), tensors), meetings.broadcast(opts.rootRank))
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: object = None) -> Work:
         part = Part(meetings.describe("all_gather", inputs[0]), inputs, outputs[0])
-        return self._joined(part, meetings.all_gather)
+        return self._join(part, meetings.all_gather)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: object = None) -> Work:
         parts = output.view(-1).chunk(self.size()) if output.numel() else [output] * self.size()
@@ -167,8 +167,8 @@ class ThreadGroup(_Base):  # type: ignore[misc]
         op = meetings.op_name(opts.reduceOp)
         _refuse_reduction(outputs)
         shapes = ", ".join(str(tuple(t.shape)) for t in inputs[0])
-        told = f"reduce_scatter {op.lower()} of {inputs[0][0].dtype} {shapes}"
-        return self._joined(Part(told, inputs[0], outputs), meetings.reduce_scatter(op))
+        stated = f"reduce_scatter {op.lower()} of {inputs[0][0].dtype} {shapes}"
+        return self._join(Part(stated, inputs[0], outputs), meetings.reduce_scatter(op))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: ReduceScatterOptions) -> Work:
         parts = input.view(-1).chunk(self.size()) if input.numel() else [input] * self.size()
@@ -184,7 +184,7 @@ class ThreadGroup(_Base):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: object = None) -> Work:
-        return self._joined(Part(f"all_to_all of {inputs[0].dtype}", inputs, outputs), meetings.all_to_all)
+        return self._join(Part(f"all_to_all of {inputs[0].dtype}", inputs, outputs), meetings.all_to_all)
 
     def all_to_all_single(
         self,
@@ -205,21 +205,21 @@ class ThreadGroup(_Base):  # type: ignore[misc]
         part = Part(
             meetings.describe("scatter", outputs[0], "from", opts.rootRank), inputs[0] if inputs else (), outputs
         )
-        return self._joined(part, meetings.scatter(opts.rootRank))
+        return self._join(part, meetings.scatter(opts.rootRank))
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: GatherOptions) -> Work:
         part = Part(meetings.describe("gather", inputs[0], "to", opts.rootRank), inputs, outputs[0] if outputs else ())
-        return self._joined(part, meetings.gather(opts.rootRank))
+        return self._join(part, meetings.gather(opts.rootRank))
 
-    def _joined(self, part: Part, run: Callable[[Sequence[Part]], None]) -> Work:
+    def _join(self, part: Part, run: Callable[[Sequence[Part]], None]) -> Work:
         self._refuse_other_devices([*part.given, *part.taken])
-        _refuse_sharded(part.told, [*part.given, *part.taken])
+        _refuse_sharded(part.stated, [*part.given, *part.taken])
         number, meeting = self._room.join(self._rank, part, run)
 
         def what() -> str:
             missing = ", ".join(map(str, self._room.missing(meeting)))
             members = ", ".join(map(str, self._room.ranks))
-            return f"{part.told}, number {number} of the group of ranks {members}; missing: {missing}"
+            return f"{part.stated}, number {number} of the group of ranks {members}; missing: {missing}"
 
         return ThreadWork(self, meeting, what)
 
@@ -242,16 +242,16 @@ class ThreadGroup(_Base):  # type: ignore[misc]
         return f"rank {self._room.ranks[peer]} {meetings.describe(verb, x)} {preposition} it (tag {tag})"
 
     def _refuse_other_devices(self, tensors: Sequence[Tensor]) -> None:
-        """Raise if a tensor is neither on the ranks' devices nor on the CPU, where torch puts Python objects to send.
+        """Raise if a tensor is on another device. The CPU is always allowed: torch sends Python objects from there.
 
-        Ranks that were not told of GPUs could not run a backward pass there: torch does it in a thread of its own.
+        Ranks of device "cpu" could not run a backward pass on GPUs, since torch runs it in another thread.
         """
         device = self.rooms.device
         other = next((t.device for t in tensors if t.device.type not in ("cpu", device)), None)
         if other is not None:
             raise MeetingError(
-                f"these ranks in one process exchange tensors on devices of type {device!r}, got one on {other}; "
-                "take LocalRanks(n, processes=False, device='cuda') for GPUs, or processes: LocalRanks(n), "
+                f"these ranks in one process exchange tensors on devices of type {device!r}, not on {other}. For GPUs "
+                "use LocalRanks(n, processes=False, device='cuda'), or ranks that are processes: LocalRanks(n), or "
                 "@pytest.mark.ranks(...) without processes=False"
             )
 
@@ -262,36 +262,36 @@ def _last(works: Sequence[Work]) -> Work:
     return works[-1]
 
 
-def _refuse_sharded(told: str, tensors: Sequence[Tensor]) -> None:
-    """Raise what a collective of a process's group raises, through the dispatch of its op."""
+def _refuse_sharded(stated: str, tensors: Sequence[Tensor]) -> None:
+    """Raise the error that a collective of another group raises through the dispatch of its op."""
     for x in tensors:
         if isinstance(x, ShardTensor):
-            raise collective_refusal(told, x.sharding)
+            raise collective_refusal(stated, x.sharding)
 
 
 def _refuse_reduction(tensors: Sequence[Tensor]) -> None:
-    """Raise what gloo raises."""
+    """Raise gloo's error for dtypes that it does not reduce."""
     if any(t.dtype not in _REDUCED for t in tensors):
         raise RuntimeError("Invalid scalar type")
 
 
 BACKENDS = {"cpu": "one_process", "cuda": "one_process_of_gpus"}
-"""Names of these backends of `torch.distributed`, by the type of the devices that have the tensors."""
+"""The names of these backends in `torch.distributed`, by the type of the tensors' devices."""
 
 
 class _OnGpus(Transport):
-    """Messages between ranks in one process whose tensors are on GPUs."""
+    """The transport of messages between ranks in one process, for tensors on GPUs."""
 
     name = BACKENDS["cuda"]
     device = "cuda"
 
 
 class Rooms:
-    """The groups of all ranks of a process.
+    """The rooms of all groups of a process.
 
     Args:
-        world_size: number of ranks.
-        device: type of the devices that have the ranks' tensors.
+        world_size: the number of ranks.
+        device: the type of the tensors' devices.
     """
 
     def __init__(self, world_size: int, device: str) -> None:
@@ -300,25 +300,25 @@ class Rooms:
         self.turns = Turns(0)
 
     def group(self, name: str, ranks: Sequence[int], rank: int) -> ThreadGroup:
-        """A group as one of its members sees it.
+        """A group, as one of its members sees it.
 
         Args:
-            name: the same on all members.
-            ranks: global ranks of all members; none for all ranks.
-            rank: in the group.
+            name: the name of the group, the same on all members.
+            ranks: the global ranks of the members; empty for all ranks.
+            rank: the rank in the group.
         """
         members = tuple(ranks) or tuple(range(self._world_size))
         room = self._rooms.setdefault((name, members), Room(name, members))
         return ThreadGroup(room, rank, self)
 
     def forget(self) -> None:
-        """Forget what was begun and not ended."""
+        """Drop collectives and messages that have not ended."""
         for room in self._rooms.values():
             room.clear()
 
 
 def create_group(options: Any, _: object) -> ThreadGroup:
-    """What `torch.distributed` calls to make a group of this backend, in a rank's thread."""
+    """Make a group of this backend. `torch.distributed` calls this in a rank's thread."""
     rooms = rank_state.here().rooms
     return rooms.group(options.group_id, options.global_ranks_in_group, options.group_rank)
 

@@ -1,4 +1,4 @@
-"""A function's run on sharded inputs, or on plain ones, forward and backward."""
+"""A run of a function on sharded or plain inputs, forward and backward."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shardcompile.testing.compare import Tolerances, difference
 
 @dataclass
 class Outcome:
-    """What a run gave.
+    """The outcome of a run.
 
     Attributes:
-        values: leaves of the result, full.
-        structure: of the result.
-        gradients: of the inputs, full; None where there is none.
-        problems: what is wrong in itself, whatever the values.
+        values: the leaves of the result, as full values.
+        structure: the structure of the result.
+        gradients: the gradients of the inputs, as full values; None for an input without one.
+        problems: faults that do not depend on the values, such as a block that does not fit its layout.
     """
 
     values: list[Any]
@@ -34,12 +34,12 @@ class Outcome:
 
 @dataclass
 class Trial:
-    """A run that has gone forward.
+    """A run after its forward pass.
 
     Attributes:
-        inputs: leaves of the autograd graph.
-        values: leaves of the result.
-        structure: of the result.
+        inputs: the leaves of the autograd graph.
+        values: the leaves of the result.
+        structure: the structure of the result.
     """
 
     inputs: Sequence[Tensor]
@@ -48,60 +48,61 @@ class Trial:
 
     @staticmethod
     def forward(run: Callable[..., object], inputs: Sequence[Tensor]) -> Trial:
-        """Call a function with inputs of which some want a gradient."""
+        """Call a function with inputs, of which some require gradients."""
         return Trial(inputs, *tree_flatten(run(*inputs)))
 
     @property
     def layouts(self) -> str:
-        """Of the results; the same on every rank, or they cannot even be gathered."""
+        """The layouts of the results. They must be the same on every rank before ranks can gather the results."""
         return "\n".join(map(describe_value, self.values))
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong in the results, whatever their values."""
+        """The faults of the results that do not depend on values."""
         return [p for v in self.values for p in block_problems(v)]
 
     def backward(self, name: str) -> Trial:
-        """Go backward.
+        """Run the backward pass.
 
         Args:
-            name: from which the weights of the results follow.
+            name: the seed for the weights of the results.
         """
         go_backward(self.values, name)
         return self
 
     @property
     def gradient_layouts(self) -> str:
-        """Of the gradients, after `backward`."""
+        """The layouts of the gradients, after `backward`."""
         return "\n".join(describe_value(x.grad) for x in self.inputs)
 
     def outcome(self) -> Outcome:
-        """Gather everything."""
+        """Gather all values and gradients."""
         problems = self.problems
         for n, x in enumerate(self.inputs):
             problems += [f"gradient of input {n}: {p}" for p in gradient_problems(x)]
-        gradients = [whole(x.grad) for x in self.inputs]
-        return Outcome([_detach(whole(v)) for v in self.values], self.structure, gradients, problems)
+        gradients = [full_value(x.grad) for x in self.inputs]
+        return Outcome([detach(full_value(v)) for v in self.values], self.structure, gradients, problems)
 
 
-def whole(x: object) -> Any:
+def full_value(x: object) -> Any:
     """The full value of a sharded tensor; anything else as it is."""
     return x.full_tensor() if isinstance(x, ShardTensor) else x
 
 
-def _detach(x: object) -> Any:
+def detach(x: object) -> Any:
+    """A tensor without its autograd graph; anything else as it is."""
     return x.detach() if isinstance(x, Tensor) else x
 
 
 def describe_value(x: object) -> str:
-    """What has to be the same on every rank of a result, before ranks can gather it."""
+    """The facts about a result that must be the same on every rank before ranks can gather it."""
     if isinstance(x, ShardTensor):
         return x.sharding.describe()
     return f"plain {x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def block_problems(x: object) -> list[str]:
-    """In what a sharded tensor's block does not fit its layout."""
+    """How a sharded tensor's block does not fit its layout; empty if it fits."""
     if not isinstance(x, ShardTensor):
         return []
     layout, local = x._spec.layout, x._local_tensor
@@ -115,21 +116,21 @@ def block_problems(x: object) -> list[str]:
 
 
 def gradient_problems(x: Tensor) -> list[str]:
-    """What is wrong with the gradient of a leaf, whatever its values."""
+    """The faults of a leaf's gradient that do not depend on values."""
     if isinstance(x.grad, ShardTensor) and not isinstance(x, ShardTensor):
         return [f"it is sharded, of a plain tensor: {x.grad.sharding.describe()}"]
     return block_problems(x.grad)
 
 
 def go_backward(values: Sequence[object], name: str) -> bool:
-    """Go backward from a weighted sum of all results; from a lone scalar, from itself.
+    """Run the backward pass of a weighted sum of all results, or of the result itself if it is one scalar.
 
     Args:
-        values: leaves of a result.
-        name: from which the weights follow, the same on every rank.
+        values: the leaves of a result.
+        name: the seed for the weights, the same on every rank.
 
     Returns:
-        Whether some result wanted a gradient.
+        Whether some result requires a gradient.
     """
     outputs = [v for v in values if isinstance(v, Tensor) and v.requires_grad]
     if not outputs:
@@ -139,7 +140,7 @@ def go_backward(values: Sequence[object], name: str) -> bool:
         return True
     total: Any = 0
     for n, v in enumerate(outputs):
-        full = whole(v)
+        full = full_value(v)
         full = torch.view_as_real(full.resolve_conj()) if full.is_complex() else full
         generator = torch.Generator().manual_seed(seed_of(name, n))
         weights = torch.randn(full.shape, generator=generator, dtype=torch.float64)
@@ -149,12 +150,12 @@ def go_backward(values: Sequence[object], name: str) -> bool:
 
 
 def differences(got: Outcome, want: Outcome, allowed: Tolerances) -> list[tuple[str, str]]:
-    """Everything in which two outcomes differ: what, and how.
+    """All differences of two outcomes: the name of the value, and the difference in words.
 
     Args:
-        got: of the sharded run.
-        want: of the plain one.
-        allowed: by which numbers may differ.
+        got: the outcome of the sharded run.
+        want: the outcome of the plain run.
+        allowed: the tolerances for numbers.
     """
     found = [("the run", p) for p in got.problems]
     if got.structure != want.structure:

@@ -1,8 +1,7 @@
 """Threads that take turns: exactly one of them runs, until it has to wait for another one.
 
-Ranks that live in one process run in this way. What a rank does between two waits is not interrupted. So a run is the
-same each time, and a debugger sees one thread at a time. Nobody can run: that is the definition of a deadlock, which is
-found at once.
+Ranks in one process run in this way. Nothing interrupts a rank between two waits. So each run is the same, and a
+debugger sees one thread at a time. If no thread can run, there is a deadlock, which is found at once.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import Any
 
 
 class RanksWaitError(RuntimeError):
-    """Ranks wait for what no rank will do. Raised in each rank that waits."""
+    """No rank can go on. Each rank that waits raises this."""
 
 
 class RankEnded(BaseException):
-    """Ends a rank whose test has been given up. No test should catch it, so that it is no `Exception`."""
+    """Ends a rank whose test was abandoned. It is no `Exception`, so that no test catches it."""
 
 
 def _at_once() -> bool:
@@ -27,25 +26,25 @@ def _at_once() -> bool:
 
 
 def _shut() -> threading.Lock:
-    gate = threading.Lock()  # lighter than a semaphore, which threads of Python build from locks
+    gate = threading.Lock()  # lighter than a semaphore, which Python builds from locks
     gate.acquire()
     return gate
 
 
 @dataclass
 class _Seat:
-    """A thread's place.
+    """The state of a thread.
 
     Attributes:
-        gate: held shut while it is another thread's turn.
-        ready: what it waits for; None while it runs, or has ended.
-        what: the same in words.
-        stuck: what this rank is to be told: that no rank can go on.
-        ended: how, in words; None before.
+        gate: a lock that is held while it is another thread's turn.
+        ready: whether the thread can go on; None while it runs, or after its end.
+        what: what the thread waits for, in words.
+        stuck: the text of a deadlock that this rank must raise, or None.
+        ended: how the thread ended, in words; None before its end.
     """
 
     gate: threading.Lock = field(default_factory=_shut)
-    ready: Callable[[], bool] | None = _at_once  # every thread begins by waiting for its first turn
+    ready: Callable[[], bool] | None = _at_once  # every thread first waits for its first turn
     what: Callable[[], str] = str
     stuck: str | None = None
     ended: str | None = None
@@ -56,9 +55,9 @@ class Turns:
 
     Args:
         count: how many.
-        leave: called by a thread that stops running for a while; what it returns goes to `enter`.
-        enter: called by a thread that goes on.
-        check: called before a thread waits; raises if it must not.
+        leave: a thread calls it when its turn ends. `enter` gets its result.
+        enter: a thread calls it when its next turn begins.
+        check: a thread calls it before it waits. It raises if the thread must not wait.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Turns:
         return self._running
 
     def start(self, first: int = 0) -> None:
-        """Give a rank the first turn. All threads come to `begin`, at any time."""
+        """Give a rank the first turn. All threads must call `begin`, sooner or later."""
         self._seats[first].gate.release()
 
     def begin(self, rank: int) -> None:
@@ -89,15 +88,15 @@ class Turns:
         self._seats[rank].ready = None
 
     def wait(self, rank: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Let others run until something is there.
+        """Let other ranks run until a condition holds.
 
         Args:
-            rank: whose turn it is.
-            ready: whether it is there; may be asked by any thread, at any time.
+            rank: the rank whose turn it is.
+            ready: the condition. Any thread may call it, at any time.
             what: what this rank waits for, in words.
 
         Raises:
-            RanksWaitError: nobody can go on.
+            RanksWaitError: no rank can go on.
         """
         if ready():
             return
@@ -109,7 +108,7 @@ class Turns:
             raise RanksWaitError(text)
 
     def let_others_run(self, rank: int) -> None:
-        """Let others run until they wait, or end, or let others run themselves."""
+        """Let other ranks run until they wait, end, or call this, too."""
         self._step_aside(rank, _at_once, str)
 
     def _step_aside(self, rank: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
@@ -124,11 +123,11 @@ class Turns:
         self._enter(kept)
 
     def end(self, rank: int, how: str) -> None:
-        """A rank has come to its end: the others go on.
+        """End a rank, so that the others go on.
 
         Args:
-            rank: which.
-            how: in words, for those who wait for it.
+            rank: the rank.
+            how: how it ended, in words, for ranks that wait for it.
         """
         seat = self._seats[rank]
         seat.ready, seat.ended = None, how
@@ -138,14 +137,18 @@ class Turns:
             self._seats[self._next(rank)].gate.release()
 
     def join(self, timeout: float | None) -> bool:
-        """Wait until all ranks have ended; whether they have within a number of seconds."""
+        """Wait until all ranks have ended, and return whether they have.
+
+        Args:
+            timeout: the longest wait in seconds; None for no limit.
+        """
         return self._over.wait(timeout)
 
     def abandon(self) -> None:
-        """Have every rank that waits, now or later, end."""
+        """End every rank that waits, now or later."""
         self._abandoned = True
         for seat in self._seats:
-            with contextlib.suppress(RuntimeError):  # it is open
+            with contextlib.suppress(RuntimeError):  # the gate is open
                 seat.gate.release()
 
     def _sleep(self, rank: int) -> None:
@@ -155,7 +158,7 @@ class Turns:
         self._running = rank
 
     def _next(self, rank: int) -> int:
-        """Who runs after a rank: the next one that can; if none can, all that wait are told so, each in its turn."""
+        """The next rank that can run. If none can, each rank that waits gets a turn in which it raises."""
         count = len(self._seats)
         order = [(rank + 1 + i) % count for i in range(count)]
         waiting = [r for r in order if self._seats[r].ready is not None]
@@ -180,6 +183,6 @@ def describe_wait(states: Sequence[str]) -> str:
     """The text of a deadlock.
 
     Args:
-        states: what each rank does.
+        states: the state of each rank, in words.
     """
     return "\n".join(["no rank can go on:", *(f"  rank {rank} {state}" for rank, state in enumerate(states))])

@@ -1,4 +1,4 @@
-"""Sees the collectives that eager ops on sharded tensors lead to."""
+"""Watch the collectives of eager ops on sharded tensors."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from shardcompile.tensor import ShardTensor
 
 
 def _names(wanted: Callable[[Descriptor[Any]], bool]) -> frozenset[str]:
-    """Names of the ops of some collectives."""
+    """The names of the ops of some collectives."""
     return frozenset(op.name() for d in descriptors() if wanted(d) for op in d.overloads)
 
 
 _SENDING = _names(lambda d: d.communicates)
-"""Ops that send something: others of our namespace are kernels for a block, or work out cuts."""
+"""The ops that send something. Other ops of our namespace are kernels for a block, or compute cuts."""
 
 _EXCHANGES = _names(lambda d: d.communicates and d.moves_rows)
-"""Ops that send rows from one rank to others."""
+"""The ops that send rows from one rank to others."""
 
 
 class CollectiveWatch(TorchDispatchMode):
-    """Sees every collective on plain tensors, those inside of ops on sharded ones included."""
+    """Sees every collective on plain tensors, also those inside ops on sharded tensors."""
 
     def saw(self, name: str, x: object, out: object) -> None:
-        """Called after each.
+        """Called after each collective.
 
         Args:
-            name: of the op, with its namespace.
-            x: its first argument.
-            out: its result.
+            name: the name of the op, with its namespace.
+            x: the first argument of the op.
+            out: the result of the op.
         """
         raise NotImplementedError
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Stand aside while torch compiles, but see what compiled code runs."""
+        """Ignore what torch's compiler runs, but see what compiled code runs."""
         return True
 
     def __torch_dispatch__(
@@ -59,13 +59,13 @@ class CollectiveWatch(TorchDispatchMode):
 
 
 class ServiceWatch(CollectiveWatch):
-    """Sees how an op was served.
+    """Finds out how an op was served.
 
     Args:
-        whole: elements of the smallest input that is cut.
+        whole: the number of elements of the smallest cut input.
 
     Attributes:
-        nbytes: what this rank has put into collectives.
+        nbytes: the bytes of this rank's payloads.
     """
 
     def __init__(self, whole: int) -> None:
@@ -83,8 +83,8 @@ class ServiceWatch(CollectiveWatch):
     def how(self) -> str:
         """One of `SERVICES`.
 
-        ``gathered``: some input is whole on every rank; ``exchanged``: rows went from one rank to others, but no input
-        became whole; ``reduced``: only sums and the like were sent; ``local``: nothing was.
+        ``gathered``: every rank got a whole input. ``exchanged``: rows moved between ranks, but no input became whole.
+        ``reduced``: ranks sent only terms of reductions. ``local``: ranks sent nothing.
         """
         if self._gathers:
             return "gathered"
@@ -94,4 +94,4 @@ class ServiceWatch(CollectiveWatch):
 
 
 SERVICES = ("local", "reduced", "exchanged", "gathered")
-"""How an op can be served, by what it sends."""
+"""The ways in which an op can be served, see `ServiceWatch.how`."""

@@ -1,4 +1,4 @@
-"""One rank: a process that runs test functions until pytest closes the connection."""
+"""A rank: a process that runs test functions until pytest closes the connection."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ from shardcompile.testing.cleanup import Cleaner, seed
 from shardcompile.testing.here import default_mesh, set_mesh_shape
 from shardcompile.testing.messages import Kind, Outcome, Reply, Request, RunFunction, RunTest, Setup
 
-# pytest enforces each test's own timeout and kills the rank; this one only has to be longer.
+# pytest enforces the timeout of each test and kills the rank. This timeout only has to be longer.
 _GROUP_TIMEOUT = timedelta(hours=2)
 
 
 def main(connection_fd: int) -> NoReturn:
     """Serve tests until told to leave, or until pytest goes away."""
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # pytest asks a hung rank where it is
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # pytest asks a hung rank for its stack
     os.set_inheritable(connection_fd, False)
     connection: Connection[Any, Any] = Connection(connection_fd)
     setup = connection.recv()
-    # A whole pytest, configured like the parent's, for one reason: its assertion rewriting.
+    # A whole pytest, configured like the parent's, is needed for its assertion rewriting alone.
     code = pytest.main([*setup.pytest_args], plugins=[_Serve(setup, connection)])
     os._exit(int(code) or 1)  # `_Serve` never returns: pytest could not start
 
 
 class _Serve:
-    """The pytest plugin that takes the place of collecting and running tests."""
+    """The pytest plugin that serves pytest's messages, instead of collecting and running tests."""
 
     def __init__(self, setup: Setup, connection: Connection[object, object]) -> None:
         self._setup = setup
@@ -75,11 +75,11 @@ class _Serve:
                 cleaner.after_test()
             else:
                 dist.barrier()
-                os._exit(0)  # a gloo group that is torn down by the interpreter's exit sometimes aborts
+                os._exit(0)  # the interpreter's exit would destroy the gloo group, which sometimes aborts
 
 
 def _listen(connection: Connection[object, object]) -> queue.SimpleQueue[object]:
-    """Receive in a thread, which sees pytest go away even while a test runs."""
+    """Receive messages in a thread, which notices the end of pytest even while a test runs."""
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def receive() -> None:
@@ -123,7 +123,7 @@ def _run(test: RunTest | RunFunction, config: pytest.Config) -> Outcome:
         return Outcome(Kind.SKIPPED, skipped.msg or "")
     except pytest.xfail.Exception as xfailed:
         return Outcome(Kind.XFAILED, xfailed.msg or "")
-    except BaseException as error:  # SystemExit and KeyboardInterrupt too: the rank outlives its test
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt, since the rank must outlive its test
         return _failure(error)
     finally:
         _flush()
@@ -144,7 +144,7 @@ def _call(test: RunTest, config: pytest.Config) -> None:
     function = _find(test, config)
     arguments = {name: pickle.loads(value) for name, value in test.arguments.items()}
     with pytest.MonkeyPatch.context() as monkeypatch:
-        # The fixture of that name lives in pytest's process. Here it has to patch, and undo, this one.
+        # The fixture of this name patches pytest's process. Here it must patch this process, and undo it.
         replaced = {name: monkeypatch for name, value in arguments.items() if isinstance(value, pytest.MonkeyPatch)}
         function(**(arguments | replaced))
 

@@ -1,11 +1,12 @@
-"""Nobody is left waiting: finds ranks that wait for one another without end, and ends their wait with an error.
+"""Find ranks that wait for one another without end, and end their waits with an error.
 
-Each collective is entered by what all ranks of its group have to state alike (`calls`). Messages between two ranks
-carry a number made of it as their tag, so that calls that differ never take one another's rows. A thread of each rank
-tells the others what its rank is doing (`states`), through the key-value store. When its own rank waits for long, it
-looks at what the others are doing, and finds out whether that wait can end (`verdict`). If not, all ranks are told, and
-the connections between them are closed (`connections`), which ends every wait; what is raised then says who did what
-(`watcher`).
+Before a collective each rank states it: kind, dtype, sizes (`calls`). All ranks of the group must state the same. A
+hash of the statement is the tag of all messages, so calls that differ never receive each other's rows.
+
+A thread of each rank writes its rank's state to the key-value store (`states`). If its rank waits for long, the thread
+reads the states of the others, and decides whether the wait can end (`verdict`). If it cannot, the thread tells all
+ranks and closes the connections between them (`connections`). That ends each wait with an error, which says what the
+ranks did (`watcher`).
 """
 
 from shardcompile.watch.calls import Call as Call

@@ -1,4 +1,4 @@
-"""The backends whose process groups are looked after; `shardcompile.collectives.transport` says what they are like."""
+"""The backends whose process groups are watched. `shardcompile.collectives.transport` registers them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from shardcompile.watch.queued import Passed
 
 
 class Backend(NamedTuple):
-    """What matters of a backend when a rank waits.
+    """The properties of a backend that matter while a rank waits.
 
     Attributes:
-        name: as `torch.distributed` has it.
-        agrees: whether ranks can wait for one another by small messages with tags before a collective of torch's.
-        aborts: whether a wait ends when the group is aborted; otherwise connections are closed.
-        mark: notes the end of the device's queue, where calls wait on that and not on the host; otherwise None.
+        name: the name in `torch.distributed`.
+        agrees: whether ranks can meet by small messages with tags before a collective of torch's.
+        aborts: whether aborting the group ends a wait. Otherwise closed connections end it.
+        mark: notes the end of the device's queue, if calls wait on the queue and not on the host; None otherwise.
     """
 
     name: str
@@ -27,11 +27,11 @@ class Backend(NamedTuple):
 _BACKENDS: dict[str, Backend] = {}
 
 
-def look_after(backend: Backend) -> None:
-    """Watch the groups of a backend."""
+def register_backend(backend: Backend) -> None:
+    """Have the groups of a backend watched."""
     _BACKENDS[backend.name] = backend
 
 
 def backend_of(name: str) -> Backend | None:
-    """A backend that is looked after, or None."""
+    """The watched backend of this name, or None."""
     return _BACKENDS.get(name)

@@ -1,4 +1,4 @@
-"""What a rank is about to do, stated before it does it."""
+"""Statements of collectives, which each rank makes before it sends anything."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,19 +24,19 @@ _T = TypeVar("_T")
 _RECENT = 32
 _TAG_BITS = 0x7FFFFFFF
 _PAIRS = 1 << 16
-"""Pairs of collectives of torch's that a group remembers."""
+"""How many pairs of successive torch collectives a group remembers."""
 
 
 class Entry(NamedTuple):
-    """What is kept of a call: not its group, which may be destroyed.
+    """The record of a call. It does not refer to the group, which may be destroyed.
 
     Attributes:
-        number: of the call among those of its group.
-        tag: of its messages.
-        kind: name of the op.
-        dtype: of the elements.
-        labels: of what is stated.
-        stated: numbers, or tuples of them.
+        number: the number of the call among those of its group.
+        tag: the tag of its messages.
+        kind: the name of the op.
+        dtype: the dtype of the elements.
+        labels: the names of the stated values.
+        stated: the stated values: numbers, or tuples of numbers.
     """
 
     number: int
@@ -44,7 +44,7 @@ class Entry(NamedTuple):
     kind: str
     dtype: torch.dtype | None
     labels: Sequence[str]
-    stated: tuple[Any, ...]
+    stated: tuple[object, ...]
 
     def text(self) -> str:
         """The collective in words."""
@@ -56,12 +56,12 @@ class Entry(NamedTuple):
 
 
 class Call:
-    """A collective that has been entered.
+    """A collective that this rank has entered.
 
     Attributes:
-        group: the ranks.
-        entry: what it is.
-        members: of whose calls it is one; None if nobody watches.
+        group: the process group.
+        entry: the record of the call.
+        members: this rank's calls of the group; None if the group is not watched.
     """
 
     __slots__ = ("entry", "group", "members")
@@ -73,12 +73,12 @@ class Call:
 
     @property
     def tag(self) -> int:
-        """The tag of its messages, made of what all ranks of the group state alike."""
+        """The tag of its messages: a hash of the statement, which is the same on all ranks of the group."""
         return self.entry.tag
 
     @staticmethod
     def between_two(group: ProcessGroup) -> Call:
-        """Messages that not all ranks of a group take part in: they have no number among its collectives."""
+        """A call for messages between two ranks. It has no number among the collectives of the group."""
         members = _members_of(group)
         return Call(group, members, Entry(0, 0, "messages between two ranks", None, (), ()))
 
@@ -88,14 +88,14 @@ class Call:
         return self.entry.dtype is not None
 
     def agree(self) -> None:
-        """Wait until all ranks are about to run this collective of torch's, whose messages have no tags of ours."""
+        """Wait until all ranks are about to run this torch collective, since its messages do not carry our tags."""
         if self.has_to_meet():
             self.meet()
 
     def has_to_meet(self) -> bool:
-        """Whether the ranks should `meet` before this collective of torch's. To be asked once for each.
+        """Whether the ranks should `meet` before this torch collective. Ask once for each collective.
 
-        Not where the group has run the same two collectives of torch's, one after the other, before.
+        They need not if the group has run this collective and the one before it in the same order already.
         """
         backend = None if self.members is None else backend_of(self.group.name())
         if self.members is None or backend is None or not backend.agrees:
@@ -105,8 +105,8 @@ class Call:
     def meet(self) -> None:
         """Wait until all ranks of the group have come to this call.
 
-        A dissemination barrier (Hensgen, Finkel, Manber, "Two algorithms for barrier synchronization", 1988): in each
-        round a rank sends to the one that is 1, 2, 4, ... further. It takes about as long as a small collective.
+        This is a dissemination barrier (Hensgen, Finkel, Manber, "Two algorithms for barrier synchronization", 1988).
+        In round i, each rank sends to the rank that is 2 ** i further. It takes as long as a small collective.
         """
         me, ranks = self.group.rank(), self.group.size()
         for step in (1 << i for i in range((ranks - 1).bit_length())):
@@ -120,13 +120,13 @@ class Call:
             self.run([work.wait for work in works])
 
     def run(self, steps: Iterable[Callable[[], _T]]) -> list[_T]:
-        """Start messages, or wait for them. Where another rank does not take part, this is an error that says why.
+        """Start messages, or wait for them. If another rank does not take part, this raises an error that says why.
 
         Args:
-            steps: each sends a message, receives one, or waits for one.
+            steps: functions that send a message, receive one, or wait for one.
 
         Returns:
-            What they return.
+            The results of the steps.
 
         Raises:
             DivergenceError: another rank does not take part.
@@ -138,7 +138,7 @@ class Call:
         try:
             results = [step() for step in steps]
         except RuntimeError as error:
-            raise world.explained(self.entry.text(), error) from error
+            raise world.explain_failure(self.entry.text(), error) from error
         finally:
             world.waits.pop(self, None)
         if self.members.mark is not None:
@@ -147,14 +147,14 @@ class Call:
 
 
 class Members:
-    """The calls of one group, as this rank has made them.
+    """The calls of one group that this rank has made.
 
     Attributes:
-        group: the ranks, as long as it is there.
-        key: the same on all ranks of the group.
+        group: the ranks, as long as the group exists.
+        key: the key of the group, which is the same on all of its ranks.
         mark: see `Backend`.
-        number: how many there were.
-        recent: the last of them.
+        number: the number of calls so far.
+        recent: the last calls.
     """
 
     def __init__(self, world: World, group: ProcessGroup, key: str) -> None:
@@ -169,12 +169,12 @@ class Members:
         self._before = 0
 
     def is_new(self, tag: int) -> bool:
-        """Whether a call of this tag has not come after the one for which this was asked before."""
+        """Whether a call with this tag follows the previous call for the first time."""
         pair = self._before, tag
         self._before = tag
         if pair in self._followed:
             return False
-        if len(self._followed) >= _PAIRS:  # where shapes change all the time; on all ranks at the same call
+        if len(self._followed) >= _PAIRS:  # shapes vary all the time; all ranks clear at the same call
             self._followed.clear()
         self._followed.add(pair)
         return True
@@ -182,21 +182,22 @@ class Members:
 
 _MEMBERS: weakref.WeakKeyDictionary[ProcessGroup, Members | None] = weakref.WeakKeyDictionary()
 _UNKNOWN = object()
-_NUMBERS: dict[Any, int] = {}
+_NUMBERS: dict[object, int] = {}
 
 
 def enter(group: ProcessGroup, kind: str, dtype: torch.dtype, labels: Sequence[str], *stated: object) -> Call:
     """State a collective before anything is sent.
 
     Args:
-        group: the ranks.
-        kind: name of the op.
-        dtype: of the elements.
-        labels: of what is stated, for messages.
-        stated: numbers, or tuples of them, which are the same on all ranks.
+        group: the process group.
+        kind: the name of the op.
+        dtype: the dtype of the elements.
+        labels: the names of the stated values, for messages.
+        stated: numbers, or tuples of numbers, which are the same on all ranks.
 
     Raises:
-        DivergenceError: ranks have been found to differ already.
+        DivergenceError: the ranks are known to differ already.
+        CollectiveError: another thread of this rank waits in a collective of the group.
     """
     tag = hash((_number(kind), _number(dtype), stated)) & _TAG_BITS
     members = _members_of(group)
@@ -218,9 +219,9 @@ def _refuse_another_thread(members: Members, kind: str) -> None:
     for call, (_, thread) in list(members.world.waits.items()):
         if call.members is members and thread != threading.get_ident():
             raise CollectiveError(
-                f"{kind}: another thread of this rank is in {call.entry.text()} of the same group. In which order "
-                "threads come to collectives is left to chance, and need not be the same on other ranks: let one "
-                "thread run them, or give each a mesh of its own"
+                f"{kind}: another thread of this rank is in {call.entry.text()} of the same group. Threads may come to "
+                "collectives in another order on other ranks. Run all collectives in one thread, or give each thread "
+                "its own mesh"
             )
 
 
@@ -238,7 +239,7 @@ def _number(name: object) -> int:
 
 
 def _join(group: ProcessGroup) -> Members | None:
-    """Begin to watch a group; None for those that nobody needs to watch."""
+    """Begin to watch a group; None if it needs no watch."""
     members = None
     world = world_of() if is_watched(group) else None
     if world is not None:

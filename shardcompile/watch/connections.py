@@ -1,4 +1,4 @@
-"""Ends waits from outside: closes the connections between this rank and the others."""
+"""Close the connections between this rank and the others, which ends waits from another thread."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from collections.abc import Iterator
 _TCP = (socket.AF_INET, socket.AF_INET6)
 
 Endpoints = tuple[str, int, str, int]
-"""Own address and port, the peer's address and port."""
+"""The own address and port, and the peer's address and port, of a connection."""
 
 
 def _connections(port_of_store: int | None) -> Iterator[tuple[socket.socket, Endpoints]]:
-    """The TCP connections of this process but those to the store; none where the system does not list them."""
+    """This process's TCP connections, except those to the store. Empty if the system does not list them."""
     for fd in _descriptors():
         with contextlib.suppress(OSError), _open(fd) as connection:
             if connection is None or connection.family not in _TCP or connection.type != socket.SOCK_STREAM:
@@ -36,7 +36,7 @@ def _descriptors() -> list[int]:
 
 @contextlib.contextmanager
 def _open(fd: int) -> Iterator[socket.socket | None]:
-    """The socket of a file descriptor, which stays open; None if it is no socket."""
+    """The socket of a file descriptor, or None. The descriptor stays open."""
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):
         yield None
         return
@@ -45,14 +45,14 @@ def _open(fd: int) -> Iterator[socket.socket | None]:
 
 
 def ends(port_of_store: int | None) -> list[Endpoints]:
-    """The ends of every TCP connection of this process but those to the store."""
+    """The ends of all TCP connections of this process, except those to the store."""
     return [found for _, found in _connections(port_of_store)]
 
 
 def bytes_moved(port_of_store: int | None) -> int:
-    """Bytes that have been sent and received over the TCP connections of this process but those to the store.
+    """The bytes sent and received over this process's TCP connections, except those to the store.
 
-    0 where the system does not tell: `tcp_info` of Linux has them from 4.1 on, at bytes 120 and 128.
+    They come from `tcp_info`, which has them since Linux 4.1, at bytes 120 and 128. Other systems give 0.
     """
     total = 0
     for connection, _ in _connections(port_of_store) if hasattr(socket, "TCP_INFO") else ():
@@ -62,14 +62,14 @@ def bytes_moved(port_of_store: int | None) -> int:
     return total
 
 
-def close_those_with(others: set[Endpoints], port_of_store: int | None) -> None:
-    """Shut down the connections of which another rank holds the other end, but for those to the store.
+def close_connections_to(others: set[Endpoints], port_of_store: int | None) -> None:
+    """Shut down the connections whose other end belongs to another rank, except those to the store.
 
-    Nothing is freed: who waits on a connection finds that it was closed, and raises.
+    No descriptor is closed. A thread that waits on such a connection sees its end, and raises.
 
     Args:
-        others: the ends of connections as other ranks see them.
-        port_of_store: of the key-value store.
+        others: the ends of connections as the other rank lists them.
+        port_of_store: the port of the key-value store.
     """
     for connection, (address, port, peer, peer_port) in _connections(port_of_store):
         if (peer, peer_port, address, port) in others:
@@ -77,21 +77,21 @@ def close_those_with(others: set[Endpoints], port_of_store: int | None) -> None:
 
 
 def close_all_but(port_of_store: int | None) -> None:
-    """Shut down all TCP connections of this process but those to the store."""
+    """Shut down all TCP connections of this process, except those to the store."""
     for connection, _ in _connections(port_of_store):
         _shut_down(connection)
 
 
 def _shut_down(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # its other end may have closed it by now
+    with contextlib.suppress(OSError):  # the peer may have closed it
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def is_broken(error: BaseException) -> bool:
-    """Whether an error of torch's says that a connection between ranks has broken."""
+    """Whether an error from torch says that a connection between ranks broke."""
     return isinstance(error, RuntimeError) and any(part in str(error) for part in ("gloo/transport", "NCCL"))
 
 
-def parsed(text: str) -> set[Endpoints]:
-    """The ends of connections from their ``repr``."""
+def parse_ends(text: str) -> set[Endpoints]:
+    """The ends of connections, from their ``repr``."""
     return {(str(a), int(p), str(b), int(q)) for a, p, b, q in ast.literal_eval(text)}

@@ -1,4 +1,4 @@
-"""The thread that runs the program: where it stands, and telling it that ranks have been found to differ."""
+"""The thread that runs the program: where it stands, and an error for it if ranks are found to differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank tells the others of itself, as text in the key-value store."""
+"""The state of a rank, which other ranks read as text in the key-value store."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 
 CAME_TO_ITS_END, LEFT = "has come to its end", "has destroyed its process group"
 ORDERLY_ENDS = (CAME_TO_ITS_END, LEFT)
-"""How a rank ends that has completed what it did."""
+"""The ends of ranks that have completed all collectives that they entered."""
 
 
 @dataclass(frozen=True)
 class Stay:
-    """Where a rank has been for a while.
+    """The place where a rank has waited for a while.
 
     Attributes:
-        seconds: for how long by now.
-        quiet: for how long nothing has come or gone over its connections: a large message takes its time.
-        place: the user's line, ``file:line in function``.
-        group: key of the process group, where it is a collective of this library; empty where it is not.
-        number: of this collective among those of the group.
+        seconds: how long it has waited.
+        quiet: how many seconds ago a byte last moved over its connections. Large messages take long but are not quiet.
+        place: the user's line, as ``file:line in function``.
+        group: the key of the process group for a collective of this library; empty for others.
+        number: the number of the collective among those of the group.
         what: the collective in words.
     """
 
@@ -34,16 +34,16 @@ class Stay:
 
 @dataclass(frozen=True)
 class State:
-    """What a rank does.
+    """The state of a rank.
 
     Attributes:
-        beat: counts up as long as the process lives.
-        pid: of its process.
-        host: name of its machine.
-        counts: by group, how many collectives it has entered.
-        recent: by group, number and tag of the last collectives, and for the very last ones what they are.
-        ended: how it ended, if it did, e.g. "has come to its end".
-        stay: where it waits, if it does.
+        beat: a number that grows while the process lives.
+        pid: the id of the process.
+        host: the name of the machine.
+        counts: for each group, how many collectives the rank has entered.
+        recent: for each group, the last collectives: number, tag, and for the very last ones a text.
+        ended: how the rank ended, such as "has come to its end"; empty if it has not ended.
+        stay: where the rank waits; None if it does not wait.
     """
 
     beat: int
@@ -55,12 +55,12 @@ class State:
     stay: Stay | None = None
 
     def to_text(self) -> str:
-        """As one line of text."""
+        """The state as one line of text."""
         return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
     def from_text(text: str) -> State:
-        """Inverse of `to_text`."""
+        """The state in a text from `to_text`."""
         parts = json.loads(text)
         if parts["stay"] is not None:
             parts["stay"] = Stay(**parts["stay"])
@@ -74,10 +74,10 @@ def members_of(group: str) -> list[int]:
 
 
 def key_of(ranks: list[int], ordinal: int) -> str:
-    """The key of a group: the same on all of its ranks.
+    """The key of a group, which is the same on all of its ranks.
 
     Args:
-        ranks: of its members.
-        ordinal: how many groups of the same ranks there were before it.
+        ranks: the ranks of the group.
+        ordinal: how many groups of the same ranks were made before this one.
     """
     return f"{','.join(map(str, ranks))}#{ordinal}"

@@ -1,4 +1,4 @@
-"""Whether ranks wait for one another without end, from what they say they do. Pure."""
+"""Decide from the states of ranks whether some of them wait without end. Pure."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Iterator, Mapping
 from shardcompile.watch.states import ORDERLY_ENDS, State, members_of
 
 BLOCKED_SECONDS = 3.0
-"""How long all ranks have to have waited, with nothing sent, before that counts as a deadlock."""
+"""How long all ranks must have waited, with no byte sent, to count as deadlocked."""
 
 
 def verdict(states: Mapping[int, State], gone: Mapping[int, str]) -> str | None:
-    """Why some rank waits without end, or None if no such rank is known.
+    """The reason why some rank waits without end; None if no such rank is known.
 
     Args:
-        states: by rank, what it last said; of ranks that never said anything there is none.
-        gone: ranks whose processes are known to be dead, with how that was found.
+        states: the last state of each rank that has written one.
+        gone: the ranks whose processes are known to be dead, each with how that was found out.
     """
     return _first_difference(states) or _left_alone(states, gone) or _deadlock(states)
 
 
 def _first_difference(states: Mapping[int, State]) -> str | None:
-    """The first collective of a group that two ranks have stated differently."""
+    """The first collective of a group that two ranks stated differently, in words."""
     first: dict[tuple[str, int], tuple[int, int, str]] = {}
     found: list[tuple[int, str]] = []
     for rank in sorted(states):
@@ -40,7 +40,7 @@ def _first_difference(states: Mapping[int, State]) -> str | None:
 
 
 def _left_alone(states: Mapping[int, State], gone: Mapping[int, str]) -> str | None:
-    """A rank that waits for one that is dead or has ended."""
+    """A rank that waits for a rank that is dead or has ended, in words."""
     lost = {**gone} | {rank: s.ended for rank, s in states.items() if s.ended}
     for rank, how in sorted(lost.items()):
         for waiting, state in sorted(states.items()):
@@ -55,16 +55,16 @@ def _may_wait_for(state: State, rank: int, other: State | None) -> bool:
     stay = state.stay
     assert stay is not None
     if not stay.group:
-        return True  # a collective that is not ours: its group is not known
+        return True  # a foreign collective, whose group is not known
     if rank not in members_of(stay.group):
         return False
     entered = 0 if other is None else other.counts.get(stay.group, 0)
-    # Who has ended in order has completed what it entered; who raised or died may have done so inside of it.
+    # A rank with an orderly end has completed each collective that it entered. One that raised or died may have not.
     return entered < stay.number or (entered == stay.number and (other is None or other.ended not in ORDERLY_ENDS))
 
 
 def _deadlock(states: Mapping[int, State]) -> str | None:
-    """All ranks wait, and one of them for another that waits elsewhere."""
+    """All ranks wait, and one waits for a rank that waits elsewhere, in words."""
     stays = {
         rank: s.stay
         for rank, s in states.items()

@@ -1,4 +1,4 @@
-"""The thread that tells other ranks what this one does, and finds out whether it waits without end."""
+"""The thread that writes the state of this rank for the others, and finds out whether the rank waits without end."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -28,39 +29,42 @@ from shardcompile.watch.queued import Queued
 from shardcompile.watch.states import CAME_TO_ITS_END, LEFT, ORDERLY_ENDS, State, Stay
 from shardcompile.watch.verdict import verdict
 
+if TYPE_CHECKING:
+    from shardcompile.watch.calls import Call, Members
+
 log = logging.getLogger("shardcompile")
 
 PERIOD_SECONDS = 0.5
-"""How often a rank says what it does, and asks whether ranks have been found to differ."""
+"""How often a rank writes its state, and reads whether there is a verdict."""
 SUSPICIOUS_SECONDS = 2.0
-"""How long a rank waits before it looks at what the others do."""
+"""How long a rank waits before it reads the states of the others."""
 SILENT_SECONDS = 6.0
-"""How long a rank on another machine may say nothing before it counts as dead, where a connection has broken."""
+"""How long a rank on another machine may be silent before it counts as dead, if a connection has broken."""
 LOST_SECONDS = 300.0
-"""The same where no connection has broken. On this machine its process is looked for."""
+"""The same if no connection has broken. A rank on this machine counts as dead when its process is gone."""
 PATIENCE_SECONDS = 9.0
-"""How long a rank whose connection has broken waits to learn why."""
+"""How long a rank whose connection has broken waits for a verdict."""
 _RANK_0_HOLDS_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-"""Whether rank 0 holds the key-value store, and not a launcher."""
+"""Whether rank 0 holds the key-value store. Otherwise a launcher holds it."""
 _PEERS_AT_ONCE = 32
 _RECENT_WITH_TEXT = 4
 
 
 class World:
-    """What is watched of the ranks of a default process group.
+    """The watch over the ranks of a default process group.
 
     Attributes:
-        waits: calls that wait now, since when and in which thread.
-        queued: calls that wait on a device's queue.
-        verdict: what was found, once it was.
+        waits: the calls that wait now, each with the start of the wait and its thread.
+        queued: the calls that wait on the queue of a device.
+        verdict: why ranks wait without end; None if none is known to.
         members: for each group that was used, the calls of this rank.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self.waits: dict[Any, tuple[float, int]] = {}
-        self.queued: Queued[Any] = Queued()
+        self.waits: dict[Call, tuple[float, int]] = {}
+        self.queued: Queued[Call] = Queued()
         self.verdict: str | None = None
-        self.members: list[Any] = []
+        self.members: list[Members] = []
         self._group = weakref.ref(group)
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._backend = backend_of(dist.get_backend())
@@ -84,18 +88,20 @@ class World:
 
     # Called by ranks that communicate
 
-    def explained(self, what: str, error: RuntimeError) -> ShardError:
-        """The error that a call raises whose connection broke: why, as soon as it is known."""
+    def explain_failure(self, what: str, error: RuntimeError) -> ShardError:
+        """The error for a call whose connection broke. It waits for a verdict that says why."""
         if isinstance(error, ShardError):
             return error
         self._broken = True
         self._judged.wait(PATIENCE_SECONDS)
         if self.verdict is not None:
             return DivergenceError(self.verdict)
-        return DivergenceError(f"{what} has failed, and no rank has said why: {error}")
+        return DivergenceError(
+            f"{what} failed, and no rank has said why: {error}. Look at the logs of the other ranks and at the network"
+        )
 
     def end(self, how: str) -> None:
-        """Say how this rank has ended, for those who wait for it."""
+        """Write how this rank ended, for ranks that wait for it."""
         if self._ended:
             return
         self._ended = how
@@ -123,7 +129,7 @@ class World:
         os._exit(70)
 
     def linger(self) -> None:
-        """Stop watching. Rank 0 first gives the others time to read how it ended, as the store may end with it."""
+        """Stop watching. Rank 0 may hold the store, so it first gives the others time to read how it ended."""
         orderly = self.verdict is None and self._ended in ORDERLY_ENDS
         end = time.monotonic() + (2.5 if orderly else 4) * PERIOD_SECONDS
         while self._rank == 0 and _RANK_0_HOLDS_STORE and time.monotonic() < end and not self._all_have_ended():
@@ -137,7 +143,7 @@ class World:
         return len(self._states) == self._size and all(s.ended for s in self._states.values())
 
     def forget(self) -> None:
-        """Stop watching, in a process that was forked from the one that is watched."""
+        """Stop watching, in a fork of the watched process."""
         self._stop.set()
 
     # The thread
@@ -173,7 +179,7 @@ class World:
             return
         self._judge()
         if _RANK_0_HOLDS_STORE and self._rank and 0 in self._states and self._states[0].ended:
-            # As it goes, it takes the store along, and torch prints a warning for whoever asks it.
+            # The store ends with rank 0, and torch would print a warning at each further request.
             self._store_lost, self._store_error = time.monotonic(), RuntimeError("rank 0 has ended")
 
     def _is_suspicious(self) -> bool:
@@ -201,15 +207,15 @@ class World:
         for call, (since, _) in list(self.waits.items()):
             seconds = time.monotonic() - since
             if seconds >= SUSPICIOUS_SECONDS or self._broken:
-                # Messages between two ranks have no number: whoever they are for is not known here.
-                group = call.members.key if call.entry.number else ""
+                # Messages between two ranks have no number, and their receiver is not known here.
+                group = call.members.key if call.members is not None and call.entry.number else ""
                 what = call.entry.text()
                 return Stay(seconds, self._quiet(), self._main.place(), group, call.entry.number, what)
         queued = self.queued.oldest()
         if queued is not None and time.monotonic() - queued[1] >= SUSPICIOUS_SECONDS:
             # Kernels before it may take long, so that it is never a sign of ranks that wait for one another.
             call, seconds = queued[0], time.monotonic() - queued[1]
-            group = call.members.key if call.entry.number else ""
+            group = call.members.key if call.members is not None and call.entry.number else ""
             return Stay(seconds, 0.0, self._main.place(), group, call.entry.number, call.entry.text())
         if self._main.blocked >= SUSPICIOUS_SECONDS or self._broken:
             quiet = 0.0 if self._queues else self._quiet()
@@ -217,14 +223,14 @@ class World:
         return None
 
     def _quiet(self) -> float:
-        """For how long nothing has come or gone over this rank's connections, seconds."""
+        """How many seconds ago a byte last moved over this rank's connections."""
         moved = connections.bytes_moved(self._port_of_store())
         if moved != self._moved:
             self._moved, self._quiet_since = moved, time.monotonic()
         return time.monotonic() - self._quiet_since
 
-    def _read(self, ranks: Any) -> None:
-        """Read what other ranks say; of many, some at a time."""
+    def _read(self, ranks: Iterable[int]) -> None:
+        """Read the states of other ranks, of at most `_PEERS_AT_ONCE` at a time."""
         others = [r for r in ranks if r != self._rank]
         if len(others) > _PEERS_AT_ONCE:
             first = self._turn % len(others)
@@ -247,12 +253,12 @@ class World:
             self._pronounce(text)
 
     def _known(self) -> dict[int, State]:
-        """What is known, with a rank that never communicated as one that does something else."""
+        """The known states. A rank that has written none gets a state without collectives."""
         idle = State(0, 0, "")
         return {r: self._states.get(r, idle) for r in range(self._size)}
 
     def _gone(self) -> dict[int, str]:
-        """Ranks whose processes are dead."""
+        """The ranks whose processes are dead, each with how that was found out."""
         gone = {}
         now = time.monotonic()
         for rank, (_, seen) in self._seen.items():
@@ -268,7 +274,7 @@ class World:
         return gone
 
     def _without_store(self) -> None:
-        """The store cannot be reached: the rank that holds it is gone, which may be as it should at the end."""
+        """Judge without the store. The rank that holds it is gone, which is normal at the end of a program."""
         if not self._is_suspicious():
             return
         self._states[self._rank] = state = self._state()
@@ -276,8 +282,8 @@ class World:
         if text is None and time.monotonic() - self._store_lost > 2 * SUSPICIOUS_SECONDS:
             stay = state.stay
             text = (
-                f"the key-value store of the process group cannot be reached ({self._store_error}), so that the rank "
-                f"that holds it, rank 0 unless a launcher does, has ended or died; rank {self._rank} waits in "
+                f"the key-value store of the process group cannot be reached ({self._store_error}). Its holder, rank 0 "
+                f"or a launcher, has ended or died; rank {self._rank} waits in "
                 f"{stay.what or stay.place if stay is not None else 'a collective'}"
             )
         if text is not None:
@@ -303,7 +309,7 @@ class World:
         threading.Thread(target=aborting, name="shardcompile abort", daemon=True).start()  # it may wait, too
 
     def _close_connections(self) -> None:
-        """Close the connections to other ranks, which those say which ends they hold of."""
+        """Close the connections to other ranks. Each rank writes the ends that it holds to the store."""
         port = self._port_of_store()
         end = time.monotonic() + 4 * PERIOD_SECONDS
         with contextlib.suppress(RuntimeError):
@@ -313,9 +319,9 @@ class World:
             with contextlib.suppress(RuntimeError):
                 for rank in sorted(missing):
                     if self._store.check([f"{self._prefix}/ends/{rank}"]):
-                        found = connections.parsed(self._store.get(f"{self._prefix}/ends/{rank}").decode())
+                        found = connections.parse_ends(self._store.get(f"{self._prefix}/ends/{rank}").decode())
                         missing.discard(rank)
-                        connections.close_those_with(found, port)
+                        connections.close_connections_to(found, port)
             time.sleep(PERIOD_SECONDS / 5)
 
     def _port_of_store(self) -> int | None:
@@ -325,7 +331,7 @@ class World:
         return getattr(store, "port", None)
 
     def _insist(self) -> None:
-        """Where the wait goes on, close all connections, and end the process at last: better than no error."""
+        """If the wait goes on, close all connections; if it still goes on, end the process. A hang would be worse."""
         for attempt in range(12 if self._queues else 6):
             if self._stop.wait(PERIOD_SECONDS):
                 return
@@ -334,13 +340,13 @@ class World:
                 return
             if attempt == 1:
                 connections.close_all_but(self._port_of_store())
-        log.critical("rank %d ends, since its wait cannot be ended otherwise: %s", self._rank, self.verdict)
+        log.critical("rank %d ends its process, since nothing else ends its wait: %s", self._rank, self.verdict)
         os._exit(70)
 
 
 @functools.cache
 def _machine() -> str:
-    """Where this process has its number: name of the machine, and which of its process tables."""
+    """The name of the machine and its process table. A process id identifies a process within these."""
     table = ""
     with contextlib.suppress(OSError):
         table = os.readlink("/proc/self/ns/pid")
@@ -357,7 +363,7 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] != "Z"  # ended, and not waited for by its parent
+        return file.read().rpartition(")")[2].split()[0] != "Z"  # a zombie
     return True
 
 
@@ -377,12 +383,12 @@ def _world_group() -> ProcessGroup | None:
 
 
 def is_watched(group: ProcessGroup) -> bool:
-    """Whether ranks of a group can be left waiting: it has several, which are processes."""
+    """Whether a group needs a watch: it has several ranks, which are processes, and a watched backend."""
     return group.size() > 1 and backend_of(group.name()) is not None and rank_of_thread() is None
 
 
 def world_of() -> World | None:
-    """What is watched of the default process group, from the first call on; None if nothing is."""
+    """The watch over the default process group, which starts at the first call; None if it is not watched."""
     group = _world_group()
     if not config.watch or group is None or not is_watched(group):
         return None
@@ -395,7 +401,7 @@ def world_of() -> World | None:
 
 
 def _say_last_words() -> None:
-    """Have this process say how it ends: that it has raised, or has come to its end."""
+    """At the end of this process, write whether it raised or came to its end."""
     hook = sys.excepthook
     errors: list[BaseException | None] = []
 
@@ -405,7 +411,7 @@ def _say_last_words() -> None:
         hook(kind, error, traceback)
 
     def ended() -> None:
-        errors.append(sys.exc_info()[1])  # of a process of multiprocessing, which shows what it has raised afterwards
+        errors.append(sys.exc_info()[1])  # in a `multiprocessing` process, `sys.excepthook` is not called
         _tell_of(errors[-1])
         for world in list(_WORLDS.values()):
             if not any(errors):
@@ -424,14 +430,14 @@ def _say_last_words() -> None:
 
 
 def _tell_of(error: BaseException | None) -> None:
-    """Tell others of what this rank is about to end with; learn why, if a connection broke in a compiled graph."""
+    """Write the error that ends this rank. If a connection broke in a compiled graph, add the verdict to the error."""
     while isinstance(error, SystemExit):
         error = error.__context__
     if error is None:
         return
     for world in list(_WORLDS.values()):
         if not isinstance(error, ShardError) and connections.is_broken(error):
-            why = world.explained("a collective of torch's", RuntimeError(error))
+            why = world.explain_failure("a collective of torch's", RuntimeError(error))
             error.add_note(f"{type(why).__name__}: {why}")
         elif world.verdict is None:
             world.end(f"has raised {type(error).__name__}: {str(error)[:500]}")

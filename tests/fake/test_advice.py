@@ -54,9 +54,9 @@ def _advice(module: nn.Module, second: Tensor, sizes: Sequence[int] | None) -> l
 
 def test_a_plain_lookup() -> None:
     numbers = torch.arange(12).expand(2, -1)
-    (found,) = [text for text in _advice(Places(), numbers, None) if "is whole there" in text]
+    (found,) = [text for text in _advice(Places(), numbers, None) if "a tensor is whole there" in text]
     assert "self.mix(x + self.places(numbers))" in found and "384 B" in found
-    assert not [text for text in _advice(Places(), numbers, [5, 4, 3]) if "is whole there" in text]
+    assert not [text for text in _advice(Places(), numbers, [5, 4, 3]) if "a tensor is whole there" in text]
 
 
 def test_two_cuts() -> None:

@@ -70,4 +70,4 @@ def test_keys_tell_of_every_module_behind_a_link_too(tmp_path: Path) -> None:
     modules = {library / "ops" / "rule.py", library / "passes" / "pipeline.py", library / "passes" / "cleanup" / "m.py"}
     for path in modules:
         path.touch()
-    assert caches.sources(library) == sorted(modules)
+    assert caches.source_files(library) == sorted(modules)

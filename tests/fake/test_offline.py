@@ -201,7 +201,7 @@ def test_without_a_compiler_the_error_says_what_to_do(monkeypatch: pytest.Monkey
         trace_offline(double, world_size=2)
     assert trace_offline(double, world_size=2, device="cpu").backward is not None
     monkeypatch.setenv("CXX", shutil.which("false") or "false")
-    with pytest.raises(OfflineError, match="does not compile; device='cpu' works without it"):
+    with pytest.raises(OfflineError, match=r"CXX names it.*device='cpu', which needs no library"):
         trace_offline(double, world_size=2)
 
 
@@ -232,7 +232,7 @@ def test_a_process_group_that_is_there_is_not_replaced() -> None:
     [
         ({"rank": 4}, "no rank 4 in a world of 4"),
         ({"mesh_shape": (2, 3)}, r"shape \(2, 3\) has 6 ranks, but world_size is 4"),
-        ({"device": "tpu"}, 'device="cuda" or "cpu", got \'tpu\''),
+        ({"device": "tpu"}, 'device="cuda" or "cpu", not \'tpu\''),
         ({"off": ["no such pass"]}, "no pass is called no such pass"),
     ],
     ids=str,

@@ -21,7 +21,7 @@ def test_the_largest_differences_are_located() -> None:
     got[0, 2] += 1.0
     got[1, 1] += 0.25
     assert difference(got, want, tolerances(rtol=1e-6, atol=0.01)) == (
-        "2 of 6 elements differ by more than atol=0.01 plus rtol=1e-06 times what is expected\n"
+        "2 of 6 elements differ by more than atol=0.01 plus rtol=1e-06 times the expected value\n"
         "largest absolute difference 1 at index (0, 2): expected 100.0, got 101.0\n"
         "largest relative difference 0.5 at index (1, 1): expected 0.5, got 0.75"
     )

@@ -14,7 +14,7 @@ import pytest
 from written_report import HOSTILE, report
 
 from shardcompile.reports import Report
-from shardcompile.reports.timeline import chrome_trace, lanes, waiting
+from shardcompile.reports.timeline import chrome_trace, idle_times, lanes
 
 ALLOWED = {"html", "head", "meta", "title", "link", "style", "body", "a", "main", "div", "noscript", "pre", "script"}
 
@@ -149,9 +149,9 @@ def test_a_chrome_trace_of_all_graphs() -> None:
 def test_compute_waits_where_the_timeline_has_gaps() -> None:
     graph = report().graphs[1]
     assert list(lanes(graph)) == ["compute", "0", "7"]
-    found = [(round(a * 1e6), round(b * 1e6), i) for a, b, i in waiting(graph)]
+    found = [(round(a * 1e6), round(b * 1e6), i) for a, b, i in idle_times(graph)]
     assert found == [(9, 20, 0), (30, 40, 1), (50, 55, None)]
-    assert list(waiting(report().graphs[0])) == []
+    assert list(idle_times(report().graphs[0])) == []
 
 
 def test_a_repr_is_one_line_without_the_graphs() -> None:

@@ -12,7 +12,18 @@ from signatures import ROOT, says_any, shares
 SOURCES = [p for p in sorted((ROOT / "shardcompile").rglob("*.py")) if "passes" not in p.relative_to(ROOT).parts]
 
 # At most this share of the signatures of a folder says Any; "" is all of them. It may only fall.
-BARS = {"": 0.12, "dispatch": 0.12, "ops": 0.09, "operators": 0.0, "layout": 0.05, "reports": 0.03, "compat": 0.29}
+BARS = {
+    "": 0.09,
+    "dispatch": 0.12,
+    "ops": 0.09,
+    "operators": 0.0,
+    "layout": 0.05,
+    "reports": 0.03,
+    "compat": 0.06,
+    "testing": 0.06,
+    "watch": 0.0,
+    "offline": 0.0,
+}
 
 
 @pytest.mark.parametrize("folder", BARS)

@@ -33,7 +33,7 @@ TOLD = {
     "raises_after_a_long_time": "rank 1 has raised ValueError: a bad batch; rank [02] waits for it in " + GATHER,
     "exits": f"rank 2 has come to its end .*rank [01] waits for it in {GATHER}",
     "killed_before": f"rank 1 {DIED}; rank [02] waits for it in {GATHER}",
-    "killed_where_the_store_is": f"(rank 0 {DIED}|store .* rank 0 unless a launcher does).*rank [12] waits .*in {GATHER}",
+    "killed_where_the_store_is": f"(rank 0 {DIED}|store .* rank 0 or a launcher, has ended).*rank [12] waits .*in {GATHER}",
     "killed_inside_a_collective": f"rank 1 {DIED} .*rank [02] waits for it in {GATHER}",
     "killed_between_collectives": f"rank 2 {DIED} .*rank [01] waits for it in {GATHER}",
     "killed_while_saving": f"rank 2 {DIED}.*rank [01] waits for it in a collective that is not shardcompile's",

@@ -99,6 +99,29 @@ def test_reductions_along_two_dims_are_fused_by_hints(rows: str, dtype: torch.dt
         scheduler.MixOrderReduction.can_fuse = found
 
 
+@pytest.mark.parametrize(
+    ("groups", "lengths", "ranges"),
+    [
+        (lambda s: (5, s), lambda s: ((5 * s,), ()), lambda s: [[5], [s]]),
+        (lambda s: (s, 5), lambda s: ((5 * s,), ()), lambda s: [[s], [5]]),
+        (lambda s: (5 * s, 1), lambda s: ((s, 5), ()), lambda s: [[s, 5], []]),
+        (lambda s: (5, s), lambda s: ((5,), (s,)), lambda s: [[5], [s]]),
+    ],
+)
+def test_an_extent_goes_over_two_dims_of_a_kernel(groups: Any, lengths: Any, ranges: Any) -> None:
+    """Of rows whose number may be 0 or 1, which Inductor does not say of a size that is traced as others are."""
+    from torch._inductor.codegen.simd import SIMDKernel
+    from torch._inductor.sizevars import SizeVarAllocator
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    s = sympy.Symbol("s2", integer=True, nonnegative=True)
+    with contextlib.ExitStack() as stack, V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator(ShapeEnv()))):
+        gpu_kernels.extents_over_two_dims(stack)
+        found, _ = SIMDKernel._split_iteration_ranges([sympy.sympify(g) for g in groups(s)], lengths(s))
+    assert found == ranges(s)
+
+
 @pytest.mark.ranks(2, processes=False)
 def test_products_are_not_padded_by_what_a_rank_measures() -> None:
     seen = []
@@ -154,7 +177,7 @@ def test_a_graph_with_collectives_is_not_divided_for_captures(patched: bool) -> 
         with config.patch(DIVIDED):  # of this thread
             assert_matches_single_device(Layer(), [torch.randn(11, 8)], [Shard(0)], mesh=mesh, backend="shardcompile")
 
-    without = contextlib.nullcontext() if patched else patch.left_out("no_captures")
+    without = contextlib.nullcontext() if patched else patch.leave_out("no_captures")
     with LocalRanks(3, processes=False) as ranks, codes_for_gpus() as codes, without:
         if patched:
             ranks(compared)

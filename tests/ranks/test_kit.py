@@ -293,7 +293,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         agreement.together("here", action)
     assert str(raised.value).startswith("here: KeyError: 'a key' on rank 1\n  Traceback"), str(raised.value)
     assert raised.value.in_step == (rank() != 1)
-    late = "ranks 0, 2 did not get here within 0.3 s: probably waiting in a collective for rank 1"
+    late = "ranks 0, 2 did not come here within 0.3 s, and probably wait in a collective for rank 1"
     assert (late in str(raised.value)) == (rank() == 1)
     agreement.together("afterwards", lambda: None)
 
@@ -314,7 +314,7 @@ def test_a_rank_that_fails_while_the_others_are_in_a_collective(monkeypatch: pyt
     text = str(raised.value)
     assert text.startswith("eager: KeyError: 'only here' on rank 1\n  Traceback"), text
     assert 'raise KeyError("only here")' in text and "shardcompile/testing" not in text, text
-    assert ("probably waiting in a collective for rank 1" in text) == (rank() == 1), text
+    assert ("probably wait in a collective for rank 1" in text) == (rank() == 1), text
     if rank() == 1:
         dist.barrier()  # lets them go; in a real failure the pool ends them
 

@@ -38,8 +38,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardcompile as sc
 from shardcompile import compat
-from shardcompile.compat.caches import put_into_keys
-from shardcompile.compat.patch import LEFT_OUT, left_out
+from shardcompile.compat.caches import set_in_cache_keys
+from shardcompile.compat.patch import LEFT_OUT, leave_out
 from shardcompile.compat.patches import all_patches
 from shardcompile.testing import LocalRanks, rank
 
@@ -226,7 +226,7 @@ def _with_columns_over_the_rows(mesh: DeviceMesh, out: bool) -> None:
     full, goal, plain = torch.randn(7, 4), torch.randn(7, 8), torch.nn.Linear(4, 8)
     layer = parallelize_module(copy.deepcopy(plain), mesh, ColwiseParallel(output_layouts=Replicate()))
     x, y = distribute_tensor(full, mesh, [Shard(0)]), sharded(goal, 0, [1, 2, 4], mesh)
-    with left_out("pads_on_all_ranks") if out else contextlib.nullcontext():
+    with leave_out("pads_on_all_ranks") if out else contextlib.nullcontext():
         run = torch.compile(lambda x, y: (layer(x) - y).square().mean(), fullgraph=True, backend="aot_eager")
         run(x, y).backward()
     (plain(full) - goal).square().mean().backward()
@@ -242,7 +242,7 @@ def columns_over_the_rows() -> str:
 
 ALONE = """
 import contextlib, torch, torch.distributed as dist, shardcompile as sc
-from shardcompile.compat.patch import LEFT_OUT, left_out
+from shardcompile.compat.patch import LEFT_OUT, leave_out
 from shardcompile.testing import LocalRanks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
@@ -259,7 +259,7 @@ class Alone:
     code: str
 
     def __call__(self) -> str:
-        out = f"left_out({self.patch!r})" if self.patch in LEFT_OUT else "contextlib.nullcontext()"
+        out = f"leave_out({self.patch!r})" if self.patch in LEFT_OUT else "contextlib.nullcontext()"
         code = f"{ALONE}with {out}:{textwrap.indent(self.code, '    ')}"
         ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
         return f"ended by {ended.returncode}" if ended.returncode else RIGHT
@@ -613,11 +613,11 @@ def compiled_anew() -> Iterator[None]:
     """Without what was compiled before, in this process or another."""
     never_before = uuid.uuid4().hex  # a setting that switches caches off would hold in this thread only
     torch._dynamo.reset()
-    put_into_keys(never_before, True)
+    set_in_cache_keys(never_before, True)
     try:
         yield
     finally:
-        put_into_keys(never_before, False)
+        set_in_cache_keys(never_before, False)
         torch._dynamo.reset()
 
 
@@ -653,7 +653,7 @@ def test_wrong_without_it(name: str) -> None:
         pytest.skip(f"the program that is known goes right with torch {torch.__version__}")
     with compiled_anew(), contextlib.ExitStack() as stack:
         for gone in (name, *([COVERED_BY[name]] if name in COVERED_BY else [])):
-            stack.enter_context(left_out(gone))
+            stack.enter_context(leave_out(gone))
         try:
             told = SCENES[name]()
         except Exception as error:
@@ -663,5 +663,5 @@ def test_wrong_without_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", often(list(COVERED_BY), 1))
 def test_right_without_what_helps_as_well(name: str) -> None:
-    with compiled_anew(), left_out(COVERED_BY[name]):
+    with compiled_anew(), leave_out(COVERED_BY[name]):
         assert SCENES[name]() == RIGHT

@@ -31,14 +31,14 @@ from shardcompile.collectives.transport.reduce import check_reduction as check_r
 from shardcompile.collectives.transport.reduce import reduce_rows as reduce_rows
 from shardcompile.collectives.transport.reduce import reduced_in as reduced_in
 from shardcompile.watch import Call
-from shardcompile.watch.backends import Backend, look_after
+from shardcompile.watch.backends import Backend, register_backend
 
 _OTHERS = Transport()
 """For backends that are not listed, such as ranks that are threads: messages with tags are what all of them have."""
 
 for _transport in TRANSPORTS.values():
     if _transport.tells:
-        look_after(Backend(_transport.name, _transport.agrees, _transport.aborts, _transport.mark))
+        register_backend(Backend(_transport.name, _transport.agrees, _transport.aborts, _transport.mark))
 
 
 def transport_of(group: ProcessGroup) -> Transport:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from shardcompile.ops.support.precision import widened
 from shardcompile.ops.view.rows import first_row, layout_of, wrap
 from shardcompile.plan import find_plan
 from shardcompile.redistribute import run_plan
-from shardcompile.sharded import Sharded
+from shardcompile.sharded import Sharded, first_sharded
 
 aten = torch.ops.aten
 
@@ -90,11 +90,6 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return cls.__torch_dispatch__(aten.matmul.default, (), (a, b), {})
 
 
-def _first_sharded(values: Iterable[object]) -> Sharded:
-    """The first sharded tensor."""
-    return next(x for x in values if isinstance(x, Sharded))
-
-
 # On blocks
 
 
@@ -134,11 +129,11 @@ def _is_by_rows(x: Sharded) -> bool:
 @contextlib.contextmanager
 def _on_blocks(tensors: Sequence[Tensor], a: _Attention, backward: bool) -> Iterator[tuple[Way, list[Tensor]]]:
     """How a rank attends, and the blocks that it needs for it. What is traced inside says why it goes this way."""
-    mesh = _first_sharded(tensors)._spec.layout.mesh
+    mesh = first_sharded(tensors)._spec.layout.mesh
     layouts = tuple(layout_of(x, mesh) for x in tensors)
     way = find_way(Question(layouts, a.mask is not None, a.causal, backward))
     locals_ = [x._local_tensor if isinstance(x, Sharded) else x for x in tensors]
-    with compat.noted(attention=way.reason) if way.reason and compat.is_traced() else contextlib.nullcontext():
+    with compat.annotate_nodes(attention=way.reason) if way.reason and compat.is_traced() else contextlib.nullcontext():
         yield way, [run_plan(plan, x) for plan, x in zip(way.plans, locals_, strict=True)]
 
 
@@ -170,7 +165,7 @@ def _forward_on_blocks(a: _Attention) -> tuple[Tensor, Tensor]:
             out, denominator = _merge(out, denominator, layout, of_denominator)
             layout, of_denominator = layout.reduced(), of_denominator.reduced()
         out, layout = _return(out, layout, a.query)
-    like = _first_sharded(a.tensors)
+    like = first_sharded(a.tensors)
     result = wrap(like, out, layout, _stride_by_rows(shape))
     return result, wrap(like, denominator, of_denominator, contiguous_stride(shape[:3]))
 
@@ -212,7 +207,7 @@ def _backward_on_blocks(a: _Attention, grad: Tensor, out: Tensor, denominator: T
             if way.ring is not None and i > 0:
                 layout = in_blocks(layout, way.ring, key.cut_of(ROWS))
             returned, layout = _return(local, layout, x)
-            wrapped.append(wrap(_first_sharded(tensors), returned, layout, _stride_by_rows(x.shape)))
+            wrapped.append(wrap(first_sharded(tensors), returned, layout, _stride_by_rows(x.shape)))
     return wrapped
 
 
@@ -225,7 +220,7 @@ def _is_whole(attention: _Attention) -> bool:
 
 def _on_whole_values(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> tuple[object, ...]:
     """The fused kernel on every rank, on full values."""
-    sharded = _first_sharded([*args, *kwargs.values()])
+    sharded = first_sharded([*args, *kwargs.values()])
     cls, like = type(sharded), sharded._spec.layout.replicated()
 
     def whole(x: object) -> object:

@@ -124,7 +124,7 @@ class _Block:
         home = cut.home
         if home is None or home.mesh_dims != cut.mesh_dims:
             return False
-        return compat.surely(home.extent == self.layout.shape[at])
+        return compat.statically_known_true(home.extent == self.layout.shape[at])
 
     def _cut_like(self, cut: Cut, at: int) -> Cut:
         extent, home = self.layout.shape[at], cut.home
@@ -139,7 +139,7 @@ class _Block:
 
 def _start(x: Sharded, op: OpOverload, args: tuple[object, ...]) -> tuple[_Block, Sequence[IntLike]]:
     meta = global_meta(op, args, {})
-    stride = compat.retraced(meta.stride())
+    stride = compat.retrace(meta.stride())
     layout = x._spec.layout
     if any(getattr(p, "reduce_op", "sum") not in ("sum", "avg") for p in layout.placements):
         layout = layout.reduced()  # not a sum, with which a transform commutes

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.distributed.tensor.placement_types import Partial, Shard
 
+from shardcompile.compat import is_one
 from shardcompile.layout import IntLike
-from shardcompile.ops.pointwise.rule import is_one, is_stretched
+from shardcompile.ops.pointwise.rule import is_stretched
 from shardcompile.ops.registry import register
 from shardcompile.ops.strategy import OpCall, Strategy, TensorArg, along, partial
 

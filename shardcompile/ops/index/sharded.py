@@ -122,7 +122,7 @@ def embedding(weight: Sharded, indices: Tensor, *options: object) -> Tensor:
     weight = reduced(weight)
     meta = global_meta(aten.embedding.default, (weight, indices, *options), {})
     if is_linked(indices, cut):
-        shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
+        shape, stride = compat.global_extents(meta.shape), compat.retrace(meta.stride())
         found = taken(weight, 0, indices, shape, stride, aten.embedding.default)
         if found is not NotImplemented:
             return found
@@ -135,7 +135,7 @@ def embedding(weight: Sharded, indices: Tensor, *options: object) -> Tensor:
     table = padded(weight._local_tensor, [0], 0)
     mine, local = _own(index, cut, layout, 0, wraps=False)
     values = aten.embedding.default(table, local)
-    shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
+    shape, stride = compat.global_extents(meta.shape), compat.retrace(meta.stride())
     return _finish(weight, cut, values, mine.unsqueeze(-1), placed, shape, stride)
 
 
@@ -184,7 +184,7 @@ def _look_up(x: Tensor, dim: int, index: Any, op: OpOverload, args: tuple[object
     if any(c is not None and c.runs > 1 for d, c in enumerate(x._spec.layout.cuts) if d != dim):
         return NotImplemented
     meta = global_meta(op, args, {})
-    return taken(x, dim, index, compat.global_extents(meta.shape), compat.retraced(meta.stride()), op)
+    return taken(x, dim, index, compat.global_extents(meta.shape), compat.retrace(meta.stride()), op)
 
 
 def _index(x: Sharded, indices: Sequence[Any], op: OpOverload, args: tuple[object, ...]) -> Tensor:
@@ -197,7 +197,7 @@ def _index(x: Sharded, indices: Sequence[Any], op: OpOverload, args: tuple[objec
     (dim,) = cut_dims
     cut = layout.cut_of(dim)
     meta = global_meta(op, args, {})
-    shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
+    shape, stride = compat.global_extents(meta.shape), compat.retrace(meta.stride())
     numbers = indices[dim]
     if len(at) == 1 and is_linked(numbers, cut):
         found = taken(x, dim, numbers, shape, stride, op)
@@ -232,7 +232,7 @@ def gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> 
     meta = global_meta(aten.gather.default, (x, dim, index), {})
     column = column_of(index, dim, x.shape)
     if column is not None and is_linked(column, cut):
-        shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
+        shape, stride = compat.global_extents(meta.shape), compat.retrace(meta.stride())
         found = taken(x, dim, column, shape, stride, aten.gather.default)
         if found is not NotImplemented:
             return found
@@ -247,7 +247,7 @@ def gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> 
     placements: list[Placement] = [Replicate()] * len(layout.placements)
     cuts: list[Cut | None] = [None] * x.ndim
     return _finish(
-        x, cut, values, mine, (placements, cuts), compat.global_extents(meta.shape), compat.retraced(meta.stride())
+        x, cut, values, mine, (placements, cuts), compat.global_extents(meta.shape), compat.retrace(meta.stride())
     )
 
 
@@ -273,7 +273,7 @@ def _scatter(x: Tensor, dim: int, index: Tensor, op: OpOverload, source: Tensor)
     column = column_of(index, dim, x.shape)
     if column is not None and is_linked(column, cut):
         if op is aten.scatter.value:
-            return filled(x, dim, column, source, compat.retraced(meta.stride()))
+            return filled(x, dim, column, source, compat.retrace(meta.stride()))
         found = combined(x, dim, column, source, op, "any", include_self=False)
         if found is not NotImplemented:
             return found
@@ -289,7 +289,7 @@ def _scatter(x: Tensor, dim: int, index: Tensor, op: OpOverload, source: Tensor)
     padding = block.new_zeros([1 if d == dim else n for d, n in enumerate(block.shape)])
     longer = op(torch.cat([block, padding], dim), dim, local, whole[1][1] if len(whole) > 1 else source)
     written = torch.narrow_copy(longer, dim, 0, size)
-    return wrap(x, written, layout, compat.retraced(meta.stride()))
+    return wrap(x, written, layout, compat.retrace(meta.stride()))
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

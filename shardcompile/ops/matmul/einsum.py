@@ -45,7 +45,7 @@ def contract(a: str, b: str, out: str, x: Tensor, y: Tensor) -> Sharded:
     like = first_sharded([x, y])
     equation = f"{a},{b}->{out}"
     meta = global_meta(aten.einsum.default, (equation, [x, y]), {})
-    shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
+    shape, stride = compat.global_extents(meta.shape), compat.retrace(meta.stride())
     layouts = [layout_of(t, like._spec.layout.mesh) for t in (x, y)]
 
     def produced() -> list[int]:

@@ -91,7 +91,9 @@ def _is_usual(x: Tensor, samples: IntLike, channels: IntLike, inner: IntLike) ->
     if x.ndim < 2 or has_known_blocks(x):
         return False
     given = zip(x.shape, (samples, channels), strict=False)
-    return compat.surely(math.prod(x.shape[2:]) == inner) and all(compat.surely(n == m) for n, m in given)
+    return compat.statically_known_true(math.prod(x.shape[2:]) == inner) and all(
+        compat.statically_known_true(n == m) for n, m in given
+    )
 
 
 def group_norm_backward(

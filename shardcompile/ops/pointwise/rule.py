@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardcompile.compat import OpOverload, guarded, size_hint
+from shardcompile.compat import OpOverload, guard_or_false, is_one, size_hint
 from shardcompile.layout import IntLike
 from shardcompile.ops.record import Facts, Rule
 from shardcompile.ops.registry import family, register, state
@@ -16,11 +16,6 @@ from shardcompile.ops.strategy import OpCall, Strategy, along, partial
 
 aten = torch.ops.aten
 _REDUCE_OPS = ("sum", "avg", "product", "max", "min")
-
-
-def is_one(extent: IntLike) -> bool:
-    """Whether an extent is 1 for sure; see `is_stretched` for a symbolic one."""
-    return isinstance(extent, int) and extent == 1
 
 
 def is_stretched(extent: IntLike, to: IntLike) -> bool:
@@ -31,7 +26,7 @@ def is_stretched(extent: IntLike, to: IntLike) -> bool:
     """
     if isinstance(extent, int):
         return extent == 1 and not is_one(to)
-    return size_hint(extent) == 1 and size_hint(to) not in (1, -1) and guarded(extent == 1)
+    return size_hint(extent) == 1 and size_hint(to) not in (1, -1) and guard_or_false(extent == 1)
 
 
 def broadcast_axes(call: OpCall) -> list[list[int | None]]:

@@ -102,7 +102,7 @@ def _cumulative(
             last = _last_row(own, dim, nothing)
             (before,) = _of_blocks_before(layout, dim, [last], [nothing], lambda rows: [op(rows, dim)], from_end)
             out = combine(before, out)
-        return wrap(x, out.to(meta.dtype), layout.with_dtype(meta.dtype), compat.retraced(meta.stride()))
+        return wrap(x, out.to(meta.dtype), layout.with_dtype(meta.dtype), compat.retrace(meta.stride()))
 
     return scan
 
@@ -147,7 +147,7 @@ def _cumulative_extremum(
         mine = wins(values, value_before)
         if values.is_floating_point():
             mine = mine | values.isnan()
-        stride = compat.retraced(meta.stride())
+        stride = compat.retrace(meta.stride())
         return (
             wrap(x, torch.where(mine, values, value_before), layout, stride),
             wrap(x, torch.where(mine, places, place_before), layout.with_dtype(torch.int64), stride),

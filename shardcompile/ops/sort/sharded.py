@@ -69,7 +69,7 @@ def topk(x: Sharded, k: IntLike, dim: int = -1, largest: bool = True, sorted: bo
     shape = [k if d == dim else n for d, n in enumerate(layout.shape)]
     cuts = [None if d == dim else c for d, c in enumerate(layout.cuts)]
     values, numbers = (
-        wrap(x, part, Layout.of(layout.mesh, placements, shape, part.dtype, cuts), compat.retraced(told.stride()))
+        wrap(x, part, Layout.of(layout.mesh, placements, shape, part.dtype, cuts), compat.retrace(told.stride()))
         for part, told in zip(parts, meta, strict=True)
     )
     return values, numbers

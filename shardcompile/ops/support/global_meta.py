@@ -48,7 +48,7 @@ def global_meta(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, obje
     Errors that plain PyTorch raises for these shapes are raised here, on all ranks alike.
     """
     mode = compat.detect_fake_mode([_hold(x) for x in tensors_of([*args, *kwargs.values()])])
-    known = _FOUND if mode is None else compat.kept_with(mode)
+    known = _FOUND if mode is None else compat.memo_of(mode)
     if mode is None:
         if _EAGER.mode is None:
             _EAGER.mode = compat.FakeTensorMode()
@@ -105,9 +105,9 @@ def _work_out(
         return a
 
     record = record_of(op)
-    known = compat.refusing_unknown_shapes(mode, op)
+    known = compat.refuse_unknown_shapes(mode, op)
     faked = contextlib.nullcontext() if as_kernels_do else mode
-    with compat.untraced(), faked, known, torch._C.DisableTorchFunctionSubclass():
+    with compat.outside_trace(), faked, known, torch._C.DisableTorchFunctionSubclass():
         try:
             given = [fake(a) for a in args]
             if record.check is not None:

@@ -31,7 +31,7 @@ def _resize(x: Sharded, size: Sequence[IntLike], *, memory_format: torch.memory_
     """``x.resize_(size)`` to no more elements than there are: the first ones."""
     if len(size) == x.ndim and all(compat.same_symbol(a, b) for a, b in zip(size, x.shape, strict=True)):
         return x  # torch leaves the strides as well
-    fewer = compat.guarded(math.prod(size) <= x.numel())
+    fewer = compat.guard_or_false(math.prod(size) <= x.numel())
     if not fewer or memory_format not in (None, torch.contiguous_format):
         raise UnsupportedOpError(
             f"resize_ of {x._spec.layout.describe()} to {tuple(size)} needs new memory, which views of the tensor "

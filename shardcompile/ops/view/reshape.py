@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
 from shardcompile.collectives import derive
+from shardcompile.compat import is_one
 from shardcompile.layout import Cut, IntLike, in_stretches
 from shardcompile.ops.pointwise.rule import _REDUCE_OPS as REDUCE_OPS
-from shardcompile.ops.pointwise.rule import is_one
 from shardcompile.ops.registry import register
 from shardcompile.ops.strategy import OnCut, OpCall, Strategy, along, partial
 from shardcompile.ops.view.rule import local_shape_at

@@ -91,7 +91,7 @@ def _numbers(*values: IntLike) -> bool:
 
 def positions(x: Tensor, first: IntLike, step: int, count: IntLike) -> Tensor:
     """The numbers of rows, a plain tensor on the device of a block."""
-    with compat.faking_like(x):
+    with compat.fake_mode_like(x):
         return torch.ops.prims.iota.default(
             count, start=first, step=step, dtype=torch.int64, device=x.device, requires_grad=False
         )
@@ -120,7 +120,7 @@ def begin_of(start: IntLike | None, extent: IntLike) -> IntLike:
         return 0
     begin = row_of(start, extent)
     # Asked of the global extent, so that the guard holds on all ranks or on none.
-    return 0 if compat.guarded(begin < 0) else begin
+    return 0 if compat.guard_or_false(begin < 0) else begin
 
 
 def row_of(index: IntLike, extent: IntLike) -> IntLike:
@@ -137,7 +137,7 @@ def slice_rows(
         return NotImplemented
     args = (x, dim, start, end, step)
     meta = global_meta(aten.slice.Tensor, args, {})
-    shape, stride = compat.global_extents(meta.shape), compat.retraced(meta.stride())
+    shape, stride = compat.global_extents(meta.shape), compat.retrace(meta.stride())
     begin = begin_of(start, x.shape[dim])
     return _view(x, aten.slice.Tensor, args, dim, begin, step, shape[dim], stride)
 
@@ -217,7 +217,7 @@ def select(x: Sharded, dim: int, index: IntLike) -> Tensor:
         layout.dtype,
         [layout.cuts[d] for d in kept],
     )
-    wrapped = wrap(x, block(), out, compat.retraced(meta.stride()))
+    wrapped = wrap(x, block(), out, compat.retrace(meta.stride()))
     follow(wrapped, aten.select.int, (x, dim, index), None, block)
     return wrapped
 
@@ -240,7 +240,7 @@ def slice_scatter(
     cut, row = sliced_cut(layout.cut_of(dim), begin_of(start, x.shape[dim]), step, src.shape[dim], layout.mesh)
     rows = moved(src, with_cut(layout, dim, cut)).to(x.dtype)
     local = write_rows(x._local_tensor, rows, dim, row, step, block_size(cut, layout.mesh))
-    return wrap(x, local, layout, compat.retraced(meta.stride()))
+    return wrap(x, local, layout, compat.retrace(meta.stride()))
 
 
 def select_scatter(x: Tensor, src: Tensor, dim: int, index: IntLike) -> Tensor:
@@ -285,7 +285,7 @@ def slice_backward(
 
 
 def _surely_same(a: Sequence[IntLike], b: Sequence[IntLike]) -> bool:
-    return all(m is n or compat.surely(m == n) for m, n in zip(a, b, strict=True))
+    return all(m is n or compat.statically_known_true(m == n) for m, n in zip(a, b, strict=True))
 
 
 def grown(x: Sharded, dim: int, begin: IntLike, step: int, extent: IntLike, value: Scalar) -> Sharded:
@@ -372,7 +372,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
         blocks.append(moved(t, target).to(meta.dtype))
     layout = Layout.of(mesh, placements, compat.global_extents(meta.shape), meta.dtype, _replace(others, dim, joined))
     return wrap(
-        like, _as_block(aten.cat.default(blocks, dim), dim, joined, mesh), layout, compat.retraced(meta.stride())
+        like, _as_block(aten.cat.default(blocks, dim), dim, joined, mesh), layout, compat.retrace(meta.stride())
     )
 
 

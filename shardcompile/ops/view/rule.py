@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from shardcompile import compat
+from shardcompile.compat import is_one
 from shardcompile.layout import IntLike, Layout, dense_stride
 from shardcompile.ops.pointwise.rule import _REDUCE_OPS as REDUCE_OPS
-from shardcompile.ops.pointwise.rule import is_one, is_stretched
+from shardcompile.ops.pointwise.rule import is_stretched
 from shardcompile.ops.registry import register
 from shardcompile.ops.strategy import OpCall, Strategy, along, partial
 
@@ -147,7 +148,7 @@ def _keeps_all(extent: IntLike, start: Any, end: Any, step: Any) -> bool:
     """Whether a slice has every row, whatever the symbols in it are: there is no guard on what it keeps."""
     if not (start is None or (isinstance(start, int) and start == 0)) or step != 1:
         return False
-    return end is None or (isinstance(end, int) and end >= 2**62) or compat.surely(end >= extent)
+    return end is None or (isinstance(end, int) and end >= 2**62) or compat.statically_known_true(end >= extent)
 
 
 def _slice_locally(
@@ -287,7 +288,7 @@ def _new(call: OpCall) -> Iterable[Strategy]:
     for dim, cut in enumerate(call.tensors[0].layout.cuts):
         at = dim if alike else 0
         named = cut is not None and cut.rows is not None and (alike or len(shape) == 1)
-        if (alike or named) and compat.surely(src[dim] == shape[at]):
+        if (alike or named) and compat.statically_known_true(src[dim] == shape[at]):
             yield along([dim], [at])
         elif named and cut is not None and cut.named_rows(shape[at]) is not None:
             yield along([dim], [at], on_cut=lambda cut: cut.rows)

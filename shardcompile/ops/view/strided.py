@@ -55,19 +55,19 @@ def _start_within(x: Tensor, storage_offset: IntLike | None) -> IntLike:
 def _as_views(x: Sharded, size: Sequence[IntLike], stride: Sequence[IntLike]) -> Tensor | None:
     """The first rows of dims of `x` in some order, or None if that is not what the strides ask for."""
     # A trace must not take a cut extent for the number that it is compared with.
-    same = compat.same_symbol if x._spec.is_plain else lambda a, b: compat.surely(a == b)
+    same = compat.same_symbol if x._spec.is_plain else lambda a, b: compat.statically_known_true(a == b)
     left = list(range(x.ndim))
     kept: list[int] = []
     for n, s in zip(size, stride, strict=True):
         if isinstance(n, int) and n == 1:
             continue
-        fits = (d for d in left if same(x.stride(d), s) and compat.guarded(n <= x.shape[d]))
+        fits = (d for d in left if same(x.stride(d), s) and compat.guard_or_false(n <= x.shape[d]))
         dim = next(fits, None)
         if dim is None:
             return None
         left.remove(dim)
         kept.append(dim)
-    if any(compat.guarded(x.shape[d] == 0) for d in left):
+    if any(compat.guard_or_false(x.shape[d] == 0) for d in left):
         return None
     wide = [n for n in size if not (isinstance(n, int) and n == 1)]
     for n, d in zip(wide, kept, strict=True):
@@ -86,7 +86,7 @@ def _check_reach(x: Tensor, size: Sequence[IntLike], stride: Sequence[IntLike], 
     span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     end = start + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
     # Of nothing, nothing is out of reach. Elements between those of `x` are not known.
-    known = compat.guarded(span <= x.numel()) and compat.guarded(end <= span)
+    known = compat.guard_or_false(span <= x.numel()) and compat.guard_or_false(end <= span)
     if not known and not any(map(_is_zero, size)):
         raise UnsupportedOpError(
             f"as_strided({tuple(size)}, {tuple(stride)}, {start}) of {x!r} with strides {tuple(x.stride())} reaches "
@@ -99,8 +99,8 @@ def _strided_view(op: OpOverload) -> Run:
 
     def view(x: Sharded, *args: object) -> Tensor:
         meta = global_meta(op, (x, *args), {})
-        (start,) = compat.retraced([meta.storage_offset()])
-        return _strided_whole(x, op, args, compat.global_extents(meta.shape), compat.retraced(meta.stride()), start)
+        (start,) = compat.retrace([meta.storage_offset()])
+        return _strided_whole(x, op, args, compat.global_extents(meta.shape), compat.retrace(meta.stride()), start)
 
     return view
 

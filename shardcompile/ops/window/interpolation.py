@@ -33,7 +33,7 @@ def _factors(coarse: Sequence[IntLike], fine: Sequence[IntLike], scales: Sequenc
     found = []
     for a, b, scale in itertools.zip_longest(coarse, fine, scales):
         factor = compat.size_hint(b) // max(compat.size_hint(a), 1) if scale is None else scale
-        if factor < 1 or factor != int(factor) or not compat.surely(a * int(factor) == b):
+        if factor < 1 or factor != int(factor) or not compat.statically_known_true(a * int(factor) == b):
             return None
         found.append(int(factor))
     return found
@@ -113,7 +113,7 @@ def _is_linear(coarse: Sequence[IntLike], fine: Sequence[IntLike], align: bool, 
     if align:
         return all(bool(n > 1) for n in (*coarse, *fine))
     given = itertools.zip_longest(coarse, fine, scales)
-    return all(s is None or (s == int(s) and compat.surely(a * int(s) == b)) for a, b, s in given)
+    return all(s is None or (s == int(s) and compat.statically_known_true(a * int(s) == b)) for a, b, s in given)
 
 
 def _linear(op: OpOverload) -> Run:

@@ -110,7 +110,7 @@ class Windows:
 
     def result(self, local: Tensor, stride: Sequence[IntLike], like: Tensor) -> Tensor:
         """A block of the result as a sharded tensor."""
-        stride = compat.retraced(stride)
+        stride = compat.retrace(stride)
         return wrap(_as_sharded(like), local, self.out.with_dtype(local.dtype), stride)
 
     def sums(self, local: Tensor, like: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor, *options: object) -> Te
     windows = Windows.of(x, _convolution_windows(weight, options, spatial), compat.global_extents(meta.shape), False)
     if windows is None:
         return NotImplemented
-    stride = compat.retraced(meta.stride())
+    stride = compat.retrace(meta.stride())
     local = window_blocks.convolution(
         windows.fetch(x),
         _whole(weight, windows),
@@ -209,7 +209,7 @@ def convolution_backward(
     if windows is None:
         return NotImplemented
     metas = global_meta(aten.convolution_backward.default, (grad, x, weight, bias_sizes, *options, wanted), {})
-    stride = x._spec.stride if metas[0] is None else compat.retraced(metas[0].stride())
+    stride = x._spec.stride if metas[0] is None else compat.retrace(metas[0].stride())
     grad_x, grad_weight, grad_bias = window_blocks.convolution_backward(
         moved(grad, windows.out),
         windows.fetch(x),
@@ -226,10 +226,6 @@ def convolution_backward(
         windows.sums(grad_weight, x) if wanted[1] else None,
         windows.sums(grad_bias, x) if wanted[2] else None,
     )
-
-
-def _class(*values: object) -> type[Sharded]:
-    return type(next(x for x in values if isinstance(x, Sharded)))
 
 
 def _whole(x: Tensor, windows: Windows) -> Tensor:
@@ -326,7 +322,7 @@ def _max_pool_backward(spatial: int, op: OpOverload) -> Run:
             whole=list(x.shape[-spatial:]),
             first=_first_read(windows),
         )
-        return windows.give_back(local, compat.retraced(meta.stride()), x)
+        return windows.give_back(local, compat.retrace(meta.stride()), x)
 
     return run
 
@@ -405,7 +401,7 @@ def _avg_pool_backward(spatial: int, op: OpOverload) -> Run:
         grad = grad if one else widened(grad) / _counts(x, pool, windows.out.shape, count_outside)
         options_ = (pool.kernel, pool.stride, windows.without_padding(pool.padding), pool.ceil_mode, one or 1)
         local = window_blocks.sum_pool_backward(moved(grad, windows.out), *options_, size=_read_shape(windows))
-        return windows.give_back(local.to(x.dtype), compat.retraced(meta.stride()), x)
+        return windows.give_back(local.to(x.dtype), compat.retrace(meta.stride()), x)
 
     return run
 
