@@ -1,6 +1,8 @@
 """Programs whose ranks do not do the same, and what each rank ends with.
 
-    [SCENE_BACKEND=nccl] python tests/divergence_scenes.py results.json scene ...
+    [SCENE_BACKEND=nccl] [SCENE_QUEUED=1] python tests/divergence_scenes.py results.json scene ...
+
+With SCENE_QUEUED gloo behaves as NCCL does, see `queued_gloo`.
 
 Ranks are processes that are forked from one that has imported everything; several scenes run at a time, since ranks
 mostly wait in them.
@@ -20,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import queued_gloo
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -488,4 +491,6 @@ def main(results: str, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if os.environ.get("SCENE_QUEUED"):
+        queued_gloo.put_in()
     main(sys.argv[1], sys.argv[2:] or list(SCENES))

@@ -7,7 +7,6 @@ import functools
 import logging
 import multiprocessing.util
 import os
-import socket
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from shardcompile.errors import DivergenceError, ShardError
 from shardcompile.watch import connections
 from shardcompile.watch.backends import backend_of
 from shardcompile.watch.main_thread import MainThread, tell_main_thread
+from shardcompile.watch.processes import is_alive, machine
 from shardcompile.watch.queued import Queued
 from shardcompile.watch.states import CAME_TO_ITS_END, LEFT, ORDERLY_ENDS, State, Stay
 from shardcompile.watch.verdict import verdict
@@ -47,7 +47,8 @@ PATIENCE_SECONDS = 9.0
 _RANK_0_HOLDS_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 """Whether rank 0 holds the key-value store. Otherwise a launcher holds it."""
 _PEERS_AT_ONCE = 32
-_RECENT_WITH_TEXT = 4
+_RECENT_WITH_TEXT, _MORE_WITH_TEXT = 4, 32
+"""How many calls are published with their text; more where the program runs ahead of the device."""
 
 
 class World:
@@ -129,13 +130,22 @@ class World:
         os._exit(70)
 
     def linger(self) -> None:
-        """Stop watching. Rank 0 may hold the store, so it first gives the others time to read how it ended."""
+        """Stop watching. Rank 0 may hold the store, so it first gives the others time to read how it ended.
+
+        Calls that differ may have been completed on the queue of a device, with wrong values, sooner than the watch
+        looks. So rank 0 compares what all have stated, and ends with status 70 if that differs.
+        """
         orderly = self.verdict is None and self._ended in ORDERLY_ENDS
         end = time.monotonic() + (2.5 if orderly else 4) * PERIOD_SECONDS
-        while self._rank == 0 and _RANK_0_HOLDS_STORE and time.monotonic() < end and not self._all_have_ended():
+        waits = self._rank == 0 and (_RANK_0_HOLDS_STORE or self._queues)
+        while waits and time.monotonic() < end and not self._all_have_ended():
             time.sleep(PERIOD_SECONDS / 10)
         self._stop.set()
         self._thread.join(2)
+        text = verdict(self._known(), {}) if orderly and self._rank == 0 and self._queues else None
+        if text is not None:
+            log.critical("rank 0 ends: the program has come to its end with wrong values: %s", text)
+            os._exit(70)
 
     def _all_have_ended(self) -> bool:
         with contextlib.suppress(RuntimeError):
@@ -198,10 +208,11 @@ class World:
         recent = {}
         for m in self.members:
             calls = list(m.recent)
-            plain = [(c.number, c.tag, "") for c in calls[:-_RECENT_WITH_TEXT]]
-            recent[m.key] = plain + [(c.number, c.tag, c.text()) for c in calls[-_RECENT_WITH_TEXT:]]
+            texts = _MORE_WITH_TEXT if self._queues else _RECENT_WITH_TEXT
+            plain = [(c.number, c.tag, "") for c in calls[:-texts]]
+            recent[m.key] = plain + [(c.number, c.tag, c.text()) for c in calls[-texts:]]
         counts = {m.key: m.number for m in self.members}
-        return State(self._beat, os.getpid(), _machine(), counts, recent, self._ended, self._stay())
+        return State(self._beat, os.getpid(), machine(), counts, recent, self._ended, self._stay())
 
     def _stay(self) -> Stay | None:
         for call, (since, _) in list(self.waits.items()):
@@ -266,8 +277,8 @@ class World:
             if state.ended:
                 continue
             host = state.host.partition(" ")[0]
-            if state.host == _machine():
-                if not _is_alive(state.pid):
+            if state.host == machine():
+                if not is_alive(state.pid):
                     gone[rank] = f"has died (process {state.pid} of {host} is gone)"
             elif silent >= (SILENT_SECONDS if self._broken else LOST_SECONDS):
                 gone[rank] = f"on {host} has not been heard of for {silent:.0f} s"
@@ -344,29 +355,6 @@ class World:
         os._exit(70)
 
 
-@functools.cache
-def _machine() -> str:
-    """The name of the machine and its process table. A process id identifies a process within these."""
-    table = ""
-    with contextlib.suppress(OSError):
-        table = os.readlink("/proc/self/ns/pid")
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        table += file.read().strip()
-    return f"{socket.gethostname()} {table}"
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] != "Z"  # a zombie
-    return True
-
-
 _WORLDS: weakref.WeakKeyDictionary[ProcessGroup, World] = weakref.WeakKeyDictionary()
 _WORLDS_SO_FAR = 0
 _LOCK = threading.Lock()
@@ -414,7 +402,7 @@ def _say_last_words() -> None:
         errors.append(sys.exc_info()[1])  # in a `multiprocessing` process, `sys.excepthook` is not called
         _tell_of(errors[-1])
         for world in list(_WORLDS.values()):
-            if not any(errors):
+            if all(error is None or isinstance(error, SystemExit) for error in errors):
                 world.finish()
             world.end(CAME_TO_ITS_END)
             world.linger()
