@@ -114,8 +114,8 @@ def ranks_may_differ(graph: Graph, group_sizes: Mapping[str, int] | None = None)
     Torch traces, and divides, a program by sizes that are numbers. It copies no block without rows, joins no empty
     part, broadcasts one row, and saves what is smallest. So ranks may differ if some have no rows of a block, or one,
     and others more. They do where all of these are numbers and something is computed with them. Products, windows and
-    ops element by element are not counted: every rank has them. Nor are copies, which schedules leave out
-    (`only_here`).
+    ops element by element are not counted: every rank has them. Nor are copies and allocations, which schedules leave
+    out (`only_here`).
     """
     if not have_few_rows(graph, group_sizes):
         return False
@@ -164,14 +164,16 @@ def are_marked(graph: Graph) -> bool:
 def only_here(graph: Graph, labels: Mapping[Node, set[str]], group_sizes: Mapping[str, int] | None = None) -> set[Node]:
     """The nodes that the graphs of other ranks may not have, where blocks have few rows; see `ranks_may_differ`.
 
-    Copies whose extents may differ between ranks and are numbers, and what is computed from nothing, such as zeros.
+    Copies and allocations whose extents may differ between ranks and are numbers, and what is computed from nothing,
+    such as zeros.
     """
     found: set[Node] = set()
     for node in graph.nodes if labels and have_few_rows(graph, group_sizes) else ():
         inputs = node.all_input_nodes
         if node.op == "call_function" and node.target is not WAIT and Collective.of(node) is None:
             constant = found.issuperset(inputs) and not any(i in labels for i in inputs)
-            if constant or (node in labels and node.target in _COPIES and _is_of_numbers(node)):
+            copied = node.target in _COPIES or (op_of(node).allocates and tensors(node))
+            if constant or (node in labels and copied and _is_of_numbers(node)):
                 found.add(node)
     return found
 
@@ -183,9 +185,8 @@ def _is_of_numbers(node: Node) -> bool:
 def _is_everywhere(node: Node) -> bool:
     """Whether the graphs of all ranks have a node, or do not care."""
     op, packet = op_of(node), getattr(node.target, "overloadpacket", None)
-    return (
-        op.pointwise or op.shares is not None or node.target in _COPIES or packet in _WINDOWS or packet in flop_registry
-    )
+    known = op.pointwise or op.shares is not None or op.allocates
+    return known or node.target in _COPIES or packet in _WINDOWS or packet in flop_registry
 
 
 @dataclass(frozen=True)

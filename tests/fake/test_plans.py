@@ -9,16 +9,21 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import scale_models
 import suite
+import torch
 from lockstep import world_of
 from tiers import often
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.fx import Graph
 
+import shardcompile as sc
 from shardcompile.machines import A100, CPU_CORE, H100
-from shardcompile.offline import offline_world
+from shardcompile.offline import offline_world, trace_offline
 from shardcompile.passes import Pipeline
 from shardcompile.passes.cost.model import CostModel
 from shardcompile.passes.graph import blocks
@@ -177,3 +182,27 @@ def plans_of_the_suite(name: str, rank: int, ranks: int = 64) -> list[str]:
 @pytest.mark.parametrize("name", often(sorted(scale_models.models(), key=lambda name: name != "Llama, 2-D"), 1))
 def test_first_and_last_rank_of_the_suite_agree(name: str) -> None:
     assert plans_of_the_suite(name, 0) == plans_of_the_suite(name, 63)
+
+
+@pytest.mark.parametrize("sizes", [(5, 1, 3), (5, 0, 3), (2, 6, 1)])
+def test_parameters_of_which_a_rank_has_one_row_or_none_share_buckets(sizes: tuple[int, ...]) -> None:
+    """Their gradients come with keys, which are allocations that every rank has."""
+
+    def build(mesh: DeviceMesh) -> Any:
+        local = sizes[mesh.get_local_rank()]
+        cut = (sc.ShardTensor.from_local(torch.randn(local, 8), mesh, [Shard(0)], {0: [*sizes]}) for _ in range(4))
+        weights = [[torch.nn.Parameter(x)] for x in cut]
+
+        def loss(layers: Any, x: Any) -> Any:
+            for (weight,) in layers:
+                gathered = weight.redistribute(placements=[Replicate()])
+                whole = gathered.to_local(grad_placements=[Partial()])
+                x = torch.relu(x @ whole.T) @ whole
+            return x.sum()
+
+        return scale_models.Model(loss, weights), (torch.randn(6, 8),)
+
+    for rank in range(3):
+        trace = trace_offline(build, world_size=3, rank=rank, device="cuda")
+        kinds = [c.kind for c in trace.collectives]
+        assert kinds == ["all_gather_bucket", "reduce_scatter_bucket"], f"rank {rank}"
