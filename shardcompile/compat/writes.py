@@ -73,7 +73,7 @@ def joins_of_copies(stack: contextlib.ExitStack) -> None:
     replace(stack, ir.ConcatKernel, "realize_into", _copying_what_is_written)  # 2.11 - 2.15
 
 
-def _copying_what_is_written(realize: Callable[[TensorBox, TensorBox], object]) -> object:
+def _copying_what_is_written(realize: Callable[..., object]) -> object:
     """Copy the parts of a join if an op writes to a part, or to the whole, in place."""
     # Heavy, and only a compilation needs it.
     from torch._inductor import ir  # 2.11 - 2.15
@@ -81,17 +81,17 @@ def _copying_what_is_written(realize: Callable[[TensorBox, TensorBox], object]) 
 
     copying = False
 
-    def realize_into(part: TensorBox, whole: TensorBox) -> object:
+    def realize_into(part: TensorBox, whole: TensorBox, *rest: object, **options: object) -> object:  # options: 2.15
         nonlocal copying
         node = V.graph.current_node  # 2.11 - 2.15
         if copying or node is None or not any(map(_is_written_to, (node, *node.all_input_nodes))):
-            return realize(part, whole)
+            return realize(part, whole, *rest, **options)
         copying = True  # torch's function calls this one again
         try:
             copy = ir.Pointwise.create(
                 device=part.get_device(), dtype=part.get_dtype(), inner_fn=part.make_loader(), ranges=part.get_size()
             )
-            return realize(copy, whole)
+            return realize(copy, whole, *rest, **options)
         finally:
             copying = False
 
