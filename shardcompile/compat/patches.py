@@ -53,7 +53,7 @@ from shardcompile.compat.scheduling import (
     parts_own_no_memory,
     reads_after_writes,
 )
-from shardcompile.compat.strides import ORDER_BY_DIVISORS
+from shardcompile.compat.strides import ORDER_BY_DIVISORS, ORDERS_OF_UNKNOWN_STRIDES
 from shardcompile.compat.writes import copies_by_hint, joins_of_copies, overlap_by_hint, overlaps_of_sizes
 
 OF_RANKS_ALIKE = (
@@ -246,9 +246,11 @@ OF_A_COMPILATION = (
         "saved_as_traced",
         "torch._inductor.graph.GraphLowering.run_node",
         "What the forward pass saves may have its dims in another order than the graph says, by Inductor's choice; the "
-        "backward graph is told. It is not where a run tells the strides, and takes them from the graph.",
-        "GraphLowering.run_node requires the strides of outputs, and compile_fx reports them, only without unbacked "
-        "symbols: assert_size_stride of the backward pass fails (expected size 7==7, stride 1==2).",
+        "backward graph is told. It is not where a run tells the strides, and takes them from the graph. So does "
+        "a view by strides: joined blocks are read in another order, without a word.",
+        "GraphLowering.run_node requires the strides of outputs and of what as_strided reads, and compile_fx reports "
+        "them, only without unbacked symbols: assert_size_stride of the backward pass fails (expected size 7==7, "
+        "stride 1==2), and as_strided reads memory in another order.",
         "2.11 - 2.14",
         saved_as_traced,
     ),
@@ -400,6 +402,7 @@ OF_A_COMPILATION = (
         clamped_ends,
     ),
     ORDER_BY_DIVISORS,
+    ORDERS_OF_UNKNOWN_STRIDES,
     NUMBERS_OF_WRITTEN_ROWS,
     Patch(
         "parts_to_the_end",

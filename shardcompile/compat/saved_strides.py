@@ -1,4 +1,4 @@
-"""The strides of what the forward pass saves for the backward pass. `patches` says why."""
+"""The strides of what the forward pass saves for the backward pass, and of what is read by them. `patches` says why."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _keeping_orders(lower: Callable[..., Any]) -> Callable[..., object]:
         value = node.meta.get("val")
         if not isinstance(result, ir.TensorBox) or not isinstance(value, torch.Tensor):
             return result
-        if all(user.op != "output" for user in node.users) or not any(map(is_unbacked, value.stride())):
+        if not any(map(_reads_as_traced, node.users)) or not any(map(is_unbacked, value.stride())):
             return result
         strides = result.maybe_get_stride() if isinstance(result.maybe_get_layout(), ir.FixedLayout) else None
         if strides is not None and [*map(_formula, strides)] == [*map(_formula, value.stride())]:
@@ -71,6 +71,11 @@ def _keeping_orders(lower: Callable[..., Any]) -> Callable[..., object]:
         return ir.ExternKernel.require_stride_order(result, order)
 
     return lowered
+
+
+def _reads_as_traced(user: torch.fx.Node) -> bool:
+    """Whether it takes a tensor to have the strides that the graph says."""
+    return user.op == "output" or user.target is torch.ops.aten.as_strided.default
 
 
 def _formula(stride: Any) -> object:
