@@ -26,6 +26,8 @@ IN_DOUBLE = {
     "hf-t5",
     "hf-t5-encoder",
     "pn-fno",
+    "pn-song-unet",
+    "pn-song-unet-attention",
     "x-decoder",
     "x-encoder",
     "x-rotary",
