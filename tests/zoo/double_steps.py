@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 IN_DOUBLE = {
+    "diffusers-dit",
     "diffusers-unet",
     "diffusers-unet-text",
     "hf-bloom",
