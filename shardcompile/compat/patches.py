@@ -55,7 +55,7 @@ from shardcompile.compat.scheduling import (
     parts_own_no_memory,
     reads_after_writes,
 )
-from shardcompile.compat.strides import ORDER_BY_DIVISORS
+from shardcompile.compat.strides import ORDER_BY_DIVISORS, ORDERS_OF_UNKNOWN_STRIDES
 from shardcompile.compat.writes import copies_by_hint, joins_of_copies, overlap_by_hint, overlaps_of_sizes
 
 OF_RANKS_ALIKE = (
@@ -249,11 +249,11 @@ OF_A_COMPILATION = (
     Patch(
         "saved_as_traced",
         "torch._inductor.graph.GraphLowering.run_node",
-        "Inductor may store a saved tensor with its dims in another order than the graph says. It passes the new "
-        "strides to the backward graph, but not if they are known at run time only: then the backward graph expects "
-        "those of the forward graph.",
-        "GraphLowering.run_node requires the strides of outputs, and compile_fx reports them, only without unbacked "
-        "symbols: assert_size_stride of the backward pass fails (expected size 7==7, stride 1==2).",
+        "Inductor may store a saved tensor with its dims in another order than the graph says. It tells the backward "
+        "graph, but not of strides that are known at run time only. Views by strides are not told either: they read "
+        "joined blocks in another order, without a word.",
+        "GraphLowering.run_node requires strides of outputs and of inputs of as_strided, and compile_fx reports them, "
+        "only without unbacked symbols: assert_size_stride of the backward pass fails (size 7==7, stride 1==2).",
         "2.11 - 2.14",
         saved_as_traced,
     ),
@@ -405,6 +405,7 @@ OF_A_COMPILATION = (
         clamped_ends,
     ),
     ORDER_BY_DIVISORS,
+    ORDERS_OF_UNKNOWN_STRIDES,
     NUMBERS_OF_WRITTEN_ROWS,
     Patch(
         "parts_to_the_end",
@@ -446,5 +447,4 @@ OF_A_TRACE = (
 
 def all_patches() -> tuple[Patch, ...]:
     """The patches of a compilation, and those that stay until the process ends."""
-    stated = (*OF_RANKS_ALIKE, *OF_A_COMPILATION, *OF_A_TRACE, *OF_COLLECTIVES)
-    return tuple(dict.fromkeys((*stated, *in_place())))
+    return tuple(dict.fromkeys((*OF_RANKS_ALIKE, *OF_A_COMPILATION, *OF_A_TRACE, *OF_COLLECTIVES, *in_place())))

@@ -1,4 +1,4 @@
-"""The strides of the tensors that the forward pass saves for the backward pass. `patches` gives the reasons."""
+"""The strides of tensors that the forward pass saves, and of those that views read by strides. `patches` says why."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _keeping_orders(lower: Callable[..., object]) -> Callable[..., object]:
         value = node.meta.get("val")
         if not isinstance(result, ir.TensorBox) or not isinstance(value, torch.Tensor):
             return result
-        if all(user.op != "output" for user in node.users) or not any(map(is_unbacked, value.stride())):
+        if not any(map(_reads_as_traced, node.users)) or not any(map(is_unbacked, value.stride())):
             return result
         strides = result.maybe_get_stride() if isinstance(result.maybe_get_layout(), ir.FixedLayout) else None
         if strides is not None and [*map(_formula, strides)] == [*map(_formula, value.stride())]:
@@ -74,6 +74,11 @@ def _keeping_orders(lower: Callable[..., object]) -> Callable[..., object]:
         return ir.ExternKernel.require_stride_order(result, order)
 
     return lowered
+
+
+def _reads_as_traced(user: torch.fx.Node) -> bool:
+    """Whether a user of a tensor takes it to have the strides that the graph says."""
+    return user.op == "output" or user.target is torch.ops.aten.as_strided.default
 
 
 def _formula(stride: IntLike | Formula) -> Formula:

@@ -32,6 +32,13 @@ def order_by_divisors(stack: contextlib.ExitStack) -> None:
     replace(stack, Layout, "is_stride_ordered", _or_by_divisors)  # 2.11 - 2.15
 
 
+def orders_of_unknown_strides(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
+    from torch._inductor.ir import FlexibleLayout  # 2.11 - 2.15
+
+    replace(stack, FlexibleLayout, "same_ordered", _or_by_known_order)  # 2.11 - 2.15
+
+
 def _sizes_and_then_strides(
     self: SubclassCreationMeta, all_args: Sequence[IntLike], *, curr_start_idx: int
 ) -> tuple[tuple[IntLike, ...], ...]:
@@ -58,6 +65,22 @@ def _or_by_divisors(is_ordered: Callable[..., bool]) -> Callable[..., bool]:
     return ordered
 
 
+def _or_by_known_order(in_order_of: Callable[..., object]) -> staticmethod[..., object]:
+    """Have Inductor sort strides of which a run gives the numbers by what is known of them."""
+    # Heavy, and only a compilation needs it.
+    from torch._inductor import ir  # 2.11 - 2.15
+
+    @functools.wraps(in_order_of)
+    def strides(sizes: Sequence[int], stride: Sequence[IntLike]) -> object:
+        try:
+            return in_order_of(sizes, stride)
+        except UNKNOWN_SIZE:
+            order = ir.get_fill_order(stride, V.graph.sizevars.shape_env)
+            return ir.FlexibleLayout.fill_ordered(sizes, order)
+
+    return staticmethod(strides)
+
+
 put_in_for_good(
     Patch(
         "strides_behind_sizes",
@@ -79,4 +102,17 @@ ORDER_BY_DIVISORS = Patch(
     "is_stride_ordered whether one stride divides the other (_stride_expr_ge_or_false), and leaves no guard.",
     "2.11 - 2.12",
     order_by_divisors,
+)
+
+ORDERS_OF_UNKNOWN_STRIDES = Patch(
+    "orders_of_unknown_strides",
+    "torch._inductor.ir.FlexibleLayout.same_ordered",
+    "What is seen through a view lies in memory as an image with the channel last. To keep that, Inductor sorts "
+    "strides by their numbers. Where a run gives them there are none, and the graph is not compiled.",
+    "https://github.com/pytorch/pytorch/issues/183834 is the same of get_stride_order. "
+    "convert_to_reinterpret_view keeps channels_last by freeze_layout_with_same_order, and FlexibleLayout.same_ordered "
+    "asks guarding_hints_or_throw of unbacked strides (GuardOnDataDependentSymNode); get_fill_order(stride, shape_env) "
+    "sorts them.",
+    "2.11 - 2.15",
+    orders_of_unknown_strides,
 )

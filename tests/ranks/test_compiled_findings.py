@@ -30,6 +30,12 @@ class Finding:
 
 
 FINDINGS = {
+    "a join of images with the channel last, of rows that an op gives": Finding(
+        "inductor",
+        (2,),
+        [Input("a0", (2, 2, 12, 6), "S(2)", {0: [8, 4]}, grad=True)],
+        ["v0 = F.conv2d(a0, weight(3, 2, 2, 2), stride=2)", "v1 = torch.cat([v0.movedim(1, 3)], 1)"],
+    ),
     "the last chunk has one row, by an extent that varies": Finding(
         "aot_eager",
         (2, 2),

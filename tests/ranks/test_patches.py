@@ -461,6 +461,10 @@ SCENES: dict[str, Callable[[], str]] = {
         (2, 2),
         "inductor",
     ),
+    "orders_of_unknown_strides": Compiled(
+        lambda x: (nnf.conv2d(x.movedim(3, 1), KERNEL, stride=2) + 1).unsqueeze(1).movedim(2, 4),
+        *(lambda n: random(2, n, 7, 2), 1, [[5, 4], [2, 7]]),
+    ),
     "strides_behind_sizes": Fuzzed(["v0 = torch.zeros_like(a0)"], [Input("a0", (7, 4), "R")], 2),
     "collectives_stay": WRITTEN_PARTIAL,
     "saved_behind_written": WRITTEN_PARTIAL,

@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from zoo import check, page
-from zoo.eager_only import EAGER_ONLY
+from zoo.double_steps import IN_DOUBLE
+from zoo.eager_only import EAGER_ONLY, NOT_BY_OUR_BACKEND
 from zoo.entry import Entry
 from zoo.registry import ENTRIES
 
@@ -20,24 +22,23 @@ from shardcompile.testing.snapshot import UPDATE
 
 GOLDEN = Path(__file__).parent.parent / "zoo" / "golden"
 _ALWAYS = 5
-_BY_OUR_BACKEND = ("hf-vit", "hf-bert", "hf-opt", "timm-mixer", "pyg-gat", "pn-perceptron")
 
 
-def _cases(compiled: bool = False) -> list[object]:
+def _cases(left_out: Mapping[str, str], always: int = _ALWAYS) -> list[object]:
     def marks(entry: Entry) -> list[pytest.MarkDecorator]:
         missing = bool(entry.package) and find_spec(entry.package) is None
-        eager_only = compiled and entry.name in EAGER_ONLY
         return [
             pytest.mark.zoo,
             pytest.mark.skipif(missing, reason=f"{entry.package} is not installed"),
-            pytest.mark.skipif(eager_only, reason=EAGER_ONLY.get(entry.name, "")),
+            pytest.mark.skipif(entry.name in left_out, reason=left_out.get(entry.name, "")),
         ]
 
-    return [e if i < _ALWAYS else pytest.param(e, marks=marks(e)) for i, e in enumerate(ENTRIES)]
+    return [e if i < always else pytest.param(e, marks=marks(e)) for i, e in enumerate(ENTRIES)]
 
 
-EACH = pytest.mark.parametrize("entry", _cases(), ids=lambda e: e.name)
-EACH_COMPILED = pytest.mark.parametrize("entry", _cases(compiled=True), ids=lambda e: e.name)
+EACH = pytest.mark.parametrize("entry", _cases({}), ids=lambda e: e.name)
+EACH_COMPILED = pytest.mark.parametrize("entry", _cases(EAGER_ONLY), ids=lambda e: e.name)
+EACH_BY_OUR_BACKEND = pytest.mark.parametrize("entry", _cases(EAGER_ONLY | NOT_BY_OUR_BACKEND, 0), ids=lambda e: e.name)
 
 
 @EACH
@@ -52,13 +53,9 @@ def test_compiled_equals_one_process(entry: Entry) -> None:
     check.compare(entry, "aot_eager")
 
 
-@pytest.mark.zoo
+@EACH_BY_OUR_BACKEND
 @pytest.mark.ranks(3, timeout=600, processes=False)
-@pytest.mark.parametrize("name", _BY_OUR_BACKEND)
-def test_by_our_backend_equals_one_process(name: str) -> None:
-    entry = next(e for e in ENTRIES if e.name == name)
-    if entry.package and find_spec(entry.package) is None:
-        pytest.skip(f"{entry.package} is not installed")
+def test_by_our_backend_equals_one_process(entry: Entry) -> None:
     check.compare(entry, "shardcompile", cuts=2)
 
 
@@ -90,4 +87,5 @@ def test_every_gather_of_a_golden_file_has_a_judgement() -> None:
 def test_every_golden_file_has_its_model() -> None:
     assert {p.stem for p in GOLDEN.glob("*.txt")} <= {e.name for e in ENTRIES}
     assert len({e.name for e in ENTRIES}) == len(ENTRIES)
-    assert {*EAGER_ONLY} < {e.name for e in ENTRIES}
+    assert {*EAGER_ONLY, *NOT_BY_OUR_BACKEND, *IN_DOUBLE} < {e.name for e in ENTRIES}
+    assert not EAGER_ONLY.keys() & NOT_BY_OUR_BACKEND.keys()

@@ -17,6 +17,8 @@ from shardcompile.compat import UNKNOWN_OUTPUT_SHAPE
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.reports import GraphReport, Report, explain
 from shardcompile.testing import once, rank
+from zoo import packages
+from zoo.double_steps import IN_DOUBLE, steps_in_double
 from zoo.entry import Entry, Reading
 
 
@@ -53,9 +55,10 @@ def _weight(x: Tensor) -> Tensor:
     return torch.linspace(-1, 2, x.numel(), dtype=x.dtype).view(x.shape)
 
 
-def _expected(entry: Entry, n: int) -> tuple[Tensor, dict[str, Any]]:
+def _expected(entry: Entry, n: int, in_double: bool) -> tuple[Tensor, dict[str, Any]]:
     model = _model(entry)
-    out = model(*_full(entry, n))
+    with steps_in_double(in_double):
+        out = model(*_full(entry, n))
     (out * _weight(out)).sum().backward()
     return out.detach(), {name: p.grad for name, p in model.named_parameters()}
 
@@ -71,14 +74,19 @@ def compare(entry: Entry, backend: str | None = None, cuts: int = 5) -> None:
     mesh = init_device_mesh("cpu", (3,))
     if backend is not None:
         once(torch.compiler.reset)
+    in_double = backend == "shardcompile" and entry.name in IN_DOUBLE
     before = once(graphs_compiled)
     model = _model(entry)
     run: Callable[..., Tensor] = model if backend is None else torch.compile(model, fullgraph=True, backend=backend)
     for sizes in _cuts(entry)[:cuts]:
         n = sum(sizes)
-        out, gradients = once(lambda n=n: _expected(entry, n))
+        out, gradients = once(lambda n=n: _expected(entry, n, in_double))
         model.zero_grad()
-        got = run(*_sharded(entry, _full(entry, n), sizes, mesh))
+        inputs = _sharded(entry, _full(entry, n), sizes, mesh)
+        for x in inputs:
+            packages.known_to_einops(x)
+        with steps_in_double(in_double):
+            got = run(*inputs)
         whole = got.full_tensor() if isinstance(got, sc.ShardTensor) else got
         told = f"rank {rank()}, blocks {sizes}"
         _close(whole, out, entry, f"{told}: output")
