@@ -18,9 +18,9 @@ from shardcompile.watch.states import key_of, members_of
 class _Noted(calls.Members):
     """The calls of a group, all of them."""
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         quiet: Any = SimpleNamespace(verdict=None, waits={})
-        super().__init__(quiet, key)
+        super().__init__(quiet, group, key_of(dist.get_process_group_ranks(group), 0))
         self.rank = dist.get_rank()
         self.recent = []  # type: ignore[assignment]
 
@@ -34,7 +34,7 @@ def noting() -> Iterator[None]:
 
     def members(group: ProcessGroup) -> _Noted:
         if group not in _NOTED:
-            _NOTED[group] = _Noted(key_of(dist.get_process_group_ranks(group), 0))
+            _NOTED[group] = _Noted(group)
         return _NOTED[group]
 
     _NOTED.clear()
