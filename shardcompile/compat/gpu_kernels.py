@@ -97,9 +97,10 @@ def _by_divisors(split: Callable[..., object]) -> staticmethod[..., object]:
 
 def no_padding_by_time(stack: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
-    from torch._inductor import config  # 2.11 - 2.15
+    from torch._inductor.fx_passes import pad_mm  # 2.11 - 2.15
 
-    replace(stack, config, "shape_padding", lambda padded: False)  # 2.11 - 2.15
+    # The setting shape_padding is one of each thread in 2.15, and ranks may be threads.
+    replace(stack, pad_mm, "can_pad", lambda can_pad: lambda *args: False)  # 2.11 - 2.15
 
 
 def no_captures(stack: contextlib.ExitStack) -> None:
@@ -173,7 +174,7 @@ EXTENTS_OVER_TWO_DIMS = Patch(
 
 NO_PADDING_BY_TIME = Patch(
     "no_padding_by_time",
-    "torch._inductor.config.shape_padding",
+    "torch._inductor.fx_passes.pad_mm.can_pad",
     "For GPUs, Inductor pads the operands of matrix products before our passes see the graph. It decides by the rows "
     "of a block, with a guard that holds on some ranks only, and by times that each rank measures for itself. Ranks "
     "would have different graphs, and other orders of collectives.",
