@@ -85,8 +85,8 @@ def pretended_h100() -> Iterator[None]:
             (CudaInterface.Worker, "get_device_properties", staticmethod(lambda *args: properties)),
             (CudaInterface, "get_compute_capability", staticmethod(lambda *args: 90)),
             (CudaInterface, "is_triton_capable", staticmethod(lambda *args: True)),
-            (scheduler, "has_triton", lambda *args: True),
-            (_triton, "has_triton", lambda *args: True),
+            (scheduler, "has_triton", lambda *args, **kwargs: True),
+            (_triton, "has_triton", lambda *args, **kwargs: True),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         # Constants are folded by computing them, which takes a GPU.
