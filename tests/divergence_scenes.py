@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from shardcompile import ShardTensor, config
-from shardcompile.collectives import transport
+from shardcompile.collectives.transport import device_type, gpus
 
 WORLD = 3
 BACKEND = os.environ.get("SCENE_BACKEND", "gloo")
@@ -429,9 +429,9 @@ def _be_rank(name: str, rank: int, folder: str) -> None:
     _EVENT_FILE.append(Path(folder) / f"{name}.{rank}.event")
     errors = open(Path(folder) / f"{name}.{rank}.err", "w")  # noqa: SIM115
     os.dup2(errors.fileno(), 2)
-    device = transport.device_type(BACKEND)
+    device = device_type(BACKEND)
     if device == "cuda":
-        transport.gpus.take(rank, WORLD)
+        gpus.take(rank, WORLD)
     dist.init_process_group(BACKEND, store=_store(Path(folder) / f"{name}.port", rank), rank=rank, world_size=WORLD)
     mesh = init_device_mesh(device, (WORLD,))
     outcome: dict[str, Any] = {"error": None}

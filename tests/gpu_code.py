@@ -109,11 +109,11 @@ def on(device: str) -> Iterator[None]:
         yield
 
 
-def compiled(program: fuzz.Program, rank: int, backend: str) -> str:
-    """Compile a program as a rank: "compiled", or what went wrong.
+COMPILED, REFUSED, NEEDS_A_GPU, WRONG = "compiled", "refused", "needs a GPU", "wrong"
 
-    What torch cannot do without a GPU, and what the library or Dynamo refuse, is told by its first words.
-    """
+
+def compiled(program: fuzz.Program, rank: int, backend: str) -> tuple[str, str]:
+    """Compile a program as a rank: how that ends, and the traceback of an error of the compiler."""
     world = offline_world(program.ranks, mesh_shape=program.mesh, rank=rank, device="cuda")
     with on("cuda"), world as here, trace._blocks_vary(), fakes.trace_fake_inputs_as_real():
         with fakes.modules_with_fake_parameters(), fakes.in_compilation(), fakes.fake_tensors(), torch.device("cuda"):
@@ -125,13 +125,13 @@ def compiled(program: fuzz.Program, rank: int, backend: str) -> str:
         except Exception as error:
             text = traceback.format_exc()
             if "in call\n" in text and "torchinductor" in text:  # the code runs, and finds no GPU
-                return "compiled"
+                return COMPILED, ""
             if isinstance(error, (ShardError, torch._dynamo.exc.Unsupported, torch._dynamo.exc.TorchRuntimeError)):
-                return "refused"
+                return REFUSED, ""
             if "ATen_cuda" in str(error) or "distributed/c10d/init.cpp" in str(error):
-                return "needs a GPU"
-            return text
-    return "compiled"
+                return NEEDS_A_GPU, ""
+            return WRONG, text
+    return COMPILED, ""
 
 
 def main() -> None:
@@ -147,12 +147,12 @@ def main() -> None:
         for seed in range(options.seed, options.seed + options.programs):
             program = drawn(seed)
             for rank in range(program.ranks):
-                found = compiled(program, rank, options.backend)
-                counts[found if len(found) < 20 else "wrong"] += 1
-                if len(found) >= 20:
-                    print(f"--- seed {seed}, rank {rank}\n{program}\n{found}", flush=True)
+                end, text = compiled(program, rank, options.backend)
+                counts[end] += 1
+                if end == WRONG:
+                    print(f"--- seed {seed}, rank {rank}\n{program}\n{text}", flush=True)
     print(dict(counts))
-    sys.exit(bool(counts["wrong"]))
+    sys.exit(bool(counts[WRONG]))
 
 
 if __name__ == "__main__":

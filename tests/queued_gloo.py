@@ -63,10 +63,7 @@ def _mark() -> Passed:
 
 def _abort(groups: Sequence[ProcessGroup]) -> None:
     _ABORTED.set()
-    store: Any = compat.store()
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    connections.close_all_but(getattr(store, "port", None))
+    connections.close_all_but(connections.port_of(compat.store()))
 
 
 def put_in() -> None:

@@ -39,9 +39,11 @@ def abort(groups: Sequence[ProcessGroup]) -> None:
     """End what waits in some process groups of NCCL, all together: one by one they can wait for one another.
 
     As `torch.distributed.distributed_c10d._abort_process_group` does, which also forgets the groups.
+
+    Args:
+        groups: at least one.
     """
-    backends = [group._get_backend(torch.device("cuda")) for group in groups]  # 2.11 - 2.15
-    first = backends[0]
+    first = groups[0]._get_backend(torch.device("cuda"))  # 2.11 - 2.15
     first._group_start()  # type: ignore[attr-defined]  # 2.11 - 2.15
     for group in groups:
         group.abort()

@@ -86,7 +86,6 @@ PAYLOADS_UNTIL_THE_WAIT = Patch(
 
 OF_COLLECTIVES = (PAYLOADS_UNTIL_THE_WAIT, GRIDS_OF_NO_ROWS, NO_CAPTURES)
 """Put in for good when a trace meets a collective of ours."""
-"""Put in for good when a trace meets a collective of ours."""
 
 
 def preserve_node_ordering(graph: torch.fx.Graph, before: Mapping[torch.fx.Node, Sequence[torch.fx.Node]]) -> None:

@@ -7,6 +7,9 @@ A thread of each rank writes its rank's state to the key-value store (`states`).
 reads the states of the others, and decides whether the wait can end (`verdict`). If it cannot, the thread tells all
 ranks and closes the connections between them (`connections`). That ends each wait with an error, which says what the
 ranks did (`watcher`).
+
+Calls of NCCL return before they are complete, and the device waits (`queued`). For these the thread aborts the process
+groups, and the main thread gets the error wherever it is (`main_thread`).
 """
 
 from shardcompile.watch.calls import Call as Call

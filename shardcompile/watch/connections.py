@@ -44,6 +44,13 @@ def _open(fd: int) -> Iterator[socket.socket | None]:
         yield connection
 
 
+def port_of(store: object) -> int | None:
+    """The port of a key-value store; None if it has none."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "port", None)
+
+
 def ends(port_of_store: int | None) -> list[Endpoints]:
     """The ends of all TCP connections of this process, except those to the store."""
     return [found for _, found in _connections(port_of_store)]

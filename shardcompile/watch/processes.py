@@ -20,6 +20,7 @@ def machine() -> str:
 
 
 def is_alive(pid: int) -> bool:
+    """Whether a process of this machine runs: it exists, and is no zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Calls that wait on a queue of the device, as NCCL's do, while the program on the host goes on."""
+"""Calls that wait on the queue of a device, as those of NCCL do, while the host goes on."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Generic, TypeVar
 C = TypeVar("C")
 
 Passed = Callable[[], bool]
-"""Whether a device has come to the place of its queue where this was made."""
+"""Whether a device has passed a place of its queue."""
 
 _LOOK_FROM = 64
-"""So many places are kept before a call looks which of them were passed; otherwise the watching thread looks."""
+"""From this number of places on, a new call drops those that were passed. Below it, the watching thread does."""
 
 _MOST = 1024
-"""No more places are kept: those that come then are left out until some were passed."""
+"""The most places that are kept. Further calls are not noted until the device has passed some."""
 
 
 class Queued(Generic[C]):
-    """The places of a queue behind calls, in their order. One thread notes them; another looks which were passed."""
+    """For each call, the place of the queue behind it, in order. Several threads may use it."""
 
     def __init__(self) -> None:
         self._places: deque[tuple[C, Passed, float]] = deque()
@@ -32,7 +32,7 @@ class Queued(Generic[C]):
 
         Args:
             call: that was started, or waited for, on the device's queue.
-            passed: whether the device has come to the end of the queue as it is now.
+            passed: tells whether the device has passed the present end of the queue.
         """
         if len(self._places) >= _LOOK_FROM:
             self.oldest()
@@ -40,7 +40,7 @@ class Queued(Generic[C]):
             self._places.append((call, passed, time.monotonic()))
 
     def oldest(self) -> tuple[C, float] | None:
-        """The first call whose place was not passed, and since when it is in the queue; None if there is none."""
+        """The first call that the device has not passed, and the time when it was noted; None if there is none."""
         with self._lock:
             while self._places:
                 call, passed, since = self._places[0]

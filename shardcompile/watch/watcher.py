@@ -113,9 +113,9 @@ class World:
             self._store.set(f"{self._prefix}/ended", str(self._rank))
 
     def finish(self) -> None:
-        """Wait for what this rank has put on the device's queue, which others wait for.
+        """Wait for the calls that this rank has put on the device's queue: other ranks wait for them.
 
-        A process that ends takes it along. Where it cannot be completed, this ends with status 70.
+        They would end with the process. If they cannot be completed, this ends the process with status 70.
         """
         if self._ended or self.queued.oldest() is None:
             return
@@ -132,8 +132,8 @@ class World:
     def linger(self) -> None:
         """Stop watching. Rank 0 may hold the store, so it first gives the others time to read how it ended.
 
-        Calls that differ may have been completed on the queue of a device, with wrong values, sooner than the watch
-        looks. So rank 0 compares what all have stated, and ends with status 70 if that differs.
+        On the queue of a device, calls that differ may be complete before the watch looks, with wrong values. So rank 0
+        compares the statements of all ranks, and ends its process with status 70 if they differ.
         """
         orderly = self.verdict is None and self._ended in ORDERLY_ENDS
         end = time.monotonic() + (2.5 if orderly else 4) * PERIOD_SECONDS
@@ -215,27 +215,27 @@ class World:
         return State(self._beat, os.getpid(), machine(), counts, recent, self._ended, self._stay())
 
     def _stay(self) -> Stay | None:
+        now = time.monotonic()
         for call, (since, _) in list(self.waits.items()):
-            seconds = time.monotonic() - since
-            if seconds >= SUSPICIOUS_SECONDS or self._broken:
-                # Messages between two ranks have no number, and their receiver is not known here.
-                group = call.members.key if call.members is not None and call.entry.number else ""
-                what = call.entry.text()
-                return Stay(seconds, self._quiet(), self._main.place(), group, call.entry.number, what)
-        queued = self.queued.oldest()
-        if queued is not None and time.monotonic() - queued[1] >= SUSPICIOUS_SECONDS:
-            # Kernels before it may take long, so that it is never a sign of ranks that wait for one another.
-            call, seconds = queued[0], time.monotonic() - queued[1]
-            group = call.members.key if call.members is not None and call.entry.number else ""
-            return Stay(seconds, 0.0, self._main.place(), group, call.entry.number, call.entry.text())
+            if now - since >= SUSPICIOUS_SECONDS or self._broken:
+                return self._stay_in(call, now - since, self._quiet())
+        call_on_queue = self.queued.oldest()
+        if call_on_queue is not None and now - call_on_queue[1] >= SUSPICIOUS_SECONDS:
+            # Kernels before it may take long, so it is never a sign of a deadlock.
+            return self._stay_in(call_on_queue[0], now - call_on_queue[1], quiet=0.0)
         if self._main.blocked >= SUSPICIOUS_SECONDS or self._broken:
             quiet = 0.0 if self._queues else self._quiet()
             return Stay(self._main.blocked, quiet, self._main.place())
         return None
 
+    def _stay_in(self, call: Call, seconds: float, quiet: float) -> Stay:
+        # Messages between two ranks have no number, and their receiver is not known here.
+        group = call.members.key if call.members is not None and call.entry.number else ""
+        return Stay(seconds, quiet, self._main.place(), group, call.entry.number, call.entry.text())
+
     def _quiet(self) -> float:
         """How many seconds ago a byte last moved over this rank's connections."""
-        moved = connections.bytes_moved(self._port_of_store())
+        moved = connections.bytes_moved(connections.port_of(self._store))
         if moved != self._moved:
             self._moved, self._quiet_since = moved, time.monotonic()
         return time.monotonic() - self._quiet_since
@@ -312,7 +312,7 @@ class World:
             self._close_connections()
 
     def _abort(self) -> None:
-        """End what waits on the device's queue. The program would go on with whatever is in memory: it is told, too."""
+        """End the calls on the device's queue, and have the main thread raise: their results will never come."""
         if not self._ended:
             tell_main_thread(self.verdict or "")
         groups = [group for group in (self._group(), *(m.group() for m in self.members)) if group is not None]
@@ -321,7 +321,7 @@ class World:
 
     def _close_connections(self) -> None:
         """Close the connections to other ranks. Each rank writes the ends that it holds to the store."""
-        port = self._port_of_store()
+        port = connections.port_of(self._store)
         end = time.monotonic() + 4 * PERIOD_SECONDS
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{self._prefix}/ends/{self._rank}", repr(connections.ends(port)))
@@ -335,12 +335,6 @@ class World:
                         connections.close_connections_to(found, port)
             time.sleep(PERIOD_SECONDS / 5)
 
-    def _port_of_store(self) -> int | None:
-        store = self._store
-        while hasattr(store, "underlying_store"):
-            store = store.underlying_store
-        return getattr(store, "port", None)
-
     def _insist(self) -> None:
         """If the wait goes on, close all connections; if it still goes on, end the process. A hang would be worse."""
         for attempt in range(12 if self._queues else 6):
@@ -350,7 +344,7 @@ class World:
             if max(self._waited(), self._main.blocked) < PERIOD_SECONDS:
                 return
             if attempt == 1:
-                connections.close_all_but(self._port_of_store())
+                connections.close_all_but(connections.port_of(self._store))
         log.critical("rank %d ends its process, since nothing else ends its wait: %s", self._rank, self.verdict)
         os._exit(70)
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 import shardcompile.collectives.transport.gloo
-import shardcompile.collectives.transport.gpus
 import shardcompile.collectives.transport.nccl  # noqa: F401
 from shardcompile.collectives.transport.base import TRANSPORTS as TRANSPORTS
 from shardcompile.collectives.transport.base import CallWork as CallWork

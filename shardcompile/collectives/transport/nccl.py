@@ -1,8 +1,8 @@
 """NCCL: grouped messages, and three ways to gather blocks of any sizes.
 
 A way is chosen by sizes that all ranks know, and by the version of NCCL, which is the same on all ranks: NCCL refuses
-others. Why this is safe with streams, the allocator and several groups is written down in `docs/transports.md`. None of
-it has run on a GPU yet.
+others. Why this is safe with streams, the allocator and several groups is written down in `docs/transports.md`. All of
+it has run between ranks that share a GPU, and nothing yet between GPUs.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class Nccl(Transport):
     def exchange(self, call: Call, sends: Sequence[Message], receives: Sequence[Message]) -> list[Work]:
         """See `Transport`."""
         group = call.group
-        call.run([lambda: self._connect(group)])
+        if group not in self._connected:
+            call.run([lambda: self._connect(group)])
         messages = [dist.P2POp(dist.irecv, as_bytes(t), group=group, group_peer=p) for p, t in receives]
         messages += [dist.P2POp(dist.isend, as_bytes(t), group=group, group_peer=p) for p, t in sends]
         return call.run([lambda: dist.batch_isend_irecv(messages)])[0] if messages else []
@@ -148,9 +149,8 @@ class Nccl(Transport):
 
         Torch makes it in the first call, and says that all ranks have to take part in that one.
         """
-        if group not in self._connected:
-            self._connected.add(group)
-            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        self._connected.add(group)
+        dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
 
 def _gather_even(call: Call, rows: Tensor, out: Tensor) -> list[Work]:
