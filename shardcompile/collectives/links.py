@@ -17,19 +17,28 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
-from shardcompile.collectives.derived_cuts import block_size, derive
+from shardcompile.collectives import transport
+from shardcompile.collectives.derived_cuts import block_size
 from shardcompile.collectives.routes import (
-    block_starts,
     counts_in_range,
     cut_of_sizes,
     exchange_rows,
     first_rows,
     gather_counts,
 )
-from shardcompile.layout import Cut, IntLike
+from shardcompile.layout import Cut, GroupCut, IntLike, write_cut
+from shardcompile.layout.arguments import cut_schema
 
 Reduction = Literal["sum", "prod", "mean", "amax", "amin", "any"]
 """What becomes of several entries that are meant for one row, as ``torch.scatter_reduce`` has it; any: one of them."""
+
+_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
+_LIBRARY.define(
+    f"name_rows(Tensor index, SymInt extent, {cut_schema()}, str group_name, bool wraps, bool may_miss) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+    tags=[torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout],
+)
+_ops = torch.ops.shardcompile
 
 
 class Links(NamedTuple):
@@ -70,38 +79,78 @@ def find_links(
         RowRangeError: on every rank, before a row is moved, if an entry is out of range on some rank.
     """
     (mesh_dim,) = cut.mesh_dims
-    group_name, ranks = compat.group_name_of(mesh, mesh_dim), mesh.shape[mesh_dim]
-    here, entries = compat.coordinate(mesh), index.shape[0]
-    extent: Any = cut.extent
-    block: Any = block_size(cut, mesh)
-    first: Any = derive("located", [cut], [], extent, mesh)[1]
-    number = (torch.where(index < 0, index + extent, index) if wraps else index).long()
-    bad = (number < 0) | (number > extent if may_miss else number >= extent)
-    mine = (number >= first) & (number < first + block)
-    away = torch.where(mine | bad, extent, number)
-    ordered, order = away.sort()
-    before = torch.constant_pad_nd(ordered, [1, 0], -1).narrow(0, 0, entries)
-    heads = (ordered != before) & (ordered < extent)  # the first entry of each row that has to come
-    slots = heads.cumsum(0) - 1
-    owner = torch.searchsorted(block_starts(cut, mesh).to(index.device), ordered, right=True) - 1
-    counts = torch.zeros([ranks + 1], dtype=torch.int64, device=index.device)
-    counts = counts.scatter_add(0, torch.where(heads, owner, ranks), torch.ones_like(owner))
-    said = counts_in_range(counts[:-1], index.long(), bad)
+    group_name, here = compat.group_name_of(mesh, mesh_dim), compat.coordinate(mesh)
+    ref = write_cut(cut.group_ref(here or ()))
+    said, numbers, within, place = _ops.name_rows(index, cut.extent, *ref, group_name, wraps, may_miss)
     rule = f"{call}: an index names rows of the tensor, and so is less than their number"
     asked = gather_counts(said, group_name, rule)
     likely = compat.size_hint(about)
     sent_cut = cut_of_sizes(asked.sum(0), mesh, [mesh_dim], about=likely)
     came_cut = cut_of_sizes(asked.sum(1), mesh, [mesh_dim], about=likely)
-    leaving: Any = sent_cut.local_size(here)
-    arriving: Any = came_cut.local_size(here)
-    target = torch.where(heads, slots, entries)
-    wanted = first_rows(ordered.new_zeros([entries + 1]).scatter(0, target, ordered), arriving)
-    slot = torch.zeros_like(slots).index_copy(0, order, slots)
-    place = torch.where(mine, number - first, block + slot)
+    leaving, arriving = sent_cut.local_size(here), came_cut.local_size(here)
     if may_miss:
-        place = torch.where(number == extent, block + arriving, place)
-    (named,) = exchange_rows([wanted], asked, leaving, group_name)
-    return Links(asked, named - first, wanted, place, sent_cut, came_cut)
+        behind: Any = block_size(cut, mesh)
+        place = torch.where(place < 0, behind + arriving, place)
+    (sent,) = exchange_rows([first_rows(within, arriving)], asked, leaving, group_name)
+    return Links(asked, sent, first_rows(numbers, arriving), place, sent_cut, came_cut)
+
+
+def _name_rows(
+    index: Tensor,
+    extent: int,
+    sizes: list[int],
+    key: int,
+    grouping: list[int],
+    group_name: str,
+    wraps: bool,
+    may_miss: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What this rank's entries name. One op, since compilers take long over so many small ones.
+
+    Returns:
+        How many rows of each rank have to come, as `counts_in_range` tells it: [ranks].
+        Their numbers, rising, then zeros: [e + 1].
+        Their numbers in the blocks that hold them, then zeros: [e + 1].
+        The place of each entry, as in `Links`; -1 if it names no row: [e].
+    """
+    group, entries, device = compat.process_group(group_name), index.shape[0], index.device
+    blocks = GroupCut(sizes, key, grouping).blocks(extent, group.size())
+    starts = torch.tensor([a for a, _ in transport.running_ends(blocks)], device=device)
+    block = blocks[group.rank()]
+    first = sum(blocks[: group.rank()])
+    number = (torch.where(index < 0, index + extent, index) if wraps else index).long()
+    bad = (number < 0) | (number > extent if may_miss else number >= extent)
+    mine = (number >= first) & (number < first + block)
+    ordered, order = torch.where(mine | bad, extent, number).sort()
+    heads = torch.ones_like(mine)  # the first entry of each row that has to come
+    heads[1:] = ordered[1:] != ordered[:-1]
+    heads &= ordered < extent
+    slots = heads.cumsum(0) - 1
+    owner = torch.searchsorted(starts, ordered, right=True) - 1
+    counts = starts.new_zeros([group.size() + 1]).index_add_(0, owner.where(heads, group.size()), heads.long())
+    target = slots.where(heads, entries)
+    numbers = number.new_zeros([entries + 1]).scatter_(0, target, ordered.where(heads, 0))
+    within = number.new_zeros([entries + 1]).scatter_(0, target, (ordered - starts[owner]).where(heads, 0))
+    place = torch.empty_like(slots).index_copy_(0, order, slots).add_(block).where(~mine, number - first)
+    if may_miss:
+        place.masked_fill_(number == extent, -1)
+    return counts_in_range(counts[:-1], index.long(), bad), numbers, within, place
+
+
+def _fake_names(
+    index: Tensor, extent: IntLike, sizes: object, key: object, grouping: object, group_name: str, *_: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ranks, entries = compat.process_group(group_name).size(), index.shape[0]
+    return (
+        index.new_empty([ranks], dtype=torch.int64),
+        index.new_empty([entries + 1], dtype=torch.int64),
+        index.new_empty([entries + 1], dtype=torch.int64),
+        index.new_empty([entries], dtype=torch.int64),
+    )
+
+
+_LIBRARY.impl("name_rows", _name_rows, "CompositeExplicitAutograd")
+torch.library.register_fake("shardcompile::name_rows", _fake_names, lib=_LIBRARY)
 
 
 def take_rows(

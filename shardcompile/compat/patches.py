@@ -19,6 +19,7 @@ from shardcompile.compat.decompositions import decompositions_ask_no_sizes
 from shardcompile.compat.dtensor_padding import pads_on_all_ranks
 from shardcompile.compat.equal_nodes import ONE_WAIT_EACH, PARTS_STAY_APART
 from shardcompile.compat.gpu_kernels import EXTENTS_OVER_TWO_DIMS, MIXED_REDUCTIONS_BY_HINT, NO_PADDING_BY_TIME
+from shardcompile.compat.index_strides import STRIDES_BY_TERMS
 from shardcompile.compat.inductor import OF_COLLECTIVES
 from shardcompile.compat.kernel_questions import (
     ones_in_kernels_by_hint,
@@ -49,9 +50,9 @@ from shardcompile.compat.replacements import (
 from shardcompile.compat.saved_inputs import saved_before_written, sizes_of_saved_products
 from shardcompile.compat.saved_strides import saved_as_traced, saved_behind_written
 from shardcompile.compat.scheduling import (
+    BROADCAST_BY_GUARDS,
     LOOKUPS_IN_NO_ROWS,
     NUMBERS_OF_WRITTEN_ROWS,
-    broadcast_by_guards,
     parts_own_no_memory,
     reads_after_writes,
 )
@@ -100,16 +101,9 @@ OF_RANKS_ALIKE = (
         "2.11 - 2.15",
         parts_own_no_memory,
     ),
-    Patch(
-        "broadcast_by_guards",
-        "torch._inductor.ir.ExpandView.make_reindexer",
-        "An extent may be an expression, such as s // 3, that a guard says is 1. Such a dim is broadcast, but the code "
-        "reads it at every index: silently wrong values, from outside the tensor.",
-        "Mended in 2.15. F.linear(x.unfold(1, 3, 3).clone(), w) of a dynamic (1, 5) is wrong on CPUs.",
-        "2.11 - 2.14",
-        broadcast_by_guards,
-    ),
+    BROADCAST_BY_GUARDS,
     LOOKUPS_IN_NO_ROWS,
+    STRIDES_BY_TERMS,
     Patch(
         "joins_of_copies",
         "torch._inductor.ir.ConcatKernel.realize_into",

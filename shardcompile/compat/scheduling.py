@@ -166,3 +166,13 @@ LOOKUPS_IN_NO_ROWS = Patch(
     "2.11 - 2.15",
     lookups_in_no_rows,
 )
+
+BROADCAST_BY_GUARDS = Patch(
+    "broadcast_by_guards",
+    "torch._inductor.ir.ExpandView.make_reindexer",
+    "An extent may be an expression, such as s // 3, that a guard says is 1. Such a dim is broadcast, but the code "
+    "reads it at every index: silently wrong values, from outside the tensor.",
+    "Mended in 2.15. F.linear(x.unfold(1, 3, 3).clone(), w) of a dynamic (1, 5) is wrong on CPUs.",
+    "2.11 - 2.14",
+    broadcast_by_guards,
+)

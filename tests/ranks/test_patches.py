@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ import torch.nn.functional as nnf
 from tiers import often
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import sizevars
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -162,6 +164,15 @@ def buffer_of_a_module() -> str:
     with LocalRanks(2, processes=False) as ranks:
         ranks(_buffer_of_a_module, counter)
     return RIGHT if counter.frame_count == 1 else f"{counter.frame_count} graphs"
+
+
+def asked_for_strides() -> str:
+    """A transpose of blocks: how often Inductor's C++ code generation simplifies an index to find a stride in it."""
+    sizevars.stride_at_vec_range.cache_clear()
+    scene = Compiled(lambda x: (x.mT.contiguous().sin() * x.shape[0]).mT, lambda n: random(n, 5, 4), 0, [[3, 4]])
+    with mock.patch.object(sizevars, "stride_at", wraps=sizevars.stride_at) as simplified:
+        told = scene()
+    return told if told != RIGHT or simplified.call_count == 0 else f"simplified {simplified.call_count} indices"
 
 
 @dataclass(frozen=True)
@@ -541,6 +552,7 @@ SCENES: dict[str, Callable[[], str]] = {
         "inductor",
     ),
     "pads_on_all_ranks": columns_over_the_rows,
+    "strides_by_terms": asked_for_strides,
     "copies_by_hint": Fuzzed(
         ["a0[::3] = 1.25"], [Input("a0", (5, 1), "S(1)", {0: [0, 1]})], 2, "aot_eager_decomp_partition"
     ),
