@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import add_rows, block_size, find_links, take_rows
+from shardcompile.collectives import add_rows, any_travels, block_size, find_links, take_rows
 from shardcompile.errors import LayoutError
 from shardcompile.layout import Layout
 from shardcompile.tensor.autograd import ToLocal, redistributed
@@ -127,7 +127,8 @@ def _link(x: Any, index: Any) -> tuple[Any, ...]:
     arriving = links.came_cut.local_size(compat.coordinate(layout.mesh))
     block = block_size(cut, layout.mesh)
     ones = torch.ones_like(links.place)
-    (degree,) = add_rows([ones], links.asked, links.sent, links.place, block, arriving, group_name)
+    ways = (links.asked, links.sent, links.place, block, arriving, group_name)
+    (degree,) = add_rows([ones], *ways, travels=any_travels(links.came_cut))
     return (
         wrapped(degree, layout),
         links.asked,
@@ -157,14 +158,15 @@ def _take(degree: Any, asked: Tensor, wanted: Any, sent: Any, place: Any, *xs: A
     home, entries = degree._spec.layout, place._spec.layout
     mesh_dim = mesh_dim_of_rows(degree, "RowLinks.take")
     given = [cut_alike(x, home, mesh_dim, "RowLinks.take") for x in xs]
-    numbers = ToLocal.apply(place, None)
+    numbers, came = ToLocal.apply(place, None), wanted._spec.layout.cut_of(0)
     rows = take_rows(
         [ToLocal.apply(x, None) for x in given],
         asked,
         ToLocal.apply(sent, None),
         numbers.reshape(-1),
-        block_size(wanted._spec.layout.cut_of(0), home.mesh),
+        block_size(came, home.mesh),
         compat.group_name_of(home.mesh, mesh_dim),
+        travels=any_travels(came),
     )
     return tuple(
         wrapped(r.view([*numbers.shape, *r.shape[1:]]), _of_entries(entries, x._spec.layout, 1))
@@ -188,7 +190,7 @@ def _add(degree: Any, asked: Tensor, wanted: Any, sent: Any, place: Any, *values
         for d in range(1, dims):
             layout = layout if layout.cuts[d] is None else layout.gathered(d)
         given.append(redistributed(v, layout))
-    numbers = ToLocal.apply(place, None)
+    numbers, came = ToLocal.apply(place, None), wanted._spec.layout.cut_of(0)
     blocks = [ToLocal.apply(v, None) for v in given]
     sums = add_rows(
         [b.flatten(0, dims - 1) if dims > 1 else b for b in blocks],
@@ -196,7 +198,8 @@ def _add(degree: Any, asked: Tensor, wanted: Any, sent: Any, place: Any, *values
         ToLocal.apply(sent, None),
         numbers.reshape(-1),
         block_size(home.cut_of(0), home.mesh),
-        block_size(wanted._spec.layout.cut_of(0), home.mesh),
+        block_size(came, home.mesh),
         compat.group_name_of(home.mesh, mesh_dim),
+        travels=any_travels(came),
     )
     return tuple(wrapped(s, _of_entries(home, v._spec.layout, dims)) for s, v in zip(sums, given, strict=True))

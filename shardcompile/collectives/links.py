@@ -153,6 +153,15 @@ _LIBRARY.impl("name_rows", _name_rows, "CompositeExplicitAutograd")
 torch.library.register_fake("shardcompile::name_rows", _fake_names, lib=_LIBRARY)
 
 
+def any_travels(came: Cut) -> bool:
+    """Whether rows travel, as far as is known: of a dim without rows every rank knows that none do.
+
+    Args:
+        came: how the rows that come are spread over the ranks.
+    """
+    return not (isinstance(came.extent, int) and came.extent == 0)
+
+
 def take_rows(
     blocks: Sequence[Tensor],
     asked: Tensor,
@@ -162,6 +171,7 @@ def take_rows(
     group_name: str,
     *,
     may_miss: bool = False,
+    travels: bool = True,
 ) -> list[Tensor]:
     """The rows that an index names, those of all tensors by one exchange. Differentiable.
 
@@ -173,12 +183,13 @@ def take_rows(
         arriving: how many rows come.
         group_name: the ranks.
         may_miss: there are entries that name no row, which get zeros.
+        travels: whether any rank names rows of another, see `any_travels`.
 
     Returns:
         Of each: [e, ...].
     """
-    leaving = [b.index_select(0, sent) for b in blocks]
-    came = exchange_rows(leaving, asked, arriving, group_name, back=True)
+    leaving = [b.index_select(0, sent) for b in blocks] if travels else []
+    came = exchange_rows(leaving, asked, arriving, group_name, back=True) if travels else [b[:0] for b in blocks]
     nothing = [[b.new_zeros([1, *b.shape[1:]])] if may_miss else [] for b in blocks]
     return [torch.cat([b, c, *z]).index_select(0, place) for b, c, z in zip(blocks, came, nothing, strict=True)]
 
@@ -191,6 +202,8 @@ def add_rows(
     block: IntLike,
     arriving: IntLike,
     group_name: str,
+    *,
+    travels: bool = True,
 ) -> list[Tensor]:
     """Sums of what is meant for each row, at home, those of all tensors by one exchange. Differentiable.
 
@@ -202,10 +215,13 @@ def add_rows(
         block: how many rows this rank has.
         arriving: how many of others it names.
         group_name: the ranks.
+        travels: whether any rank names rows of another, see `any_travels`.
 
     Returns:
         Of each: [block, ...].
     """
+    if not travels:
+        return [v.new_zeros([block, *v.shape[1:]]).index_add(0, place, v) for v in values]
     sums = [v.new_zeros([block + arriving, *v.shape[1:]]).index_add(0, place, v) for v in values]
     away = [s.narrow(0, block, arriving) for s in sums]
     home = exchange_rows(away, asked, sent.shape[0], group_name)

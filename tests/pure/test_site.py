@@ -90,3 +90,13 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert "shardcompile.ShardTensor.from_local" in api and "sharding_shapes" in api
     assert (tmp_path / "site" / "repository" / "notebooks" / "1_uneven_shards.ipynb").exists()
     shutil.rmtree(tmp_path / "site")
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    """What `shardcompile` exports is written `from ... import name as name`. The errors are on the page as a module."""
+    exported = (ROOT / "shardcompile/__init__.py").read_text()
+    names = {n for n, again in re.findall(r"import (\w+) as (\w+)$", exported, re.M) if n == again}
+    listed = set(re.findall(r"^::: shardcompile\.(\w+)", (DOCS / "api.md").read_text(), re.M))
+    errors = set(re.findall(r"^from shardcompile\.errors import (\w+)", exported, re.M))
+    assert len(names) > 25 and "errors" in listed
+    assert names - errors <= listed

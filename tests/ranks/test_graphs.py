@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 import shardcompile as sc
+from shardcompile.collectives import links as links_of_rows
 from shardcompile.collectives import transport
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once, world_size
@@ -146,6 +147,33 @@ def test_each_distinct_row_of_others_travels_once(monkeypatch: pytest.MonkeyPatc
     # Rows and sums of rows, and the same for gradients.
     h.sum().backward()
     assert distinct == 4 and sum(sent) == distinct * 3 * 8 * layers * 2 * 2, (sum(sent), distinct)
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("backend", often(["none", "aot_eager"], 2))
+def test_links_to_own_rows_alone_exchange_nothing(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = case([4, 0, 3], [3, 0, 4], torch.tensor([3, 0, 3, 4, 6, 4, 4]))
+    x = cut(of.rows, of.sizes, mesh()).requires_grad_()
+    links = sc.link_rows(x, cut(of.index, of.entries, mesh()))
+
+    def refused(*args: Any, **named: Any) -> Any:
+        raise AssertionError("rows are exchanged, though none have to travel")
+
+    x.detach().sum().item()  # every rank has made its links
+    once(lambda: monkeypatch.setattr(links_of_rows, "exchange_rows", refused))
+    run = layer if backend == "none" else torch.compile(layer, fullgraph=True, backend=backend)
+    rows, sums = run(x, links)
+    (rows.square().sum() + sums.cos().sum()).backward()
+
+    def expected() -> tuple[Tensor, ...]:
+        whole = of.rows.clone().requires_grad_()
+        taken = whole[of.index]
+        added = torch.zeros_like(whole).index_add(0, of.index, taken.sin() * 2)
+        (taken.square().sum() + added.cos().sum()).backward()
+        return taken.detach(), added.detach(), whole.grad
+
+    for ours, theirs in zip((rows, sums, x.grad), once(expected), strict=True):
+        torch.testing.assert_close(ours.detach().full_tensor(), theirs, **TIGHT)
 
 
 @pytest.mark.ranks(3, processes=False)

@@ -22,6 +22,7 @@ from shardcompile.collectives import (
     Links,
     Reduction,
     add_rows,
+    any_travels,
     block_size,
     find_links,
     named_rows,
@@ -175,7 +176,8 @@ def _rows_of(block: Tensor, dim: int, numbers: Tensor, layout: Layout, about: In
     group_name = compat.group_name_of(mesh, cut.mesh_dims[0])
     arriving = links.came_cut.local_size(compat.coordinate(mesh))
     table = _rows_beside(block.movedim(dim, 0), cut)
-    (rows,) = take_rows([table], links.asked, links.sent, links.place, arriving, group_name)
+    parts = (links.asked, links.sent, links.place, arriving, group_name)
+    (rows,) = take_rows([table], *parts, travels=any_travels(links.came_cut))
     return rows
 
 
@@ -272,7 +274,7 @@ def combined(
     ends = (block_size(cut, mesh), arriving, compat.group_name_of(mesh, cut.mesh_dims[0]))
     parts = (links.asked, links.sent, links.place, *ends)
     if reduce == "sum" and include_self:
-        (sums,) = add_rows([values], *parts)
+        (sums,) = add_rows([values], *parts, travels=any_travels(links.came_cut))
         found = rows + _rows_behind(sums, cut).movedim(0, dim)
     else:
         own = _rows_beside(rows.movedim(dim, 0), cut)
