@@ -23,8 +23,8 @@ def strides_by_terms(stack: contextlib.ExitStack) -> None:
 def _by_terms(of_all: Question) -> Question:
     """Ask torch only about the factors in which the variable is more than a number of steps.
 
-    The stride of a sum is the sum of the strides of its terms. A factor without the variable stays in front of the
-    stride of the others, a term without it has the stride 0, and the variable itself has the stride 1.
+    The stride of a sum is the sum of the strides of its terms. A term without the variable has the stride 0, and the
+    variable itself has the stride 1. A factor without the variable is a factor of the stride.
     """
 
     @functools.lru_cache
