@@ -113,6 +113,7 @@ class Device:
         kernel: seconds to launch a kernel.
         element: seconds for one element of a function that is no arithmetic, such as exp, beside moving it.
         call: seconds of Python around each run of a graph, in which nothing is computed.
+        mask: seconds for one bool that a kernel stores or reads, beside moving it: half of what it takes to do both.
         intra: the link within a node.
         inter: the link between nodes.
     """
@@ -127,19 +128,27 @@ class Device:
     inter: Link
     element: float = 0.0
     call: float = 0.0
+    mask: float = 0.0
 
-    def compute_seconds(self, flops: float, nbytes: float, dtype: torch.dtype, elements: float = 0) -> float:
-        """Seconds of a kernel: the larger of computing and moving, and its launch.
+    def compute_seconds(
+        self, flops: float, nbytes: float, dtype: torch.dtype, elements: float = 0, masks: float = 0
+    ) -> float:
+        """Seconds of a kernel and its launch.
+
+        A GPU hides the shorter of computing and moving behind the longer (Williams et al., "Roofline", 2009). A CPU
+        core does one after the other: results lie in new memory, and what it reads has left the caches.
 
         Args:
             flops: operations of products.
             nbytes: to and from memory.
             dtype: of the numbers.
             elements: for which a function is computed that is no arithmetic.
+            masks: bools that are stored or read.
         """
         peak = self.flops.get(dtype, self.flops[torch.float32])
-        computing = max(flops / peak / self.share, elements * self.element)
-        return self.kernel + max(computing, nbytes / self.memory / self.share)
+        computing = max(flops / peak / self.share, elements * self.element + masks * self.mask)
+        moving = nbytes / self.memory / self.share
+        return self.kernel + (computing + moving if self.kind == "cpu" else max(computing, moving))
 
 
 # Peaks: NVIDIA's data sheets of A100 80 GB SXM, H100 SXM, H200 SXM and B200, without sparsity; float64 by tensor cores.

@@ -29,8 +29,12 @@ SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 23)
 REPEATS = 15
 """The fastest of so many runs counts, after one that warms up: other work on the machine only ever adds."""
 
-_EXTENT, _NUMBERS = 512, 1 << 22
-"""Of square matrices that are multiplied; of tensors that are added, which are too large for caches."""
+_EXTENT, _NUMBERS, _KEPT = 512, 1 << 22, 6
+"""Of square matrices that are multiplied; of tensors that are added, which are too large for caches; how many sums are
+kept at a time."""
+
+_CACHED = 1 << 17
+"""Numbers that stay in a cache, of which a function is computed."""
 
 _LAYERS, _KERNELS = (2, 12), 5
 """Of two compiled functions, which differ in how often they launch kernels; and how often a layer of them does."""
@@ -75,7 +79,7 @@ def measure_link(group: ProcessGroup | None = None, sizes: Sequence[int] = SIZES
 def measure_device(group: ProcessGroup | None = None, repeats: int = REPEATS) -> Device:
     """What ranks compute with on the CPU, measured while all of them compute; and their link, see `measure_link`.
 
-    Every rank of the group has to call it and gets the same numbers, those of the slowest rank. Two small functions
+    Every rank of the group has to call it and gets the same numbers, those of the slowest rank. Six small functions
     are compiled for it, which takes some seconds: the seconds that a kernel and a run of a graph take are those of
     Inductor's code, Python between kernels included.
 
@@ -95,13 +99,18 @@ def measure_device(group: ProcessGroup | None = None, repeats: int = REPEATS) ->
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         a = torch.ones(_EXTENT, _EXTENT, dtype=dtype)
         flops[dtype] = 2 * _EXTENT**3 / _slowest_rank(functools.partial(torch.mm, a, a), group, a.device, repeats)
-    x, out = torch.ones(_NUMBERS), torch.empty(_NUMBERS)
-    adding = _slowest_rank(functools.partial(torch.add, x, x, out=out), group, x.device, repeats)
-    functions = _slowest_rank(functools.partial(torch.exp, x, out=out), group, x.device, repeats)
+    x = torch.ones(_NUMBERS)
+    adding = _slowest_rank(functools.partial(_sums, x), group, x.device, repeats) / _KEPT
+    few, out = torch.ones(_CACHED), torch.empty(_CACHED)
+    functions, moving = (
+        _slowest_rank(functools.partial(f, few, out=out), group, x.device, repeats) for f in (torch.exp, torch.neg)
+    )
+    element = max(functions - moving, 0.0) / _CACHED
     kernel, call = _launches(group, repeats)
+    mask = _masks(x, group, repeats)
     name = f"a core of {group.size()}, measured"
     memory = 3 * x.nbytes / adding
-    return Device(name, "cpu", flops, memory, 1.0, kernel, link, link, functions / _NUMBERS, call)
+    return Device(name, "cpu", flops, memory, 1.0, kernel, link, link, element, call, mask)
 
 
 def fit(samples: Sequence[Sample]) -> tuple[float, float]:
@@ -217,10 +226,34 @@ def _busy(group: ProcessGroup, repeats: int) -> float:
     return min(max((together - max(moving, computing)) / min(moving, computing), 0.0), 1.0)
 
 
+def _sums(x: Tensor) -> None:
+    """Sums that are kept, as a forward pass keeps what the backward pass needs: new memory costs page faults."""
+    kept = [x]
+    for _ in range(_KEPT):
+        kept.append(kept[-1] + x)
+
+
 def _layers(x: Tensor, *weights: Tensor) -> Tensor:
     for w in weights:
         x = torch.tanh(x @ w)
     return x
+
+
+def _masks(x: Tensor, group: ProcessGroup, repeats: int) -> float:
+    """Seconds of Inductor's code for a bool that it stores, and for one that it reads: half of both together."""
+    few, mask = x[: 1 << 20], x[: 1 << 20] > 1
+    calls: tuple[tuple[Callable[..., object], tuple[Tensor, ...]], ...] = (
+        (lambda a: (a.relu(), a <= 0), (few,)),
+        (lambda a: (a.relu(),), (few,)),
+        (lambda a, m: torch.where(m, 0.0, a), (few, mask)),
+        (lambda a, b: torch.where(b > 0, 0.0, a), (few, few)),
+    )
+    took = []
+    for function, arguments in calls:
+        run = functools.partial(torch.compile(function, fullgraph=True), *arguments)
+        run()
+        took.append(_slowest_rank(run, group, x.device, repeats))
+    return max(took[0] - took[1] + took[2] - took[3], 0.0) / few.numel() / 2
 
 
 def _launches(group: ProcessGroup, repeats: int) -> tuple[float, float]:

@@ -7,6 +7,7 @@ size vectors of cuts. Numbers that may differ between ranks are never read: see 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
@@ -21,7 +22,7 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 from shardcompile import compat, machines
-from shardcompile.collectives.traffic import Member, Traffic, shares
+from shardcompile.collectives.traffic import Member, Traffic, nbytes_of, shares
 from shardcompile.machines import Device, Link, Price
 from shardcompile.passes.graph import blocks
 from shardcompile.passes.graph.collective import WAIT, Collective, Seen, kind_of
@@ -72,12 +73,16 @@ class CostModel:
         group_sizes: numbers of ranks by the group's name, where there are no such process groups.
         group_links: links by the group's name, in place of the device's, such as calibrated ones. Groups whose links
             have one name share it.
+        imbalance: the largest block to the mean one: what is computed with blocks takes so much longer on the slowest
+            rank. Passes reckon with 1, since they may meet another graph of the same program in a cache; reports with
+            that of the inputs, see `of_slowest_rank`.
     """
 
     device: Device
     ranks_per_node: int = machines.RANKS_PER_NODE
     group_sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
     group_links: Mapping[str, Link] = field(default_factory=dict, hash=False)
+    imbalance: float = 1.0
 
     @staticmethod
     def of(graph: Graph) -> CostModel:
@@ -92,6 +97,11 @@ class CostModel:
         if not kinds:
             kinds = sorted({t.device.type for n in graph.nodes for t in blocks.tensors(n)}, key="cpu".__eq__)
         return CostModel(machines.device_of(kinds[0] if kinds else "cpu"))
+
+    def of_slowest_rank(self, graph: Graph) -> CostModel:
+        """The same model for the rank with the largest blocks of the inputs that a graph was traced with."""
+        values = (t for n in graph.nodes for t in blocks.tensors(n))
+        return dataclasses.replace(self, imbalance=compat.imbalance_of(values))
 
     def group_size(self, name: str) -> int | None:
         """Ranks in a group, or None."""
@@ -176,8 +186,11 @@ class CostModel:
         traffic = _traffic_of(node, reads, writes, nominal)
         flops = NOMINAL_FLOPS * (_formula(node) is not None) if dependent else _flops(node)
         elements = blocks.nbytes_of(node) / _dtype(node).itemsize if node.target in _FUNCTIONS and not dependent else 0
-        seconds = self.device.compute_seconds(flops, traffic, _dtype(node), elements)
-        return seconds if writes else seconds - self.device.kernel
+        kernel, masks = self.device.kernel, 0 if dependent else _masks(node, reads, writes)
+        seconds = self.device.compute_seconds(flops, traffic, _dtype(node), elements, masks) - kernel
+        if self.imbalance != 1 and _has_symbols(node):
+            seconds *= self.imbalance
+        return seconds + kernel * writes
 
 
 def readable(c: Collective, members: Sequence[Member], labels: Mapping[Node, set[str]]) -> bool:
@@ -402,6 +415,18 @@ def _traffic_of(node: Node, reads: Sequence[Node], writes: bool, nominal: int | 
 def _formula(node: Node) -> Callable[..., float] | None:
     packet: Any = getattr(node.target, "overloadpacket", node.target)
     return _FORMULAS.get(packet) or flop_registry.get(_LIKE.get(packet, packet))
+
+
+def _masks(node: Node, reads: Sequence[Node], writes: bool) -> int:
+    """Bools that a loop reads and stores, such as where the gradient of a ReLU is zero."""
+    around = [*reads, *([node] if writes else [])] if _is_loop(node) else []
+    return sum(nbytes_of(t) for n in around for t in blocks.tensors(n) if t.dtype is torch.bool)
+
+
+def _has_symbols(node: Node) -> bool:
+    """Whether a node computes with tensors whose extents vary, as those of blocks do."""
+    around = (t for n in (node, *node.all_input_nodes) for t in blocks.tensors(n))
+    return any(isinstance(extent, torch.SymInt) for t in around for extent in t.shape)
 
 
 def _flops(node: Node) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.fx.traceback as fx_traceback
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # 2.11 - 2.15
 from torch._guards import (
     CompileContext,  # 2.11 - 2.15
+    TracingContext,  # 2.11 - 2.15
     detect_fake_mode,  # 2.11 - 2.15
 )
 from torch._subclasses.fake_tensor import (
@@ -99,6 +100,26 @@ def outside_trace() -> contextlib.AbstractContextManager[object]:
     stack.enter_context(disable_functional_mode())
     stack.enter_context(disable_proxy_modes_tracing())
     return stack
+
+
+_IMBALANCE = "_shardcompile_imbalance"
+
+
+def note_imbalance(ratio: float) -> None:
+    """Note for the running compilation how much larger than the mean the largest block of an input is."""
+    context = TracingContext.try_get()
+    if context is not None and context.fake_mode is not None and context.fake_mode.shape_env is not None:
+        notes = vars(context.fake_mode.shape_env)
+        notes[_IMBALANCE] = max(ratio, notes.get(_IMBALANCE, 1.0))
+
+
+def imbalance_of(traced: Iterable[torch.Tensor]) -> float:
+    """The largest ratio that `note_imbalance` noted when tensors were traced; 1 if none was."""
+    for x in traced:
+        for extent in x.shape:
+            if isinstance(extent, torch.SymInt):
+                return float(vars(extent.node.shape_env).get(_IMBALANCE, 1.0))
+    return 1.0
 
 
 def memo_of(mode: object) -> dict[object, object]:

@@ -48,7 +48,8 @@ class Analysis:
             graph: the graph, in a valid order.
             model: the costs; None for those of the graph's device.
         """
-        prices = Prices.of(graph, CostModel.of(graph) if model is None else model)
+        model = (CostModel.of(graph) if model is None else model).of_slowest_rank(graph)
+        prices = Prices.of(graph, model)
         order = list(graph.nodes)
         found = collectives(graph)
         timeline = simulate(order, prices)

@@ -23,6 +23,7 @@ from shardcompile.tensor.metadata import (
     block_hints,
     extent_hints,
     gaps_along_cuts,
+    imbalance,
     keys_tensor,
     metadata_of,
     spec_from_parts,
@@ -171,6 +172,7 @@ class Traced(Sharded):
                 compat.mark_static(self._cut_keys)
             return
         compat.trace_size_obliviously()
+        compat.note_imbalance(imbalance(self._spec.layout))
         compat.mark_weakly_dynamic(self._local_tensor, block_hints(self._spec.layout), gaps_along_cuts(self._spec))
         if metadata.dynamic_dims:
             keys = self._cut_keys

@@ -176,6 +176,27 @@ def test_what_one_thread_does_besides_holds_up_its_compute() -> None:
     assert timeline.exposed == pytest.approx(7 + 3 * transfer / 4)
 
 
+def test_a_core_computes_and_moves_in_turns_and_a_gpu_side_by_side() -> None:
+    core = replace(CPU_CORE, kernel=1.0, memory=2.0, share=1.0, flops={torch.float32: 4.0})
+    assert core.compute_seconds(12, 10, torch.float32) == 1 + 12 / 4 + 10 / 2
+    assert replace(core, kind="cuda").compute_seconds(12, 10, torch.float32) == 1 + max(12 / 4, 10 / 2)
+
+
+def test_masks_that_loops_store_and_read_cost_extra() -> None:
+    device = replace(CPU_CORE, kernel=0.0, memory=math.inf, mask=0.5)
+    b = Builder(torch.float32)
+    x, g = b.input(6), b.input(6)
+    stored = b.call(aten.le.Scalar, x, 0)
+    product = b.call(aten.mm.default, b.call(aten.view.default, stored, [2, 3]), b.input(3, 2))
+    read = b.call(aten.where.self, b.call(aten.flip.default, stored, [0]), x, g)
+    within = b.call(aten.where.self, b.call(aten.gt.Scalar, g, 0), x, g)
+    graph = b.output(product, read, within)
+    seconds = Prices.of(graph, model(LATENT, device)).seconds
+    named = {n.target: n for n in graph.nodes}
+    assert seconds[stored] == seconds[read] == pytest.approx(6 * 0.5)
+    assert seconds[within] == seconds[named[aten.gt.Scalar]] == 0
+
+
 def test_links_follow_from_what_all_ranks_share() -> None:
     assert machines.link_of(H100, 8) is machines.NVLINK4
     assert machines.link_of(H100, 9) is machines.INFINIBAND_NDR

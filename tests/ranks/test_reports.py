@@ -242,6 +242,23 @@ def test_reports_of_two_ranks_differ_in_nothing_that_matters() -> None:
         assert not reports[0].diff(other).errors
 
 
+def test_reports_reckon_with_the_largest_block() -> None:
+    def blocks(*sizes: int) -> Any:
+        def build(mesh: Any) -> tuple[Any, tuple[Any, ...]]:
+            x = sc.ShardTensor.from_local(torch.zeros(sizes[mesh.get_rank()], 64), mesh, [Shard(0)], {0: list(sizes)})
+            return nn.Linear(64, 64), (x,)
+
+        return build
+
+    even, uneven, other = (
+        explain(blocks(*sizes), world_size=2, device="cpu", rank=rank)
+        for sizes, rank in (((10_000, 10_000), 0), ((15_000, 5_000), 0), ((15_000, 5_000), 1))
+    )
+    for graphs in zip(even.graphs, uneven.graphs, other.graphs, strict=True):
+        mean, slowest, same = (g.compute for g in graphs)
+        assert same == slowest and 1.4 * mean < slowest <= 1.5 * mean  # kernels are launched as often
+
+
 def test_diff_says_what_changed() -> None:
     report = explain(build, world_size=5, device="cpu")
     assert not report.diff(Report.from_json(report.to_json())) and str(report.diff(report)) == "no difference"
