@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.fx import Graph, Node
-from torch.utils.flop_counter import flop_registry
 
 from shardcompile import compat, machines
 from shardcompile.collectives.traffic import Member, Traffic, nbytes_of, shares
 from shardcompile.machines import Device, Link, Price
+from shardcompile.passes.cost.operations import dtype_of, flops_of, formula_of, say_once
 from shardcompile.passes.graph import blocks
 from shardcompile.passes.graph.collective import WAIT, Collective, Seen, kind_of
 from shardcompile.passes.graph.ops import op_of
@@ -39,19 +36,6 @@ NOMINAL_FLOPS = 2 * 512**3
 
 NOMINAL_RANKS = 8
 """What stands for the size of a group that is not known."""
-
-_LIKE = {
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
-    torch.ops.shardcompile.attend: aten._scaled_dot_product_flash_attention,
-    torch.ops.shardcompile.attend_backward: aten._scaled_dot_product_flash_attention_backward,
-    torch.ops.shardcompile.convolution: aten.convolution,
-    torch.ops.shardcompile.convolution_backward: aten.convolution_backward,
-}
-"""Ops that torch's registry of operations does not have, by one that costs the same."""
-
-_FORMULAS = {aten._grouped_mm: lambda a, b, *rest, **named: 2 * math.prod(a) * b[-1]}
-"""Operations of products that are missing there as well."""
 
 _LOOKUPS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
 """Ops that read as much as they write."""
@@ -138,10 +122,10 @@ class CostModel:
         n = self.group_size(c.group_name)
         moved = c.descriptor.traffic
         if n is None or moved is None:
-            _say_once(f"{c.kind} over group {c.group_name} of {n or 'unknown'} ranks has no price; a default stands in")
+            say_once(f"{c.kind} over group {c.group_name} of {n or 'unknown'} ranks has no price; a default stands in")
             return self.price_of(c.group_name, Traffic(NOMINAL_BYTES, NOMINAL_BYTES))
         if any(compat.is_unbacked(s) for p in c.payloads for t in blocks.tensors(p) for s in t.shape):
-            _say_once("collectives of sizes that are known at run time only are priced as if these were 64")
+            say_once("collectives of sizes that are known at run time only are priced as if these were 64")
         members = blocks.members(c, n)
         if not readable(c, members, labels):
             return self.price_of(c.group_name, Traffic(NOMINAL_BYTES, NOMINAL_BYTES * n))
@@ -169,8 +153,8 @@ class CostModel:
     def compute_seconds(self, node: Node, labels: Mapping[Node, set[str]] | None = None) -> float:
         """How long a node takes on the compute stream: 0 for what runs no kernel, and for collectives.
 
-        The larger of what its operations and what its memory traffic take. Inductor fuses pointwise ops with their
-        pointwise neighbours: what only passes between them is neither written nor read, and launches no kernel.
+        It follows from its operations and its memory traffic. Inductor fuses pointwise ops with their pointwise
+        neighbours: what only passes between them is neither written nor read, and launches no kernel.
 
         Args:
             node: any.
@@ -184,10 +168,12 @@ class CostModel:
         reads = [i for i in node.all_input_nodes if blocks.tensors(i) and not _are_fused(_behind_views(i), node)]
         writes = not _passes_on(node)
         traffic = _traffic_of(node, reads, writes, nominal)
-        flops = NOMINAL_FLOPS * (_formula(node) is not None) if dependent else _flops(node)
-        elements = blocks.nbytes_of(node) / _dtype(node).itemsize if node.target in _FUNCTIONS and not dependent else 0
+        flops = NOMINAL_FLOPS * (formula_of(node) is not None) if dependent else flops_of(node)
+        elements = (
+            blocks.nbytes_of(node) / dtype_of(node).itemsize if node.target in _FUNCTIONS and not dependent else 0
+        )
         kernel, masks = self.device.kernel, 0 if dependent else _masks(node, reads, writes)
-        seconds = self.device.compute_seconds(flops, traffic, _dtype(node), elements, masks) - kernel
+        seconds = self.device.compute_seconds(flops, traffic, dtype_of(node), elements, masks) - kernel
         if self.imbalance != 1 and _has_symbols(node):
             seconds *= self.imbalance
         return seconds + kernel * writes
@@ -339,11 +325,6 @@ def _largest_blocks(graph: Graph, model: CostModel, labels: Mapping[Node, set[st
     return found
 
 
-@functools.cache
-def _say_once(text: str) -> None:
-    _LOG.warning(text)
-
-
 # What nodes are and do.
 
 
@@ -412,11 +393,6 @@ def _traffic_of(node: Node, reads: Sequence[Node], writes: bool, nominal: int | 
     return sum(map(blocks.nbytes_of, reads)) + written * writes
 
 
-def _formula(node: Node) -> Callable[..., float] | None:
-    packet: Any = getattr(node.target, "overloadpacket", node.target)
-    return _FORMULAS.get(packet) or flop_registry.get(_LIKE.get(packet, packet))
-
-
 def _masks(node: Node, reads: Sequence[Node], writes: bool) -> int:
     """Bools that a loop reads and stores, such as where the gradient of a ReLU is zero."""
     around = [*reads, *([node] if writes else [])] if _is_loop(node) else []
@@ -427,49 +403,3 @@ def _has_symbols(node: Node) -> bool:
     """Whether a node computes with tensors whose extents vary, as those of blocks do."""
     around = (t for n in (node, *node.all_input_nodes) for t in blocks.tensors(n))
     return any(isinstance(extent, torch.SymInt) for t in around for extent in t.shape)
-
-
-def _flops(node: Node) -> float:
-    """Operations of a product, from torch's own formulas; 0 of other ops, which their memory traffic prices."""
-    formula = _formula(node)
-    if formula is None:
-        return 0.0
-    ours = getattr(node.target, "namespace", "") == "shardcompile"  # what it is told besides is no matter of operations
-    named = () if ours else tuple((k, _numbers(v)) for k, v in node.kwargs.items())
-    return _count_flops(formula, str(node.target), _numbers(node.args), named, _numbers(node.meta.get("val")))
-
-
-@functools.lru_cache(maxsize=4096)
-def _count_flops(
-    formula: Callable[..., float],
-    op: str,
-    args: tuple[object, ...],
-    kwargs: tuple[tuple[str, object], ...],
-    result: object,
-) -> float:
-    """What a formula says. The layers of a model ask for the same."""
-    try:
-        return float(formula(*args, **dict(kwargs), out_val=result))
-    except Exception as error:  # a formula of an op that wants real tensors, or of another version of the op
-        _say_once(f"the operations of {op} cannot be counted, its bytes price it: {error}")
-        return 0.0
-
-
-def _numbers(value: object) -> Any:
-    """A tensor's extents as numbers, a symbol's hint; lists of them, and arguments that are nodes, alike."""
-    if isinstance(value, Node):
-        value = value.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return tuple(compat.size_hint(s) for s in value.shape)
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_numbers, value))
-    return compat.size_hint(value) if isinstance(value, torch.SymInt) else value
-
-
-def _dtype(node: Node) -> torch.dtype:
-    """The dtype of the numbers that are multiplied. A kernel of half precision may read and give sums in single
-    precision.
-    """
-    values = [t.dtype for n in (node, *node.all_input_nodes) for t in blocks.tensors(n)]
-    floating = [d for d in values if d.is_floating_point or d.is_complex]
-    return min(floating, key=lambda d: d.itemsize) if floating else (values or [torch.float32])[0]

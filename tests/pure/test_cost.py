@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from shardcompile import machines
 from shardcompile.machines import CPU_CORE, H100, Device, Link
-from shardcompile.passes.cost import model as cost
+from shardcompile.passes.cost import operations
 from shardcompile.passes.cost.model import NOMINAL_BYTES, CostModel, Prices
 from shardcompile.passes.graph.blocks import labels, rank_dependent
 from shardcompile.passes.graph.collective import WAIT, Collective, add_node
@@ -248,7 +248,7 @@ def test_operations_of_other_products(name: str) -> None:
         node = b.graph.call_function(op, (q, q, q, *([None, False] if "CPU" not in name else [])))
         node.meta["val"] = (q.meta["val"],)
         flops = 2 * 2 * (2 * 4) * 16 * 16 * 8
-    assert cost._flops(node) == flops
+    assert operations.flops_of(node) == flops
 
 
 def test_an_op_whose_operations_cannot_be_counted_costs_its_bytes(caplog: pytest.LogCaptureFixture) -> None:
@@ -257,7 +257,7 @@ def test_an_op_whose_operations_cannot_be_counted_costs_its_bytes(caplog: pytest
     odd = b.graph.call_function(aten.mm.default, (x,))  # no such call, as another version of an op could have it
     odd.meta["val"] = x.meta["val"]
     with caplog.at_level(logging.WARNING, logger="shardcompile"):
-        assert cost._flops(odd) == 0
+        assert operations.flops_of(odd) == 0
     assert "cannot be counted" in caplog.text
 
 
@@ -322,7 +322,7 @@ def test_sizes_without_a_hint_get_a_default_and_are_named_once(caplog: pytest.Lo
         x.meta["val"] = torch.empty((extent,), dtype=torch.uint8)
     start = b.call(c10d.all_reduce.default, x, "sum", "g")
     graph = b.output(b.call(WAIT, start))
-    cost._say_once.cache_clear()
+    operations.say_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="shardcompile"):
         assert [Prices.of(graph, model()).seconds[start] for _ in range(2)] == [2 * 2 / 3 * 64] * 2
     assert ["known at run time only" in text for text in said(caplog)] == [True]
@@ -345,7 +345,7 @@ def test_what_has_no_price_gets_a_default_and_is_named_once(caplog: pytest.LogCa
     graph = b.output(
         b.wait(c10d.all_reduce.default, x, "sum", "unknown"), b.wait(c10d.all_reduce.default, x, "max", "unknown")
     )
-    cost._say_once.cache_clear()
+    operations.say_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="shardcompile"):
         prices = [Prices.of(graph, model()) for _ in range(2)]
     starts = list(prices[0].group)
