@@ -1045,6 +1045,41 @@ def _fourier() -> list[Case]:
     ]
 
 
+def _batches_of_matrices() -> list[Case]:
+    def of(function: Any, rows: int = 4, columns: int = 4) -> Any:
+        """A function of matrices that are far from singular, and apart from one another."""
+        spread = torch.diag(torch.linspace(6.0, 9.0, max(rows, columns), dtype=torch.float64))[:rows, :columns]
+        return lambda x, *rest: function(x + spread.to(x.dtype), *rest)
+
+    def positive(function: Any) -> Any:
+        return of(lambda x, *rest: function(x @ x.mT, *rest))
+
+    x, right = F(5, 4, 4), F(5, 4, 3)
+    return [
+        case("inverses", of(torch.linalg.inv), x),
+        case("determinants", of(torch.linalg.det), x),
+        case("their logarithms", of(lambda x: torch.linalg.slogdet(x)[1]), x),
+        case("solve each", of(torch.linalg.solve), x, right),
+        case("solve each with a vector", of(torch.linalg.solve), x, F(5, 4)),
+        case("solve triangles", of(lambda x, b: torch.linalg.solve_triangular(x.triu(), b, upper=True)), x, right),
+        case("cholesky of each", positive(torch.linalg.cholesky), x),
+        case(
+            "cholesky_solve of each", positive(lambda x, b: torch.cholesky_solve(b, torch.linalg.cholesky(x))), x, right
+        ),
+        case("qr of each", of(lambda x: torch.linalg.qr(x)[1].abs(), 4, 3), F(5, 4, 3)),
+        case("qr without q", of(lambda x: torch.linalg.qr(x.detach(), mode="r")[1].abs(), 4, 3), F(5, 4, 3)),
+        case("singular values", of(torch.linalg.svdvals, 4, 3), F(5, 4, 3)),
+        case("eigenvalues", positive(torch.linalg.eigvalsh), x),
+        case("eigenvectors", positive(lambda x: torch.linalg.eigh(x)[1].square()), x),
+        case("lu", of(lambda x: torch.linalg.lu(x)[2]), x),
+        case("lu_factor and lu_solve", of(lambda x, b: torch.linalg.lu_solve(*torch.linalg.lu_factor(x), b)), x, right),
+        case("pseudoinverses", of(torch.linalg.pinv, 4, 3), F(5, 4, 3)),
+        case("exponentials", lambda x: torch.linalg.matrix_exp(x / 4), x),
+        case("inverses of two batch dims", of(torch.linalg.inv, 2, 2), F(3, 2, 2, 2)),
+        case("solve all with one", of(torch.linalg.solve), F(4, 4), right),
+    ]
+
+
 def _without_rules() -> list[Case]:
     square = F(4, 4, kind="regular")
     image = F(3, 2, 6, 5)
@@ -1132,6 +1167,7 @@ FAMILIES: dict[str, list[Case]] = {
     "Fourier transforms": _fourier(),
     "einsums": _einsums(),
     "flattened dims": _joined(),
+    "batches of matrices": _batches_of_matrices(),
     "without rules": _without_rules(),
     "out": _outs(),
 }

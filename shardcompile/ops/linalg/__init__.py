@@ -1,0 +1,1 @@
+"""Decompositions and solutions of batches of matrices."""
