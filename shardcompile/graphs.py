@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import add_rows, any_travels, block_size, find_links, take_rows
+from shardcompile.collectives import add_rows, block_size, find_links, rows_travel, take_rows
 from shardcompile.errors import LayoutError
 from shardcompile.layout import Layout
 from shardcompile.tensor.autograd import ToLocal, redistributed
@@ -128,7 +128,7 @@ def _link(x: Any, index: Any) -> tuple[Any, ...]:
     block = block_size(cut, layout.mesh)
     ones = torch.ones_like(links.place)
     ways = (links.asked, links.sent, links.place, block, arriving, group_name)
-    (degree,) = add_rows([ones], *ways, travels=any_travels(links.came_cut))
+    (degree,) = add_rows([ones], *ways, travels=rows_travel(links.came_cut))
     return (
         wrapped(degree, layout),
         links.asked,
@@ -166,7 +166,7 @@ def _take(degree: Any, asked: Tensor, wanted: Any, sent: Any, place: Any, *xs: A
         numbers.reshape(-1),
         block_size(came, home.mesh),
         compat.group_name_of(home.mesh, mesh_dim),
-        travels=any_travels(came),
+        travels=rows_travel(came),
     )
     return tuple(
         wrapped(r.view([*numbers.shape, *r.shape[1:]]), _of_entries(entries, x._spec.layout, 1))
@@ -200,6 +200,6 @@ def _add(degree: Any, asked: Tensor, wanted: Any, sent: Any, place: Any, *values
         block_size(home.cut_of(0), home.mesh),
         block_size(came, home.mesh),
         compat.group_name_of(home.mesh, mesh_dim),
-        travels=any_travels(came),
+        travels=rows_travel(came),
     )
     return tuple(wrapped(s, _of_entries(home, v._spec.layout, dims)) for s, v in zip(sums, given, strict=True))

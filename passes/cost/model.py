@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -26,7 +25,6 @@ from shardcompile.passes.graph.collective import WAIT, Collective, Seen, kind_of
 from shardcompile.passes.graph.ops import op_of
 
 aten = torch.ops.aten
-_LOG = logging.getLogger("shardcompile")
 
 NOMINAL_BYTES = 1 << 20
 """What stands for the bytes of a tensor that may have another size on another rank, where no cut tells the largest."""
@@ -169,9 +167,8 @@ class CostModel:
         writes = not _passes_on(node)
         traffic = _traffic_of(node, reads, writes, nominal)
         flops = NOMINAL_FLOPS * (formula_of(node) is not None) if dependent else flops_of(node)
-        elements = (
-            blocks.nbytes_of(node) / dtype_of(node).itemsize if node.target in _FUNCTIONS and not dependent else 0
-        )
+        is_function = node.target in _FUNCTIONS and not dependent
+        elements = blocks.nbytes_of(node) / dtype_of(node).itemsize if is_function else 0
         kernel, masks = self.device.kernel, 0 if dependent else _masks(node, reads, writes)
         seconds = self.device.compute_seconds(flops, traffic, dtype_of(node), elements, masks) - kernel
         if self.imbalance != 1 and _has_symbols(node):

@@ -28,10 +28,10 @@ from shardcompile.collectives.functional import send_blocks as send_blocks
 from shardcompile.collectives.links import Links as Links
 from shardcompile.collectives.links import Reduction as Reduction
 from shardcompile.collectives.links import add_rows as add_rows
-from shardcompile.collectives.links import any_travels as any_travels
 from shardcompile.collectives.links import find_links as find_links
 from shardcompile.collectives.links import named_rows as named_rows
 from shardcompile.collectives.links import reduce_rows as reduce_rows
+from shardcompile.collectives.links import rows_travel as rows_travel
 from shardcompile.collectives.links import take_rows as take_rows
 from shardcompile.collectives.moved import MovedRows as MovedRows
 from shardcompile.collectives.moved import recording_rows as recording_rows

@@ -115,12 +115,12 @@ def _name_rows(
     """
     group, entries, device = compat.process_group(group_name), index.shape[0], index.device
     blocks = GroupCut(sizes, key, grouping).blocks(extent, group.size())
-    starts = torch.tensor([a for a, _ in transport.running_ends(blocks)], device=device)
-    block = blocks[group.rank()]
-    first = sum(blocks[: group.rank()])
+    ranges = transport.running_ends(blocks)
+    starts = torch.tensor([start for start, _ in ranges], device=device)
+    first, end = ranges[group.rank()]
     number = (torch.where(index < 0, index + extent, index) if wraps else index).long()
     bad = (number < 0) | (number > extent if may_miss else number >= extent)
-    mine = (number >= first) & (number < first + block)
+    mine = (number >= first) & (number < end)
     ordered, order = torch.where(mine | bad, extent, number).sort()
     heads = torch.ones_like(mine)  # the first entry of each row that has to come
     heads[1:] = ordered[1:] != ordered[:-1]
@@ -131,7 +131,7 @@ def _name_rows(
     target = slots.where(heads, entries)
     numbers = number.new_zeros([entries + 1]).scatter_(0, target, ordered.where(heads, 0))
     within = number.new_zeros([entries + 1]).scatter_(0, target, (ordered - starts[owner]).where(heads, 0))
-    place = torch.empty_like(slots).index_copy_(0, order, slots).add_(block).where(~mine, number - first)
+    place = torch.empty_like(slots).index_copy_(0, order, slots).add_(end - first).where(~mine, number - first)
     if may_miss:
         place.masked_fill_(number == extent, -1)
     return counts_in_range(counts[:-1], index.long(), bad), numbers, within, place
@@ -153,7 +153,7 @@ _LIBRARY.impl("name_rows", _name_rows, "CompositeExplicitAutograd")
 torch.library.register_fake("shardcompile::name_rows", _fake_names, lib=_LIBRARY)
 
 
-def any_travels(came: Cut) -> bool:
+def rows_travel(came: Cut) -> bool:
     """Whether rows travel, as far as is known: of a dim without rows every rank knows that none do.
 
     Args:
@@ -183,7 +183,7 @@ def take_rows(
         arriving: how many rows come.
         group_name: the ranks.
         may_miss: there are entries that name no row, which get zeros.
-        travels: whether any rank names rows of another, see `any_travels`.
+        travels: whether any rank names rows of another, see `rows_travel`.
 
     Returns:
         Of each: [e, ...].
@@ -215,7 +215,7 @@ def add_rows(
         block: how many rows this rank has.
         arriving: how many of others it names.
         group_name: the ranks.
-        travels: whether any rank names rows of another, see `any_travels`.
+        travels: whether any rank names rows of another, see `rows_travel`.
 
     Returns:
         Of each: [block, ...].

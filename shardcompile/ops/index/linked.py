@@ -22,11 +22,11 @@ from shardcompile.collectives import (
     Links,
     Reduction,
     add_rows,
-    any_travels,
     block_size,
     find_links,
     named_rows,
     reduce_rows,
+    rows_travel,
     take_rows,
 )
 from shardcompile.compat import OpOverload
@@ -177,7 +177,7 @@ def _rows_of(block: Tensor, dim: int, numbers: Tensor, layout: Layout, about: In
     arriving = links.came_cut.local_size(compat.coordinate(mesh))
     table = _rows_beside(block.movedim(dim, 0), cut)
     parts = (links.asked, links.sent, links.place, arriving, group_name)
-    (rows,) = take_rows([table], *parts, travels=any_travels(links.came_cut))
+    (rows,) = take_rows([table], *parts, travels=rows_travel(links.came_cut))
     return rows
 
 
@@ -274,7 +274,7 @@ def combined(
     ends = (block_size(cut, mesh), arriving, compat.group_name_of(mesh, cut.mesh_dims[0]))
     parts = (links.asked, links.sent, links.place, *ends)
     if reduce == "sum" and include_self:
-        (sums,) = add_rows([values], *parts, travels=any_travels(links.came_cut))
+        (sums,) = add_rows([values], *parts, travels=rows_travel(links.came_cut))
         found = rows + _rows_behind(sums, cut).movedim(0, dim)
     else:
         own = _rows_beside(rows.movedim(dim, 0), cut)

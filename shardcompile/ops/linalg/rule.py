@@ -31,17 +31,14 @@ def batched(dims: Sequence[int], missing: Missing = lambda call: ()) -> Ways:
     """
 
     def rule(call: OpCall) -> Iterable[Strategy]:
-        numbered = [(t, n) for t, n in zip(call.tensors, dims, strict=True) if n or t.ndim]
-        batches = [t.shape[: t.ndim - n] for t, n in numbered]
+        of_each = [t.shape[: t.ndim - n] if n or t.ndim else None for t, n in zip(call.tensors, dims, strict=True)]
+        batches = [b for b in of_each if b is not None]
         if len({len(b) for b in batches}) > 1 or not all(all(map(same_symbol, b, batches[0])) for b in batches):
             return []
         gone = missing(call)
         outputs = range(len(call.op._schema.returns))
         return [
-            along(
-                [d if n or t.ndim else None for t, n in zip(call.tensors, dims, strict=True)],
-                [None if i in gone else d for i in outputs],
-            )
+            along([None if b is None else d for b in of_each], [None if i in gone else d for i in outputs])
             for d in range(len(batches[0]))
         ]
 
