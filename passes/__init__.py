@@ -16,7 +16,7 @@ from shardcompile.passes.bucket.lower import LowerEvenGathers
 from shardcompile.passes.cleanup.merge import MergeReductions
 from shardcompile.passes.cleanup.own_blocks import ReduceThenSlice, SpreadOwnBlock
 from shardcompile.passes.cleanup.round_trips import CancelRoundTrips, DropOwnSlice
-from shardcompile.passes.cleanup.unneeded import DropRepeatedWaits, ShareEqualCollectives
+from shardcompile.passes.cleanup.unneeded import DropRepeatedWaits, DropSuperseded, ShareEqualCollectives
 from shardcompile.passes.cost.calibrate import measure_link
 from shardcompile.passes.cost.model import CostModel, Prices
 from shardcompile.passes.foreign.normalise import NormaliseChains
@@ -38,6 +38,7 @@ __all__ = [
     "Device",
     "DropOwnSlice",
     "DropRepeatedWaits",
+    "DropSuperseded",
     "HoldOrder",
     "Link",
     "LowerEvenGathers",

@@ -22,7 +22,7 @@ from shardcompile.passes.bucket.lower import LowerEvenGathers
 from shardcompile.passes.cleanup.merge import MergeReductions
 from shardcompile.passes.cleanup.own_blocks import ReduceThenSlice, SpreadOwnBlock
 from shardcompile.passes.cleanup.round_trips import CancelRoundTrips, DropOwnSlice
-from shardcompile.passes.cleanup.unneeded import DropRepeatedWaits, ShareEqualCollectives
+from shardcompile.passes.cleanup.unneeded import DropRepeatedWaits, DropSuperseded, ShareEqualCollectives
 from shardcompile.passes.cost.model import CostModel, keeping_prices
 from shardcompile.passes.foreign.normalise import NormaliseChains
 from shardcompile.passes.graph import blocks
@@ -34,7 +34,7 @@ from shardcompile.passes.verify import agreed, is_record, record_of, verify
 _LOG = logging.getLogger("shardcompile")
 
 _DECIDING = (
-    *(ShareEqualCollectives, CancelRoundTrips, DropOwnSlice, ReduceThenSlice, MergeReductions),
+    *(DropSuperseded, ShareEqualCollectives, CancelRoundTrips, DropOwnSlice, ReduceThenSlice, MergeReductions),
     *(BucketAllGathers, BucketAllToAlls, BucketReduceScatters, BucketAllReduces, ScheduleOverlap),
 )
 """The passes that decide by the graph which collectives there are, and in which order they start."""
@@ -79,6 +79,7 @@ def default_passes(model: CostModel | None = None) -> list[Pass]:
         model: the costs, the same on every rank; None for those of the device that a graph runs on.
     """
     return [
+        DropSuperseded(),
         DropRepeatedWaits(),
         ShareEqualCollectives(),
         CancelRoundTrips(),
@@ -231,7 +232,7 @@ def before_division(pipeline: Pipeline, foreign: bool = False) -> Pipeline:
         pipeline: what runs on the divided graphs.
         foreign: whether the chains of others are made one collective first.
     """
-    kinds = (ShareEqualCollectives, DropRepeatedWaits, CancelRoundTrips, MergeReductions)
+    kinds = (DropSuperseded, ShareEqualCollectives, DropRepeatedWaits, CancelRoundTrips, MergeReductions)
     early = [p for kind in kinds for p in pipeline.passes if isinstance(p, kind)]
     return Pipeline([*(foreign_passes() if foreign else ()), *early], in_step=foreign, final=False)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from shardcompile import compat
 from shardcompile.passes.cleanup.edits import COPIES, RESHAPES, aten, clone, escapes
 from shardcompile.passes.graph.collective import WAIT, Collective, kind_of
 from shardcompile.passes.graph.dependencies import writes
@@ -72,6 +73,26 @@ class ShareEqualCollectives:
                 _share(graph, c, first)
 
 
+class DropSuperseded:
+    """Do not fetch rows that are fetched elsewhere.
+
+        wait(exchange_rows(...))   ->   nothing, if it is superseded and nobody reads it
+
+    Rows that a program looks up in one cut, and needs in another, are looked up in that one: see
+    `shardcompile.tensor.grouped`, which notes that the first lookup is superseded. Legal because the note is made
+    where the program is traced, alike on all ranks. Torch keeps a wait that nobody reads.
+    """
+
+    name = "drop_superseded"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def __call__(self, graph: Graph) -> None:
+        if any(map(_is_superseded, graph.nodes)):
+            graph.eliminate_dead_code(lambda node: node.is_impure() and not _is_superseded(node))
+
+
 class DropRepeatedWaits:
     """Wait for a collective once.
 
@@ -97,6 +118,10 @@ class DropRepeatedWaits:
             if earlier is not node:
                 node.replace_all_uses_with(earlier)
                 graph.erase_node(node)
+
+
+def _is_superseded(node: Node) -> bool:
+    return node.target is WAIT and compat.SUPERSEDED in node.meta
 
 
 def _constants(graph: Graph) -> set[Node]:

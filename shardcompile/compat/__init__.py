@@ -97,16 +97,26 @@ from shardcompile.compat.tracing import (
     outside_transforms,
     refuse_unknown_shapes,
 )
-from shardcompile.compat.values import once_for_value
+from shardcompile.compat.values import (
+    SUPERSEDED,
+    WeakIdKeyDictionary,
+    is_new_zeros,
+    made_for_value,
+    once_for_tensor,
+    once_for_value,
+    supersede,
+)
 from shardcompile.compat.worlds import add_guard, forget_with_world, note_trace, start_epoch, world_epoch
 
 __all__ = [
+    "SUPERSEDED",
     "UNKNOWN_OUTPUT_SHAPE",
     "UNKNOWN_SIZE",
     "CustomGraphPass",
     "FakeTensorMode",
     "OpOverload",
     "OpOverloadPacket",
+    "WeakIdKeyDictionary",
     "abort",
     "add_guard",
     "annotate_nodes",
@@ -137,6 +147,7 @@ __all__ = [
     "inductor_has",
     "is_compiling",
     "is_fake",
+    "is_new_zeros",
     "is_one",
     "is_specialised",
     "is_traced",
@@ -153,6 +164,7 @@ __all__ = [
     "last_repetition",
     "let_comm_debug_mode_see_through",
     "lower_when_traced",
+    "made_for_value",
     "mark_static",
     "mark_weakly_dynamic",
     "memo_of",
@@ -160,6 +172,7 @@ __all__ = [
     "note_imbalance",
     "note_input_size",
     "note_trace",
+    "once_for_tensor",
     "once_for_value",
     "once_in_trace",
     "outside_trace",
@@ -178,6 +191,7 @@ __all__ = [
     "statically_known_true",
     "store",
     "suggest_hint",
+    "supersede",
     "trace_size_obliviously",
     "unrecorded_symbols",
     "without_base",

@@ -7,6 +7,7 @@ numbers, so each rank would get another graph and other guards.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -26,6 +27,9 @@ GAPS = -1
 Gaps = list[tuple[int, int | None]]
 """Each dim, the fastest first, with the elements of the whole tensor that lie unused before its next row, or None."""
 
+_SHARDED: weakref.WeakKeyDictionary[ShapeEnv, set[Source]] = weakref.WeakKeyDictionary()
+"""The sharded inputs of traces."""
+
 MakeSymbol = Callable[..., Formula]
 MakeSymbols = Callable[..., list[Formula]]
 
@@ -41,6 +45,21 @@ def is_block(source: Source | None) -> bool:
 def describes_block(source: Source | None) -> bool:
     """Whether a number is an extent, a stride or an offset of a block, or the key of a cut."""
     return getattr(getattr(source, "base", None), "member", None) in (_BLOCK, _KEYS)
+
+
+def describes_plain_value(shape_env: ShapeEnv, symbol: sympy.Symbol) -> bool:
+    """Whether a symbol stands for something of an input that is not sharded, such as an extent of a plain tensor.
+
+    Also if the trace has found that it is equal to such a symbol.
+    """
+    sharded = _SHARDED.get(shape_env, set())
+
+    def is_plain(source: Source) -> bool:
+        return not describes_block(source) and getattr(source, "base", None) not in sharded
+
+    equal = [known for known, found in shape_env.replacements.items() if symbol in found.free_symbols]  # 2.11 - 2.15
+    sources = [shape_env.var_to_sources.get(known, ()) for known in [symbol, *equal]]  # 2.11 - 2.15
+    return any(map(is_plain, itertools.chain(*sources)))
 
 
 def name_symbols_of_blocks(shape_env: ShapeEnv) -> None:
@@ -83,6 +102,8 @@ class _Symbols:
         if not isinstance(source, TensorPropertySource):
             return self._make(value, source, *args, **kwargs)
         of_block = is_block(source.base)
+        if of_block:
+            _SHARDED.setdefault(self._env, set()).add(cast(ChainedSource, source.base).base)
         if source.prop is TensorProperty.SIZE:
             if value in (0, 1) and source.idx not in self._hints:
                 # This dim is not cut, so all ranks see the same extent, and the tensor may be broadcast along it. If

@@ -16,7 +16,7 @@ from torch.fx.experimental.sym_node import SymNode  # 2.11 - 2.15
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 
 from shardcompile import errors
-from shardcompile.compat.block_symbols import describes_block
+from shardcompile.compat.block_symbols import describes_block, describes_plain_value
 from shardcompile.compat.patch import replace
 from shardcompile.compat.sizes import IntLike, statically_known_true
 
@@ -89,22 +89,27 @@ def _equal_for_all_extents(_: Callable[..., bool]) -> Callable[..., object]:
 
 
 def _guarding_plain_extents(decide: Callable[[object, bool], bool]) -> Callable[[object, bool], bool]:
-    """Guard the extents of whole tensors, which all ranks share, as torch does without the switch."""
+    """Guard the extents of plain tensors, which all ranks share, as torch does without the switch."""
 
     def decided(question: object, default: bool) -> bool:
-        if isinstance(question, torch.SymBool) and _is_of_whole_tensors(question.node):
+        if isinstance(question, torch.SymBool) and _is_of_plain_tensors(question.node):
             return bool(question)
         return decide(question, default)
 
     return decided
 
 
-def _is_of_whole_tensors(node: SymNode) -> bool:
-    """Whether a condition is about extents of whole tensors alone, whose values are known in the trace."""
+def _is_of_plain_tensors(node: SymNode) -> bool:
+    """Whether a condition is about extents that all ranks share, of which a plain tensor has one.
+
+    Where sharded tensors alone have them, one graph serves an extent of 1, too.
+    """
     if node.is_constant() or not node.has_hint():
         return False
     symbols = node.expr.free_symbols
-    return bool(symbols) and not any(_is_of_block(node, symbol) for symbol in symbols)
+    if any(_is_of_block(node, symbol) for symbol in symbols):
+        return False
+    return any(describes_plain_value(_shape_env(node), symbol) for symbol in symbols)
 
 
 def storage_of_no_rows(stack: contextlib.ExitStack) -> None:

@@ -53,6 +53,7 @@ from shardcompile.compat.scheduling import (
     BROADCAST_BY_GUARDS,
     LOOKUPS_IN_NO_ROWS,
     NUMBERS_OF_WRITTEN_ROWS,
+    ROWS_OF_GROUPS,
     parts_own_no_memory,
     reads_after_writes,
 )
@@ -102,6 +103,7 @@ OF_RANKS_ALIKE = (
         parts_own_no_memory,
     ),
     BROADCAST_BY_GUARDS,
+    ROWS_OF_GROUPS,
     LOOKUPS_IN_NO_ROWS,
     STRIDES_BY_TERMS,
     Patch(
@@ -212,7 +214,7 @@ OF_A_COMPILATION = (
     Patch(
         "plain_extents_are_guarded",
         "torch.fx.experimental.symbolic_shapes._guard_or",
-        "The switch holds for all extents, although plain tensors and whole ones have the same extents on all ranks. "
+        "The switch holds for all extents, although those of plain tensors are the same on all ranks. "
         "With the switch a slice of a plain tensor has an unknown number of rows, and later ops fail.",
         "backed_size_oblivious could be a property of symbols. With it, x.chunk(2)[-1] of a dynamic x has an unbacked "
         "extent, and unbind() of that keeps the dim.",

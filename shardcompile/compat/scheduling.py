@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 import sympy
+import torch
 
 from shardcompile.compat.patch import Patch, replace
 
@@ -37,6 +38,14 @@ def parts_own_no_memory(stack: contextlib.ExitStack) -> None:
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen  # 2.11 - 2.15
 
     replace(stack, PythonWrapperCodegen, "can_reuse", _unless_another_owns_it)  # 2.11 - 2.15
+
+
+def rows_of_groups(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
+    from torch._inductor import lowering  # 2.11 - 2.15
+
+    as_traced = {torch.ops.aten._grouped_mm.default: lowering.constrain_to_fx_strides}
+    stack.enter_context(mock.patch.dict(lowering._maybe_layout_constraints, as_traced))  # 2.11 - 2.15
 
 
 def broadcast_by_guards(stack: contextlib.ExitStack) -> None:
@@ -165,6 +174,17 @@ LOOKUPS_IN_NO_ROWS = Patch(
     "it may be a symbol that is 0 when the graph runs.",
     "2.11 - 2.15",
     lookups_in_no_rows,
+)
+
+ROWS_OF_GROUPS = Patch(
+    "rows_of_groups",
+    "torch._inductor.lowering._maybe_layout_constraints[aten._grouped_mm]",
+    "Inductor chooses how the inputs of a grouped product are stored. It may store them column by column, and the "
+    "kernel refuses that unless the columns are a multiple of 16 bytes.",
+    "F.grouped_mm(x.t().contiguous(), w, offs=offs) compiled for 7 rows of bfloat16: strides should be multiple of 16 "
+    "bytes. The lowering of _grouped_mm asks for dense inputs in any order (require_dense).",
+    "2.11 - 2.15",
+    rows_of_groups,
 )
 
 BROADCAST_BY_GUARDS = Patch(

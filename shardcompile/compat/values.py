@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,  # 2.11 - 2.15
 )
 from torch.fx.experimental.symbolic_shapes import statically_known_true  # 2.11 - 2.15
+from torch.utils.weak import WeakIdKeyDictionary  # 2.11 - 2.15
 
 from shardcompile.compat.sizes import IntLike
 from shardcompile.compat.symbols import Tracer
@@ -65,6 +66,10 @@ class _Memo:
         return key
 
 
+SUPERSEDED = "shardcompile: superseded"
+"""The note in a wait that is not needed unless something reads it."""
+
+_OF_TENSORS: Any = WeakIdKeyDictionary()
 _MEMOS: weakref.WeakKeyDictionary[Any, _Memo] = weakref.WeakKeyDictionary()
 
 
@@ -79,15 +84,89 @@ def once_for_value(x: torch.Tensor, what: tuple[object, ...], make: Callable[[],
         what: the key of the result.
         make: computes the result.
     """
+    made, number = _made_of(x)
+    if made is None:
+        return make()
+    if (number, *what) not in made:
+        made[number, *what] = make()
+    return made[number, *what]  # type: ignore[no-any-return]
+
+
+def made_for_value(x: torch.Tensor, what: tuple[object, ...]) -> object:
+    """What `once_for_value` has computed of a tensor of these values; None if it has not.
+
+    Args:
+        x: the tensor.
+        what: the key of the result.
+    """
+    made, number = _made_of(x)
+    return None if made is None else made.get((number, *what))
+
+
+def _made_of(x: torch.Tensor) -> tuple[dict[object, Any] | None, int]:
+    """What has been computed in this trace, and the number of a tensor's values in it; None outside a trace."""
     mode = None if _is_of_known_size(x) else get_proxy_mode()
     node = None if mode is None else _node_of(x, mode.tracer)
     if node is None or mode is None:
-        return make()
+        return None, 0
     memo = _MEMOS.setdefault(mode.tracer, _Memo())
-    key = (memo.number(_same_elements(node)), *what)
-    if key not in memo.made:
-        memo.made[key] = make()
-    return memo.made[key]  # type: ignore[no-any-return]
+    return memo.made, memo.number(_same_elements(node))
+
+
+def supersede(x: torch.Tensor, made_of: Iterable[torch.Tensor]) -> None:
+    """Note in a trace that the collectives on the way to a tensor are needed only if something reads the tensor.
+
+    Args:
+        x: the tensor.
+        made_of: where the way begins.
+    """
+    mode = get_proxy_mode()
+    if mode is None:
+        return
+    seen = {_node_of(a, mode.tracer) for a in made_of}
+    ahead = [_node_of(x, mode.tracer)]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        ahead.extend(node.all_input_nodes)
+        if node.target is torch.ops._c10d_functional.wait_tensor.default:
+            node.meta[SUPERSEDED] = True
+
+
+def is_new_zeros(x: torch.Tensor) -> bool:
+    """Whether a tensor of a trace has just been made, of zeros."""
+    mode = get_proxy_mode()
+    node = None if mode is None else _node_of(x, mode.tracer)
+    while node is not None and node.op == "call_function" and node.target in _COPIES:
+        node = node.args[0]  # type: ignore[assignment]
+    return node is not None and node.op == "call_function" and _makes_zeros(node)
+
+
+def _makes_zeros(node: torch.fx.Node) -> bool:
+    if node.target in (aten.full.default, aten.new_full.default, aten.full_like.default):
+        return bool(node.args[-1] == 0)
+    return node.target in _ZEROS
+
+
+def once_for_tensor(x: torch.Tensor, what: tuple[object, ...], make: Callable[[], _T]) -> _T:
+    """Compute what follows from a tensor, in each run of a trace once for this tensor.
+
+    Unlike `once_for_value` it may make sizes that the results of a function have: Dynamo, which runs functions one by
+    one, notes a new size where it first sees one. So its runs have to find what the runs of AOTAutograd find.
+
+    Args:
+        x: the tensor.
+        what: the key of the result.
+        make: computes the result.
+    """
+    mode = get_proxy_mode()
+    made = _OF_TENSORS.setdefault(x, {})
+    key = (None if mode is None else id(mode.tracer), *what)
+    if key not in made:
+        made[key] = make()
+    return made[key]  # type: ignore[no-any-return]
 
 
 def _is_of_known_size(x: object) -> bool:
@@ -99,6 +178,9 @@ _PARTS = (
     *(aten.split.Tensor, aten.split_with_sizes.default, aten.index_select.default, aten.roll.default),
     *(aten.constant_pad_nd.default, aten.arange.start_step),
 )
+
+_ZEROS = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
+_COPIES = (aten.alias.default, aten.detach.default, aten.clone.default)
 
 _REARRANGED = (
     *(aten.view.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default, aten.clone.default),

@@ -12,6 +12,7 @@ from shardcompile.ops.record import Rule as Rule
 from shardcompile.ops.record import always as always
 from shardcompile.ops.registry import CONDITIONS as CONDITIONS
 from shardcompile.ops.registry import FUNCTIONS as FUNCTIONS
+from shardcompile.ops.registry import NAMED_FUNCTIONS as NAMED_FUNCTIONS
 from shardcompile.ops.registry import family as family
 from shardcompile.ops.registry import find_rule as find_rule
 from shardcompile.ops.registry import record_of as record_of
@@ -21,6 +22,7 @@ from shardcompile.ops.registry import registered_ops as registered_ops
 from shardcompile.ops.registry import replace_rule as replace_rule
 from shardcompile.ops.registry import state as state
 from shardcompile.ops.registry import state_function as state_function
+from shardcompile.ops.registry import state_named_function as state_named_function
 from shardcompile.ops.strategy import OpCall as OpCall
 from shardcompile.ops.strategy import Strategy as Strategy
 from shardcompile.ops.strategy import TensorArg as TensorArg

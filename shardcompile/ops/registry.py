@@ -29,6 +29,9 @@ _FAMILIES: list[Family] = []
 FUNCTIONS: dict[object, Run] = {}
 """By Python function of torch, what it does above autograd. The compiler reads this, so it holds functions only."""
 
+NAMED_FUNCTIONS: dict[str, Run] = {}
+"""The same of ops that packages define, by name."""
+
 CONDITIONS: dict[object, Callable[[Sequence[Any]], bool]] = {}
 """By Python function, which calls those of `FUNCTIONS` take that do not take every one."""
 
@@ -94,6 +97,21 @@ def state_function(
             CONDITIONS[function] = when
     for overload in _all(of):
         _state(overload, {"functions": tuple(functions)}, _caller())
+
+
+def state_named_function(name: str, run: Run) -> None:
+    """`state_function` of an op that exists as soon as somebody imports the package that defines it.
+
+    Args:
+        name: of the op with its namespace, without an overload.
+        run: called with the op and its arguments.
+
+    Raises:
+        RuleError: it is spoken for already.
+    """
+    if name in NAMED_FUNCTIONS:
+        raise RuleError(f"{name} already does something above autograd, {NAMED_FUNCTIONS[name]}")
+    NAMED_FUNCTIONS[name] = run
 
 
 def family(facts: Family) -> Family:

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement
 
 from shardcompile import compat
-from shardcompile.compat import OpOverload
+from shardcompile.compat import OpOverload, OpOverloadPacket
 from shardcompile.dispatch import Handlers, clear_cache, dispatch
 from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpError
 from shardcompile.layout import Layout, Spec, contiguous_stride, normalize_placements
-from shardcompile.ops import CONDITIONS, FUNCTIONS
+from shardcompile.ops import CONDITIONS, FUNCTIONS, NAMED_FUNCTIONS
 from shardcompile.ops.view.joined import layout_in_one_piece
 from shardcompile.plan import target_layout
 from shardcompile.tensor import checkpoint, construct
@@ -76,6 +76,8 @@ class ShardTensor(Traced):
             if handler is not None:
                 return handler(func, types, args, kwargs or {})
         special = FUNCTIONS.get(func)
+        if special is None and type(func) is OpOverloadPacket:
+            special = NAMED_FUNCTIONS.get(str(func))
         if special is not None and func in CONDITIONS and not CONDITIONS[func](args):
             special = None
         if not kwargs and special is None:

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardcompile import compat, config
 from shardcompile.errors import UnsupportedOpError
-from shardcompile.ops import state_function
+from shardcompile.ops import state_function, state_named_function
 from shardcompile.sharded import Sharded
 from shardcompile.tensor import flex, masks
 from shardcompile.tensor.arguments import align_gradient
@@ -23,6 +23,7 @@ from shardcompile.tensor.einsum import einsum
 from shardcompile.tensor.embedding_bags import embedding_bag
 from shardcompile.tensor.fourier import FOURIER_FUNCTIONS
 from shardcompile.tensor.grids import interpolate
+from shardcompile.tensor.grouped import grouped_mm, grouped_mm_fallback
 from shardcompile.tensor.higher_order import teach_higher_order_ops
 from shardcompile.tensor.padding import pad
 
@@ -229,6 +230,8 @@ state_function([torch.cumprod, _Tensor.cumprod], _of_neighbours(cumprod), aten.c
 state_function([torch.nn.functional.linear], _product, aten.linear.default)
 state_function([torch.matmul, _Tensor.matmul, _Tensor.__matmul__], _product, aten.matmul.default)
 state_function([torch.einsum, torch._C._VariableFunctions.einsum], einsum, aten.einsum.default)  # type: ignore[attr-defined]
+state_function([torch._grouped_mm], _of_neighbours(grouped_mm), aten._grouped_mm.default)  # what F.grouped_mm calls
+state_named_function("transformers.grouped_mm_fallback", _of_neighbours(grouped_mm_fallback))
 for _function, _run in FOURIER_FUNCTIONS.items():
     state_function([_function], _run)
 state_function([torch.ops.higher_order.flex_attention], flex.attend)

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from shardcompile import compat
 from shardcompile.errors import LayoutError
 from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
-from shardcompile.tensor.autograd import FromLocal, redistributed
+from shardcompile.tensor.autograd import FromLocal, Promote, redistributed
 from shardcompile.tensor.core import ShardTensor
 
 
@@ -23,7 +23,11 @@ def one_or_all(results: tuple[object, ...]) -> Any:
 
 def on_mesh(x: Tensor, mesh: DeviceMesh) -> ShardTensor:
     """A sharded tensor; a plain one counts as the same value on every rank of a mesh."""
-    return x if isinstance(x, ShardTensor) else ShardTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)
+    if isinstance(x, ShardTensor):
+        return x
+    if compat.is_fake(x):  # in a trace all ranks have the same program
+        return Promote.apply(x, ShardTensor, mesh)  # type: ignore[no-any-return]
+    return ShardTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)
 
 
 def mesh_dim_of_rows(x: Tensor, what: str) -> int:

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from shardcompile.compat import SUPERSEDED
 from shardcompile.passes.cleanup.own_blocks import ReduceThenSlice, SpreadOwnBlock
 from shardcompile.passes.cleanup.round_trips import CancelRoundTrips, DropOwnSlice
-from shardcompile.passes.cleanup.unneeded import DropRepeatedWaits, ShareEqualCollectives
+from shardcompile.passes.cleanup.unneeded import DropRepeatedWaits, DropSuperseded, ShareEqualCollectives
 from shardcompile.passes.graph.collective import WAIT
 
 aten, ours = torch.ops.aten, torch.ops.shardcompile
@@ -80,6 +81,25 @@ def check_untouched(graph_pass: Any, write: Callable[[Builder, int], Sequence[No
         before = [str(g) for g in graphs]
         apply(world, graph_pass, graphs)
         assert [str(g) for g in graphs] == before
+
+
+# Rows that are fetched elsewhere.
+
+
+def test_what_is_superseded_goes_if_nobody_reads_it() -> None:
+    def write(b: Builder, rank: int) -> list[Node]:
+        x = b.input(A[rank], 2)
+        numbers = gathered(b, b.call(aten.neg.default, x), 0)
+        unread = gathered(b, b.call(aten.add.Tensor, x, b.call(aten.sum.default, numbers)), 0)
+        read = gathered(b, x, 0)
+        for node in b.graph.nodes:
+            if node.target is WAIT:
+                node.meta[SUPERSEDED] = True
+        b.call(aten.cos.default, unread)
+        gathered(b, b.call(aten.exp.default, x), 0)  # of this one nobody has said so
+        return [b.call(aten.sin.default, read)]
+
+    assert check(DropSuperseded(), write)[0] == ["all_gather_v"] * 2
 
 
 # Equal collectives.

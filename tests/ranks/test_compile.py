@@ -550,7 +550,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_views_of_sharded_tensors_are_inputs_like_others(name: str, dim: int) -> None:
     mesh, view = mesh_1d(), VIEWS[name]
     run, counter = counted(lambda x: x.sin() * 2, "aot_eager")
-    for sizes in ([0, 2, 3], [2, 0, 4], [1, 1, 4], [0, 6, 1], [3, 3, 3]):
+    for sizes in ([0, 2, 3], [2, 0, 4], [1, 1, 4], [0, 6, 1], [1, 1, 0], [3, 3, 3]):  # and views of an extent of 1
         shape = (sum(sizes), 4) if dim == 0 else (4, sum(sizes))
         full = torch.randn(shape, dtype=torch.float64, requires_grad=True)
         x = sharded(full.detach(), sizes, mesh, dim).requires_grad_()

@@ -142,6 +142,22 @@ def rows_of_windows() -> str:
     return RIGHT
 
 
+def _rows_of_groups(mesh: DeviceMesh) -> None:
+    def function(x: Any, plain: Tensor) -> Any:
+        return x.sin(), nnf.grouped_mm(plain.t().contiguous() * 2, mats, offs=ends)
+
+    plain, mats = torch.ones(16, 7, dtype=torch.bfloat16), torch.ones(3, 16, 8, dtype=torch.bfloat16)
+    ends = torch.tensor([2, 2, 7], dtype=torch.int32)
+    _, got = torch.compile(function, fullgraph=True, backend="inductor")(sharded(random(5), 0, [4, 1], mesh), plain)
+    torch.testing.assert_close(got, torch.full((7, 8), 32, dtype=torch.bfloat16))
+
+
+def rows_of_groups() -> str:
+    with LocalRanks(2, processes=False) as ranks:
+        ranks(_rows_of_groups)
+    return RIGHT
+
+
 class WithBuffer(torch.nn.Module):
     def __init__(self, table: Tensor) -> None:
         super().__init__()
@@ -386,6 +402,7 @@ SCENES: dict[str, Callable[[], str]] = {
         2,
         "inductor",
     ),
+    "rows_of_groups": rows_of_groups,
     "broadcast_by_guards": rows_of_windows,
     "lookups_in_no_rows": Fuzzed(
         [

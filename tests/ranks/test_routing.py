@@ -246,6 +246,17 @@ def test_rows_that_are_laid_out_over_another_mesh_dim_as_well(other: Any, compil
     torch.testing.assert_close(home.full_tensor(), torch.where(destination[:, None] < 0, 0.0, full * 3), **TIGHT)
 
 
+@pytest.mark.ranks(4, processes=False)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_destinations_that_every_rank_has(compiled: bool) -> None:
+    on = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    full, destination = torch.randn(7, 3, dtype=torch.float64), torch.tensor([1, 0, 0, 1, -1, 1, 0])
+    x = lay_out(full, on, [Replicate(), Shard(0)], {1: [5, 2]}, seed=0)
+    run = torch.compile(sc.route_rows, fullgraph=True, backend="aot_eager") if compiled else sc.route_rows
+    rows, _ = run(x, destination)
+    torch.testing.assert_close(rows.full_tensor(), full[there(case([5, 2], destination), 2)[1]], **TIGHT)
+
+
 @pytest.mark.ranks(3, processes=False)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_destination_that_is_no_rank_is_refused_on_all_ranks(compiled: bool) -> None:

@@ -34,6 +34,18 @@ def _model(entry: Entry) -> nn.Module:
     return model.double() if entry.dtype is torch.float64 else model.float()  # `to` would make complex weights real
 
 
+def _cut_parameters(model: nn.Module, entry: Entry, mesh: DeviceMesh) -> nn.Module:
+    """The parameters that the entry names in blocks: of the last rank most rows, of the one in front of it none."""
+    for name, p in list(model.named_parameters()) if entry.cut_parameters else ():
+        if entry.cut_parameters in name:
+            sizes = [1, *[0] * (mesh.size() - 2), len(p) - 1]
+            block = p.detach().split(sizes)[mesh.get_rank()].clone()
+            module, _, own_name = name.rpartition(".")
+            cut = nn.Parameter(sc.ShardTensor.from_local(block, mesh, [Shard(0)], {0: sizes}))
+            setattr(model.get_submodule(module), own_name, cut)
+    return model
+
+
 def _full(entry: Entry, n: int) -> list[Tensor]:
     torch.manual_seed(n)
     return [x.to(entry.dtype) if x.is_floating_point() else x for x in entry.inputs(n)]
@@ -76,7 +88,7 @@ def compare(entry: Entry, backend: str | None = None, cuts: int = 5) -> None:
         once(torch.compiler.reset)
     in_double = backend == "shardcompile" and entry.name in IN_DOUBLE
     before = once(graphs_compiled)
-    model = _model(entry)
+    model = _cut_parameters(_model(entry), entry, mesh)
     run: Callable[..., Tensor] = model if backend is None else torch.compile(model, fullgraph=True, backend=backend)
     for sizes in _cuts(entry)[:cuts]:
         n = sum(sizes)
@@ -95,7 +107,8 @@ def compare(entry: Entry, backend: str | None = None, cuts: int = 5) -> None:
             want = gradients[name]
             if want is not None:
                 assert p.grad is not None, f"{told}: {name} has no gradient"
-                _close(p.grad, want, entry, f"{told}: gradient of {name}")
+                grad = p.grad.full_tensor() if isinstance(p.grad, sc.ShardTensor) else p.grad
+                _close(grad, want, entry, f"{told}: gradient of {name}")
     if backend is not None:
         count = graphs_compiled() - before
         assert count <= entry.graphs, f"{count} graphs"
@@ -120,7 +133,7 @@ def communication(entry: Entry) -> str:
             model = _model(entry).float()
         except UNKNOWN_OUTPUT_SHAPE:  # some models read values while they are made
             model = copy.deepcopy(real)
-        return model, tuple(_sharded(entry, full, blocks, mesh))
+        return _cut_parameters(model, entry, mesh), tuple(_sharded(entry, full, blocks, mesh))
 
     report: Report = explain(build, world_size=3, device="cpu", stages=[])
     parameters = sum(p.numel() * 4 for p in real.parameters())

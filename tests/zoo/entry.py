@@ -28,6 +28,7 @@ class Entry:
         gathers: for each whole gather of the golden file what a person says of it: part of the line, then a word
             (`needed`, or `not needed`) and why.
         graphs: of one compilation over all cuts and extents; two where another extent takes one more.
+        cut_parameters: part of the names of parameters that are cut along dim 0.
         extents: what n is, for four cuts and for a fifth one.
     """
 
@@ -43,6 +44,7 @@ class Entry:
     tolerance: float = 1e-9
     gathers: tuple[tuple[str, str], ...] = ()
     graphs: int = 1
+    cut_parameters: str = ""
     extents: tuple[int, int] = (8, 11)
 
     def rows_of(self, i: int) -> int:

@@ -117,6 +117,7 @@ def _decoder(
     gathers: tuple[tuple[str, str], ...] = _PLAIN,
     dtype: torch.dtype = torch.float64,
     graphs: int = 1,
+    cut_parameters: str = "",
     **sizes: Any,
 ) -> Entry:
     settings = {name: value for name, value in {**_DECODER, **sizes}.items() if value is not LEFT_OUT}
@@ -124,7 +125,7 @@ def _decoder(
     limit = 1e-9 if dtype is torch.float64 else 1e-4
     return Entry(
         name, make, words, (1,), read=_logits, package="transformers", gathers=gathers, dtype=dtype, tolerance=limit,
-        graphs=graphs,
+        graphs=graphs, cut_parameters=cut_parameters,
     )  # fmt: skip
 
 
@@ -162,6 +163,7 @@ OF_TEXT = [
     _decoder("hf-gpt-neox", "gpt_neox"),
     _decoder("hf-gpt2", "gpt2", n_embd=32, n_layer=1, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
     _decoder("hf-mixtral", "mixtral", _EXPERTS, dtype=torch.float32, num_local_experts=4, num_experts_per_tok=2),
+    _decoder("hf-mixtral-cut-experts", "mixtral", _EXPERTS, dtype=torch.float32, cut_parameters="experts.", num_local_experts=4, num_experts_per_tok=2),
     _decoder("hf-olmoe", "olmoe", _EXPERTS, dtype=torch.float32, num_experts=4, num_experts_per_tok=2),
     _decoder("hf-mamba", "mamba", (("associative_scan", "needed: of a step of the scan in which there are fewer rows than ranks"),), attention="eager", state_size=4),
     # It pads to whole chunks where words are left over, which is another graph, as in plain PyTorch.

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial
 
 from shardcompile import compat
-from shardcompile.collectives import Reduction
+from shardcompile.collectives import Reduction, block_shape
 from shardcompile.layout import IntLike, Layout, contiguous_stride
 from shardcompile.ops import Form, OpCall, TensorArg, state
 from shardcompile.ops.index.linked import beside, column_of, combined
+from shardcompile.ops.view.joined import in_one_piece, layout_in_one_piece
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.sharded import Sharded
 
@@ -108,6 +109,15 @@ def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: boo
     return index_add(x, dim, torch.where(index < 0, index + x.shape[dim], index), values)
 
 
+def _index_put_joined(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
+    """``aten.index_put`` into a dim that others were flattened into. Zeros made for it are made in one piece."""
+    if not isinstance(x, Sharded) or not compat.is_fake(x._local_tensor) or not compat.is_new_zeros(x._local_tensor):
+        return NotImplemented
+    layout = layout_in_one_piece(x._spec.layout)
+    zeros = wrap(x, x._local_tensor.new_zeros(block_shape(layout)), layout, x._spec.stride)
+    return aten.index_put.default(zeros, in_one_piece(indices), in_one_piece(values), accumulate)  # type: ignore[no-any-return]
+
+
 def embedding_backward(grad: Tensor, indices: Tensor, rows: IntLike, padding: int, by_frequency: bool) -> Tensor:
     """The gradient of a table, cut as the table from which the gradient's rows were looked up."""
     if by_frequency or not isinstance(grad, Sharded) or not indices.ndim or grad.ndim < 2:
@@ -183,7 +193,7 @@ def _is_of_table(call: OpCall) -> bool:
 
 
 state(aten.index_add.default, sharded=Form(index_add, preferred=_adds_to_rows))
-state(aten.index_put.default, sharded=Form(index_put, preferred=_puts_into_rows))
+state(aten.index_put.default, sharded=Form(index_put, preferred=_puts_into_rows, joined=_index_put_joined))
 state(aten.scatter_add.default, sharded=Form(scatter_add, preferred=_adds_to_rows))
 state(aten.scatter_reduce.two, sharded=Form(scatter_reduce, preferred=_adds_to_rows))
 state(aten.embedding_dense_backward.default, sharded=Form(embedding_backward, preferred=_is_of_table))

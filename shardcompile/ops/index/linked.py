@@ -38,18 +38,21 @@ aten = torch.ops.aten
 
 _COUNTING_FROM_THE_END = (aten.index.Tensor, aten.index_put.default)
 """Ops that take negative numbers."""
+_LOOKED_UP = ("rows that were looked up",)
+_TAKEN: Any = compat.WeakIdKeyDictionary()
+"""What lookups in traces were made of, by their results."""
 _FEW_ROWS = 64
 """How many numbers there may be for each row. Where there are more, every rank is likely to name all rows."""
 
 
 def is_linked(index: Tensor, cut: Cut | None) -> TypeGuard[Sharded]:
     """Whether numbers of rows are cut by the mesh dim that cuts the rows, which is one, and by it along one dim."""
-    return cut is not None and isinstance(index, Sharded) and fits(cut, index._spec.layout)
+    return isinstance(index, Sharded) and fits(cut, index._spec.layout)
 
 
-def fits(cut: Cut, layout: Layout) -> bool:
+def fits(cut: Cut | None, layout: Layout) -> bool:
     """`is_linked` of the layout of an index."""
-    if len(cut.mesh_dims) != 1 or layout.is_partial:
+    if cut is None or len(cut.mesh_dims) != 1 or layout.is_partial:
         return False
     if layout.dtype.is_floating_point or layout.dtype in (torch.bool, torch.uint8):
         return False
@@ -166,12 +169,21 @@ def taken(
     rows = _rows_of(x._local_tensor, dim, block.reshape(-1), layout, math.prod(numbers.shape), op)
     values = rows.movedim(0, dim).unflatten(dim, block.shape) if numbers.ndim != 1 else rows.movedim(0, dim)
     placements, cuts = placed
-    return wrap(x, values, Layout.of(layout.mesh, placements, shape, x.dtype, cuts), stride)
+    found = wrap(x, values, Layout.of(layout.mesh, placements, shape, x.dtype, cuts), stride)
+    if compat.is_fake(values) and dim == 0 and numbers.ndim == 1:
+        _TAKEN[found] = x, index
+    return found
+
+
+def rows_taken(x: Tensor) -> tuple[Sharded, Sharded] | None:
+    """In a trace the table in whose rows a tensor was looked up along dim 0, and the numbers of these: [e]."""
+    return _TAKEN.get(x)  # type: ignore[no-any-return]
 
 
 def _rows_of(block: Tensor, dim: int, numbers: Tensor, layout: Layout, about: IntLike, op: OpOverload) -> Tensor:
     """The rows that this rank's numbers name, along dim 0."""
     cut, mesh = layout.cut_of(dim), layout.mesh
+    compat.once_for_value(numbers, _LOOKED_UP, lambda: cut)
     links = links_of(numbers, cut, mesh, about, op)
     group_name = compat.group_name_of(mesh, cut.mesh_dims[0])
     arriving = links.came_cut.local_size(compat.coordinate(mesh))
@@ -208,9 +220,17 @@ def column_of(index: Tensor, dim: int, like: Sequence[IntLike]) -> Sharded | Non
     return wrap(index, block, column, (1,))
 
 
-def _target_cut(x: Tensor, dim: int, source: Tensor) -> Cut | None:
+def _target_cut(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Cut | None:
     """How rows are cut to which those of a source are added: as they are, or, if they are whole, as those are that the
-    source was looked up in."""
+    source was looked up in.
+
+    In a trace the gradient of a lookup is added to new zeros. They are cut as the rows that these numbers have looked up.
+    """
+    block = block_of(x)
+    if isinstance(index, Sharded) and compat.is_fake(block) and compat.is_new_zeros(block):
+        cut = compat.made_for_value(index._local_tensor, _LOOKED_UP)
+        if isinstance(cut, Cut) and compat.statically_known_true(cut.extent == x.shape[dim]):
+            return cut
     if isinstance(x, Sharded) and x._spec.layout.cuts[dim] is not None:
         return x._spec.layout.cuts[dim]
     cut = source._spec.layout.cuts[dim] if isinstance(source, Sharded) else None
@@ -236,6 +256,35 @@ def filled(x: Sharded, dim: int, index: Sharded, value: Tensor | float, stride: 
     return wrap(x, torch.where(named.view(shape), value, block).to(block.dtype), layout, stride)
 
 
+def _rows_to_add_to(x: Tensor, home: Layout) -> Tensor:
+    """This rank's block of rows that others are added to; zeros are made where they are needed."""
+    block = block_of(x)
+    same = isinstance(x, Sharded) and x._spec.layout == home
+    if not same and compat.is_fake(block) and compat.is_new_zeros(block):
+        shape: Any = home.local_shape(compat.coordinate(home.mesh))
+        return block.new_zeros(shape)
+    return moved(reduced(x), home)
+
+
+def _beside_numbers(source: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Entries in the blocks of their numbers if less moves than if the numbers went to the entries, and named rows
+    again."""
+    if not isinstance(source, Sharded) or not isinstance(index, Sharded):
+        return source
+    layout, cut = source._spec.layout, index._spec.layout.cuts[0]
+    entries = layout.cuts[dim]
+    if cut is None or entries is None or cut.same_blocks(entries) or cut.mesh_dims != entries.mesh_dims:
+        return source
+    width = (
+        source.element_size() * math.prod(map(compat.size_hint, source.shape)) // max(compat.size_hint(cut.extent), 1)
+    )
+    if width > 2 * index.element_size():
+        return source
+    cuts = [cut if d == dim else c for d, c in enumerate(layout.cuts)]
+    wanted = Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, cuts)
+    return wrap(source, moved(source, wanted), wanted, contiguous_stride(wanted.shape))
+
+
 def combined(
     x: Tensor,
     dim: int,
@@ -257,7 +306,7 @@ def combined(
         reduce: what becomes of several that are meant for one row.
         include_self: whether a row that something is meant for counts itself.
     """
-    cut, source = _target_cut(x, dim, source), reduced(source)
+    cut, source = _target_cut(x, dim, index, source), _beside_numbers(reduced(source), dim, index)
     layout = source._spec.layout if isinstance(source, Sharded) else None
     entries = None if layout is None else layout.cuts[dim]
     if cut is None or layout is None or entries is None or entries.mesh_dims != cut.mesh_dims:
@@ -268,7 +317,7 @@ def combined(
         return NotImplemented
     cuts = [cut if d == dim else c for d, c in enumerate(layout.cuts)]
     home = Layout.of(mesh, layout.placements, x.shape, x.dtype, cuts)
-    rows, values = moved(reduced(x), home), block_of(source).movedim(dim, 0)
+    rows, values = _rows_to_add_to(x, home), block_of(source).movedim(dim, 0)
     links = links_of(moved(index, numbers), cut, mesh, layout.shape[dim], op)
     arriving = links.came_cut.local_size(compat.coordinate(mesh))
     ends = (block_size(cut, mesh), arriving, compat.group_name_of(mesh, cut.mesh_dims[0]))
