@@ -206,8 +206,12 @@ def _known_value(size: torch.SymInt) -> IntLike:
 
 def _rename(shape_env: ShapeEnv, new: torch.SymInt, known: torch.SymInt) -> None:
     a, b = new.node.expr, known.node.expr
-    if a != b:
+    if a == b:
+        return
+    if isinstance(b, sympy.Symbol) and is_unbacked(known):
         shape_env._rename_unbacked_to(a, b)  # 2.11 - 2.15
+    else:  # an earlier run of the trace has found a size of an input, or a formula, for it
+        torch._check(new == known)
 
 
 def _define_by_own_node(tracer: Tracer, size: torch.SymInt) -> None:

@@ -26,6 +26,7 @@ from shardcompile.tensor.grids import interpolate
 from shardcompile.tensor.grouped import grouped_mm, grouped_mm_fallback
 from shardcompile.tensor.higher_order import teach_higher_order_ops
 from shardcompile.tensor.padding import pad
+from shardcompile.tensor.unique import unique, unique_consecutive
 
 aten = torch.ops.aten
 
@@ -226,6 +227,10 @@ state_function(
     [_Tensor.masked_select, torch.masked_select], _of_neighbours(masks.masked_select), aten.masked_select.default
 )
 state_function([_Tensor.nonzero, torch.nonzero], _of_neighbours(masks.nonzero), aten.nonzero.default)
+state_function([torch.unique, _Tensor.unique], unique, aten._unique2.default)
+state_function(
+    [torch.unique_consecutive, _Tensor.unique_consecutive], unique_consecutive, aten.unique_consecutive.default
+)
 state_function([torch.cumprod, _Tensor.cumprod], _of_neighbours(cumprod), aten.cumprod.default)
 state_function([torch.nn.functional.linear], _product, aten.linear.default)
 state_function([torch.matmul, _Tensor.matmul, _Tensor.__matmul__], _product, aten.matmul.default)

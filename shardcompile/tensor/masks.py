@@ -66,7 +66,7 @@ def _keep_rows(x: Any, mask: Any) -> object:
     if not isinstance(mask, Sharded):
         mask = FromLocal.apply(mask, type(x), Spec.of(Layout.whole(layout.mesh, mask.shape, mask.dtype), mask.stride()))
     keep = ToLocal.apply(redistributed(mask, _first_dims(layout, mask)), None)
-    cut, numbers = _chosen(keep.reshape(-1), layout)
+    cut, numbers = chosen(keep.reshape(-1), layout)
     rows = ToLocal.apply(x, None).flatten(0, mask.ndim - 1).index_select(0, numbers)
     placements = [Shard(p.dim - mask.ndim + 1) if p.is_shard() and p.dim else p for p in layout.placements]
     shape = (cut.extent, *layout.shape[mask.ndim :])
@@ -79,7 +79,7 @@ def _numbers(x: Any) -> Any:
     """``x.nonzero()`` where dim 0 alone is cut."""
     layout = x._spec.layout
     keep = ToLocal.apply(x.detach(), None) != 0
-    cut, numbers = _chosen(keep.reshape(-1), layout)
+    cut, numbers = chosen(keep.reshape(-1), layout)
     places = []
     for extent in reversed(layout.shape[1:]):
         places.append(numbers % extent)
@@ -98,7 +98,7 @@ def _first_dims(layout: Layout, mask: Tensor) -> Layout:
     return Layout.of_cuts(layout.mesh, layout.shape[: mask.ndim], mask.dtype, cuts)
 
 
-def _chosen(keep: Tensor, layout: Layout) -> tuple[Any, Tensor]:
+def chosen(keep: Tensor, layout: Layout) -> tuple[Any, Tensor]:
     """The cut of what all ranks keep, and the numbers of what this rank keeps: where a flat mask is true."""
     (mesh_dim,) = layout.cut_of(0).mesh_dims
     group_name = compat.group_name_of(layout.mesh, mesh_dim)

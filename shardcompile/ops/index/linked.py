@@ -224,7 +224,7 @@ def _target_cut(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Cut | Non
     """How rows are cut to which those of a source are added: as they are, or, if they are whole, as those are that the
     source was looked up in.
 
-    In a trace the gradient of a lookup is added to new zeros. They are cut as the rows that these numbers have looked up.
+    In a trace the gradient of a lookup is added to new zeros. They are cut as the rows that were looked up.
     """
     block = block_of(x)
     if isinstance(index, Sharded) and compat.is_fake(block) and compat.is_new_zeros(block):

@@ -1,0 +1,106 @@
+"""Values that differ, along a cut dim: the first rows of all runs of equal ones stay on their ranks.
+
+Nobody knows before the run how many there are: like what a mask keeps, they are a cut whose sizes the run gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcompile import compat
+from shardcompile.collectives import gather_counts
+from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, is_cut_once
+from shardcompile.ops.view.rows import first_row, has_known_blocks, positions
+from shardcompile.sharded import Sharded
+from shardcompile.tensor.autograd import FromLocal, in_one_piece
+from shardcompile.tensor.masks import chosen
+
+aten = torch.ops.aten
+
+
+def unique(
+    func: Callable[..., object],
+    input: Tensor,
+    sorted: bool = True,
+    return_inverse: bool = False,
+    return_counts: bool = False,
+    dim: int | None = None,
+) -> object:
+    """``torch.unique`` of all elements, always sorted: each rank has a part of the values, in their order."""
+    if not _serves(input, dim):
+        return func(input, sorted=sorted, return_inverse=return_inverse, return_counts=return_counts, dim=dim)
+    return _wanted(_distinct(input, True, return_inverse, return_counts), return_inverse, return_counts)
+
+
+def unique_consecutive(
+    func: Callable[..., object],
+    input: Tensor,
+    return_inverse: bool = False,
+    return_counts: bool = False,
+    dim: int | None = None,
+) -> object:
+    """``torch.unique_consecutive`` of all elements: the first of each run stays on its rank."""
+    if not _serves(input, dim):
+        return func(input, return_inverse=return_inverse, return_counts=return_counts, dim=dim)
+    return _wanted(_distinct(input, False, return_inverse, return_counts), return_inverse, return_counts)
+
+
+def _serves(x: Tensor, dim: int | None) -> bool:
+    """Whether one mesh dim cuts one dim of a tensor. A gradient is left to torch, which refuses it."""
+    if dim is not None or not isinstance(x, Sharded) or not x.ndim or x.is_complex() or has_known_blocks(x):
+        return False
+    layout = x._spec.layout
+    cuts = [c for c in layout.cuts if c is not None]
+    if layout.is_partial or len(cuts) != 1 or not is_cut_once(cuts[0]):
+        return False
+    return not (x.requires_grad and torch.is_grad_enabled())
+
+
+def _wanted(found: Any, inverse: bool, counts: bool) -> object:
+    wanted = [found[0], *([found[1]] if inverse else []), *([found[-1]] if counts else [])]
+    return tuple(wanted) if len(wanted) > 1 else wanted[0]
+
+
+@torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
+def _distinct(x: Any, by_order: bool, inverse: bool, counts: bool) -> tuple[Any, ...]:
+    """Values, and if they are wanted the number of each element's value, and how often each value occurs."""
+    flat = x.detach().reshape(-1)
+    with compat.unrecorded_symbols(x._local_tensor):
+        rows, order = aten.sort.stable(flat, stable=True) if by_order else (in_one_piece(flat), None)
+        layout = rows._spec.layout
+        before = aten.roll.default(rows, [1], [0])
+        start: Any = first_row(layout.cut_of(0), layout)
+        block = rows._local_tensor
+        heads = (positions(block, start, 1, block.shape[0]) == 0) | (block != before._local_tensor)
+    cut, numbers = chosen(heads, layout)
+    with compat.unrecorded_symbols(x._local_tensor):
+        found = Layout.of_cuts(layout.mesh, [cut.extent], layout.dtype, [cut])
+        results = [_wrapped(x, block.index_select(0, numbers), found)]
+        if inverse:
+            number = aten.cumsum.default(_wrapped(x, heads, layout), 0) - 1
+            if order is not None:
+                number = aten.index_put.default(torch.empty_like(order), [order], number)
+            results.append(number.view(x.shape))
+        if counts:
+            results.append(_lengths(x, numbers + start, found, layout.shape[0]))
+    return tuple(results)
+
+
+def _lengths(x: Any, starts: Tensor, layout: Layout, end: IntLike) -> Any:
+    """How long each run is, from where it starts. One small collective tells where the runs of other ranks start."""
+    (mesh_dim,) = layout.cut_of(0).mesh_dims
+    total = starts.new_full([1], end)  # type: ignore[arg-type]
+    first = torch.cat([starts, total]).amin().view(1)
+    others = gather_counts(first, compat.group_name_of(layout.mesh, mesh_dim)).view(-1).to(starts.device)
+    last = torch.cat([starts, total.new_full([1], -1)]).amax()
+    behind = torch.where(others > last, others, total).amin().view(1)
+    ends = torch.cat([starts, behind]).narrow(0, 1, starts.shape[0])
+    return _wrapped(x, ends - starts, layout)
+
+
+def _wrapped(x: Any, block: Tensor, layout: Layout) -> Any:
+    return FromLocal.apply(block, type(x), Spec.of(layout.with_dtype(block.dtype), contiguous_stride(layout.shape)))
