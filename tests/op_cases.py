@@ -490,6 +490,9 @@ def _joins() -> list[Case]:
         case("tril", lambda x: torch.tril(x), F(5, 4)),
         case("triu", lambda x: torch.triu(x, 1), F(3, 5, 4)),
         case("diagonal", lambda x: torch.diagonal(x), F(5, 4)),
+        case("diagonals", lambda x: torch.diagonal(x, 1, -1, 1), F(3, 5, 4)),
+        case("diagonals that are written to", lambda x: _with_diagonals(x * 2), F(3, 4, 5)),
+        case("diag_embed", lambda x: torch.diag_embed(x, -1), F(5, 3)),
         case("diag", lambda x: torch.diag(x), F(5)),
         case("unfold", lambda x: x.unfold(0, 2, 1), F(5, 4)),
         case("meshgrid", lambda x, y: torch.meshgrid(x, y, indexing="ij"), F(5), F(4)),
@@ -1045,6 +1048,12 @@ def _fourier() -> list[Case]:
     ]
 
 
+def _with_diagonals(x: Any) -> Any:
+    x.diagonal(0, 1, 2).mul_(3)
+    x.diagonal(-1, 2, 1)[1:] = 1
+    return x
+
+
 def _batches_of_matrices() -> list[Case]:
     def of(function: Any, rows: int = 4, columns: int = 4) -> Any:
         """A function of matrices that are far from singular, and apart from one another."""
@@ -1061,6 +1070,12 @@ def _batches_of_matrices() -> list[Case]:
         case("their logarithms", of(lambda x: torch.linalg.slogdet(x)[1]), x),
         case("solve each", of(torch.linalg.solve), x, right),
         case("solve each with a vector", of(torch.linalg.solve), x, F(5, 4)),
+        case("determinants of transposes", of(lambda x: torch.linalg.det(x.mT) * x.sum((1, 2))), x),
+        case("their logarithms, transposed", of(lambda x: torch.linalg.slogdet(x.mT)[1]), x),
+        case("determinants of two batch dims", of(torch.linalg.det, 2, 2), F(3, 2, 2, 2)),
+        case("solve each transpose", of(lambda x, b: torch.linalg.solve(x.mT, b)), x, right),
+        case("solve each from the right", of(lambda x, b: torch.linalg.solve(x, b.mT, left=False)), x, right),
+        case("solve each with all vectors", of(lambda x, b: torch.linalg.solve(x, b.unsqueeze(-1))), x, F(5, 4)),
         case("solve triangles", of(lambda x, b: torch.linalg.solve_triangular(x.triu(), b, upper=True)), x, right),
         case("cholesky of each", positive(torch.linalg.cholesky), x),
         case(

@@ -8,6 +8,7 @@ from shardcompile.ops.index import kernels as index_kernels
 from shardcompile.ops.index import rule as index_rule
 from shardcompile.ops.index import sharded as index
 from shardcompile.ops.linalg import rule as linalg_rule
+from shardcompile.ops.linalg import sharded as linalg
 from shardcompile.ops.matmul import grouped
 from shardcompile.ops.matmul import kernels as matmul_kernels
 from shardcompile.ops.matmul import rule as matmul_rule
@@ -48,6 +49,7 @@ __all__ = [
     "index_kernels",
     "index_rule",
     "interpolation",
+    "linalg",
     "linalg_rule",
     "matmul",
     "matmul_kernels",

@@ -28,6 +28,8 @@ _EXCHANGES = _names(lambda d: d.communicates and d.moves_rows)
 class CollectiveWatch(TorchDispatchMode):
     """Sees every collective on plain tensors, also those inside ops on sharded tensors."""
 
+    supports_higher_order_operators = True  # compiled code has them around ops with effects, such as checks
+
     def saw(self, name: str, x: object, out: object) -> None:
         """Called after each collective.
 

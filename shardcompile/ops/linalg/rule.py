@@ -1,7 +1,6 @@
 """Batches of matrices that are factored, inverted or solved with: the batch may be cut, a matrix may not.
 
-`_linalg_det`, `_linalg_slogdet` and `_linalg_solve_ex` are not here. They factor a contiguous matrix as its transpose,
-and their gradients ask the whole tensor whether it was one. A block that was moved may be stored otherwise.
+`_linalg_det`, `_linalg_slogdet` and `_linalg_solve_ex` are in `sharded`.
 """
 
 from __future__ import annotations
@@ -31,6 +30,8 @@ def batched(dims: Sequence[int], missing: Missing = lambda call: ()) -> Ways:
     """
 
     def rule(call: OpCall) -> Iterable[Strategy]:
+        if _raises_for_a_matrix(call):
+            return []  # all ranks have to raise, and so to see all matrices
         of_each = [t.shape[: t.ndim - n] if n or t.ndim else None for t, n in zip(call.tensors, dims, strict=True)]
         batches = [b for b in of_each if b is not None]
         if len({len(b) for b in batches}) > 1 or not all(all(map(same_symbol, b, batches[0])) for b in batches):
@@ -43,6 +44,12 @@ def batched(dims: Sequence[int], missing: Missing = lambda call: ()) -> Ways:
         ]
 
     return rule
+
+
+def _raises_for_a_matrix(call: OpCall) -> bool:
+    """Whether the op itself raises an error if it cannot factor one of the matrices."""
+    arguments = call.op._schema.arguments
+    return any(a.name == "check_errors" and call.arg(i, a.name, False) for i, a in enumerate(arguments))
 
 
 def _without(index: int, name: str, default: bool, *outputs: int) -> Missing:

@@ -229,6 +229,29 @@ register(aten.slice_scatter.default, _scatter_into(removed=False))
 register(aten.select_scatter.default, _scatter_into(removed=True))
 
 
+# Diagonals
+
+
+def _beside_diagonal(ndim: int, dim1: int, dim2: int) -> list[int]:
+    """The dims that a diagonal does not run through: the leading dims of the result."""
+    pair = {dim1 % max(ndim, 1), dim2 % max(ndim, 1)}
+    return [d for d in range(ndim) if d not in pair]
+
+
+def _diagonal(call: OpCall) -> Iterable[Strategy]:
+    others = _beside_diagonal(call.tensors[0].ndim, call.arg(2, "dim1", 0), call.arg(3, "dim2", 1))
+    return passing(along([d], [i]) for i, d in enumerate(others))
+
+
+def _diagonal_back(call: OpCall) -> Iterable[Strategy]:
+    others = _beside_diagonal(len(call.args[1]), *call.args[3:5])
+    return passing(along([i], [d]) for i, d in enumerate(others))
+
+
+register(aten.diagonal.default, _diagonal)
+register(aten.diagonal_backward.default, _diagonal_back, local_shape_at(1))
+
+
 # Joins
 
 
