@@ -145,7 +145,7 @@ def distribute_tensor(
     if isinstance(tensor, ShardTensor):
         return tensor.redistribute(mesh, placements, sharding_shapes=sharding_shapes)
     placements = _or_replicate(placements, mesh)
-    if src_data_rank is None:
+    if src_data_rank is None or compat.is_fake_outside_traces(tensor):  # without values all copies are the same
         _require_leaf(tensor)
         layout = _layout(mesh, placements, tuple(tensor.shape), tensor.dtype, sharding_shapes)
         local = tensor.detach()[layout.block_slices(_here(mesh))].clone(memory_format=torch.contiguous_format)

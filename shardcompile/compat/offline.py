@@ -22,6 +22,8 @@ from torch._subclasses.meta_utils import MetaTensorDescriber  # 2.13 - 2.15
 from torch.fx import Graph, GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore  # 2.13 - 2.15; importing it registers "fake"
 
+from shardcompile.compat.tracing import is_fake_outside_traces
+
 
 def fake_store() -> torch.distributed.Store:
     """The store of a fake process group, whose collectives do nothing."""
@@ -113,11 +115,6 @@ def trace_fake_inputs_as_real() -> contextlib.AbstractContextManager[object]:
         return dataclasses.replace(found, fake_mode=None) if is_fake_outside_traces(t) else found
 
     return mock.patch.object(MetaTensorDescriber, "describe_tensor", described)
-
-
-def is_fake_outside_traces(x: object) -> bool:
-    """Whether a tensor is one of `fake_tensors`. The mode of a trace has symbols for sizes; theirs has none."""
-    return type(x) is FakeTensor and x.fake_mode.shape_env is None
 
 
 def capturing_backend(

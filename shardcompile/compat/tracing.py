@@ -16,6 +16,7 @@ from torch._guards import (
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,  # 2.11 - 2.15
     DynamicOutputShapeException,  # 2.11 - 2.15
+    FakeTensor,  # 2.11 - 2.15
     FakeTensorMode,  # 2.11 - 2.15
     is_fake,  # 2.11 - 2.15
 )
@@ -146,3 +147,8 @@ def fake_mode_like(x: torch.Tensor) -> contextlib.AbstractContextManager[object]
     """The fake mode of `x`, so that ops without inputs make fake tensors, too. If `x` is not fake, a null context."""
     mode = detect_fake_mode([x]) if is_fake(x) and get_proxy_mode() is None else None
     return contextlib.nullcontext() if mode is None else mode
+
+
+def is_fake_outside_traces(x: object) -> bool:
+    """Whether a tensor is one of `offline.fake_tensors`. The mode of a trace has symbols for sizes; theirs has none."""
+    return type(x) is FakeTensor and x.fake_mode.shape_env is None

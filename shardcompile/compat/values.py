@@ -25,6 +25,13 @@ _DEPTH = 64
 """How many nodes back two computations are compared."""
 
 
+class _NotRecorded:
+    """In place of the tracer of a run that records no graph."""
+
+
+_NOT_RECORDED = _NotRecorded()
+
+
 class _Memo:
     """What is known of one graph while it is recorded."""
 
@@ -162,11 +169,11 @@ def once_for_tensor(x: torch.Tensor, what: tuple[object, ...], make: Callable[[]
         make: computes the result.
     """
     mode = get_proxy_mode()
-    made = _OF_TENSORS.setdefault(x, {})
-    key = (None if mode is None else id(mode.tracer), *what)
-    if key not in made:
-        made[key] = make()
-    return made[key]  # type: ignore[no-any-return]
+    run = _NOT_RECORDED if mode is None else mode.tracer
+    made = _OF_TENSORS.setdefault(x, weakref.WeakKeyDictionary()).setdefault(run, {})
+    if what not in made:
+        made[what] = make()
+    return made[what]  # type: ignore[no-any-return]
 
 
 def _is_of_known_size(x: object) -> bool:

@@ -230,7 +230,7 @@ def _blocks_vary() -> contextlib.AbstractContextManager[object]:
 
     def holds_values(x: ShardTensor) -> bool:
         block = x._local_tensor
-        return type(block) in (torch.Tensor, torch.nn.Parameter) or _torch.is_fake_outside_traces(block)
+        return type(block) in (torch.Tensor, torch.nn.Parameter) or compat.is_fake_outside_traces(block)
 
     return mock.patch.object(ShardTensor, "_holds_values", property(holds_values))
 

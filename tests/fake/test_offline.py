@@ -390,3 +390,16 @@ def test_a_pass_that_fails_is_named(inductor: bool) -> None:
     with pytest.raises(sc.ShardError, match="broken") as error:
         trace_offline(double, world_size=2, device="cpu", passes=[Broken()], inductor=inductor)
     assert "it broke" in str(error.value)
+
+
+def test_weights_are_distributed_as_on_real_ranks() -> None:
+    """Without values the copies of all ranks count as the same."""
+
+    def build(mesh: DeviceMesh) -> tuple[Any, tuple[Any, ...]]:
+        model = nn.Linear(7, 5)
+        for name, p in list(model.named_parameters()):
+            setattr(model, name, nn.Parameter(sc.distribute_tensor(p, mesh, [Shard(0)], sharding_shapes={0: [3, 0, 2]})))
+        return model, (torch.zeros(4, 7),)
+
+    trace = trace_offline(build, world_size=3, device="cpu", passes=[], inductor=False)
+    assert trace.forward is not None and trace.backward is not None
