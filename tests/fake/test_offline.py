@@ -398,7 +398,9 @@ def test_weights_are_distributed_as_on_real_ranks() -> None:
     def build(mesh: DeviceMesh) -> tuple[Any, tuple[Any, ...]]:
         model = nn.Linear(7, 5)
         for name, p in list(model.named_parameters()):
-            setattr(model, name, nn.Parameter(sc.distribute_tensor(p, mesh, [Shard(0)], sharding_shapes={0: [3, 0, 2]})))
+            setattr(
+                model, name, nn.Parameter(sc.distribute_tensor(p, mesh, [Shard(0)], sharding_shapes={0: [3, 0, 2]}))
+            )
         return model, (torch.zeros(4, 7),)
 
     trace = trace_offline(build, world_size=3, device="cpu", passes=[], inductor=False)
