@@ -113,8 +113,8 @@ OF_RANKS_ALIKE = (
         "the gradient of a slice or of a diagonal does, the whole changes, too: silently wrong gradients.",
         "https://github.com/pytorch/pytorch/issues/177821 is the same where the whole is written to. Of a part: with "
         "b = x.sin(); c = torch.cat([y, b], 1); d = b.diagonal_scatter(z) a compiled function has z in c, too, if the "
-        "cat comes first (a backward graph, or reorder_for_locality = False).",
-        "2.11 - 2.15",
+        "cat comes first (a backward graph, or reorder_for_locality = False). Mended in 2.15.",
+        "2.11 - 2.14",
         joins_of_copies,
     ),
     Patch(
