@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.placement_types import Shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -19,6 +20,7 @@ import stated_calls
 from op_cases import FAMILIES
 from tiers import often
 
+import shardcompile as sc
 from shardcompile.testing import once
 
 COMPILED = {
@@ -97,3 +99,13 @@ def test_a_wrong_value_would_be_found() -> None:
         return x.relu() if type(x) is Tensor else x.relu() + 1e-3
 
     assert op_check.check(op_check.case("wrong", wrong, op_check.F(5, 4)), mesh, limit=2)
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("name", ["inv_ex", "cholesky_ex", "solve_ex"])
+def test_all_ranks_refuse_a_matrix_that_one_of_them_has(name: str) -> None:
+    full = torch.eye(4, dtype=torch.float64).repeat(7, 1, 1)
+    full[6] = 0
+    x = sc.distribute_tensor(full, init_device_mesh("cpu", (3,)), [Shard(0)], sharding_shapes={0: [5, 0, 2]})
+    with pytest.raises(torch.linalg.LinAlgError):
+        getattr(torch.linalg, name)(*([x, x] if name == "solve_ex" else [x]), check_errors=True)
