@@ -190,7 +190,7 @@ _ZEROS = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
 _COPIES = (aten.alias.default, aten.detach.default, aten.clone.default)
 
 _REARRANGED = (
-    *(aten.view.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default, aten.clone.default),
+    *(*_COPIES, aten.view.default, aten._unsafe_view.default),
     *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default),
 )
 

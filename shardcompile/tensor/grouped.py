@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.collectives import block_size, block_starts, cut_of_sizes, derive
+from shardcompile.collectives import block_size, block_starts, cut_of_sizes
 from shardcompile.layout import Cut, Layout, is_cut_once
 from shardcompile.ops.index.linked import fits, rows_taken
-from shardcompile.ops.matmul.grouped import in_rows
+from shardcompile.ops.matmul.grouped import ends_in_block, in_rows
+from shardcompile.ops.view.rows import first_row
 from shardcompile.sharded import Sharded, block_of
 from shardcompile.tensor.autograd import ToLocal, redistributed
 from shardcompile.tensor.of_rows import on_mesh, wrapped
@@ -71,10 +72,8 @@ def _multiplied(product: Callable[..., Tensor], x: Any, mats: Any, offs: Any) ->
     with compat.unrecorded_symbols(ends):
         x = _at_experts(x, rows)
         mats = redistributed(mats, Layout.of_cuts(mesh, of_mats.shape, of_mats.dtype, [experts, None, None]))
-        first: Any = derive("located", [experts], [], experts.extent, mesh)[1]
-        begin: Any = derive("located", [rows], [], rows.extent, mesh)[1]
-        own = ends.narrow(0, first, block_size(experts, mesh)) - begin
-        own = own.clamp(0, block_size(rows, mesh)).to(ends.dtype)
+        first: Any = first_row(experts, of_mats)
+        own = ends_in_block(ends.narrow(0, first, block_size(experts, mesh)), rows, of_x)
         out = product(in_rows(ToLocal.apply(x, None)), ToLocal.apply(mats, None), own)
     if out.requires_grad:
         out.register_hook(in_rows)

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.collectives import gather_counts
-from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, is_cut_once
+from shardcompile.layout import IntLike, Layout, is_cut_once
 from shardcompile.ops.view.rows import first_row, has_known_blocks, positions
 from shardcompile.sharded import Sharded
-from shardcompile.tensor.autograd import FromLocal, in_one_piece
+from shardcompile.tensor.autograd import in_one_piece
 from shardcompile.tensor.masks import chosen
+from shardcompile.tensor.of_rows import one_or_all, wrapped
 
 aten = torch.ops.aten
 
@@ -33,7 +34,7 @@ def unique(
     """``torch.unique`` of all elements, always sorted: each rank has a part of the values, in their order."""
     if not _serves(input, dim):
         return func(input, sorted=sorted, return_inverse=return_inverse, return_counts=return_counts, dim=dim)
-    return _wanted(_distinct(input, True, return_inverse, return_counts), return_inverse, return_counts)
+    return one_or_all(_distinct(input, True, return_inverse, return_counts))
 
 
 def unique_consecutive(
@@ -46,7 +47,7 @@ def unique_consecutive(
     """``torch.unique_consecutive`` of all elements: the first of each run stays on its rank."""
     if not _serves(input, dim):
         return func(input, return_inverse=return_inverse, return_counts=return_counts, dim=dim)
-    return _wanted(_distinct(input, False, return_inverse, return_counts), return_inverse, return_counts)
+    return one_or_all(_distinct(input, False, return_inverse, return_counts))
 
 
 def _serves(x: Tensor, dim: int | None) -> bool:
@@ -58,11 +59,6 @@ def _serves(x: Tensor, dim: int | None) -> bool:
     if layout.is_partial or len(cuts) != 1 or not is_cut_once(cuts[0]):
         return False
     return not (x.requires_grad and torch.is_grad_enabled())
-
-
-def _wanted(found: Any, inverse: bool, counts: bool) -> object:
-    wanted = [found[0], *([found[1]] if inverse else []), *([found[-1]] if counts else [])]
-    return tuple(wanted) if len(wanted) > 1 else wanted[0]
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
@@ -79,18 +75,18 @@ def _distinct(x: Any, by_order: bool, inverse: bool, counts: bool) -> tuple[Any,
     cut, numbers = chosen(heads, layout)
     with compat.unrecorded_symbols(x._local_tensor):
         found = Layout.of_cuts(layout.mesh, [cut.extent], layout.dtype, [cut])
-        results = [_wrapped(x, block.index_select(0, numbers), found)]
+        results = [wrapped(block.index_select(0, numbers), found)]
         if inverse:
-            number = aten.cumsum.default(_wrapped(x, heads, layout), 0) - 1
+            number = aten.cumsum.default(wrapped(heads, layout), 0) - 1
             if order is not None:
                 number = aten.index_put.default(torch.empty_like(order), [order], number)
             results.append(number.view(x.shape))
         if counts:
-            results.append(_lengths(x, numbers + start, found, layout.shape[0]))
+            results.append(_lengths(numbers + start, found, layout.shape[0]))
     return tuple(results)
 
 
-def _lengths(x: Any, starts: Tensor, layout: Layout, end: IntLike) -> Any:
+def _lengths(starts: Tensor, layout: Layout, end: IntLike) -> Any:
     """How long each run is, from where it starts. One small collective tells where the runs of other ranks start."""
     (mesh_dim,) = layout.cut_of(0).mesh_dims
     total = starts.new_full([1], end)  # type: ignore[arg-type]
@@ -99,8 +95,4 @@ def _lengths(x: Any, starts: Tensor, layout: Layout, end: IntLike) -> Any:
     last = torch.cat([starts, total.new_full([1], -1)]).amax()
     behind = torch.where(others > last, others, total).amin().view(1)
     ends = torch.cat([starts, behind]).narrow(0, 1, starts.shape[0])
-    return _wrapped(x, ends - starts, layout)
-
-
-def _wrapped(x: Any, block: Tensor, layout: Layout) -> Any:
-    return FromLocal.apply(block, type(x), Spec.of(layout.with_dtype(block.dtype), contiguous_stride(layout.shape)))
+    return wrapped(ends - starts, layout)

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial
 
 from shardcompile import compat
-from shardcompile.collectives import Reduction, block_shape
+from shardcompile.collectives import Reduction
 from shardcompile.layout import IntLike, Layout, contiguous_stride
 from shardcompile.ops import Form, OpCall, TensorArg, state
-from shardcompile.ops.index.linked import beside, column_of, combined
+from shardcompile.ops.index.linked import beside, column_of, combined, zeros_in
 from shardcompile.ops.view.joined import in_one_piece, layout_in_one_piece
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.sharded import Sharded
@@ -111,10 +111,13 @@ def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: boo
 
 def _index_put_joined(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
     """``aten.index_put`` into a dim that others were flattened into. Zeros made for it are made in one piece."""
-    if not isinstance(x, Sharded) or not compat.is_fake(x._local_tensor) or not compat.is_new_zeros(x._local_tensor):
+    if not isinstance(x, Sharded):
         return NotImplemented
     layout = layout_in_one_piece(x._spec.layout)
-    zeros = wrap(x, x._local_tensor.new_zeros(block_shape(layout)), layout, x._spec.stride)
+    block = zeros_in(x, layout)
+    if block is None:
+        return NotImplemented
+    zeros = wrap(x, block, layout, x._spec.stride)
     return aten.index_put.default(zeros, in_one_piece(indices), in_one_piece(values), accumulate)  # type: ignore[no-any-return]
 
 

@@ -22,6 +22,7 @@ from shardcompile.collectives import (
     Links,
     Reduction,
     add_rows,
+    block_shape,
     block_size,
     find_links,
     named_rows,
@@ -39,6 +40,7 @@ aten = torch.ops.aten
 _COUNTING_FROM_THE_END = (aten.index.Tensor, aten.index_put.default)
 """Ops that take negative numbers."""
 _LOOKED_UP = ("rows that were looked up",)
+"""The key, in a trace, of how the rows are cut that numbers have looked up."""
 _TAKEN: Any = compat.WeakIdKeyDictionary()
 """What lookups in traces were made of, by their results."""
 _FEW_ROWS = 64
@@ -226,8 +228,7 @@ def _target_cut(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Cut | Non
 
     In a trace the gradient of a lookup is added to new zeros. They are cut as the rows that were looked up.
     """
-    block = block_of(x)
-    if isinstance(index, Sharded) and compat.is_fake(block) and compat.is_new_zeros(block):
+    if isinstance(index, Sharded) and compat.is_new_zeros(block_of(x)):
         cut = compat.made_for_value(index._local_tensor, _LOOKED_UP)
         if isinstance(cut, Cut) and compat.statically_known_true(cut.extent == x.shape[dim]):
             return cut
@@ -256,28 +257,24 @@ def filled(x: Sharded, dim: int, index: Sharded, value: Tensor | float, stride: 
     return wrap(x, torch.where(named.view(shape), value, block).to(block.dtype), layout, stride)
 
 
-def _rows_to_add_to(x: Tensor, home: Layout) -> Tensor:
-    """This rank's block of rows that others are added to; zeros are made where they are needed."""
+def zeros_in(x: Tensor, layout: Layout) -> Tensor | None:
+    """This rank's block, in another layout, of zeros that a trace has just made; None for anything else."""
     block = block_of(x)
-    same = isinstance(x, Sharded) and x._spec.layout == home
-    if not same and compat.is_fake(block) and compat.is_new_zeros(block):
-        shape: Any = home.local_shape(compat.coordinate(home.mesh))
-        return block.new_zeros(shape)
-    return moved(reduced(x), home)
+    return block.new_zeros(block_shape(layout)) if compat.is_new_zeros(block) else None
 
 
 def _beside_numbers(source: Tensor, dim: int, index: Tensor) -> Tensor:
-    """Entries in the blocks of their numbers if less moves than if the numbers went to the entries, and named rows
-    again."""
+    """Entries, brought to the blocks of their numbers if that moves less.
+
+    Otherwise the numbers go to the entries, and it has to be worked out anew which rows travel.
+    """
     if not isinstance(source, Sharded) or not isinstance(index, Sharded):
         return source
     layout, cut = source._spec.layout, index._spec.layout.cuts[0]
     entries = layout.cuts[dim]
     if cut is None or entries is None or cut.same_blocks(entries) or cut.mesh_dims != entries.mesh_dims:
         return source
-    width = (
-        source.element_size() * math.prod(map(compat.size_hint, source.shape)) // max(compat.size_hint(cut.extent), 1)
-    )
+    width = math.prod(compat.size_hint(n) for d, n in enumerate(layout.shape) if d != dim) * source.element_size()
     if width > 2 * index.element_size():
         return source
     cuts = [cut if d == dim else c for d, c in enumerate(layout.cuts)]
@@ -317,7 +314,8 @@ def combined(
         return NotImplemented
     cuts = [cut if d == dim else c for d, c in enumerate(layout.cuts)]
     home = Layout.of(mesh, layout.placements, x.shape, x.dtype, cuts)
-    rows, values = _rows_to_add_to(x, home), block_of(source).movedim(dim, 0)
+    zeros, values = zeros_in(x, home), block_of(source).movedim(dim, 0)
+    rows = moved(reduced(x), home) if zeros is None else zeros
     links = links_of(moved(index, numbers), cut, mesh, layout.shape[dim], op)
     arriving = links.came_cut.local_size(compat.coordinate(mesh))
     ends = (block_size(cut, mesh), arriving, compat.group_name_of(mesh, cut.mesh_dims[0]))

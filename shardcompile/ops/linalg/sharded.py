@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardcompile.compat import OpOverload, global_extents, retrace, same_symbol
-from shardcompile.layout import Layout
+from shardcompile.layout import IntLike, Layout
 from shardcompile.ops import state
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import layout_of, moved, reduced, wrap
@@ -28,7 +28,7 @@ def _of_each(op: OpOverload) -> Callable[..., object]:
     def run(x: Sharded) -> object:
         x = reduced(x)
         layout = x._spec.layout
-        if not _cuts_batch_alone(layout):
+        if not _cuts_batch_alone(layout, x.ndim - 2):
             return NotImplemented
         return _results(op, (x,), layout, op(_stored_alike(x._local_tensor, x)))
 
@@ -49,14 +49,13 @@ def solve(x: Tensor, right: Tensor, *, left: bool = True, check_errors: bool = F
     like = of_x if any(c is not None for c in of_x.cuts) else of_right
     if not _cuts_batch_alone(like, batch):
         return NotImplemented
-    matrices, sides = (_cut_like(like, batch, of) for of in (of_x, of_right))
+    matrices, sides = (_cut_like(like, batch, of.shape, of.dtype) for of in (of_x, of_right))
     block = _stored_alike(moved(x, matrices), x)
     out = aten._linalg_solve_ex.default(block, moved(right, sides), left=left)
     return _results(aten._linalg_solve_ex.default, (x, right), matrices, out, left=left)
 
 
-def _cuts_batch_alone(layout: Layout, batch: int | None = None) -> bool:
-    batch = layout.ndim - 2 if batch is None else batch
+def _cuts_batch_alone(layout: Layout, batch: int) -> bool:
     return not layout.is_partial and all(c is None for c in layout.cuts[batch:])
 
 
@@ -64,10 +63,10 @@ def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(map(same_symbol, a, b))
 
 
-def _cut_like(like: Layout, batch: int, of: Layout) -> Layout:
+def _cut_like(like: Layout, batch: int, shape: Sequence[IntLike], dtype: torch.dtype) -> Layout:
     """The layout of a tensor whose batch is cut as that of another one."""
-    cuts = [*like.cuts[:batch], *[None] * (of.ndim - batch)]
-    return Layout.of(like.mesh, like.placements, of.shape, of.dtype, cuts)
+    cuts = [*like.cuts[:batch], *[None] * (len(shape) - batch)]
+    return Layout.of(like.mesh, like.placements, shape, dtype, cuts)
 
 
 def _stored_alike(block: Tensor, x: Tensor) -> Tensor:
@@ -79,15 +78,11 @@ def _stored_alike(block: Tensor, x: Tensor) -> Tensor:
 
 def _results(op: OpOverload, args: tuple[Any, ...], like: Layout, blocks: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """The results of a batch that is cut as that of `like`."""
-    meta = global_meta(op, args, kwargs)
+    meta, sharded = global_meta(op, args, kwargs), first_sharded([a for a in args if isinstance(a, Sharded)])
     out = []
     for block, told in zip(blocks, meta, strict=True):
-        shape = global_extents(told.shape)
-        cuts = [*like.cuts[: like.ndim - 2], *[None] * (len(shape) - like.ndim + 2)]
-        layout = Layout.of(like.mesh, like.placements, shape, block.dtype, cuts)
-        out.append(
-            wrap(first_sharded([a for a in args if isinstance(a, Sharded)]), block, layout, retrace(told.stride()))
-        )
+        layout = _cut_like(like, like.ndim - 2, global_extents(told.shape), block.dtype)
+        out.append(wrap(sharded, block, layout, retrace(told.stride())))
     return tuple(out)
 
 

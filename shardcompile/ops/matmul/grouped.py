@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
-from shardcompile.collectives import block_size, derive
+from shardcompile.collectives import block_size
 from shardcompile.compat import OpOverload
 from shardcompile.layout import Cut, IntLike, Layout, contiguous_stride, is_cut_once
 from shardcompile.ops import Form, family, state
 from shardcompile.ops.record import Facts
 from shardcompile.ops.support.global_meta import global_meta
-from shardcompile.ops.view.rows import layout_of, moved, reduced, wrap
+from shardcompile.ops.view.rows import first_row, layout_of, moved, reduced, wrap
 from shardcompile.sharded import Sharded, first_sharded
 
 aten = torch.ops.aten
@@ -60,7 +59,7 @@ class _Products:
             return None
         of_x = Layout.of_cuts(mesh, of_x.shape, of_x.dtype, [rows, None])
         of_mats = Layout.whole(mesh, of_mats.shape, of_mats.dtype)
-        return cls(like, of_x, of_mats, moved(x, of_x), moved(mats, of_mats), _ends_in_block(ends, rows, mesh))
+        return cls(like, of_x, of_mats, moved(x, of_x), moved(mats, of_mats), ends_in_block(ends, rows, of_x))
 
     def result(self, block: Tensor, columns: IntLike) -> Tensor:
         """What a block of rows has become: [s, columns]."""
@@ -122,7 +121,7 @@ def _of_sums(x: Tensor, mats: Tensor, offs: Tensor, dtype: torch.dtype) -> Tenso
         return NotImplemented
     left = moved(x, Layout.of_cuts(mesh, of_x.shape, of_x.dtype, [None, rows]))
     right = moved(mats, Layout.of_cuts(mesh, of_mats.shape, of_mats.dtype, [rows, None]))
-    out = aten._grouped_mm.default(in_rows(left, 1), in_rows(right), _ends_in_block(ends, rows, mesh), None, dtype)
+    out = aten._grouped_mm.default(in_rows(left, 1), in_rows(right), ends_in_block(ends, rows, of_x), None, dtype)
     shape = (ends.shape[0], of_x.shape[0], of_mats.shape[1])
     layout = _of_sums_of(rows, Layout.whole(mesh, shape, dtype))
     return wrap(like, out, layout, contiguous_stride(shape))
@@ -147,10 +146,16 @@ def in_rows(block: Tensor, dim: int = 0) -> Tensor:
     return block.movedim(dim, 0).clone(memory_format=torch.contiguous_format).movedim(0, dim)
 
 
-def _ends_in_block(ends: Tensor, rows: Cut, mesh: DeviceMesh) -> Tensor:
-    """Where each group ends in this rank's block of the rows."""
-    first: Any = derive("located", [rows], [], rows.extent, mesh)[1]
-    size: Any = block_size(rows, mesh)
+def ends_in_block(ends: Tensor, rows: Cut, layout: Layout) -> Tensor:
+    """Where groups end in this rank's block of the rows.
+
+    Args:
+        ends: where they end in all rows.
+        rows: how these are cut.
+        layout: of the rows, or any other on their mesh.
+    """
+    first: Any = first_row(rows, layout)
+    size: Any = block_size(rows, layout.mesh)
     return (ends - first).clamp(0, size).to(ends.dtype)
 
 
