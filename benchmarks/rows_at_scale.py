@@ -4,9 +4,10 @@
 
 Needs neither ranks nor a GPU: graphs are for CUDA, costs those of H100s, eight in a node. Experts are layers of a
 decoder on 8,192 tokens a GPU, in bfloat16. Their weights lie over the 8 GPUs of a node or over all 64, those of the
-attention on each GPU. What data parallelism adds up over the nodes is not in the graphs. A graph network is a
-MeshGraphNet on 16,384 nodes a GPU, in float32, whose links were made before. Edges lie with their targets. A rank of a
-surface (2-D) asks for 512 rows of others, one of a volume (3-D) for 3,872, as blocks of that size do.
+attention on each GPU. Over 64, rows go straight, or between nodes first and then within. What data parallelism adds up
+over the nodes is not in the graphs. A graph network is a MeshGraphNet on 16,384 nodes a GPU, in float32, whose links
+were made before. Edges lie with their targets. A rank of a surface (2-D) asks for 512 rows of others, one of a volume
+(3-D) for 3,872, as blocks of that size do.
 
 `exposed` is the part of the predicted time in which a GPU has nothing to do, without passes and with them.
 """
@@ -14,6 +15,7 @@ surface (2-D) asks for 512 rows of others, one of a volume (3-D) for 3,872, as b
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -56,9 +58,10 @@ MIXTRAL, OLMOE = Shape(4096, 14336, 8, 2), Shape(2048, 1024, 64, 8)
 class ExpertLayer(nn.Module):
     """Attention within sequences, then the experts that a gate chooses; the experts lie on the ranks of a mesh."""
 
-    def __init__(self, shape: Shape, ranks: int) -> None:
+    def __init__(self, shape: Shape, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.shape, self.own, width = shape, shape.experts // ranks, shape.width
+        self.shape, self.own, width = shape, shape.experts // mesh.size(), shape.width
+        self.rows = [Shard(0)] * mesh.ndim
         self.norms = nn.ModuleList(nn.RMSNorm(width, dtype=BF16) for _ in range(2))
         self.qkv, self.out = nn.Linear(width, 3 * width, False, dtype=BF16), nn.Linear(width, width, False, dtype=BF16)
         self.gate = nn.Linear(width, shape.experts, False, dtype=BF16)
@@ -81,15 +84,15 @@ class ExpertLayer(nn.Module):
         h = self.norms[1](x).flatten(0, 1)
         weights, numbers = self.gate(h).float().softmax(-1).topk(self.shape.copies)
         rows, own, route = sc.route_rows(h, numbers // self.own, each=[numbers % self.own])
-        run = sc.local_map(lambda r, n: self._experts(r, n, self.up, self.down), [Shard(0)])
+        run = sc.local_map(lambda r, n: self._experts(r, n, self.up, self.down), self.rows)
         return x + route.back(run(rows, own), weights=weights.to(BF16)).view_as(x)
 
 
 def experts(shape: Shape, mesh: DeviceMesh, layers: int) -> tuple[nn.Module, tuple[Any, ...]]:
-    ranks, batch = mesh.size(), shape.tokens // shape.sequence
-    model = nn.Sequential(*(ExpertLayer(shape, ranks) for _ in range(layers)))
+    batch, rows = shape.tokens // shape.sequence, [Shard(0)] * mesh.ndim
+    model = nn.Sequential(*(ExpertLayer(shape, mesh) for _ in range(layers)))
     block = torch.randn(batch, shape.sequence, shape.width, dtype=BF16)
-    return model, (sc.ShardTensor.from_local(block, mesh, [Shard(0)], {0: [batch] * ranks}),)
+    return model, (sc.ShardTensor.from_local(block, mesh, rows, {0: [batch] * mesh.size()}),)
 
 
 # --------------------------------------------------------------------------------------------- graphs
@@ -149,20 +152,23 @@ def mesh_net(boundary: int, mesh: DeviceMesh, layers: int) -> tuple[nn.Module, t
 
 Build = Callable[[DeviceMesh, int], tuple[nn.Module, tuple[Any, ...]]]
 
-MODELS: dict[str, tuple[Build, int]] = {
-    "Mixtral 8x7B, experts over a node": (partial(experts, MIXTRAL), NODE),
-    "OLMoE, experts over a node": (partial(experts, OLMOE), NODE),
-    "OLMoE, experts over 64 GPUs": (partial(experts, OLMOE), RANKS),
-    "MeshGraphNet, surface": (partial(mesh_net, 512), RANKS),
-    "MeshGraphNet, volume": (partial(mesh_net, 3872), RANKS),
+MODELS: dict[str, tuple[Build, tuple[int, ...]]] = {
+    "Mixtral 8x7B, experts over a node": (partial(experts, MIXTRAL), (NODE,)),
+    "OLMoE, experts over a node": (partial(experts, OLMOE), (NODE,)),
+    "OLMoE, experts over 64 GPUs": (partial(experts, OLMOE), (RANKS,)),
+    "OLMoE, experts over 64 GPUs, by nodes": (partial(experts, OLMOE), (RANKS // NODE, NODE)),
+    "MeshGraphNet, surface": (partial(mesh_net, 512), (RANKS,)),
+    "MeshGraphNet, volume": (partial(mesh_net, 3872), (RANKS,)),
 }
-"""What is built, and over how many ranks its rows travel."""
+"""What is built, and the mesh along which its rows travel."""
 
 
-def predicted(build: Build, over: int, layers: int, pipeline: Pipeline) -> tuple[float, float]:
+def predicted(build: Build, over: tuple[int, ...], layers: int, pipeline: Pipeline) -> tuple[float, float]:
     """Seconds of a step, and those in which the GPU waits."""
-    with offline_world(RANKS, mesh_shape=(RANKS // over, over), mesh_dim_names=("copy", "rows")) as world:
-        trace = trace_step(world, lambda mesh: build(mesh["rows"], layers), pipeline=pipeline)
+    names = ("nodes", "rows")[-len(over) :]
+    shape = (RANKS // math.prod(over), *over)
+    with offline_world(RANKS, mesh_shape=shape, mesh_dim_names=("copy", *names)) as world:
+        trace = trace_step(world, lambda mesh: build(mesh[names], layers), pipeline=pipeline)
         total = exposed = 0.0
         for module in (trace.forward, trace.backward):
             assert module is not None

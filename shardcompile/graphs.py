@@ -132,8 +132,8 @@ def _link(x: Any, index: Any) -> tuple[Any, ...]:
     return (
         wrapped(degree, layout),
         links.asked,
-        wrapped(links.wanted, layout_of_rows(layout, mesh_dim, links.came_cut, layout)),
-        wrapped(links.sent, layout_of_rows(layout, mesh_dim, links.sent_cut, layout)),
+        wrapped(links.wanted, layout_of_rows(links.came_cut, layout)),
+        wrapped(links.sent, layout_of_rows(links.sent_cut, layout)),
         wrapped(links.place.view(flat.shape), entries),
     )
 
@@ -157,7 +157,7 @@ def _of_entries(entries: Layout, of: Layout, dims: int) -> Layout:
 def _take(degree: Any, asked: Tensor, wanted: Any, sent: Any, place: Any, *xs: Any) -> tuple[Any, ...]:
     home, entries = degree._spec.layout, place._spec.layout
     mesh_dim = mesh_dim_of_rows(degree, "RowLinks.take")
-    given = [cut_alike(x, home, mesh_dim, "RowLinks.take") for x in xs]
+    given = [cut_alike(x, home, "RowLinks.take") for x in xs]
     numbers, came = ToLocal.apply(place, None), wanted._spec.layout.cut_of(0)
     rows = take_rows(
         [ToLocal.apply(x, None) for x in given],
@@ -185,7 +185,7 @@ def _add(degree: Any, asked: Tensor, wanted: Any, sent: Any, place: Any, *values
                 f"RowLinks.add: there is one value for each entry of the index, {tuple(entries.shape)}; got "
                 f"{tuple(v.shape)}"
             )
-        v = cut_alike(v, entries, mesh_dim, "RowLinks.add")
+        v = cut_alike(v, entries, "RowLinks.add")
         layout = v._spec.layout
         for d in range(1, dims):
             layout = layout if layout.cuts[d] is None else layout.gathered(d)

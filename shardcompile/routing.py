@@ -14,16 +14,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard
 
 from shardcompile import compat
 from shardcompile.collectives import (
+    Levels,
+    add_copies,
+    block_size,
     counts_in_range,
     cut_of_sizes,
     exchange_rows,
+    find_levels,
     first_rows,
     gather_counts,
+    return_by_levels,
     rows_from,
+    send_by_levels,
 )
 from shardcompile.errors import LayoutError
 from shardcompile.layout import Layout
@@ -33,10 +40,27 @@ from shardcompile.tensor.of_rows import (
     cut_alike,
     layout_of_column,
     layout_of_rows,
-    mesh_dim_of_rows,
+    mesh_dims_of_rows,
     one_or_all,
     wrapped,
 )
+
+
+class Onward(NamedTuple):
+    """Where rows go within a node, of a `Route` over two mesh dims. Of the ranks that have the same outer coordinate.
+
+    Attributes:
+        passing: of each row that has come to this node the inner coordinates that its copies go to, -1 for those that
+            do not pass here: [p, k], cut as the rows that have come.
+        counts: counts[s, d] copies go from inner coordinate s to d: [inner, inner], int64, on the CPU.
+        order: of each copy that is passed on its number in `passing`: [q], int64, in the order of destinations.
+        arranged: the order of the copies that arrive by the rank that they came from: [m], int64, cut as these are.
+    """
+
+    passing: Tensor
+    counts: Tensor
+    order: Tensor
+    arranged: Tensor
 
 
 class Route(NamedTuple):
@@ -44,16 +68,19 @@ class Route(NamedTuple):
 
     Attributes:
         destination: where each row goes: [n] or [n, k], cut as the rows were.
-        counts: counts[s, d] rows go from rank s of the mesh dim to rank d: [ranks, ranks], int64, on the CPU.
+        counts: counts[s, d] rows go from rank s of the mesh dim to rank d: [ranks, ranks], int64, on the CPU. Over two
+            mesh dims from outer coordinate s to d, of rows of this rank's inner coordinate.
         order: of each copy that a rank sends its number among the copies of the rank's rows: [m], int64; a rank's block
-            holds those that it sends, in the order of their destinations.
+            holds those that it sends, in the order of their destinations. Over two mesh dims one for each node.
         source: of each row that has arrived the rank that it came from: [m], int64, cut as the rows that arrive.
+        onward: the way within a node, of a route over two mesh dims.
     """
 
     destination: Tensor
     counts: Tensor
     order: Tensor
     source: Tensor
+    onward: Onward | None = None
 
     def send(self, *rows: Tensor, each: Sequence[Tensor] = ()) -> Any:
         """Other rows by the same route: x[i] goes where row i went. All of them in one exchange. Differentiable.
@@ -68,7 +95,7 @@ class Route(NamedTuple):
         Raises:
             LayoutError: there are not as many rows as destinations, or they lie on another mesh.
         """
-        return one_or_all(_send(self.destination, self.counts, self.order, self.source, len(rows), *rows, *each))
+        return one_or_all(_send(self._parts(), len(rows), *rows, *each))
 
     def back(self, *rows: Tensor, weights: Tensor | None = None) -> Any:
         """Rows go back to where they came from. Differentiable, and the adjoint of `send` where there are no weights.
@@ -85,7 +112,12 @@ class Route(NamedTuple):
         Raises:
             LayoutError: the rows or weights are not as many as the route has.
         """
-        return one_or_all(_back(self.destination, self.counts, self.order, self.source, weights, *rows))
+        return one_or_all(_back(self._parts(), weights, *rows))
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        """All tensors, for functions that Dynamo does not enter."""
+        here = self.destination, self.counts, self.order, self.source
+        return here if self.onward is None else (*here, *self.onward)
 
 
 def route_rows(x: Tensor, destination: Tensor, *also: Tensor, each: Sequence[Tensor] = ()) -> tuple[Any, ...]:
@@ -94,10 +126,13 @@ def route_rows(x: Tensor, destination: Tensor, *also: Tensor, each: Sequence[Ten
     Two collectives: a table of how many rows go from where to where, and the rows themselves, exactly. In a compiled
     function one graph serves every routing, also one that sends nothing to a rank, or nothing at all.
 
+    Rows that two mesh dims cut go along the outer one first, once for all copies to one outer coordinate, and then
+    along the inner one. With the nodes of a cluster as the outer mesh dim, few rows go from node to node.
+
     Args:
-        x: [n, ...], cut along dim 0 by one mesh dim.
+        x: [n, ...], cut along dim 0 by one or two mesh dims.
         destination: a rank of that mesh dim for each row, or -1 for a row that is dropped: [n], or [n, k] for k copies
-            of each row; whole numbers.
+            of each row; whole numbers. Of two mesh dims, rank ``outer coordinate * inner ranks + inner coordinate``.
         also: other tensors of n rows, which travel with those of `x`.
         each: tensors [n, k, ...] with an entry for each copy of a row, which travel with them, too.
 
@@ -106,75 +141,114 @@ def route_rows(x: Tensor, destination: Tensor, *also: Tensor, each: Sequence[Ten
         they come from, of its rows, and of their copies; the same of each of `also` and `each`; and the route.
 
     Raises:
-        LayoutError: `x` is not cut along dim 0 by one mesh dim, or `destination` does not fit to it.
-        RowRangeError: on every rank, before any row is moved, if a destination is no rank of the mesh dim.
+        LayoutError: `x` is not cut along dim 0 by one or two mesh dims, or `destination` does not fit to it.
+        RowRangeError: on every rank, before any row is moved, if a destination is no rank.
     """
-    route = Route(*_route(x, destination))
-    sent = _send(*route, 1 + len(also), x, *also, *each)
+    parts = _route(x, destination)
+    home, counts, order, source, *onward = parts
+    route = Route(home, counts, order, source, Onward(*onward) if onward else None)
+    sent = _send(parts, 1 + len(also), x, *also, *each)
     return *sent, route
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
 def _route(x: Any, destination: Any) -> tuple[Any, ...]:
-    """The parts of a `Route`."""
-    mesh_dim = mesh_dim_of_rows(x, "route_rows")
+    """The tensors of a `Route`, and those of its `Onward` if it has one."""
+    mesh_dims = mesh_dims_of_rows(x, "route_rows", at_most=2)
     layout = x._spec.layout
     if destination.dtype.is_floating_point or destination.dtype.is_complex or destination.dtype is torch.bool:
         raise LayoutError(f"destinations are ranks, which are whole numbers; got {destination.dtype}")
     if destination.ndim not in (1, 2):
         raise LayoutError(f"destinations are [n] or [n, k], got {tuple(destination.shape)}")
-    destination = beside(destination, layout, mesh_dim, "destination")
-    ranks, group_name = layout.mesh.shape[mesh_dim], compat.group_name_of(layout.mesh, mesh_dim)
-    asked = ToLocal.apply(destination, None).reshape(-1).long()
+    destination = beside(destination, layout, "destination")
+    asked = ToLocal.apply(destination, None).long()
+    extent = compat.size_hint(destination.shape[0])
+    flat = layout_of_column(destination._spec.layout)
+    if len(mesh_dims) == 2:
+        asked = asked.view([asked.shape[0], _copies(destination)])
+        levels, cuts = find_levels(asked, layout.mesh, mesh_dims, extent, "route_rows")
+        sent, passed, passed_on, came = (layout_of_rows(cut, flat) for cut in cuts)
+        copies = Layout.of_cuts(flat.mesh, (*passed.shape, asked.shape[1]), torch.int64, [passed.cuts[0], None])
+        return (
+            destination,
+            levels.between,
+            wrapped(levels.order, sent),
+            wrapped(levels.source, came),
+            wrapped(levels.passing, copies),
+            levels.within,
+            wrapped(levels.onward, passed_on),
+            wrapped(levels.arranged, came),
+        )
+    about = extent * _copies(destination)
+    return destination, *_straight(asked.reshape(-1), layout.mesh, mesh_dims[0], about, flat)
+
+
+def _straight(asked: Tensor, mesh: DeviceMesh, mesh_dim: int, about: int, flat: Layout) -> tuple[Any, ...]:
+    """Counts, order and source of a route along one mesh dim."""
+    ranks, group_name = mesh.shape[mesh_dim], compat.group_name_of(mesh, mesh_dim)
     bad = (asked < -1) | (asked >= ranks)
     last = torch.where((asked < 0) | bad, ranks, asked)
     mine = torch.zeros([ranks + 1], dtype=torch.int64, device=asked.device).scatter_add(0, last, torch.ones_like(asked))
     wanted = f"route_rows: destinations are ranks 0 to {ranks - 1} of the mesh dim, or -1 for rows that are dropped"
     counts = gather_counts(counts_in_range(mine[:-1], asked, bad), group_name, wanted)
-    about = compat.size_hint(destination.shape[0]) * (destination.shape[1] if destination.ndim == 2 else 1)
-    sent = cut_of_sizes(counts.sum(1), layout.mesh, [mesh_dim], about=about)
-    came = cut_of_sizes(counts.sum(0), layout.mesh, [mesh_dim], about=about)
-    place = compat.coordinate(layout.mesh)
+    sent = cut_of_sizes(counts.sum(1), mesh, [mesh_dim], about=about)
+    came = cut_of_sizes(counts.sum(0), mesh, [mesh_dim], about=about)
+    place = compat.coordinate(mesh)
     leaving, arriving = sent.local_size(place), came.local_size(place)
     order = first_rows(last.argsort(stable=True), leaving)
     numbers = torch.arange(ranks, device=asked.device)
     received = rows_from(counts, group_name).to(asked.device)
     source = torch.repeat_interleave(numbers, received, output_size=arriving)
-    flat = layout_of_column(destination._spec.layout)
-    return (
-        destination,
-        counts,
-        wrapped(order, layout_of_rows(flat, mesh_dim, sent, flat)),
-        wrapped(source, layout_of_rows(flat, mesh_dim, came, flat)),
-    )
+    return counts, wrapped(order, layout_of_rows(sent, flat)), wrapped(source, layout_of_rows(came, flat))
+
+
+def _copies(destination: Tensor) -> int:
+    return destination.shape[1] if destination.ndim == 2 else 1
 
 
 @torch.compiler.allow_in_graph
-def _send(destination: Any, counts: Tensor, order: Any, source: Any, shared: int, *xs: Any) -> tuple[Any, ...]:
+def _send(parts: Sequence[Any], shared: int, *xs: Any) -> tuple[Any, ...]:
     """`Route.send`; of the tensors `xs` the first `shared` have one entry for all copies of a row."""
-    home = destination._spec.layout
-    mesh_dim = mesh_dim_of_rows(destination, "Route.send")
-    copies = destination.shape[1] if destination.ndim == 2 else 1
-    came = source._spec.layout
-    numbers = ToLocal.apply(order, None)
-    given = []
+    destination, counts, order, source, *onward = parts
+    home, came = destination._spec.layout, source._spec.layout
+    copies = _copies(destination)
+    blocks, layouts = [], []
     for i, x in enumerate(xs):
-        x = cut_alike(x, home, mesh_dim, "Route.send")
+        x = cut_alike(x, home, "Route.send")
         block, layout = ToLocal.apply(x, None), x._spec.layout
-        if i < shared:
-            given.append((block.index_select(0, numbers // copies), layout))
-            continue
-        if tuple(x.shape[1 : destination.ndim]) != tuple(destination.shape[1:]):
-            raise LayoutError(
-                f"Route.send: {layout.describe()} has no entry for each of {copies} copies of a row; destinations are "
-                f"{tuple(destination.shape)}"
-            )
-        entries = block.flatten(0, 1) if destination.ndim == 2 else block
-        given.append((entries.index_select(0, numbers), _of_entries(layout, destination.ndim)))
-    group_name = compat.group_name_of(home.mesh, mesh_dim)
-    block = came.local_shape(compat.coordinate(home.mesh))[0]
-    rows = exchange_rows([g for g, _ in given], counts, block, group_name)
-    return tuple(wrapped(r, layout_of_rows(came, mesh_dim, None, of)) for r, (_, of) in zip(rows, given, strict=True))
+        if i >= shared:
+            if tuple(x.shape[1 : destination.ndim]) != tuple(destination.shape[1:]):
+                raise LayoutError(
+                    f"Route.send: {layout.describe()} has no entry for each of {copies} copies of a row; destinations "
+                    f"are {tuple(destination.shape)}"
+                )
+            block = block.unsqueeze(1) if destination.ndim == 1 else block
+            layout = _of_entries(layout, destination.ndim)
+        blocks.append(block)
+        layouts.append(layout)
+    groups = _groups(home)
+    arriving = block_size(came.cut_of(0), home.mesh)
+    if onward:
+        levels = _levels(parts)
+        rows = send_by_levels(blocks[:shared], blocks[shared:], levels, arriving, groups)
+    else:
+        numbers = ToLocal.apply(order, None)
+        given = [b.index_select(0, numbers // copies) for b in blocks[:shared]]
+        given += [b.flatten(0, 1).index_select(0, numbers) for b in blocks[shared:]]
+        rows = exchange_rows(given, counts, arriving, groups[0])
+    return tuple(wrapped(r, layout_of_rows(came.cut_of(0), of)) for r, of in zip(rows, layouts, strict=True))
+
+
+def _groups(layout: Layout) -> list[str]:
+    """The process groups along which rows go, the outer one first."""
+    return [compat.group_name_of(layout.mesh, m) for m in layout.cut_of(0).mesh_dims]
+
+
+def _levels(parts: Sequence[Any]) -> Levels:
+    _, between, order, source, passing, within, onward, arranged = parts
+    blocks = (ToLocal.apply(x, None) for x in (order, passing, onward, arranged, source))
+    order, passing, onward, arranged, source = blocks
+    return Levels(between, order, passing, within, onward, arranged, source)
 
 
 def _of_entries(layout: Layout, dims: int) -> Layout:
@@ -193,16 +267,12 @@ def _of_entries(layout: Layout, dims: int) -> Layout:
 
 
 @torch.compiler.allow_in_graph
-def _back(destination: Any, counts: Tensor, order: Any, source: Any, weights: Any, *ys: Any) -> tuple[Any, ...]:
-    home = destination._spec.layout
-    mesh_dim = mesh_dim_of_rows(destination, "Route.back")
-    place = compat.coordinate(home.mesh)
-    n, sent = home.local_shape(place)[0], order._spec.layout.local_shape(place)[0]
-    copies = destination.shape[1] if destination.ndim == 2 else 1
-    given = [cut_alike(y, source._spec.layout, mesh_dim, "Route.back") for y in ys]
-    group_name = compat.group_name_of(home.mesh, mesh_dim)
-    returned = exchange_rows([ToLocal.apply(y, None) for y in given], counts, sent, group_name, back=True)
-    numbers = ToLocal.apply(order, None)
+def _back(parts: Sequence[Any], weights: Any, *ys: Any) -> tuple[Any, ...]:
+    destination, counts, order, source, *onward = parts
+    home, copies = destination._spec.layout, _copies(destination)
+    n = block_size(home.cut_of(0), home.mesh)
+    given = [cut_alike(y, source._spec.layout, "Route.back") for y in ys]
+    rows = [ToLocal.apply(y, None) for y in given]
     factors = None
     if weights is not None:
         if tuple(weights.shape[1:]) != tuple(destination.shape[1:]):
@@ -210,13 +280,13 @@ def _back(destination: Any, counts: Tensor, order: Any, source: Any, weights: An
                 f"Route.back: weights have the shape of the destinations, {tuple(destination.shape)}; got "
                 f"{tuple(weights.shape)}"
             )
-        factors = ToLocal.apply(beside(weights, home, mesh_dim, "weights"), None).reshape([n, copies])
-    out = []
-    for rows, y in zip(returned, given, strict=True):
-        whole = rows.new_zeros([n * copies, *rows.shape[1:]]).index_copy(0, numbers, rows)
-        whole = whole.view([n, copies, *rows.shape[1:]])
-        if factors is not None:
-            whole = whole * factors.view([n, copies, *[1] * (rows.ndim - 1)])
-        whole = whole.sum(1) if copies > 1 else whole.squeeze(1)
-        out.append(wrapped(whole, layout_of_rows(home, mesh_dim, None, y._spec.layout)))
-    return tuple(out)
+        factors = ToLocal.apply(beside(weights, home, "weights"), None).reshape([n, copies])
+    groups = _groups(home)
+    if onward:
+        home_rows = return_by_levels(rows, _levels(parts), factors, n, groups)
+    else:
+        numbers = ToLocal.apply(order, None)
+        returned = exchange_rows(rows, counts, numbers.shape[0], groups[0], back=True)
+        home_rows = [add_copies(r, numbers, n, copies, factors) for r in returned]
+    layouts = [layout_of_rows(home.cut_of(0), y._spec.layout) for y in given]
+    return tuple(wrapped(r, of) for r, of in zip(home_rows, layouts, strict=True))

@@ -122,7 +122,7 @@ class CostModel:
         if n is None or moved is None:
             say_once(f"{c.kind} over group {c.group_name} of {n or 'unknown'} ranks has no price; a default stands in")
             return self.price_of(c.group_name, Traffic(NOMINAL_BYTES, NOMINAL_BYTES))
-        if any(compat.is_unbacked(s) for p in c.payloads for t in blocks.tensors(p) for s in t.shape):
+        if any(compat.has_no_hint(s) for p in c.payloads for t in blocks.tensors(p) for s in t.shape):
             say_once("collectives of sizes that are known at run time only are priced as if these were 64")
         members = blocks.members(c, n)
         if not readable(c, members, labels):

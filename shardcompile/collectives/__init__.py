@@ -25,6 +25,11 @@ from shardcompile.collectives.functional import fetch_ranges as fetch_ranges
 from shardcompile.collectives.functional import receive_block as receive_block
 from shardcompile.collectives.functional import reduce_scatter_v as reduce_scatter_v
 from shardcompile.collectives.functional import send_blocks as send_blocks
+from shardcompile.collectives.levels import Levels as Levels
+from shardcompile.collectives.levels import add_copies as add_copies
+from shardcompile.collectives.levels import find_levels as find_levels
+from shardcompile.collectives.levels import return_by_levels as return_by_levels
+from shardcompile.collectives.levels import send_by_levels as send_by_levels
 from shardcompile.collectives.links import Links as Links
 from shardcompile.collectives.links import Reduction as Reduction
 from shardcompile.collectives.links import add_rows as add_rows

@@ -129,7 +129,10 @@ def exchange_rows(
 
 
 def rows_from(counts: Tensor, group_name: str) -> Tensor:
-    """How many rows come to this rank from each: [ranks]. An op, since a graph must not name the rank it is for."""
+    """How many rows come to this rank from each: ``counts[:, rank]``, [ranks, ...].
+
+    An op, since a graph must not name the rank that it is for.
+    """
     return _ops.rows_from(counts, group_name)
 
 
@@ -403,7 +406,9 @@ EXCHANGE_ROWS = Descriptor(
 
 _LIBRARY.impl("rows_from", _rows_from, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "shardcompile::rows_from", lambda counts, _: counts.new_empty(counts.shape[:1]), lib=_LIBRARY
+    "shardcompile::rows_from",
+    lambda counts, _: counts.new_empty([counts.shape[0], *counts.shape[2:]]),
+    lib=_LIBRARY,
 )
 _LIBRARY.impl("block_starts", _block_starts, "CompositeExplicitAutograd")
 torch.library.register_fake("shardcompile::block_starts", _fake_starts, lib=_LIBRARY)

@@ -52,6 +52,7 @@ from shardcompile.compat.replacements import without_guards
 from shardcompile.compat.sizes import (
     expression_of,
     guard_or_false,
+    has_no_hint,
     is_one,
     is_specialised,
     is_unbacked,
@@ -141,6 +142,7 @@ __all__ = [
     "global_extents",
     "group_name_of",
     "guard_or_false",
+    "has_no_hint",
     "has_guarded_address",
     "imbalance_of",
     "in_backward_pass",

@@ -100,6 +100,14 @@ def is_unbacked(value: object) -> bool:
     return isinstance(value, torch.SymInt) and bool(free_unbacked_symbols(value))  # 2.11 - 2.15
 
 
+def has_no_hint(value: object) -> bool:
+    """Whether nothing tells what a size will be when the graph runs, so that `size_hint` uses its default."""
+    if not isinstance(value, torch.SymInt) or not is_unbacked(value):
+        return False
+    suggested = value.node.shape_env.var_to_hint_override
+    return any(symbol not in suggested for symbol in free_unbacked_symbols(value))
+
+
 def expression_of(size: IntLike) -> Formula:
     """The formula of a size that may be symbolic. It is hashable; sizes with equal formulas are equal."""
     return size.node.expr if isinstance(size, torch.SymInt) else size

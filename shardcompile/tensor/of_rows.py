@@ -30,11 +30,11 @@ def on_mesh(x: Tensor, mesh: DeviceMesh) -> ShardTensor:
     return ShardTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)
 
 
-def mesh_dim_of_rows(x: Tensor, what: str) -> int:
-    """The mesh dim that cuts dim 0.
+def mesh_dims_of_rows(x: Tensor, what: str, at_most: int = 1) -> tuple[int, ...]:
+    """The mesh dims that cut dim 0, outermost first.
 
     Raises:
-        LayoutError: there is none, or there are several.
+        LayoutError: there are none, or more than allowed.
     """
     if not isinstance(x, ShardTensor):
         raise LayoutError(
@@ -43,25 +43,30 @@ def mesh_dim_of_rows(x: Tensor, what: str) -> int:
         )
     layout = x._spec.layout
     cut = layout.cuts[0] if x.ndim else None
-    if cut is None or len(cut.mesh_dims) > 1:
+    if cut is None or len(cut.mesh_dims) > at_most:
+        how_many = ("one mesh dim", "one or two mesh dims")[at_most - 1]
         raise LayoutError(
             f"{what} sends rows along the mesh dim that cuts dim 0, and {layout.describe()} has "
-            f"{'several' if cut else 'none'}; redistribute it to Shard(0) on one mesh dim first"
+            f"{len(cut.mesh_dims) if cut else 'none'}; redistribute it to Shard(0) on {how_many} first"
         )
-    return cut.mesh_dims[0]
+    return cut.mesh_dims
 
 
-def layout_of_rows(like: Layout, mesh_dim: int, cut: Cut | None, of: Layout) -> Layout:
-    """The layout of `of`, with dim 0 cut by a mesh dim as in `like`, or as a given cut."""
-    cut = like.cuts[0] if cut is None else cut
-    assert cut is not None, "rows are cut"
+def mesh_dim_of_rows(x: Tensor, what: str) -> int:
+    """The only mesh dim that cuts dim 0; see `mesh_dims_of_rows`."""
+    return mesh_dims_of_rows(x, what)[0]
+
+
+def layout_of_rows(cut: Cut, of: Layout) -> Layout:
+    """The layout of `of`, with dim 0 cut like rows."""
     placements = list(of.placements)
-    placements[mesh_dim] = Shard(0)
+    for mesh_dim in cut.mesh_dims:
+        placements[mesh_dim] = Shard(0)
     shape = (cut.extent, *of.shape[1:])
     return Layout.of(of.mesh, placements, shape, of.dtype, [cut, *of.cuts[1:]])
 
 
-def beside(a: Any, layout: Layout, mesh_dim: int, what: str) -> Any:
+def beside(a: Any, layout: Layout, what: str) -> Any:
     """A tensor of one entry for each row, cut as rows are along dim 0 and whole along all else."""
     a = on_mesh(a, layout.mesh)
     now = a._spec.layout
@@ -86,16 +91,18 @@ def layout_of_column(layout: Layout) -> Layout:
     return Layout.of(layout.mesh, layout.placements, layout.shape[:1], torch.int64, layout.cuts[:1])
 
 
-def cut_alike(x: Any, like: Layout, mesh_dim: int, what: str) -> Any:
-    """Rows in the blocks that a layout has along dim 0; all else stays as it is."""
+def cut_alike(x: Any, like: Layout, what: str) -> Any:
+    """Rows in the blocks that a layout has along dim 0; what other mesh dims cut stays as it is."""
     x = on_mesh(x, like.mesh)
     x = redistributed(x, x._spec.layout.reduced())
     now = x._spec.layout
     if now.mesh != like.mesh or not x.ndim or not _same(now.shape[0], like.shape[0]):
         raise LayoutError(f"{what}: {now.describe()} does not have the rows of the route, {like.describe()}")
-    if now.cuts[0] is not None and now.cuts[0].mesh_dims != (mesh_dim,):
+    cut = like.cut_of(0)
+    if now.cuts[0] is not None and now.cuts[0].mesh_dims != cut.mesh_dims:
         raise LayoutError(
             f"{what}: dim 0 of {now.describe()} is cut by mesh dims {now.cuts[0].mesh_dims}, the route goes along "
-            f"mesh dim {mesh_dim}; redistribute it first"
+            f"mesh dims {cut.mesh_dims}; redistribute it first"
         )
-    return redistributed(x, layout_of_rows(like, mesh_dim, None, now))
+    others = [c if c is None or not {*c.mesh_dims} & {*cut.mesh_dims} else None for c in now.cuts[1:]]
+    return redistributed(x, Layout.of_cuts(now.mesh, (cut.extent, *now.shape[1:]), now.dtype, [cut, *others]))

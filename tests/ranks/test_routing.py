@@ -225,6 +225,20 @@ def test_a_route_is_kept_and_used_again() -> None:
         assert torch.equal(layer(layer(x, route), route).full_tensor(), full + 2)
 
 
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_the_mesh_dim_of_the_route_cuts_elsewhere_is_brought_to_the_rows(compiled: bool) -> None:
+    d = sc.distribute_tensor(torch.tensor([2, 0, 1, 1, -1, 2, 0]), mesh(), [Shard(0)])
+    rows = sc.distribute_tensor(torch.randn(7, 5), mesh(), [Shard(0)])
+
+    def run(x: Any, d: Any, columns: Any) -> Any:
+        return sc.route_rows(x, d)[1].send(x, columns)
+
+    run = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
+    sent, moved = run(rows, d, rows.redistribute(placements=[Shard(1)]))
+    assert torch.equal(sent.full_tensor(), moved.full_tensor())
+
+
 @pytest.mark.ranks(4, processes=False)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("other", [Replicate(), Shard(1), Partial()], ids=str)

@@ -1,0 +1,179 @@
+"""`route_rows` over two mesh dims: between nodes first, then within."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tiers import often
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+import shardcompile as sc
+from shardcompile.collectives import transport
+from shardcompile.compat.testing import graphs_compiled
+from shardcompile.testing import once
+
+TIGHT = {"rtol": 1e-12, "atol": 1e-12}
+CUT = [Shard(0), Shard(0)]
+
+
+def nodes(outer: int, inner: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (outer, inner), mesh_dim_names=("nodes", "places"))
+
+
+def cut(full: Tensor, on: DeviceMesh, sizes: list[int], **options: Any) -> Any:
+    return sc.distribute_tensor(full, on, CUT, sharding_shapes={0: sizes}, **options)
+
+
+def drawn(ranks: int, seed: int, copies: int | None) -> tuple[list[int], Tensor]:
+    """Sizes of blocks, and destinations: anywhere, all on one rank, all dropped, copies to one node or to one rank."""
+    draw = random.Random(seed)
+    extent = draw.choice([2, 3, 5, 7, 12, 20])
+    ends = sorted(draw.randint(0, extent) for _ in range(ranks - 1))
+    sizes = [b - a for a, b in zip([0, *ends], [*ends, extent], strict=True)]
+    low, high = draw.choice([(0, ranks), (-1, ranks), (-1, ranks), (ranks - 1, ranks), (0, 2), (1, ranks - 1), (-1, 0)])
+    shape = (extent,) if copies is None else (extent, copies)
+    return sizes, torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def step(x: Tensor, destination: Tensor, entries: Tensor, weights: Tensor | None) -> tuple[Tensor, ...]:
+    rows, numbers, route = sc.route_rows(x, destination, each=[entries])
+    return rows, numbers, route.source, route.back(rows.sin() * 2, weights=weights)
+
+
+def check(run: Any, on: DeviceMesh, sizes: list[int], destination: Tensor, weighted: bool = True) -> None:
+    """Values, cuts and gradients of `step` against one device."""
+    ranks = on.size()
+    draw = torch.Generator().manual_seed(1)
+    full = torch.randn(sum(sizes), 3, dtype=torch.float64, generator=draw)
+    factors = torch.rand(destination.shape, dtype=torch.float64, generator=draw)
+    entries = torch.arange(destination.numel()).view(destination.shape)
+    copies = destination.shape[1] if destination.ndim == 2 else 1
+    numbers = torch.cat([(destination.flatten() == d).nonzero().flatten() for d in range(ranks)])
+    owners = torch.arange(ranks).repeat_interleave(torch.tensor(sizes))
+
+    def expected() -> list[Tensor]:
+        x, weights = full.clone().requires_grad_(), factors.clone().requires_grad_()
+        rows = x[numbers // copies]
+        back = rows.new_zeros(destination.numel(), 3).index_copy(0, numbers, rows.sin() * 2).view(-1, copies, 3)
+        home = (back * weights.view(-1, copies, 1) if weighted else back).sum(1)
+        (rows.square().sum() + home.cos().sum()).backward()
+        return [rows.detach(), numbers, owners[numbers // copies], home.detach(), x.grad, weights.grad]
+
+    x, weights = cut(full, on, sizes).requires_grad_(), cut(factors, on, sizes).requires_grad_()
+    found = run(x, cut(destination, on, sizes), cut(entries, on, sizes), weights if weighted else None)
+    arrived = tuple(int((destination == d).sum()) for d in range(ranks))
+    assert [f.sharding.cuts[0].sizes for f in found] == [arrived, arrived, arrived, tuple(sizes)]
+    (found[0].square().sum() + found[3].cos().sum()).backward()
+    ours = [*found, x.grad, *([weights.grad] if weighted else [])]
+    for i, (a, b) in enumerate(zip(ours, once(expected), strict=False)):
+        torch.testing.assert_close(a.detach().full_tensor(), b, **TIGHT, msg=lambda m, i=i: f"result {i}: {m}")
+
+
+@pytest.mark.ranks(4, 6, processes=False)
+@pytest.mark.parametrize("copies", [None, 1, 2, 3])
+def test_rows_go_and_come_back(copies: int | None) -> None:
+    ranks = torch.distributed.get_world_size()
+    for seed in range(20):
+        on = nodes(2, ranks // 2) if seed % 2 else nodes(ranks // 2, 2)
+        check(step, on, *drawn(ranks, seed, copies), weighted=seed % 3 > 0)
+
+
+@pytest.mark.ranks(4, timeout=900, processes=False)
+@pytest.mark.parametrize(("backend", "count"), often([("aot_eager", 15), ("aot_eager", 500), ("inductor", 100)], 1))
+def test_one_graph_serves_every_routing(backend: str, count: int) -> None:
+    on = nodes(2, 2)
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    for seed in range(2):  # an extent that changes compiles once more, as everywhere
+        check(compiled, on, *drawn(4, seed, 2))
+    before = once(graphs_compiled)
+    for seed in range(2, count):
+        check(compiled, on, *drawn(4, seed, 2))
+    assert graphs_compiled() == before
+
+
+@pytest.mark.ranks(4, timeout=300)
+def test_rows_move_on_gloo() -> None:
+    on = nodes(2, 2)
+    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        for seed in range(3):
+            check(run, on, *drawn(4, seed, 2))
+
+
+@pytest.mark.ranks(6, processes=False)
+def test_a_row_goes_once_to_each_node_and_once_to_each_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    on, sizes = nodes(3, 2), [3, 0, 4, 1, 2, 2]
+    destination = torch.randint(-1, 6, (12, 3), generator=torch.Generator().manual_seed(3))
+    owners = torch.arange(6).repeat_interleave(torch.tensor(sizes)).tolist()
+    between = within = 0
+    for owner, row in zip(owners, destination.tolist(), strict=True):
+        home, place = divmod(owner, 2)
+        goes = [divmod(d, 2) for d in row if d >= 0]
+        between += len({node for node, _ in goes} - {home})
+        within += sum(p != place for _, p in goes)
+    sent = once(list)
+    real = transport.exchange
+
+    def counted(call: Any, sends: Any, receives: Any) -> Any:
+        if call.entry.kind == "exchange_rows":
+            sent.extend(t.numel() * t.itemsize for _, t in sends)
+        return real(call, sends, receives)
+
+    x = cut(torch.randn(12, 5, dtype=torch.float64), on, sizes).requires_grad_()
+    rows, route = sc.route_rows(x, cut(destination, on, sizes))
+    rows.detach().full_tensor()  # all ranks have come to here
+    once(lambda: monkeypatch.setattr(transport, "exchange", counted))
+    route.back(route.send(x)).sum().backward()
+    x.grad.full_tensor()
+    # There and back, and the same for gradients.
+    assert sum(sent) == 4 * (between + within) * 5 * 8, (sum(sent), between, within)
+
+
+@pytest.mark.ranks(4, processes=False)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_route_is_kept_and_used_again(compiled: bool) -> None:
+    on, (sizes, destination) = nodes(2, 2), ([2, 0, 4, 1], torch.tensor([3, 0, 1, 1, 2, 3, 0]))
+    x, d = (cut(t, on, sizes) for t in (torch.randn(7, 2), destination))
+
+    def layer(x: Any, route: sc.Route) -> Any:
+        return route.back(route.send(x) + 1)
+
+    found = sc.route_rows
+    if compiled:
+        layer, found = (torch.compile(f, fullgraph=True, backend="aot_eager") for f in (layer, found))
+    route = found(x, d)[1]
+    assert torch.equal(layer(layer(x, route), route).full_tensor(), x.full_tensor() + 2)
+
+
+@pytest.mark.ranks(4, processes=False)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_destination_that_is_no_rank_is_refused_on_all_ranks(compiled: bool) -> None:
+    on = nodes(2, 2)
+    x = sc.randn(7, 2, device_mesh=on, placements=CUT)
+    run = torch.compile(sc.route_rows, fullgraph=True, backend="aot_eager") if compiled else sc.route_rows
+    for at, bad in ((0, 4), (5, -2), (6, 2**40)):
+        numbers = torch.zeros(7, dtype=torch.int64)
+        numbers[at] = bad
+        with pytest.raises(sc.CollectiveError, match=rf"ranks 0 to 3 of the mesh dims.*has {bad}\."):
+            run(x, sc.distribute_tensor(numbers, on, CUT))
+    rows = run(x, sc.zeros(7, device_mesh=on, placements=CUT, dtype=torch.int64))[0]
+    assert rows.sharding.cuts[0].sizes == (7, 0, 0, 0)
+
+
+@pytest.mark.ranks(8, processes=False)
+def test_three_mesh_dims_are_refused_and_a_third_may_cut_columns() -> None:
+    on = init_device_mesh("cpu", (2, 2, 2))
+    x = sc.randn(9, 4, device_mesh=on, placements=[Shard(0)] * 3)
+    d = sc.zeros(9, device_mesh=on, placements=[Shard(0)] * 3, dtype=torch.int64)
+    with pytest.raises(sc.LayoutError, match=r"has 3; redistribute it to Shard\(0\) on one or two mesh dims"):
+        sc.route_rows(x, d)
+    full = torch.randn(9, 4)
+    destination = torch.tensor([3, 1, 0, 0, 2, -1, 1, 1, 3])
+    x = sc.distribute_tensor(full, on, [Shard(0), Shard(1), Shard(0)])
+    rows, route = sc.route_rows(x, sc.distribute_tensor(destination, on, [Shard(0), Replicate(), Shard(0)]))
+    assert torch.equal(rows.full_tensor(), full[torch.cat([(destination == r).nonzero().flatten() for r in range(4)])])
+    assert torch.equal(route.back(rows).full_tensor(), torch.where(destination[:, None] < 0, 0.0, full))
