@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ def says_any(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return "Any" in words.replace("[", " ").replace("]", " ").replace(",", " ").replace("|", " ").split()
 
 
+@functools.cache
 def shares(root: Path = ROOT) -> dict[str, tuple[int, int]]:
     """By folder, and under ``""`` for all: how many signatures say `Any`, and how many there are."""
     many: Counter[str] = Counter()

@@ -179,6 +179,7 @@ def plans_of_the_suite(name: str, rank: int, ranks: int = 64) -> list[str]:
     return lines
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", often(sorted(scale_models.models(), key=lambda name: name != "Llama, 2-D"), 1))
 def test_first_and_last_rank_of_the_suite_agree(name: str) -> None:
     assert plans_of_the_suite(name, 0) == plans_of_the_suite(name, 63)

@@ -43,6 +43,7 @@ def test_one_rank_has_no_link() -> None:
         calibration.measure_link(alone)
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(2)
 def test_a_measured_device_is_the_same_on_every_rank_and_has_all_its_parts(tmp_path: Path) -> None:
     device = calibration.measure_device(repeats=3)

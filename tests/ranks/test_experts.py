@@ -50,9 +50,16 @@ def test_a_layer_of_experts_that_are_cut(experts: str) -> None:
 COMPILED = [("aot_eager", "a"), ("aot_eager", "b"), ("shardcompile", "a"), ("shardcompile", "b")]
 
 
-@pytest.mark.ranks(3, 6, timeout=600, processes=False)
+@pytest.mark.ranks(3, timeout=600, processes=False)
 @pytest.mark.parametrize(("backend", "experts"), often(COMPILED, 1))
 def test_one_graph_serves_every_cut_of_the_tokens(backend: str, experts: str) -> None:
+    compare(backend, experts)
+
+
+@pytest.mark.nightly
+@pytest.mark.ranks(6, timeout=600, processes=False)
+@pytest.mark.parametrize(("backend", "experts"), COMPILED)
+def test_one_graph_over_two_mesh_dims(backend: str, experts: str) -> None:
     compare(backend, experts)
 
 

@@ -169,7 +169,8 @@ class Layer(torch.nn.Module):
         return self.last(x + y) + x.softmax(0)
 
 
-@pytest.mark.parametrize("patched", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("patched", [True, False])
 def test_a_graph_with_collectives_is_not_divided_for_captures(patched: bool) -> None:
     """Each part would have a result of a join of its own, and the others' rows of it would be whatever is in memory."""
     from torch._inductor import config
@@ -228,6 +229,7 @@ def as_on_gpus() -> Iterator[None]:
         sc.dispatch.clear_cache()
 
 
+@pytest.mark.nightly
 def test_nothing_is_made_without_a_kernel() -> None:
     """Programs with empty blocks are right where kernels are not called for results without elements."""
     with as_on_gpus(), LocalRanks(2, processes=False) as two, LocalRanks(3, processes=False) as three:

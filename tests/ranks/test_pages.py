@@ -107,6 +107,7 @@ def test_coming_from(page: str) -> None:
     run_blocks(blocks(DOCS / page))
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(4, processes=False)
 def test_routing(float64: None) -> None:
     names = run_blocks(blocks(DOCS / "routing.md"))

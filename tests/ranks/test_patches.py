@@ -654,6 +654,10 @@ def compiled_anew() -> Iterator[None]:
         torch._dynamo.reset()
 
 
+LONG = "reads_after_writes"
+EACH = often([*(name for name in SCENES if name != LONG), LONG], 1)
+
+
 def _needed(name: str) -> bool:
     """Whether a patch is about the installed version of torch."""
     versions = next(p.versions for p in all_patches() if p.name == name)
@@ -672,13 +676,13 @@ def test_every_patch_says_what_it_is_for() -> None:
         assert patch.reason.endswith((".", '"')) and len(patch.upstream) > 20 and patch.what and patch.versions
 
 
-@pytest.mark.parametrize("name", often(list(SCENES), 2))
+@pytest.mark.parametrize("name", EACH)
 def test_right_with_it(name: str) -> None:
     with compiled_anew():
         assert SCENES[name]() == RIGHT
 
 
-@pytest.mark.parametrize("name", often(list(SCENES), 2))
+@pytest.mark.parametrize("name", EACH)
 def test_wrong_without_it(name: str) -> None:
     if not _needed(name):
         pytest.skip(f"torch {torch.__version__} is said not to need it")

@@ -94,7 +94,7 @@ def check(run: Any, of: Case, on: DeviceMesh) -> None:
         torch.testing.assert_close(ours.detach().full_tensor(), theirs, **TIGHT)
 
 
-@pytest.mark.ranks(1, 3, 4, processes=False)
+@pytest.mark.ranks(1, 3, processes=False)
 @pytest.mark.parametrize("copies", [None, 1, 2])
 def test_rows_go_and_come_back(copies: int | None) -> None:
     for seed in range(40):
@@ -241,7 +241,7 @@ def test_what_the_mesh_dim_of_the_route_cuts_elsewhere_is_brought_to_the_rows(co
 
 @pytest.mark.ranks(4, processes=False)
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("other", [Replicate(), Shard(1), Partial()], ids=str)
+@pytest.mark.parametrize("other", often([Partial(), Shard(1), Replicate()], 1), ids=str)
 def test_rows_that_are_laid_out_over_another_mesh_dim_as_well(other: Any, compiled: bool) -> None:
     on = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     full = torch.randn(7, 3, dtype=torch.float64)
@@ -323,7 +323,7 @@ def test_another_route_on_one_rank_is_an_error_on_all() -> None:
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
-@pytest.mark.parametrize("backend", [None, *often(["aot_eager", "eager", "inductor"], 2)])
+@pytest.mark.parametrize("backend", [None, *often(["eager", "aot_eager", "inductor"], 1)])
 def test_a_tensor_says_the_sizes_of_blocks(backend: str | None) -> None:
     on = mesh()
 

@@ -38,6 +38,7 @@ def test_the_command() -> None:
     assert lines[-1].startswith("11 of 11 right")
 
 
+@pytest.mark.nightly
 def test_the_command_with_ranks_in_one_process_in_a_checkout_that_is_not_installed(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     for name in ("shardcompile", "passes"):

@@ -156,7 +156,7 @@ def test_inline():
 '''
 
 
-@pytest.mark.parametrize("processes", often([False, True], 1))
+@pytest.mark.parametrize("processes", often([False, True], 0))
 def test_one_flag_accepts_what_is_found(processes: bool, tmp_path: Path) -> None:
     path = tmp_path / "test_mine.py"
     path.write_text(TESTS.replace("PROCESSES", str(processes)))

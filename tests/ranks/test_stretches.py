@@ -65,7 +65,7 @@ def check(function: Callable[..., Any], batch: int, backend: str | None, cuts: l
 @pytest.mark.ranks(3, processes=False)
 @pytest.mark.parametrize("function", [sorted_rows, neighbours, looked_up])
 @pytest.mark.parametrize(
-    ("batch", "backend"), often([(2, None), (2, "aot_eager"), (3, None), (3, "aot_eager"), (2, "inductor")], 2)
+    ("batch", "backend"), often([(2, None), (2, "aot_eager"), (3, None), (3, "aot_eager"), (2, "inductor")], 1)
 )
 def test_rows_of_several_stretches(function: Callable[..., Any], batch: int, backend: str | None) -> None:
     check(function, batch, backend, CUTS)
