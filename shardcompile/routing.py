@@ -126,8 +126,8 @@ def route_rows(x: Tensor, destination: Tensor, *also: Tensor, each: Sequence[Ten
     Two collectives: a table of how many rows go from where to where, and the rows themselves, exactly. In a compiled
     function one graph serves every routing, also one that sends nothing to a rank, or nothing at all.
 
-    Rows that two mesh dims cut go along the outer one first, once for all copies to one outer coordinate, and then
-    along the inner one. With the nodes of a cluster as the outer mesh dim, few rows go from node to node.
+    Rows that two mesh dims cut go along the outer one first, then along the inner one. A row goes once to an outer
+    coordinate, for all of its copies there. If that is a node of a cluster, fewer rows go from node to node.
 
     Args:
         x: [n, ...], cut along dim 0 by one or two mesh dims.

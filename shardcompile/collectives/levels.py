@@ -1,9 +1,9 @@
 """Rows that go to ranks over two mesh dims: between nodes first, then within the node.
 
-A rank is numbered ``node * inner + place``. A row goes once to each node that one of its copies goes to, to the rank
-with the place of the sender, and from there to the ranks of that node. So a link between nodes carries one row for all
-copies that go to its other end, and a rank sends at most ``outer + inner`` messages in place of ``outer * inner``. On
-the way back the copies of a row are added up on the node first.
+A rank is numbered ``node * inner + place``. A row goes once to each node that is to have a copy of it: to the rank with
+the place of the sender, and from there to the ranks of that node. So a link between nodes carries one row for all
+copies that go to its other end. A rank sends at most ``outer + inner`` messages in place of ``outer * inner``. On the
+way back the copies of a row are added up on the node first.
 
 Sending between nodes to the rank of the same place first is the dispatch of DeepSeek-V3 (arXiv:2412.19437, 3.2.2).
 """

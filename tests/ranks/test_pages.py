@@ -133,6 +133,15 @@ def test_routing(float64: None) -> None:
     torch.testing.assert_close(moved.to_local(), tokens.split(sizes)[rank()])
 
 
+@pytest.mark.ranks(4, mesh=(2, 2), processes=False)
+def test_nodes_of_the_routing_page() -> None:
+    names = run_blocks(blocks(DOCS / "routing.md"))
+    mesh = init_device_mesh("cpu", (2, 2))
+    rows, _ = names["by_nodes"](torch.full((2, 1), rank()), torch.tensor([3, rank()]), mesh)
+    assert rows.sharding.cuts[0].sizes == (1, 1, 1, 5)
+    assert rows.full_tensor().flatten().tolist() == [0, 1, 2, 0, 1, 2, 3, 3]
+
+
 @pytest.mark.ranks(3, processes=False)
 def test_graph_layers_of_the_routing_page() -> None:
     names = run_blocks(blocks(DOCS / "routing.md"))
