@@ -4,8 +4,8 @@
 
 Needs neither ranks nor a GPU: graphs are for CUDA, costs those of H100s, eight in a node. Experts are layers of a
 decoder on 8,192 tokens a GPU, in bfloat16. Their weights lie over the 8 GPUs of a node or over all 64, those of the
-attention on each GPU. Over 64, rows go straight, or between nodes first and then within. What data parallelism adds up
-over the nodes is not in the graphs. A graph network is a MeshGraphNet on 16,384 nodes a GPU, in float32, whose links
+attention on each GPU. Over 64, rows go straight, or between nodes first and then within, and tokens may be routed in
+parts. What data parallelism adds up over the nodes is not in the graphs. A graph network is a MeshGraphNet on 16,384 nodes a GPU, in float32, whose links
 were made before. Edges lie with their targets. A rank of a surface (2-D) asks for 512 rows of others, one of a volume
 (3-D) for 3,872, as blocks of that size do.
 
@@ -58,8 +58,9 @@ MIXTRAL, OLMOE = Shape(4096, 14336, 8, 2), Shape(2048, 1024, 64, 8)
 class ExpertLayer(nn.Module):
     """Attention within sequences, then the experts that a gate chooses; the experts lie on the ranks of a mesh."""
 
-    def __init__(self, shape: Shape, mesh: DeviceMesh) -> None:
+    def __init__(self, shape: Shape, mesh: DeviceMesh, parts: int = 1) -> None:
         super().__init__()
+        self.parts = parts
         self.shape, self.own, width = shape, shape.experts // mesh.size(), shape.width
         self.rows = [Shard(0)] * mesh.ndim
         self.norms = nn.ModuleList(nn.RMSNorm(width, dtype=BF16) for _ in range(2))
@@ -81,6 +82,9 @@ class ExpertLayer(nn.Module):
         q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, -1, 128)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(-2))
+        return torch.cat([self._routed(part) for part in x.chunk(self.parts, 1)], 1)
+
+    def _routed(self, x: Any) -> Any:
         h = self.norms[1](x).flatten(0, 1)
         weights, numbers = self.gate(h).float().softmax(-1).topk(self.shape.copies)
         rows, own, route = sc.route_rows(h, numbers // self.own, each=[numbers % self.own])
@@ -88,9 +92,9 @@ class ExpertLayer(nn.Module):
         return x + route.back(run(rows, own), weights=weights.to(BF16)).view_as(x)
 
 
-def experts(shape: Shape, mesh: DeviceMesh, layers: int) -> tuple[nn.Module, tuple[Any, ...]]:
+def experts(shape: Shape, mesh: DeviceMesh, layers: int, parts: int = 1) -> tuple[nn.Module, tuple[Any, ...]]:
     batch, rows = shape.tokens // shape.sequence, [Shard(0)] * mesh.ndim
-    model = nn.Sequential(*(ExpertLayer(shape, mesh) for _ in range(layers)))
+    model = nn.Sequential(*(ExpertLayer(shape, mesh, parts) for _ in range(layers)))
     block = torch.randn(batch, shape.sequence, shape.width, dtype=BF16)
     return model, (sc.ShardTensor.from_local(block, mesh, rows, {0: [batch] * mesh.size()}),)
 
@@ -157,6 +161,7 @@ MODELS: dict[str, tuple[Build, tuple[int, ...]]] = {
     "OLMoE, experts over a node": (partial(experts, OLMOE), (NODE,)),
     "OLMoE, experts over 64 GPUs": (partial(experts, OLMOE), (RANKS,)),
     "OLMoE, experts over 64 GPUs, by nodes": (partial(experts, OLMOE), (RANKS // NODE, NODE)),
+    "OLMoE, the same, tokens in four parts": (partial(experts, OLMOE, parts=4), (RANKS // NODE, NODE)),
     "MeshGraphNet, surface": (partial(mesh_net, 512), (RANKS,)),
     "MeshGraphNet, volume": (partial(mesh_net, 3872), (RANKS,)),
 }
