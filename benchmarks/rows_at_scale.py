@@ -5,9 +5,9 @@
 Needs neither ranks nor a GPU: graphs are for CUDA, costs those of H100s, eight in a node. Experts are layers of a
 decoder on 8,192 tokens a GPU, in bfloat16. Their weights lie over the 8 GPUs of a node or over all 64, those of the
 attention on each GPU. Over 64, rows go straight, or between nodes first and then within, and tokens may be routed in
-parts. What data parallelism adds up over the nodes is not in the graphs. A graph network is a MeshGraphNet on 16,384 nodes a GPU, in float32, whose links
-were made before. Edges lie with their targets. A rank of a surface (2-D) asks for 512 rows of others, one of a volume
-(3-D) for 3,872, as blocks of that size do.
+parts. What data parallelism adds up over the nodes is not in the graphs. A graph network is a MeshGraphNet on 16,384
+nodes a GPU, in float32, whose links were made before. Edges lie with their targets. A rank of a surface (2-D) asks for
+512 rows of others, one of a volume (3-D) for 3,872, as blocks of that size do.
 
 `exposed` is the part of the predicted time in which a GPU has nothing to do, without passes and with them.
 """
