@@ -104,14 +104,14 @@ def note_block(cut: Cut, mesh: DeviceMesh) -> None:
 
 def _name_of_block(cut: Cut, mesh: DeviceMesh) -> tuple[Any, ...]:
     groups = tuple(compat.group_name_of(mesh, m) for m in cut.mesh_dims)
-    return "chunk", groups, compat.expression_of(cut.extent)
+    return "chunk", groups, compat.expression_of(cut.extent), cut.scale
 
 
 def _code(cut: Cut | IntLike) -> list[IntLike]:
     if not isinstance(cut, Cut):
         return [_WHOLE, cut]
     if cut.kind == "chunk":
-        return [_CHUNK, cut.extent]
+        return [_CHUNK, cut.extent, cut.scale]
     if cut.kind == "dynamic" and cut.blocks is None:
         return [_KEY, cut.key, cut.inner, cut.scale]
     return [_SIZES, len(cut.sizes), *cut.sizes]
@@ -124,7 +124,8 @@ def _decode(code: list[int], parts: list[int]) -> list[tuple[int, ...]]:
         if kind == _WHOLE:
             cuts.append((next(rest),))
         elif kind == _CHUNK:
-            cuts.append(Cut.chunk(range(len(parts)), parts, next(rest)).sizes)
+            extent, scale = next(rest), next(rest)
+            cuts.append(Cut.chunk(range(len(parts)), parts, extent // scale).scaled(scale).sizes)
         elif kind == _SIZES:
             cuts.append(tuple(next(rest) for _ in range(next(rest))))
         else:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.compat import OpOverload
-from shardcompile.layout import IntLike, Spec, contiguous_stride, dense_stride
+from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, dense_stride
 from shardcompile.ops import OpRecord
 from shardcompile.ops.choice import Choice
 from shardcompile.ops.index.in_range import check_indices
@@ -146,6 +146,7 @@ class Local(Entry):
         self.single = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
         self.strides_like = strides_like
         self.whole = self.fresh and self.single and _is_whole(specs)
+        self.sized_by_run = self.fresh and torch.Tag.dynamic_output_shape in op.tags
         if self.fresh and op.namespace == "aten" and _may_refuse_empty_blocks(specs):
             self.function = _unless_empty(self.function, specs)
 
@@ -157,10 +158,11 @@ class Local(Entry):
             return cls._wrap(out, _as_stored(out, self.specs[0]))
         if self.fresh and (self.exchanges or not compat.is_traced()):
             out = all_in_order(out, self.specs)
+        specs = _with_own_sizes(out, self.specs) if self.sized_by_run else self.specs
         if self.single:
-            wrapped = out if self.specs[0] is None else cls._wrap(out, self.specs[0])
+            wrapped = out if specs[0] is None else cls._wrap(out, specs[0])
         else:
-            wrapped = _wrap_all(cls, out, self.specs)
+            wrapped = _wrap_all(cls, out, specs)
         if self.aliases:
             return self._as_view(cls, args, kwargs, wrapped)
         return wrapped
@@ -252,6 +254,28 @@ def _as_stored(out: Tensor, spec: Spec) -> Spec:
     return spec if out.stride() == spec.stride else Spec.of(spec.layout, out.stride())
 
 
+def _with_own_sizes(out: Tensor | Sequence[Tensor], specs: Specs) -> list[Spec | None]:
+    """Specs in which dims that are not cut have the extents of the block.
+
+    The data says these extents. Each call in a trace has symbols of its own for them, and specs were worked out once.
+    """
+    outs = [out] if isinstance(out, Tensor) else out
+    return [_with_sizes_of(o, s) if isinstance(s, Spec) else None for o, s in zip(outs, specs, strict=True)]
+
+
+def _with_sizes_of(block: Tensor, spec: Spec) -> Spec:
+    layout = spec.layout
+    sizes = [
+        compat.keep_symbol(own) if cut is None and compat.is_unbacked(n) else n
+        for n, own, cut in zip(layout.shape, block.shape, layout.cuts, strict=True)
+    ]
+    if all(a is b for a, b in zip(sizes, layout.shape, strict=True)):
+        return spec
+    whole = all(cut is None for cut in layout.cuts)
+    stride = block.stride() if whole else contiguous_stride(sizes)
+    return Spec.of(Layout.of(layout.mesh, layout.placements, sizes, layout.dtype, layout.cuts), stride)
+
+
 def follow_all(wrapped: Any, op: OpOverload, args: tuple[object, ...], blocks: Callable[[], Any]) -> None:
     """Have the result of a view op, or all of its results, follow what was viewed."""
     if not isinstance(wrapped, (list, tuple)):
@@ -306,6 +330,8 @@ class Direct(Local):
             blocks = in_one_order(self.record, blocks, spec.stride)
             return cls._wrap(in_order(self.function(*blocks, **kwargs), spec.stride), spec)
         out = self.function(*blocks, **kwargs)
+        if self.sized_by_run:
+            spec = _with_sizes_of(out, spec)
         if self.whole and type(out) is Tensor:
             return cls._wrap(out, _as_stored(out, spec))
         # A kernel chooses the order by the strides of a block, of which one of few rows has others than the whole.

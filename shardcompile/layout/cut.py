@@ -2,7 +2,8 @@
 
 A cut is the same object on every rank: it holds the sizes of *all* blocks. Tracing has three kinds of them:
 
-* ``chunk``: what `torch.chunk` gives for the extent; no sizes are stored and the extent may be symbolic;
+* ``chunk``: what `torch.chunk` gives for the extent, of which each row may have become `scale` elements since; no sizes
+  are stored and the extent may be symbolic;
 * ``fixed``: Python ints, part of what a compiled graph is specialised on;
 * ``dynamic``: run-time data. In eager mode the sizes are ints; inside a trace only their `key`, a symbol, is known.
 """
@@ -195,7 +196,7 @@ class Cut:
             return None
         outer, parts, count = self.mesh_dims[:-1], self.parts[:-1], self.parts[-1]
         if self.kind == "chunk":
-            return Cut.chunk(outer, parts, self.extent)
+            return Cut.chunk(outer, parts, self.extent // self.scale).scaled(self.scale)
         blocks = self.blocks
         if blocks is not None:
             blocks = tuple(sum(blocks[i : i + count]) for i in range(0, len(blocks), count))
@@ -208,11 +209,6 @@ class Cut:
             return self
         blocks = None if self.blocks is None else tuple(b * factor for b in self.blocks)
         block = self._block_as(lambda block: block * factor)
-        if self.kind == "chunk":
-            if blocks is None:
-                raise LayoutError("a chunk cut of a symbolic extent cannot be flattened with trailing dims")
-            cut = Cut.of_sizes(self.mesh_dims, self.parts, blocks, "fixed")
-            return self._as_known_to(cut)
         cut = replace(self, extent=self.extent * factor, blocks=blocks, block=block, scale=self.scale * factor)
         return replace(cut, origin=self._scaled_origin(factor), core=None)
 
@@ -222,7 +218,7 @@ class Cut:
 
     def _scaled_origin(self, factor: int) -> tuple[Cut, IntLike, int] | None:
         """Rows one after the other stay so when each becomes several."""
-        if self.origin is None or self.origin[2] != 1 or self._is_unknown_chunk(self.origin[0]):
+        if self.origin is None or self.origin[2] != 1:
             return None
         return self.origin[0].scaled(factor), self.origin[1] * factor, 1
 
@@ -231,10 +227,6 @@ class Cut:
             return None
         base, start = self.origin[0].unscaled(factor), self.origin[1]
         return None if base is None else (base, start // factor, 1)
-
-    @staticmethod
-    def _is_unknown_chunk(cut: Cut) -> bool:
-        return cut.kind == "chunk" and cut.blocks is None
 
     def _block_as(self, formula: Callable[[IntLike], IntLike]) -> IntLike | None:
         block = self.block
@@ -246,7 +238,7 @@ class Cut:
         """The cut of the leading dim when `factor` trailing elements are split off; None if a block would split."""
         if factor == 1:
             return self
-        if self.kind != "chunk" and self.scale % (factor * self.runs) == 0:
+        if self.scale % (factor * self.runs) == 0:
             blocks = None if self.blocks is None else tuple(b // factor for b in self.blocks)
             block = self._block_as(lambda block: block // factor)
             cut = replace(self, extent=self.extent // factor, blocks=blocks, block=block, scale=self.scale // factor)
@@ -284,7 +276,7 @@ class Cut:
         if self.runs != other.runs:
             return False
         if self.kind == other.kind == "chunk":
-            return compat.same_symbol(self.extent, other.extent)
+            return self.scale == other.scale and compat.same_symbol(self.extent, other.extent)
         if (self.inner, self.scale) != (other.inner, other.scale) or "chunk" in (self.kind, other.kind):
             return False
         known, traced = (self, other) if self.blocks is not None else (other, self)
@@ -304,9 +296,7 @@ class Cut:
         first = self.block_index(coordinate) // count * count if len(self.parts) > 1 else 0
         if self.blocks is not None and self.kind != "dynamic":
             return GroupCut(list(self.blocks[first : first + count]), CHUNK_KEY, [])
-        if self.kind == "chunk":
-            return GroupCut([], CHUNK_KEY, [])
-        grouping = [self.inner, first, self.scale]
+        grouping = [1, 0, self.scale] if self.kind == "chunk" else [self.inner, first, self.scale]
         return GroupCut([], self.key, grouping if grouping != [1, 0, 1] else [])
 
     def __reduce__(self) -> tuple[object, ...]:

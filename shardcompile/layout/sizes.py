@@ -146,7 +146,8 @@ class GroupCut:
         if sizes:
             return tuple(sizes)
         if key == CHUNK_KEY:
-            return chunk_sizes(total, world_size)
+            scale = grouping[2] if grouping else 1
+            return tuple(n * scale for n in chunk_sizes(total // scale, world_size))
         blocks = _TABLE.sizes_of(key)
         if not grouping:
             return blocks[:world_size]  # of a nested cut, the first group's

@@ -386,7 +386,9 @@ def plain_parts(spec: Spec) -> tuple[object, ...]:
     for c in layout.cuts:
         if c is not None:
             c.check_in_one_piece()
-    cuts = [None if c is None else (c.kind, c.mesh_dims, c.sizes) for c in layout.cuts]
+    # torch.chunk's cut of rows of which each became several elements is told by its sizes.
+    kinds = ["dynamic" if c and c.kind == "chunk" and c.scale > 1 else c and c.kind for c in layout.cuts]
+    cuts = [None if c is None else (kind, c.mesh_dims, c.sizes) for kind, c in zip(kinds, layout.cuts, strict=True)]
     return layout.mesh, list(layout.placements), layout.shape, spec.stride, cuts
 
 

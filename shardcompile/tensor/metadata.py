@@ -50,7 +50,7 @@ class Metadata:
     @property
     def has_stated_sizes(self) -> bool:
         """Whether there is a cut that does not follow from the extent and the placements."""
-        return any(kind != "chunk" for _, kind, *_ in self.cuts)
+        return any(kind != "chunk" or scale > 1 for _, kind, _, _, scale, *_ in self.cuts)
 
     def stable_text(self) -> str:
         """The same text for the same metadata in every process; tells ranks of a mesh apart."""
@@ -159,7 +159,7 @@ def _cut_in_one_piece(metadata: Metadata, parts_of: CutKind, key: IntLike, exten
     if kind == "fixed":
         return Cut.of_sizes(mesh_dims, parts, sizes, "fixed")
     if kind == "chunk":
-        cut = Cut.chunk(mesh_dims, parts, extent)
+        cut = Cut.chunk(mesh_dims, parts, extent // scale).scaled(scale)
         block = local.shape[dim]
         if cut.blocks is not None and type(block) is int:
             return cut
@@ -197,10 +197,11 @@ def block_hints(layout: Layout) -> dict[int, int]:
     """By sharded dim, the block size that compilers take decisions with: the same on every rank, and at least 2.
 
     With its own size as the hint a rank with an empty block would compile other code than the others. So would it where
-    the extent is 1, and static: one rank has the row, the others have none. Where it is 0 all have none.
+    the extent is 1, and static: one rank has the row, the others have none. Where it is 0 all have none. Rows of which
+    each became several elements stay whole.
     """
     return {
-        d: max(-(-compat.size_hint(layout.shape[d]) // math.prod(c.parts)), 2)
+        d: max(-(-compat.size_hint(layout.shape[d]) // (c.scale * math.prod(c.parts))), 2) * c.scale
         for d, c in enumerate(layout.cuts)
         if c is not None and layout.shape[d] != 0
     }

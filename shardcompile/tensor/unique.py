@@ -65,6 +65,10 @@ def _serves(x: Tensor, dim: int | None) -> bool:
 def _distinct(x: Any, by_order: bool, inverse: bool, counts: bool) -> tuple[Any, ...]:
     """Values, and if they are wanted the number of each element's value, and how often each value occurs."""
     flat = x.detach().reshape(-1)
+    if flat._spec.layout.is_replicated:  # a view that could not keep the cut
+        op = aten._unique2 if by_order else aten.unique_consecutive
+        values, number, often = op(flat, *[True] * by_order, inverse, counts)
+        return values, *([number.view(x.shape)] if inverse else []), *([often] if counts else [])
     with compat.unrecorded_symbols(x._local_tensor):
         rows, order = aten.sort.stable(flat, stable=True) if by_order else (in_one_piece(flat), None)
         layout = rows._spec.layout

@@ -267,11 +267,24 @@ def test_unscaled_by_part_of_the_scale_keeps_the_key() -> None:
     assert mixed is not None and mixed.sizes == (3, 6)
 
 
-def test_a_chunk_cut_of_a_symbolic_extent_has_no_scaled_cut() -> None:
+def test_a_chunk_cut_is_scaled() -> None:
+    cut = Cut.chunk([0, 1], [2, 2], 5)
+    assert cut.sizes == (2, 1, 1, 1)
+    flat = cut.scaled(3)
+    assert flat.kind == "chunk" and flat.extent == 15 and flat.sizes == (6, 3, 3, 3)
+    assert flat.unscaled(3) == cut and flat.coarsen() == Cut.chunk([0], [2], 5).scaled(3)
+    assert not flat.same_blocks(Cut.chunk([0, 1], [2, 2], 15))
+    ref = Cut.chunk([0], [4], 5).scaled(3).group_ref((0,))
+    assert ref.blocks(15, 4) == (6, 6, 3, 0) == GroupCut([], CHUNK_KEY, [1, 0, 3]).blocks(15, 4)
+
+
+def test_a_chunk_cut_of_a_symbolic_extent_is_scaled() -> None:
     def traced(x: torch.Tensor) -> torch.Tensor:
-        with pytest.raises(LayoutError, match="symbolic extent cannot be flattened"):
-            Cut.chunk([0], [2], x.shape[0]).scaled(2)
-        assert Cut.chunk([0], [2], x.shape[0]).unscaled(2) is None
+        cut = Cut.chunk([0], [2], x.shape[0])
+        flat = cut.scaled(2)
+        assert flat.group_ref((0,)).grouping == [1, 0, 2] and flat.is_traced and cut.unscaled(2) is None
+        assert flat.unscaled(2).same_blocks(cut)
+        assert not flat.same_blocks(Cut.chunk([0], [2], 2 * x.shape[0]))
         return x
 
     make_fx(traced, tracing_mode="symbolic")(torch.zeros(11))

@@ -145,3 +145,41 @@ def test_counts_are_added_up() -> None:
             torch.testing.assert_close(ours.full_tensor(), theirs, **TIGHT)
         with pytest.raises(RuntimeError, match="non-negative"):
             (n - 100).bincount()
+
+
+SIZED_BY_RUN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "elements": lambda x, m: x[m],
+    "masked_select": lambda x, m: torch.masked_select(x, m),
+    "rows": lambda x, m: x[m[:, 0]],
+    "columns": lambda x, m: x[:, m[0]],
+    "numbers": lambda x, m: m.nonzero(),
+    "columns of numbers": lambda x, m: torch.where(m)[1],
+    "distinct rows": lambda x, m: x.detach().round().unique(dim=0),
+    "distinct values": lambda x, m: x.detach().round().unique(return_inverse=True, return_counts=True)[2],
+    "rows that are repeated": lambda x, m: x.repeat_interleave(m[:, 0].long(), 0),
+    "columns that are repeated": lambda x, m: x.repeat_interleave(m[0].long() + 1, 1),
+    "counts": lambda x, m: torch.bincount(m.long().flatten()),
+}
+
+
+@pytest.mark.ranks(3, processes=False, timeout=300)
+@pytest.mark.parametrize("name", SIZED_BY_RUN)
+@pytest.mark.parametrize(
+    ("placement", "backend"),
+    often([(p, b) for b in ("aot_eager", "inductor") for p in (Shard(1), Shard(0), Replicate())], 1),
+    ids=str,
+)
+def test_sizes_that_a_run_gives_of_what_is_cut_otherwise(placement: Any, backend: str, name: str) -> None:
+    run = torch.compile(lambda x, m: SIZED_BY_RUN[name](x, m) * 2, fullgraph=True, backend=backend)
+    for seed, grad in ((0, False), (1, False), (2, True), (3, True)):
+        draw = torch.Generator().manual_seed(seed)
+        full = torch.randn(5, 4, dtype=torch.float64, generator=draw).requires_grad_(grad)
+        mask = torch.rand(5, 4, generator=draw) > 0.5
+        x, m = (sc.distribute_tensor(t.detach(), mesh(), [placement]) for t in (full, mask))
+        x.requires_grad_(grad)
+        found, expected = run(x, m), SIZED_BY_RUN[name](full, mask) * 2
+        torch.testing.assert_close(found.detach().full_tensor(), expected.detach())
+        if expected.requires_grad:
+            found.sin().sum().backward()
+            expected.sin().sum().backward()
+            torch.testing.assert_close(x.grad.full_tensor(), full.grad)

@@ -192,8 +192,6 @@ class _WholeRows:
 
 def _through_view(around: tuple[Any, Any], within: tuple[Any, Any], joins: bool, cut: Cut) -> Cut | None:
     """The cut of an output dim, from that of an input dim and the extents in front of and behind each."""
-    if cut.kind == "chunk" and cut.is_traced:
-        return None
     flat = cut.scaled(around[1]).joined(around[0])
     if flat.runs % within[0]:
         return None
