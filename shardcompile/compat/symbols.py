@@ -63,10 +63,24 @@ def from_first_symbols(make: Callable[[], IntLike]) -> Any:
 
 
 class _FirstKept(dict[Any, Any]):
-    """A dict that keeps the first value of each key."""
+    """A dict that keeps the first value of each key, but finds what `keep_symbol` has kept in its place.
+
+    A kept size may have got its symbol after it was kept, as that of a gradient, which is an input of the joint graph.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = weakref.ref(tracer)
 
     def __setitem__(self, key: object, value: object) -> None:
         self.setdefault(key, value)
+
+    def get(self, key: object, default: Any = None) -> Any:
+        tracer = self._tracer()
+        for size in _KEPT_SYMBOLS.get(tracer, ()) if tracer is not None else ():
+            if size.node.expr == key and size in tracer.symnode_tracker:
+                return _SympyExprTrackerValue(tracer.symnode_tracker[size], size)
+        return super().get(key, default)
 
 
 def keep_symbol(size: float | torch.SymInt) -> IntLike:
@@ -93,12 +107,15 @@ def keep_first_proxies() -> None:
     mode = get_proxy_mode()
     if mode is None or type(mode.tracer.sympy_expr_tracker) is not dict:
         return
-    tracker = _FirstKept()
+    tracker = _FirstKept(mode.tracer)
     # This includes the inputs of a joint graph. The tracer has visited them by now, the gradients last.
     nodes: dict[Any, Any] = mode.tracer.symnode_tracker.sym_node_dict  # type: ignore[assignment]  # 2.11 - 2.15
-    for node, proxy in nodes.items():
+    for node, proxy in list(nodes.items()):
         if node.pytype is int and node.is_symbolic() and node.expr.is_symbol:
-            tracker[node.expr] = _SympyExprTrackerValue(proxy, torch.SymInt(node))
+            size = torch.SymInt(node)
+            tracker[node.expr] = _SympyExprTrackerValue(proxy, size)
+            if is_unbacked(size):  # of a gradient, which may lack it when the graph runs: looked up by its symbol
+                del nodes[node]
     for expression, entry in mode.tracer.sympy_expr_tracker.items():
         tracker[expression] = entry
     mode.tracer.sympy_expr_tracker = tracker

@@ -27,6 +27,7 @@ KEPT: dict[str, Callable[[Tensor], Tensor]] = {
     "columns of numbers": lambda x: torch.nonzero(x > 0, as_tuple=True)[1] * x.sum(),
     "twice": lambda x: (lambda y: y[y[:, 1] > 0])(x[x[:, 0] > 0]),
     "then softmax": lambda x: x[x[:, 0] > 0].softmax(0),
+    "then flipped": lambda x: x[x[:, 0] > 0].flip(0),
     "then a product": lambda x: x[x[:, 0] > 0] @ x.mT @ x,
     "then joined": lambda x: torch.cat([x[x[:, 0] > 0], x]),
     "rows of three dims": lambda x: x.unflatten(1, (2, 2))[x[:, 0] > 0].flatten(1),
