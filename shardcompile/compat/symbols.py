@@ -77,7 +77,9 @@ class _FirstKept(dict[Any, Any]):
 
     def get(self, key: object, default: Any = None) -> Any:
         tracer = self._tracer()
-        for size in _KEPT_SYMBOLS.get(tracer, ()) if tracer is not None else ():
+        if tracer is None:
+            return super().get(key, default)
+        for size in _KEPT_SYMBOLS.get(tracer, ()):
             if size.node.expr == key and size in tracer.symnode_tracker:
                 return _SympyExprTrackerValue(tracer.symnode_tracker[size], size)
         return super().get(key, default)
