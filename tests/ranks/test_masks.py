@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -163,13 +164,16 @@ SIZED_BY_RUN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+_SIZED = [(Shard(1), "aot_eager", name) for name in ("elements", "columns of numbers")]
+_SIZED += [
+    case
+    for case in itertools.product((Shard(1), Shard(0), Replicate()), ("aot_eager", "inductor"), SIZED_BY_RUN)
+    if case not in _SIZED
+]
+
+
 @pytest.mark.ranks(3, processes=False, timeout=300)
-@pytest.mark.parametrize("name", SIZED_BY_RUN)
-@pytest.mark.parametrize(
-    ("placement", "backend"),
-    often([(p, b) for b in ("aot_eager", "inductor") for p in (Shard(1), Shard(0), Replicate())], 1),
-    ids=str,
-)
+@pytest.mark.parametrize(("placement", "backend", "name"), often(_SIZED, 2), ids=str)
 def test_sizes_that_a_run_gives_of_what_is_cut_otherwise(placement: Any, backend: str, name: str) -> None:
     run = torch.compile(lambda x, m: SIZED_BY_RUN[name](x, m) * 2, fullgraph=True, backend=backend)
     for seed, grad in ((0, False), (1, False), (2, True), (3, True)):
