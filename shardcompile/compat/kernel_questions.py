@@ -14,6 +14,7 @@ from torch._subclasses import fake_tensor
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.sym_node import SymNode  # 2.11 - 2.15
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
+from torch.utils._sympy.functions import Max  # 2.11 - 2.15
 
 from shardcompile import errors
 from shardcompile.compat.block_symbols import describes_block, describes_plain_value
@@ -102,13 +103,16 @@ def _guarding_plain_extents(decide: Callable[[object, bool], bool]) -> Callable[
 def _is_of_plain_tensors(node: SymNode) -> bool:
     """Whether a condition is about extents that all ranks share, of which a plain tensor has one.
 
-    Where sharded tensors alone have them, one graph serves an extent of 1, too.
+    Where sharded tensors alone have them, one graph serves an extent of 1, too. A difference of maxima, as that of one
+    row that is cut off a dim, may always be 1, which no formula tells.
     """
     if node.is_constant() or not node.has_hint():
         return False
     symbols = node.expr.free_symbols
     if any(_is_of_block(node, symbol) for symbol in symbols):
         return False
+    if node.expr.has(Max):
+        return True
     return any(describes_plain_value(_shape_env(node), symbol) for symbol in symbols)
 
 
