@@ -84,7 +84,7 @@ def find_levels(
     groups = [compat.group_name_of(mesh, m) for m in mesh_dims]
     bad = (asked < -1) | (asked >= outer * inner)
     goes = (asked >= 0) & ~bad
-    node = torch.where(goes, asked.div(inner, rounding_mode="floor"), outer)
+    node = torch.where(goes, asked // inner, outer)
     to = torch.where(_is_first(node), node, outer)  # a row goes once to each node
     tables = _tables(asked, bad, goes, to, (outer, inner), groups, what)
     # Of k copies that go anywhere, none goes to a given node with the probability (1 - 1 / outer) ** k.
@@ -95,7 +95,7 @@ def find_levels(
     sent, passed, passed_on, arriving = (c.local_size(here) for c in cuts)
 
     order = first_rows(to.flatten().argsort(stable=True), sent)
-    rows = order.div(copies, rounding_mode="floor")
+    rows = order // copies
     same_node = node.index_select(0, rows) == to.flatten().index_select(0, order).unsqueeze(1)
     places = torch.where(same_node, asked.index_select(0, rows).remainder(inner), -1)
     (passing,) = exchange_rows([places], tables.between, passed, groups[0])
@@ -125,9 +125,9 @@ def send_by_levels(
         Each [arriving, ...], in the order of the source.
     """
     passed, copies = levels.passing.shape
-    rows = levels.order.div(copies, rounding_mode="floor")
+    rows = levels.order // copies
     came = exchange_rows([x.index_select(0, rows) for x in (*shared, *each)], levels.between, passed, groups[0])
-    rows = levels.onward.div(copies, rounding_mode="floor")
+    rows = levels.onward // copies
     sent = [x.index_select(0, rows) for x in came[: len(shared)]]
     sent += [x.flatten(0, 1).index_select(0, levels.onward) for x in came[len(shared) :]]
     return [x.index_select(0, levels.arranged) for x in exchange_rows(sent, levels.within, arriving, groups[1])]
@@ -149,7 +149,7 @@ def return_by_levels(
         Each [n, ...], with zeros for rows that went nowhere.
     """
     passed, copies = levels.passing.shape
-    numbers = levels.order.div(copies, rounding_mode="floor")
+    numbers = levels.order // copies
     factors = None
     if weights is not None:
         (factors,) = exchange_rows([weights.index_select(0, numbers)], levels.between, passed, groups[0])
@@ -158,7 +158,7 @@ def return_by_levels(
     if factors is not None:
         shares = factors.flatten().index_select(0, levels.onward)
         returned = [x * shares.view([-1, *[1] * (x.ndim - 1)]) for x in returned]
-    rows_here = levels.onward.div(copies, rounding_mode="floor")
+    rows_here = levels.onward // copies
     sums = [_sums(x, rows_here, passed) for x in returned]
     home = exchange_rows(sums, levels.between, levels.order.shape[0], groups[0], back=True)
     return [add_copies(x, levels.order, n, copies) for x in home]

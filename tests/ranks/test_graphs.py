@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from exchanges import count_bytes
 from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -15,7 +16,6 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 import shardcompile as sc
 from shardcompile.collectives import links as links_of_rows
-from shardcompile.collectives import transport
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once, world_size
 from shardcompile.testing.arrange import lay_out
@@ -128,15 +128,7 @@ def test_each_distinct_row_of_others_travels_once(monkeypatch: pytest.MonkeyPatc
     owners = torch.tensor([0, 0, 0, 0, 0, 2, 2])
     named = [set(block.tolist()) for block in of.index.split(of.entries)]
     distinct = sum(int(owners[n]) != r for r, numbers in enumerate(named) for n in numbers)
-    sent = once(list)
-    real = transport.exchange
-
-    def counted(call: Any, sends: Any, receives: Any) -> Any:
-        if call.entry.kind == "exchange_rows":
-            sent.extend(t.numel() * t.itemsize for _, t in sends)
-        return real(call, sends, receives)
-
-    once(lambda: monkeypatch.setattr(transport, "exchange", counted))
+    sent = count_bytes(monkeypatch)
     x = cut(of.rows, of.sizes, mesh()).requires_grad_()
     links = sc.link_rows(x, cut(of.index, of.entries, mesh()))
     once(sent.clear)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from exchanges import count_bytes
 from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
-from shardcompile.collectives import transport
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import once
 
@@ -115,18 +115,10 @@ def test_a_row_goes_once_to_each_node_and_once_to_each_of_its_ranks(monkeypatch:
         goes = [divmod(d, 2) for d in row if d >= 0]
         between += len({node for node, _ in goes} - {home})
         within += sum(p != place for _, p in goes)
-    sent = once(list)
-    real = transport.exchange
-
-    def counted(call: Any, sends: Any, receives: Any) -> Any:
-        if call.entry.kind == "exchange_rows":
-            sent.extend(t.numel() * t.itemsize for _, t in sends)
-        return real(call, sends, receives)
-
     x = cut(torch.randn(12, 5, dtype=torch.float64), on, sizes).requires_grad_()
     rows, route = sc.route_rows(x, cut(destination, on, sizes))
     rows.detach().full_tensor()  # all ranks have come to here
-    once(lambda: monkeypatch.setattr(transport, "exchange", counted))
+    sent = count_bytes(monkeypatch)
     route.back(route.send(x)).sum().backward()
     x.grad.full_tensor()
     # There and back, and the same for gradients.

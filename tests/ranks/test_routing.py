@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from exchanges import count_bytes
 from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 import shardcompile as sc
-from shardcompile.collectives import transport
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once, rank, world_size
 from shardcompile.testing.arrange import lay_out
@@ -140,15 +140,7 @@ def test_exactly_the_rows_that_go_elsewhere_move(monkeypatch: pytest.MonkeyPatch
     of = case([3, 0, 4], torch.tensor([[2, 0], [1, -1], [1, 2], [0, 0], [2, 2], [0, 1], [-1, -1]]))
     owners = [0, 0, 0, 2, 2, 2, 2]
     moved = sum(d not in (-1, o) for o, row in zip(owners, of.destination.tolist(), strict=True) for d in row)
-    sent = once(list)
-    real = transport.exchange
-
-    def counted(call: Any, sends: Any, receives: Any) -> Any:
-        if call.entry.kind == "exchange_rows":
-            sent.extend(t.numel() * t.itemsize for _, t in sends)
-        return real(call, sends, receives)
-
-    once(lambda: monkeypatch.setattr(transport, "exchange", counted))
+    sent = count_bytes(monkeypatch)
     check(step, of, mesh())
     # There and back, and the same for gradients.
     assert sum(sent) == 4 * moved * of.rows[0].numel() * 8, (sum(sent), moved)
