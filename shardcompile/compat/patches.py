@@ -57,6 +57,7 @@ from shardcompile.compat.scheduling import (
     parts_own_no_memory,
     reads_after_writes,
 )
+from shardcompile.compat.slices import SLICES_BY_FORMULA
 from shardcompile.compat.strides import ORDER_BY_DIVISORS, ORDERS_OF_UNKNOWN_STRIDES
 from shardcompile.compat.writes import copies_by_hint, joins_of_copies, overlap_by_hint, overlaps_of_sizes
 
@@ -403,6 +404,7 @@ OF_A_COMPILATION = (
     ORDER_BY_DIVISORS,
     ORDERS_OF_UNKNOWN_STRIDES,
     NUMBERS_OF_WRITTEN_ROWS,
+    SLICES_BY_FORMULA,
     Patch(
         "parts_to_the_end",
         "torch._inductor.lowering.lowerings[aten.slice.Tensor]",

@@ -601,6 +601,7 @@ SCENES: dict[str, Callable[[], str]] = {
         2,
         "DistributedDataParallel",
     ),
+    "slices_by_formula": Compiled(lambda x: x[4:-1] * 2, lambda n: random(n, 3), 0, [[5, 2], [0, 7], [6, 1]]),
     "full_values_for_state_dicts": full_values_for_state_dicts,
     "ends_of_worlds": Alone("ends_of_worlds", TEN_WORLDS),
     "collectives_in_comm_debug_mode": Alone("collectives_in_comm_debug_mode", COUNTED_COLLECTIVES),
