@@ -1,6 +1,6 @@
 """Inductor's code for GPUs of random programs, made without a GPU.
 
-    python tests/gpu_code.py [--programs 20] [--seed 0] [--backend inductor]
+    python tests/gpu_code.py [--programs 20] [--seed 0] [--backend inductor] [--cuda-graphs]
 
 Needs a build of torch with CUDA, and Triton; neither a GPU nor its driver. Programs are those of `fuzz`. Each is compiled
 for an H100 from fake inputs, as each of its ranks, up to the first call of the code, which cannot run. What is found are
@@ -140,10 +140,11 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--cuda-graphs", action="store_true", help='as with mode="reduce-overhead"')
     options = parser.parse_args()
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()
-    with pretended_h100():
+    with pretended_h100(), torch._inductor.config.patch({"triton.cudagraphs": options.cuda_graphs}):
         for seed in range(options.seed, options.seed + options.programs):
             program = drawn(seed)
             for rank in range(program.ranks):

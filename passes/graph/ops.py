@@ -15,7 +15,7 @@ aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 _LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
-_LIBRARY.define("in_flight(Tensor x) -> ()", tags=[torch.Tag.pt2_compliant_tag])
+_LIBRARY.define("in_flight(Tensor x) -> ()", tags=[torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe])
 _LIBRARY.impl("in_flight", lambda x: None, "CompositeExplicitAutograd")
 torch.library.register_fake("shardcompile::in_flight", lambda x: None, lib=_LIBRARY)
 IN_FLIGHT = torch.fx.node.has_side_effect(torch.ops.shardcompile.in_flight.default)

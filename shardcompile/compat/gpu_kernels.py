@@ -103,39 +103,6 @@ def no_padding_by_time(stack: contextlib.ExitStack) -> None:
     replace(stack, pad_mm, "can_pad", lambda can_pad: lambda *args: False)  # 2.11 - 2.15
 
 
-def no_captures(stack: contextlib.ExitStack) -> None:
-    # Heavy, and only a compilation needs it.
-    from torch._inductor.scheduler import Scheduler  # 2.11 - 2.15
-
-    replace(stack, Scheduler, "should_partition", _whole_if_ours)
-
-
-def _whole_if_ours(should_partition: Callable[..., object]) -> Callable[..., object]:
-    """Have a graph with ops of ours that no CUDA graph may hold be neither divided for captures nor captured."""
-    # Heavy, and only a compilation needs it.
-    from torch._inductor import config
-    from torch._inductor.virtualized import V  # 2.11 - 2.15
-
-    @functools.wraps(should_partition)
-    def asked(scheduler: object, *args: object, **kwargs: object) -> object:
-        if not config.triton.cudagraphs:
-            return should_partition(scheduler, *args, **kwargs)
-        if not hasattr(scheduler, "_shardcompile_asked"):
-            scheduler._shardcompile_asked = True  # type: ignore[attr-defined]
-            if any(_is_ours(operation) for operation in V.graph.operations):
-                V.graph.disable_cudagraphs_reason = "ops of shardcompile, beside which nothing can be captured yet"
-        return V.graph.disable_cudagraphs_reason or should_partition(scheduler, *args, **kwargs)
-
-    return asked
-
-
-def _is_ours(operation: object) -> bool:
-    op = getattr(operation, "op_overload", None)
-    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "shardcompile":
-        return False
-    return torch.Tag.cudagraph_unsafe in op.tags
-
-
 GRIDS_OF_NO_ROWS = Patch(
     "grids_of_no_rows",
     "torch._inductor.runtime.triton_heuristics.Grid2DWithYZOverflow.generate",
@@ -147,19 +114,6 @@ GRIDS_OF_NO_ROWS = Patch(
     grids_of_no_rows,
 )
 """Put in for good when a trace meets a collective of ours: cached code, too, computes its grids when it is loaded."""
-
-NO_CAPTURES = Patch(
-    "no_captures",
-    "torch._inductor.scheduler.Scheduler.should_partition",
-    "With mode='reduce-overhead', Inductor divides a graph at ops that no CUDA graph may hold, into functions to be "
-    "captured. It makes the result of a join anew in each function that writes a part of it. It also captures what "
-    "waits for a collective that is started outside. Both give wrong values, without a word.",
-    "get_graph_partition_signature does not know that a buffer with a NonOwningLayout is a part of another one: that "
-    "is neither returned nor passed on, and the next partition allocates it again. wait_tensor has no cudagraph_unsafe "
-    "tag, which is right only for collectives that are captured with it.",
-    "2.11 - 2.15",
-    no_captures,
-)
 
 EXTENTS_OVER_TWO_DIMS = Patch(
     "extents_over_two_dims",

@@ -11,7 +11,8 @@ import torch
 from torch._inductor import config  # 2.11 - 2.15
 from torch.utils._ordered_set import OrderedSet  # 2.11 - 2.15
 
-from shardcompile.compat.gpu_kernels import GRIDS_OF_NO_ROWS, NO_CAPTURES
+from shardcompile.compat.cuda_graphs import OF_CUDA_GRAPHS
+from shardcompile.compat.gpu_kernels import GRIDS_OF_NO_ROWS
 from shardcompile.compat.patch import Patch, put_in_once, replace
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ PAYLOADS_UNTIL_THE_WAIT = Patch(
     _payloads_until_the_wait,
 )
 
-OF_COLLECTIVES = (PAYLOADS_UNTIL_THE_WAIT, GRIDS_OF_NO_ROWS, NO_CAPTURES)
+OF_COLLECTIVES = (PAYLOADS_UNTIL_THE_WAIT, GRIDS_OF_NO_ROWS, *OF_CUDA_GRAPHS)
 """Put in for good when a trace meets a collective of ours."""
 
 

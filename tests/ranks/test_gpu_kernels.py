@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +15,12 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as nnf
+from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor.placement_types import Shard
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import shardcompile as sc
-from shardcompile.compat import gpu_kernels, patch
+from shardcompile.compat import cuda_graphs, gpu_kernels, patch
 from shardcompile.dispatch import run as running
 from shardcompile.testing import LocalRanks, assert_matches_single_device
 from shardcompile.testing.agreement import RanksFailedError
@@ -113,7 +116,6 @@ def test_an_extent_goes_over_two_dims_of_a_kernel(groups: Any, lengths: Any, ran
     from torch._inductor.codegen.simd import SIMDKernel
     from torch._inductor.sizevars import SizeVarAllocator
     from torch._inductor.virtualized import V
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     s = sympy.Symbol("s2", integer=True, nonnegative=True)
     with contextlib.ExitStack() as stack, V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator(ShapeEnv()))):
@@ -169,9 +171,14 @@ class Layer(torch.nn.Module):
         return self.last(x + y) + x.softmax(0)
 
 
+def functions_to_capture(code: str) -> list[str]:
+    """The functions of Inductor's code that are captured on a GPU."""
+    return re.findall(r"^def partition_\d+\(.*?^    return ", code, re.MULTILINE | re.DOTALL)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("patched", [True, False])
-def test_a_graph_with_collectives_is_not_divided_for_captures(patched: bool) -> None:
+def test_collectives_waits_and_joins_stay_outside_of_captures(patched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part would have a result of a join of its own, and the others' rows of it would be whatever is in memory."""
     from torch._inductor import config
 
@@ -180,37 +187,65 @@ def test_a_graph_with_collectives_is_not_divided_for_captures(patched: bool) -> 
         with config.patch(DIVIDED):  # of this thread
             assert_matches_single_device(Layer(), [torch.randn(11, 8)], [Shard(0)], mesh=mesh, backend="shardcompile")
 
-    without = contextlib.nullcontext() if patched else patch.leave_out("no_captures")
+    monkeypatch.setattr(cuda_graphs, "FEWEST_KERNELS", 1)
+    without = contextlib.nullcontext() if patched else patch.leave_out("captures_beside_collectives")
     with LocalRanks(3, processes=False) as ranks, codes_for_gpus() as codes, without:
         if patched:
             ranks(compared)
         else:
             with pytest.raises(RanksFailedError, match="grad of "):
                 ranks(compared)
-    assert len(codes) >= 2
-    assert any("def partition_" in code for code in codes) is not patched
+    captured = [function for code in codes for function in functions_to_capture(code)]
+    assert len(codes) >= 2 and len(captured) >= 4
+    assert any("wait_tensor" in function for function in captured) is not patched
+    ops = {op for function in captured for op in re.findall(r"torch\.ops\.shardcompile\.(\w+)", function)}
+    tags = [tag for op in ops for tag in getattr(torch.ops.shardcompile, op).default.tags]
+    assert torch.Tag.cudagraph_unsafe not in tags
 
 
-def test_nothing_is_captured_beside_collectives_of_ours() -> None:
-    """And who asked for it is told."""
+def test_few_kernels_are_not_captured() -> None:
     from torch._inductor import config
 
     def compiled(mesh: Any) -> None:
         x = sc.ones(7, 3, device_mesh=mesh, placements=[Shard(0)])
-        with config.patch({"force_disable_caches": True}):  # what comes out of a cache is not made
-            torch.compile(lambda x: x.softmax(0), fullgraph=True, mode="reduce-overhead")(x)
+        with config.patch(DIVIDED):
+            torch.compile(lambda x: x.softmax(0), fullgraph=True)(x)
 
-    seen: list[str | None] = []
-    output_code = pytest.importorskip("torch._inductor.output_code")
-    init = output_code.CompiledFxGraph.__init__
-
-    def note(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        seen.append(self.disabled_cudagraphs_reason)
-
-    with mock.patch.object(output_code.CompiledFxGraph, "__init__", note), LocalRanks(2, processes=False) as ranks:
+    with LocalRanks(2, processes=False) as ranks, codes_for_gpus() as codes:
         ranks(compiled)
-    assert seen and all(reason and reason.startswith("ops of shardcompile") for reason in seen)
+    assert codes and not any(map(functions_to_capture, codes))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_nothing_is_asked_about_late_sizes(overlap: bool) -> None:
+    output_code = pytest.importorskip("torch._inductor.output_code")
+    if not hasattr(output_code, "complex_memory_overlap"):
+        pytest.skip(f"torch {torch.__version__} does not ask")
+    env = ShapeEnv()
+    with FakeTensorMode(shape_env=env):
+        rows = env.create_unbacked_symint()
+        torch._check(rows >= 0)
+        x = torch.empty(8).as_strided((rows, 3), (1, 1)) if overlap else torch.empty_strided((rows, 3), (0, 1))
+        with contextlib.ExitStack() as stack:
+            cuda_graphs.copies_of_late_sizes(stack)
+            assert output_code.complex_memory_overlap(x) is overlap
+
+
+def test_a_backward_pass_is_compiled_before_its_forward_pass_runs() -> None:
+    output_code = pytest.importorskip("torch._inductor.output_code")
+    trees = pytest.importorskip("torch._inductor.cudagraph_trees")
+    ran: list[object] = []
+    graph = SimpleNamespace(fx_kwargs={"is_backward": True}, current_callable=ran.append)
+    manager = mock.Mock()
+    with contextlib.ExitStack() as stack:
+        cuda_graphs.backward_before_forward(stack)
+        stack.enter_context(mock.patch.object(trees, "get_manager", return_value=None))
+        output_code.maybe_handle_backward_generation(graph, SimpleNamespace(value=0))
+        graph.current_callable("before")
+        trees.get_manager.return_value = manager
+        graph.current_callable("after")
+    assert ran == ["before", "after"]
+    manager.set_to_running_backward.assert_called_once_with()
 
 
 # Blocks without elements
