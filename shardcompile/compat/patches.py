@@ -41,7 +41,6 @@ from shardcompile.compat.replacements import (
     fill_order_by_hint,
     memory_format_by_hint,
     no_donated_buffers,
-    parts_to_the_end,
     places_of_parts,
     symbols_by_both_names,
     traces_agree,
@@ -57,7 +56,7 @@ from shardcompile.compat.scheduling import (
     parts_own_no_memory,
     reads_after_writes,
 )
-from shardcompile.compat.slices import SLICES_BY_FORMULA
+from shardcompile.compat.slices import PARTS_TO_THE_END, SLICES_BY_FORMULA
 from shardcompile.compat.strides import ORDER_BY_DIVISORS, ORDERS_OF_UNKNOWN_STRIDES
 from shardcompile.compat.writes import copies_by_hint, joins_of_copies, overlap_by_hint, overlaps_of_sizes
 
@@ -405,16 +404,7 @@ OF_A_COMPILATION = (
     ORDERS_OF_UNKNOWN_STRIDES,
     NUMBERS_OF_WRITTEN_ROWS,
     SLICES_BY_FORMULA,
-    Patch(
-        "parts_to_the_end",
-        "torch._inductor.lowering.lowerings[aten.slice.Tensor]",
-        "A slice to the end of a dim has the largest integer as its end. If the extent is known at run time only, "
-        "Inductor treats that end as unknown. The trace did not, and the compilation fails.",
-        "https://github.com/pytorch/pytorch/issues/174340; torch 2.12 takes sys.maxsize for the extent, as the fake "
-        "kernel of aten.slice did before. KeyError: 'unbacked_bindings'.",
-        "2.11",
-        parts_to_the_end,
-    ),
+    PARTS_TO_THE_END,
 )
 """Put in when a compilation meets its first block of unknown size, and taken out when it ends."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator, MutableSet, Sequence
 from typing import TYPE_CHECKING, TypeVar
 from unittest import mock
@@ -37,7 +36,7 @@ from shardcompile.compat.tracing import UNKNOWN_SIZE
 
 if TYPE_CHECKING:
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen  # 2.11 - 2.15
-    from torch._inductor.ir import AssertScalar, NonOwningLayout, TensorBox  # 2.11 - 2.15
+    from torch._inductor.ir import AssertScalar, NonOwningLayout  # 2.11 - 2.15
     from torch._inductor.sizevars import SizeVarAllocator  # 2.11 - 2.15
     from torch.utils._ordered_set import OrderedSet  # 2.11 - 2.15
 
@@ -145,16 +144,6 @@ def clamped_ends(stack: contextlib.ExitStack) -> None:
     replace(stack, SliceView, "normalize_start_end", _with_numbers_worked_out)  # 2.11 - 2.15
     replace(stack, SizeVarAllocator, "evaluate_min", lambda _: _one_of_two_if_known(Min, 0))  # 2.11 - 2.15
     replace(stack, SizeVarAllocator, "evaluate_max", lambda _: _one_of_two_if_known(Max, 1))  # 2.11 - 2.15
-
-
-def parts_to_the_end(stack: contextlib.ExitStack) -> None:
-    # Heavy, and only a compilation needs it.
-    from torch._inductor.lowering import lowerings
-
-    part = torch.ops.aten.slice.Tensor
-    found = lowerings[part]
-    lowerings[part] = _to_the_extent(found)  # 2.11 - 2.15
-    stack.callback(lowerings.__setitem__, part, found)
 
 
 def _unless_sharded(is_static: Callable[..., tuple[bool, object]]) -> Callable[..., tuple[bool, object]]:
@@ -319,15 +308,6 @@ def _with_numbers_worked_out(ends_of: Callable[..., Iterable[Formula]]) -> Calla
         return tuple(sympy.sympify(end).doit() for end in ends_of(*args))
 
     return ends
-
-
-def _to_the_extent(lowering: Callable[..., object]) -> Callable[..., object]:
-    """Have a slice whose end is the largest integer end at the extent."""
-
-    def lower(x: TensorBox, dim: int = 0, start: Formula = 0, end: Formula | None = None, step: Formula = 1) -> object:
-        return lowering(x, dim, start, x.get_size()[dim] if end == sys.maxsize else end, step)
-
-    return lower
 
 
 def _by_both_names(assign: Callable[..., None]) -> Callable[..., None]:

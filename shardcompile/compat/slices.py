@@ -5,13 +5,19 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
+import sympy
 import torch
 from torch import SymInt, Tensor
 from torch._subclasses.fake_impls import op_implementations_dict  # 2.11
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true, sym_and
+from torch.utils._sympy.functions import Max, Min
 
 from shardcompile.compat.patch import Patch
+from shardcompile.compat.sizes import Formula
+
+Size: TypeAlias = int | SymInt
 
 
 def slices_by_formula(stack: contextlib.ExitStack) -> None:
@@ -29,8 +35,8 @@ def _by_formula(slice_forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         op: object,
         x: Tensor,
         dim: int = 0,
-        start: int | SymInt | None = None,
-        end: int | SymInt | None = None,
+        start: Size | None = None,
+        end: Size | None = None,
         step: int = 1,
     ) -> Tensor:
         if x.dim() == 0 or not -x.dim() <= dim < x.dim() or step <= 0:
@@ -52,7 +58,7 @@ def _by_formula(slice_forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return sliced
 
 
-def _place(extent: int | SymInt, index: int | SymInt) -> int | SymInt | None:
+def _place(extent: Size, index: Size) -> Size | None:
     """Where a bound of a slice is, or None if not even its sign is known."""
     if guard_or_false(sym_and(index >= 0, index <= extent)):
         return index
@@ -65,6 +71,45 @@ def _place(extent: int | SymInt, index: int | SymInt) -> int | SymInt | None:
     return None
 
 
+def parts_to_the_end(stack: contextlib.ExitStack) -> None:
+    # Heavy, and only a compilation needs it.
+    from torch._inductor.lowering import lowerings
+
+    part = torch.ops.aten.slice.Tensor
+    found = lowerings[part]
+    lowerings[part] = _by_formula_lowered(found)  # 2.11
+    stack.callback(lowerings.__setitem__, part, found)
+
+
+def _by_formula_lowered(lowering: Callable[..., object]) -> Callable[..., object]:
+    """Have Inductor work out the bounds of a slice as `_by_formula` does, unless the slice made a symbol."""
+    # Heavy, and only a compilation needs it.
+    from torch._inductor.ir import SliceView, TensorBox
+    from torch._inductor.virtualized import V
+
+    def place(extent: Formula, index: Formula) -> Formula | None:
+        holds = V.graph.sizevars.guard_or_false
+        if holds(sympy.And(sympy.Ge(index, 0), sympy.Le(index, extent))):
+            return index
+        if holds(sympy.Ge(index, 0)):
+            return Min(index, extent)
+        return Max(index + extent, 0) if holds(sympy.Lt(index, 0)) else None
+
+    def lower(x: Any, dim: int = 0, start: Formula = 0, end: Formula | None = None, step: Formula = 1) -> object:
+        extent = x.get_size()[dim]
+        end = extent if end is None or end == sys.maxsize else end
+        numbers = not any(isinstance(n, sympy.Expr) and n.free_symbols for n in (extent, start, end))
+        whole = start == 0 and step == 1 and end == extent
+        if numbers or whole or "unbacked_bindings" in V.graph.current_node.meta:
+            return lowering(x, dim, start, end, step)
+        first, last = place(extent, start or 0), place(extent, end)
+        if first is None or last is None:
+            return lowering(x, dim, start, end, step)
+        return TensorBox(SliceView.create(x.data, dim, first, last, step))
+
+    return lower
+
+
 SLICES_BY_FORMULA = Patch(
     "slices_by_formula",
     "torch._subclasses.fake_impls.op_implementations_dict[aten.slice.Tensor]",
@@ -74,4 +119,16 @@ SLICES_BY_FORMULA = Patch(
     "DynamicOutputShapeException: aten.slice.Tensor, or PendingUnbackedSymbolNotFound.",
     "2.11",
     slices_by_formula,
+)
+
+PARTS_TO_THE_END = Patch(
+    "parts_to_the_end",
+    "torch._inductor.lowering.lowerings[aten.slice.Tensor]",
+    "A slice to the end of a dim has the largest integer as its end. If the extent is known at run time only, "
+    "Inductor treats that end as unknown. So it does with an end of which it cannot tell whether it lies within the "
+    "extent. The trace did not, and the compilation fails.",
+    "https://github.com/pytorch/pytorch/issues/174340; torch 2.12 takes sys.maxsize for the extent, as the fake "
+    "kernel of aten.slice did before, and Min and Max for other ends. KeyError: 'unbacked_bindings'.",
+    "2.11",
+    parts_to_the_end,
 )
