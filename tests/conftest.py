@@ -6,9 +6,15 @@ import gc
 from pathlib import Path
 
 import pytest
+from versions import skip_what_torch_lacks
 
 # As in the ranks, see `shardcompile.testing.cleanup`: tracing makes millions of objects that stay.
 gc.set_threshold(200_000, 50, 100)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what the installed torch lacks."""
+    skip_what_torch_lacks(items)
 
 
 def pytest_collection_finish() -> None:

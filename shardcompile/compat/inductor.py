@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C import DispatchKey
 from torch._inductor import config  # 2.11 - 2.15
 from torch.utils._ordered_set import OrderedSet  # 2.11 - 2.15
 
@@ -97,9 +98,18 @@ def preserve_node_ordering(graph: torch.fx.Graph, before: Mapping[torch.fx.Node,
         before: for each node, the nodes that must run first.
     """
     # Heavy, and only a compilation needs it.
-    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering as preserve  # 2.11 - 2.15
+    from torch._inductor.fx_passes import control_dependencies  # 2.11 - 2.15
 
+    edges = control_dependencies.control_deps
+    for key in {DispatchKey.CompositeExplicitAutograd, DispatchKey.Autograd} - edges.py_kernels.keys():
+        edges.py_impl(key)(_called)  # 2.11 cannot run them outside of Inductor
+    preserve = control_dependencies.preserve_node_ordering
     preserve(graph, {node: OrderedSet(others) for node, others in before.items()})
+
+
+def _called(_: object, call: Callable[..., object], *args: object, **kwargs: object) -> object:
+    """What a node with such edges does."""
+    return call(*args, **kwargs)
 
 
 def inductor_has(option: str) -> bool:
