@@ -243,6 +243,7 @@ def test_graphs_with_known_blocks_of_no_rows_are_always_compared(
         assert not noted, "all ranks have some rows"
 
 
+@pytest.mark.nightly
 def test_without_verification_ranks_of_other_groups_hear_of_a_difference_at_once() -> None:
     """Not only when their time to wait for the ranks that found it is over."""
     lines = [
