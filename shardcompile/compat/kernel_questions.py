@@ -15,6 +15,7 @@ from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.sym_node import SymNode  # 2.11 - 2.15
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
 from torch.utils._sympy.functions import Max  # 2.11 - 2.15
+from torch.utils._sympy.symbol import SymT, symbol_is_type  # 2.11 - 2.15
 
 from shardcompile import errors
 from shardcompile.compat.block_symbols import describes_block, describes_plain_value
@@ -28,6 +29,8 @@ _SIZES_IN_CPP = "c10/core/SymbolicShapeMeta.cpp"
 _MADE_IN_CPP = "ATen/EmptyTensor.h"
 """The file that is named when torch checks the sizes of a new tensor."""
 
+_MANY = sympy.Integer(64)
+
 Decide = Callable[[SymNode, str, int], bool]
 """A method of `SymNode` that takes a decision: of the node, the file and the line that ask."""
 
@@ -40,7 +43,11 @@ def _asking_hints(decide: Decide) -> Decide:
     """Answer C++ kernels that ask whether a block has 0 or 1 rows by hints, which all ranks share."""
 
     def decided(node: SymNode, file: str, line: int) -> bool:
-        if not file.endswith(_COMPARED_IN_CPP) or not _whether_few_rows(node):
+        if not file.endswith(_COMPARED_IN_CPP):
+            return decide(node, file, line)
+        if _whether_few_late_rows(node):
+            return bool(node.expr.xreplace(dict.fromkeys(node.expr.free_symbols, _MANY)))
+        if not _whether_few_rows(node):
             return decide(node, file, line)
         with _shape_env(node).suppress_guards():
             return decide(node, file, line)
@@ -64,6 +71,19 @@ def _whether_few_rows(node: SymNode) -> bool:
             return False
         symbols = parts[0].free_symbols | parts[1].free_symbols
     return all(_is_of_block(node, symbol) for symbol in symbols)
+
+
+def _whether_few_late_rows(node: SymNode) -> bool:
+    """Whether a condition asks if numbers of rows that only a run gives are 0 or 1.
+
+    Kernels and gradients that ask have a shorter way for few rows, as that of `cumsum`: 3 * u <= 1. The longer one is
+    right for any number. Torch raises.
+    """
+    question = None if node.is_constant() else node.expr
+    if not isinstance(question, sympy.core.relational.Relational) or not question.free_symbols:
+        return False
+    few = {sympy.S.Zero, sympy.S.One} & set(question.args)
+    return bool(few) and all(symbol_is_type(s, SymT.UNBACKED_INT) for s in question.free_symbols)
 
 
 def _is_of_block(node: SymNode, symbol: sympy.Symbol) -> bool:

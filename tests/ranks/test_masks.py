@@ -188,3 +188,36 @@ def test_sizes_that_a_run_gives_of_what_is_cut_otherwise(placement: Any, backend
             found.sin().sum().backward()
             expected.sin().sum().backward()
             torch.testing.assert_close(x.grad.full_tensor(), full.grad)
+
+
+_ASK_IF_FEW: dict[str, Callable[[Tensor], Tensor]] = {
+    "sums so far": lambda x: x.cumsum(0),
+    "sums of columns so far": lambda x: x.cumsum(1),
+    "logarithms of sums so far": lambda x: x.logcumsumexp(0),
+    "logarithms of sums of columns so far": lambda x: x.logcumsumexp(1),
+}
+"""What asks, or has a gradient that asks, whether there are any rows at all. Only a run can tell."""
+
+
+@pytest.mark.ranks(3, processes=False, timeout=300)
+@pytest.mark.parametrize("backend", often(["aot_eager", "inductor"], 1))
+@pytest.mark.parametrize("name", _ASK_IF_FEW)
+def test_what_asks_if_there_are_few_rows(name: str, backend: str) -> None:
+    once(torch._dynamo.reset)
+    full = torch.randn(9, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def kept(x: Any, mask: Any) -> Any:
+        return _ASK_IF_FEW[name](x[mask] * 2)
+
+    run = torch.compile(kept, fullgraph=True, backend=backend)
+    before = once(graphs_compiled)
+    for rows in ([0, 2, 3, 5, 6, 8], [], [7], list(range(9)), [1, 6]):
+        mask = torch.zeros(9, dtype=torch.bool).index_fill(0, torch.tensor(rows, dtype=torch.int64), True)
+        plain = full.clone().requires_grad_()
+        x, m = (sc.distribute_tensor(t, mesh(), [Shard(0)], sharding_shapes={0: [4, 0, 5]}) for t in (full, mask))
+        x.requires_grad_()
+        out, expected = run(x, m), kept(plain, mask)
+        torch.testing.assert_close(out.full_tensor(), expected, **TIGHT)
+        out.square().sum().backward(), expected.square().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), plain.grad, **TIGHT)
+    assert once(graphs_compiled) - before == 1
