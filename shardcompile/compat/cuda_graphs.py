@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +13,8 @@ from shardcompile.compat.patch import Patch, replace
 from shardcompile.compat.sizes import size_hint
 
 if TYPE_CHECKING:
+    from torch._inductor.cudagraph_utils import BoxedDeviceIndex  # 2.11 - 2.15
+    from torch._inductor.output_code import CompiledFxGraph  # 2.11 - 2.15
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler  # 2.11 - 2.15
 
 FEWEST_KERNELS = 4
@@ -61,7 +63,7 @@ def _of_a_forward_that_has_not_run(handle: Callable[..., None]) -> Callable[...,
     """Have a backward pass that is not captured look for the manager of CUDA graphs when it runs."""
 
     @functools.wraps(handle)
-    def handled(compiled: Any, forward_device: Any) -> None:
+    def handled(compiled: CompiledFxGraph, forward_device: BoxedDeviceIndex | None) -> None:
         # Heavy, and only a compilation needs it.
         from torch._inductor import config
         from torch._inductor.cudagraph_trees import get_manager  # 2.11 - 2.15
@@ -71,8 +73,9 @@ def _of_a_forward_that_has_not_run(handle: Callable[..., None]) -> Callable[...,
         if not of_a_forward or device is None or get_manager(device, create_if_none_exists=False) is not None:
             return handle(compiled, forward_device)
         call = compiled.current_callable
+        assert call is not None, "a graph that was compiled"
 
-        def run(inputs: object) -> object:
+        def run(inputs: list[object]) -> object:
             manager = get_manager(device, create_if_none_exists=False)
             if manager is not None:
                 manager.set_to_running_backward()
@@ -159,7 +162,7 @@ def _holds_ours(scheduler: Scheduler) -> bool:
     return bool(known["_shardcompile_ours"])
 
 
-def _is_ours(operation: Any) -> bool:
+def _is_ours(operation: object) -> bool:
     op = getattr(operation, "op_overload", None)
     if not isinstance(op, torch._ops.OpOverload) or op.namespace != "shardcompile":
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import sympy
 import torch
@@ -95,7 +95,7 @@ def _by_formula_lowered(lowering: Callable[..., object]) -> Callable[..., object
             return Min(index, extent)
         return Max(index + extent, 0) if holds(sympy.Lt(index, 0)) else None
 
-    def lower(x: Any, dim: int = 0, start: Formula = 0, end: Formula | None = None, step: Formula = 1) -> object:
+    def lower(x: TensorBox, dim: int = 0, start: Formula = 0, end: Formula | None = None, step: Formula = 1) -> object:
         extent = x.get_size()[dim]
         end = extent if end is None or end == sys.maxsize else end
         numbers = not any(isinstance(n, sympy.Expr) and n.free_symbols for n in (extent, start, end))
