@@ -8,12 +8,15 @@ import torch
 NO_MESH = "Dynamo cannot pass a mesh to what makes sharded tensors (docs/limits.md)"
 OWN_WORDS = "Dynamo refuses higher-order ops in its own words, before we see them"
 NOT_CACHED = "AOTAutograd's cache keeps no graph with ops of ours"
+SIZES_OF_A_TENSOR = "Dynamo takes tensors in arguments of `redistribute` for constants"
 OTHER_REPORTS = "other lines of the program are noted for backward passes"
 
 FROM_2_12: dict[str, str] = {
     "test_a_function_matches_on_a_mesh_of_two_dims_with_named_inputs_and_stated_sizes": "powers of symbols do not compile",
     "test_a_plain_lookup": OTHER_REPORTS,
-    "test_a_tensor_says_the_sizes_of_blocks": "Dynamo takes tensors in arguments of `redistribute` for constants",
+    "test_a_tensor_says_the_sizes_of_blocks[aot_eager]": SIZES_OF_A_TENSOR,
+    "test_a_tensor_says_the_sizes_of_blocks[eager]": SIZES_OF_A_TENSOR,
+    "test_a_tensor_says_the_sizes_of_blocks[inductor]": SIZES_OF_A_TENSOR,
     "test_blocks_of_known_cut_that_are_joined_stay_so_where_one_is_empty": NO_MESH,
     "test_blocks_that_do_not_belong_together_are_found_inside_a_compiled_function": NO_MESH,
     "test_communication_of_eight_gpus[Points]": OTHER_REPORTS,
@@ -40,7 +43,7 @@ FROM_2_12: dict[str, str] = {
     "test_code_without_a_record_is_not_used_where_ranks_compare[aot_autograd]": NOT_CACHED,
     "test_warm_and_cold_ranks_agree_in_whatever_order_they_compile[aot_autograd]": NOT_CACHED,
 }
-"""By the first letters of a test's name, what torch 2.11 does not do. The tests hold from 2.12 on."""
+"""By what a test's name begins with, what torch 2.11 lacks for it. The tests hold from 2.12 on."""
 
 
 def skip_what_torch_lacks(items: list[pytest.Item]) -> None:

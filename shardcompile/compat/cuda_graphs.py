@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler  # 2.11 - 2.15
 
 FEWEST_KERNELS = 4
-"""The fewest kernels that are captured together. To replay a graph takes as long as to launch a few kernels."""
+"""The fewest kernels that are captured together: an estimate of how many launches take as long as a replay."""
 
 
 def captures_beside_collectives(stack: contextlib.ExitStack) -> None:
@@ -97,12 +97,12 @@ def _with_what_no_graph_may_hold(should_partition: Callable[..., object]) -> Cal
             return reason
         if node in vars(scheduler).get("_shardcompile_short", ()):
             return "too few kernels to be captured"
-        return next(filter(None, map(_reason, node.get_nodes())), None)
+        return next(filter(None, map(_why_outside, node.get_nodes())), None)
 
     return asked
 
 
-def _reason(node: BaseSchedulerNode) -> str | None:
+def _why_outside(node: BaseSchedulerNode) -> str | None:
     # Heavy, and only a compilation needs it.
     from torch._inductor.ir import ConcatKernel, NonOwningLayout, _CollectiveKernel  # 2.11 - 2.15
 

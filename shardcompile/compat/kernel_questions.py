@@ -19,7 +19,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type  # 2.11 - 2.15
 
 from shardcompile import errors
 from shardcompile.compat.block_symbols import describes_block, describes_plain_value
-from shardcompile.compat.patch import replace
+from shardcompile.compat.patch import replace, replace_entry
 from shardcompile.compat.sizes import IntLike, statically_known_true
 
 _COMPARED_IN_CPP = "c10/core/SymInt.h"
@@ -74,16 +74,25 @@ def _whether_few_rows(node: SymNode) -> bool:
 
 
 def _whether_few_late_rows(node: SymNode) -> bool:
-    """Whether a condition asks if numbers of rows that only a run gives are 0 or 1.
+    """Whether a condition compares with 0 or 1 a count of elements whose number of rows only a run gives.
 
-    Kernels and gradients that ask have a shorter way for few rows, as that of `cumsum`: 3 * u <= 1. The longer one is
-    right for any number. Torch raises.
+    Kernels and gradients that ask have a shorter way for few rows, as that of `cumsum`: 3 * u <= 1. The longer one
+    gives the same for any number, or raises when the graph runs. A difference, or a number that may be negative, is no
+    count: torch raises for it.
     """
     question = None if node.is_constant() else node.expr
-    if not isinstance(question, sympy.core.relational.Relational) or not question.free_symbols:
+    if not isinstance(question, sympy.core.relational.Relational):
         return False
-    few = {sympy.S.Zero, sympy.S.One} & set(question.args)
-    return bool(few) and all(symbol_is_type(s, SymT.UNBACKED_INT) for s in question.free_symbols)
+    counts = [side for side in question.args if side not in (sympy.S.Zero, sympy.S.One)]
+    if len(counts) != 1 or not counts[0].free_symbols:
+        return False
+    terms = sympy.Add.make_args(counts[0])
+    bounds = [_shape_env(node).bound_sympy(symbol).lower for symbol in counts[0].free_symbols]  # 2.11 - 2.15
+    return (
+        all(term.as_coeff_Mul()[0].is_positive for term in terms)
+        and all(lower >= 0 for lower in bounds)
+        and all(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in counts[0].free_symbols)
+    )
 
 
 def _is_of_block(node: SymNode, symbol: sympy.Symbol) -> bool:
@@ -159,9 +168,7 @@ def _leaving_sizes_to_kernels(expect: Decide) -> Decide:
 
 def sizes_stay_symbols(stack: contextlib.ExitStack) -> None:
     handlers = fake_tensor._DISPATCH_META_HANDLERS  # 2.11 - 2.15
-    size = torch.ops.aten.size.default
-    stack.callback(handlers.__setitem__, size, handlers[size])
-    handlers[size] = _not_of_blocks(handlers[size])
+    replace_entry(stack, handlers, torch.ops.aten.size.default, _not_of_blocks)
     replace(stack, SymNode, "guard_int", _not_for_kernels)  # 2.11 - 2.15
 
 

@@ -90,3 +90,10 @@ def replace(stack: contextlib.ExitStack, owner: object, name: str, by: Callable[
     found = inspect.getattr_static(owner, name) if isinstance(owner, type) else getattr(owner, name)
     setattr(owner, name, by(getattr(owner, name)))
     stack.callback(setattr, owner, name, found)
+
+
+def replace_entry(stack: contextlib.ExitStack, table: dict[Any, Any], key: object, by: Callable[[Any], object]) -> None:
+    """Replace an entry of a table as `replace` does an attribute."""
+    found = table[key]
+    table[key] = by(found)
+    stack.callback(table.__setitem__, key, found)

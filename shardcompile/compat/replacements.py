@@ -30,7 +30,7 @@ from torch.utils._sympy.symbol import (
 )
 
 from shardcompile.compat.late_sizes import retry_traces
-from shardcompile.compat.patch import replace
+from shardcompile.compat.patch import replace, replace_entry
 from shardcompile.compat.sizes import Formula, IntLike, is_unbacked, size_hint
 from shardcompile.compat.tracing import UNKNOWN_SIZE
 
@@ -130,10 +130,7 @@ def batched_products_by_hint(stack: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
     from torch._inductor.lowering import lowerings
 
-    bmm = torch.ops.aten.bmm.default
-    found = lowerings[bmm]
-    lowerings[bmm] = _lower_by_hint(found)  # 2.11 - 2.15
-    stack.callback(lowerings.__setitem__, bmm, found)
+    replace_entry(stack, lowerings, torch.ops.aten.bmm.default, _lower_by_hint)  # 2.11 - 2.15
 
 
 def clamped_ends(stack: contextlib.ExitStack) -> None:

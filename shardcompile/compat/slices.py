@@ -14,17 +14,14 @@ from torch._subclasses.fake_impls import op_implementations_dict  # 2.11
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true, sym_and
 from torch.utils._sympy.functions import Max, Min
 
-from shardcompile.compat.patch import Patch
+from shardcompile.compat.patch import Patch, replace_entry
 from shardcompile.compat.sizes import Formula
 
 Size: TypeAlias = int | SymInt
 
 
 def slices_by_formula(stack: contextlib.ExitStack) -> None:
-    op = torch.ops.aten.slice.Tensor
-    found = op_implementations_dict[op]
-    op_implementations_dict[op] = _by_formula(found)
-    stack.callback(op_implementations_dict.__setitem__, op, found)
+    replace_entry(stack, op_implementations_dict, torch.ops.aten.slice.Tensor, _by_formula)
 
 
 def _by_formula(slice_forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -43,8 +40,7 @@ def _by_formula(slice_forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return slice_forward(mode, op, x, dim, start, end, step)
         extent = x.shape[dim]
         first = 0 if start is None else _place(extent, start)
-        to_the_end = end is None or statically_known_true(end == sys.maxsize)
-        last = extent if end is None or to_the_end else _place(extent, end)
+        last = extent if end is None or statically_known_true(end == sys.maxsize) else _place(extent, end)
         if first is None or last is None:
             return slice_forward(mode, op, x, dim, start, end, step)
         shape, strides = list(x.shape), list(x.stride())
@@ -75,13 +71,10 @@ def parts_to_the_end(stack: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
     from torch._inductor.lowering import lowerings
 
-    part = torch.ops.aten.slice.Tensor
-    found = lowerings[part]
-    lowerings[part] = _by_formula_lowered(found)  # 2.11
-    stack.callback(lowerings.__setitem__, part, found)
+    replace_entry(stack, lowerings, torch.ops.aten.slice.Tensor, _lowered_by_formula)  # 2.11
 
 
-def _by_formula_lowered(lowering: Callable[..., object]) -> Callable[..., object]:
+def _lowered_by_formula(lowering: Callable[..., object]) -> Callable[..., object]:
     """Have Inductor work out the bounds of a slice as `_by_formula` does, unless the slice made a symbol."""
     # Heavy, and only a compilation needs it.
     from torch._inductor.ir import SliceView, TensorBox

@@ -187,7 +187,7 @@ LONG = (
     "a slice that ends behind the last row, of rows that vary",
     "ranks with and without rows of known blocks start collectives in one order",
 )
-"""What takes half a minute each."""
+"""Findings that take half a minute each."""
 
 EACH = often([*(name for name in FINDINGS if name not in LONG), *LONG], len(FINDINGS) - len(LONG))
 
