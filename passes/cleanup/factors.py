@@ -72,7 +72,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Term:
-    """A value as its base times its factors."""
+    """A value as its base times its factors. The base has the dtype of the value."""
 
     base: Node | Call
     factors: tuple[Factor, ...] = ()
@@ -159,6 +159,8 @@ class Factors:
         if isinstance(right, Node) and self._is_open(right):
             if not self._is_open_factor(right):
                 return None
+            if left.meta["val"].dtype != node.meta["val"].dtype:  # type: ignore[union-attr]
+                inner = replace(inner, base=Call(_CASTS[1], (inner.base, node.meta["val"].dtype)))
             return replace(inner, factors=(*inner.factors, Factor(node.target, right, broadcast_axes(right, node))))
         return replace(inner, base=Call(node.target, (inner.base, right)))
 

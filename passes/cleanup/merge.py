@@ -327,10 +327,11 @@ def _find_weighted(most: Maximum, summed: Set[Node], place: Mapping[Node, float]
             or origin(x) != (most.of, most.order)
         ):
             return None
-        if not most.follows(shift) or not equal(shift.meta["val"].shape, most.largest.meta["val"].shape):
+        own, other = most.largest.meta["val"], shift.meta["val"]
+        if not most.follows(shift) or other.dtype != own.dtype or not equal(other.shape, own.shape):
             return None
-        own = Call(aten.exp.default, (Call(aten.sub.Tensor, (x, _finite(most.largest))),))
-        return Term(own, (Factor(aten.mul.Tensor, shift, broadcast_axes(shift, node), most.largest),))
+        base = Call(aten.exp.default, (Call(aten.sub.Tensor, (x, _finite(most.largest))),))
+        return Term(base, (Factor(aten.mul.Tensor, shift, broadcast_axes(shift, node), most.largest),))
 
     factors = Factors(lambda node: after(start, node), name, exponential)
     found: list[Sum] = []

@@ -150,7 +150,12 @@ def _tell(start: Node, members: Sequence[Collective]) -> None:
 
 
 def replace_results(c: Collective, by: Node) -> None:
-    """Give those who read a reduction's result, which is flat, another value."""
+    """Give those who read a reduction's result, which is flat, another value, in the dtype of the result.
+
+    A factor in another dtype, or partial results that travelled together, may have given the value a wider one.
+    """
+    with by.graph.inserting_after(by):
+        by = cast(by.graph, by, c.payload.meta["val"].dtype)
     for wait in c.waits:
         wait.replace_all_uses_with(by)
 
