@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -42,7 +42,7 @@ class LinearAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer, norm in zip(self.layers, self.norms, strict=True):
-            query, key, value, out = layer  # type: ignore[misc]
+            query, key, value, out = cast(nn.ModuleList, layer)
             h = norm(x)
             x = x + out(query(h).softmax(-1) @ (key(h).softmax(0).mT @ value(h)))
         return x
@@ -50,9 +50,9 @@ class LinearAttention(nn.Module):
 
 def _linear_attention(rows: int, device: str) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    net = LinearAttention(WIDTH, LAYERS).to(device, dtype)
-    return net, *(torch.randn(rows, WIDTH, device=device, dtype=dtype) for _ in range(2))
+    net = LinearAttention(WIDTH, LAYERS).to(device, torch.bfloat16)
+    x, y = (torch.randn(rows, WIDTH, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return net, x, y
 
 
 def _demo(rows: int, device: str) -> tuple[nn.Module, Tensor, Tensor]:

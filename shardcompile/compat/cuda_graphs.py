@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch._inductor.output_code import CompiledFxGraph  # 2.11 - 2.15
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler  # 2.11 - 2.15
 
-FEWEST_KERNELS = 4
+FEWEST_KERNELS = 8
 """The fewest kernels that are captured together: an estimate of how many launches take as long as a replay."""
 
 

@@ -110,10 +110,8 @@ def _shape_of_norm(
     keepdim: bool = False,
     **named: torch.dtype | None,
 ) -> Tensor:
-    """Of a tensor of one element torch's fake kernel keeps the dims (2.11 - 2.12)."""
-    found = aten.linalg_vector_norm.default(x, ord, dim, keepdim, **named)
-    ndim = x.ndim if keepdim else x.ndim - len(_dims(x, dim))
-    return found if found.ndim == ndim else found.reshape([1] * ndim)
+    """With dims that are not negative: of those torch's fake kernel keeps some of one element (2.11 - 2.12)."""
+    return aten.linalg_vector_norm.default(x, ord, _dims(x, dim), keepdim, **named)
 
 
 def _norm_of_sizes(size: Tensor, ord: float, dims: list[int], keepdim: bool) -> Tensor:
