@@ -59,6 +59,7 @@ from shardcompile.testing.trial import block_problems, describe_value
 from shardcompile.testing.turns import RanksWaitError
 
 RIGHT, REFUSED = "right", "refused"
+HALF, NEAR_IN_HALF = "bfloat16", 0.1
 _RAISED_BY_PLAIN = (RuntimeError, IndexError, ValueError, TypeError, NameError)
 
 # Programs
@@ -178,17 +179,20 @@ class Program:
 
     # Plain
 
-    def expect(self, compiled: bool = False) -> Expected:
+    def expect(self, compiled: bool = False, wide: bool = False) -> Expected:
         """Run it on plain tensors.
 
         Args:
             compiled: the backward pass starts from all results of the function, as the compiler's does.
+            wide: compute in double precision instead of half.
 
         Raises:
             Unfit: there is nothing to compare with.
         """
         leaves = {i.name: i.full() for i in self.inputs}
         copies = {n: x.detach().clone().requires_grad_(x.requires_grad) for n, x in leaves.items()}
+        if wide:
+            copies = {n: _widened(x.detach()).requires_grad_(x.requires_grad) for n, x in leaves.items()}
         values: dict[str, Any] = dict(copies)
         refused = False
         for n, line in enumerate(self.lines):
@@ -219,8 +223,9 @@ class Program:
                 if compiled:
                     raise Unfit("no backward pass") from error
                 return Expected(told, strides, [], {}, None, refused)
-            with contextlib.suppress(RuntimeError):
-                second = twice(copies, first)
+            if not self.in_half:
+                with contextlib.suppress(RuntimeError):
+                    second = twice(copies, first)
             first = {n: None if x is None else x.detach() for n, x in first.items()}
             if not all(map(_tame, itertools.chain(first.values(), (second or {}).values()))):
                 return Expected(told, strides, [], {}, None, refused)
@@ -236,6 +241,11 @@ class Program:
                 except Exception:
                     break
             return {n: x.stride() for n, x in values.items()}
+
+    @property
+    def in_half(self) -> bool:
+        """Whether it computes in half precision."""
+        return any(i.dtype == HALF for i in self.inputs)
 
     def goals(self, values: dict[str, Tensor]) -> list[str]:
         """Names of values from which the backward pass starts: the last ones that want a gradient."""
@@ -256,6 +266,23 @@ class Program:
         scope = dict(CALLS)
         exec(compile(f"def program({', '.join(i.name for i in self.inputs)}):\n{body}", "<program>", "exec"), scope)
         return scope["program"]  # type: ignore[no-any-return]
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.double() if x.dtype is torch.bfloat16 else x.clone()
+
+
+def _check_stable(program: Program, compiled: bool) -> None:
+    """Raise `Unfit` if half precision gives plain PyTorch something else than double precision does."""
+    near, narrow, wide = _nearness(program) / 4, program.expect(compiled), program.expect(compiled, wide=True)
+    pairs = [(x, wide.values[n]) for n, x in narrow.values.items()]
+    pairs += [(x, wide.first.get(n)) for n, x in narrow.first.items()]  # type: ignore[misc]
+    for x, y in pairs:
+        if x is None or y is None:
+            continue
+        far = _far(near, y)
+        if x.shape != y.shape or not torch.isclose(x.double(), y.double(), rtol=near, atol=far, equal_nan=True).all():
+            raise Unfit("rounding decides what it gives")
 
 
 def _holds(line: str, values: dict[str, Any]) -> bool:
@@ -338,8 +365,13 @@ def _compare(name: str, got: Any, want: Tensor | None, near: float) -> None:
         raise _Wrong(f"{name}: shape {tuple(got.shape)}, plain {tuple(want.shape)}")
     got = got.detach()  # a view whose base was written to need not have a gradient
     full = got.full_tensor() if isinstance(got, ShardTensor) else got
-    if text := difference(full, want, lambda _: (near, near)):
+    if text := difference(full, want, lambda _: (near, _far(near, want))):
         raise _Wrong(f"{name}: {text}\n{describe_value(got)}")
+
+
+def _far(near: float, want: Tensor) -> float:
+    """How far from zero a value may be that should be zero: in half precision a share of the largest element."""
+    return near * max(1.0, float(want.double().abs().max())) if near >= NEAR_IN_HALF / 4 and want.numel() else near
 
 
 def _compare_value(name: str, got: Any, expected: Expected, near: float, compiled: bool = False) -> None:
@@ -449,6 +481,8 @@ def _compare_gradients(
 
 
 def _nearness(program: Program) -> float:
+    if program.in_half:
+        return NEAR_IN_HALF
     narrow = any("float32" in i.dtype for i in program.inputs) or any(".float()" in line for line in program.lines)
     return 2e-3 if narrow else 1e-7
 
@@ -662,12 +696,14 @@ def others(program: Program) -> list[Program]:
 MESHES = [(2,), (3,), (3,), (4,), (2, 2), (2, 2)]
 
 
-def draw(seed: int, shortest: int = 10, longest: int = 25, compiled: bool = False) -> Program:
+def draw(seed: int, shortest: int = 10, longest: int = 25, compiled: bool = False, half: bool = False) -> Program:
     """The program of a seed."""
     for attempt in range(100):
         rng = random.Random(seed_of(seed, attempt))
         mesh = rng.choice(MESHES)
         inputs = _draw_inputs(rng, mesh)
+        if half:
+            inputs = [dataclasses.replace(i, dtype=HALF) if i.dtype.startswith("float") else i for i in inputs]
         d = Draw(rng, {i.name: i.full() for i in inputs}, mesh, not compiled)
         lines: list[str] = []
         refused = False
@@ -682,6 +718,8 @@ def draw(seed: int, shortest: int = 10, longest: int = 25, compiled: bool = Fals
         program = Program(mesh, inputs, lines, refused)
         with contextlib.suppress(Unfit):
             program.expect(compiled)
+            if half:
+                _check_stable(program, compiled)
             return program
     raise AssertionError(f"no program for seed {seed}")
 
@@ -803,6 +841,7 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compiled", metavar="BACKEND")
+    parser.add_argument("--half", action="store_true", help="in half precision; shorter programs are stable")
     parser.add_argument("--shortest", type=int, default=10)
     parser.add_argument("--longest", type=int, default=25)
     parser.add_argument("--shrink", type=float, default=15.0, help="seconds for each finding")
@@ -811,7 +850,7 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=1000, help="findings after which it ends")
     given = parser.parse_args()
     tally = search(range(given.seed, given.seed + given.programs), given.compiled, (given.shortest, given.longest),
-                   given.shrink, given.trace, given.most, given.seconds)  # fmt: skip
+                   given.shrink, given.trace, given.most, given.seconds, given.half)  # fmt: skip
     return int(any(kind not in (RIGHT, REFUSED) for kind in tally))
 
 
@@ -823,6 +862,7 @@ def search(
     trace: bool = False,
     most: int = 1000,
     budget: float = math.inf,
+    half: bool = False,
 ) -> dict[str, int]:
     """Run the programs of some seeds, and print what is found.
 
@@ -834,6 +874,7 @@ def search(
         trace: whether to print the traceback of an error.
         most: findings after which it ends.
         budget: seconds after which no new program begins.
+        half: whether to compute in half precision.
 
     Returns:
         How many programs gave what.
@@ -849,7 +890,7 @@ def search(
         for seed in seeds:
             if time.monotonic() - started > budget:
                 break
-            program = draw(seed, *lengths, compiled=backend is not None)
+            program = draw(seed, *lengths, backend is not None, half)
             found = judge(world(program.ranks), program, backend)
             tally[found.kind] += 1
             if tally.total() % 100 == 0:
