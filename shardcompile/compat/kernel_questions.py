@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import cast
 
 import sympy
@@ -29,6 +31,12 @@ _SIZES_IN_CPP = "c10/core/SymbolicShapeMeta.cpp"
 _MADE_IN_CPP = "ATen/EmptyTensor.h"
 """The file that is named when torch checks the sizes of a new tensor."""
 
+_TORCH = Path(torch.__file__).parent
+_SYMBOLS_OF_TORCH = tuple(str(_TORCH / name) for name in ("__init__.py", "fx/"))
+_FORMULAS_OF_TORCH = {
+    str(_TORCH / name) for name in ("_refs/__init__.py", "_decomp/decompositions.py", "_meta_registrations.py")
+}  # 2.11 - 2.15
+
 _MANY = sympy.Integer(64)
 
 Decide = Callable[[SymNode, str, int], bool]
@@ -43,16 +51,28 @@ def _asking_hints(decide: Decide) -> Decide:
     """Answer C++ kernels that ask whether a block has 0 or 1 rows by hints, which all ranks share."""
 
     def decided(node: SymNode, file: str, line: int) -> bool:
-        if not file.endswith(_COMPARED_IN_CPP):
+        in_cpp = file.endswith(_COMPARED_IN_CPP)
+        if not in_cpp and not (file == "" and _is_asked_by_formulas()):
             return decide(node, file, line)
         if _whether_few_late_rows(node):
             return bool(node.expr.xreplace(dict.fromkeys(node.expr.free_symbols, _MANY)))
-        if not _whether_few_rows(node):
+        if not in_cpp or not _whether_few_rows(node):
             return decide(node, file, line)
         with _shape_env(node).suppress_guards():
             return decide(node, file, line)
 
     return decided
+
+
+def _is_asked_by_formulas() -> bool:
+    """Whether what torch has written in Python for an op asks: its shape, or the ops that it is made of.
+
+    Not the program that is compiled: which way that takes is its own matter.
+    """
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SYMBOLS_OF_TORCH):
+        frame = frame.f_back
+    return frame.f_code.co_filename in _FORMULAS_OF_TORCH
 
 
 def _shape_env(node: SymNode) -> ShapeEnv:

@@ -156,6 +156,19 @@ def _numpy(func: Callable[..., Any], x: Any, **kwargs: Any) -> object:
     return func(x.detach().full_tensor(), **kwargs)
 
 
+def _cdist(
+    func: Callable[..., Any],
+    x1: Tensor,
+    x2: Tensor,
+    p: float = 2.0,
+    compute_mode: str = "use_mm_for_euclid_dist_if_necessary",
+) -> object:
+    """`cdist`; where only a run tells the number of rows, by differences: torch asks if there are more than 25."""
+    if compute_mode.endswith("_if_necessary") and any(compat.is_unbacked(n) for n in (*x1.shape, *x2.shape)):
+        compute_mode = "donot_use_mm_for_euclid_dist"
+    return func(x1, x2, p, compute_mode)
+
+
 def _sgn(func: Callable[..., Any], x: object, **kwargs: Any) -> object:
     """`sgn`, which of real numbers is `sign`; its gradient is a kind of tensor that has no symbolic size."""
     return func(x, **kwargs) if not isinstance(x, Tensor) or x.is_complex() else torch.sign(x, **kwargs)
@@ -213,6 +226,7 @@ state_function([_Tensor.grad.__get__], _gradient)
 state_function([_Tensor.requires_grad_, _Tensor.requires_grad.__set__], _require_grad)
 state_function([aten._unsafe_view], _unsafe_view, aten._unsafe_view.default)
 state_function([_Tensor.fill_diagonal_], _fill_diagonal, aten.fill_diagonal_.default)
+state_function([torch.cdist], _cdist)
 state_function([torch.sgn, _Tensor.sgn], _sgn, aten.sgn.default)
 state_function(
     [torch.nn.functional.scaled_dot_product_attention],

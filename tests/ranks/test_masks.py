@@ -195,13 +195,15 @@ _ASK_IF_FEW: dict[str, Callable[[Tensor], Tensor]] = {
     "sums of columns so far": lambda x: x.cumsum(1),
     "logarithms of sums so far": lambda x: x.logcumsumexp(0),
     "logarithms of sums of columns so far": lambda x: x.logcumsumexp(1),
+    "logarithms of sums": lambda x: x.logsumexp(0),
+    "maxima so far of what is rolled": lambda x: x.roll(1, 0).cummax(0)[0],
+    "distances": lambda x: torch.cdist(x, x).sum(0),
 }
 """What asks, or has a gradient that asks, whether there are any rows at all. Only a run can tell."""
 
 
 @pytest.mark.ranks(3, processes=False, timeout=300)
-@pytest.mark.parametrize("backend", often(["aot_eager", "inductor"], 1))
-@pytest.mark.parametrize("name", _ASK_IF_FEW)
+@pytest.mark.parametrize("name, backend", often([(n, b) for b in ("aot_eager", "inductor") for n in _ASK_IF_FEW], 7))
 def test_what_asks_if_there_are_few_rows(name: str, backend: str) -> None:
     once(torch._dynamo.reset)
     full = torch.randn(9, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -221,3 +223,18 @@ def test_what_asks_if_there_are_few_rows(name: str, backend: str) -> None:
         out.square().sum().backward(), expected.square().sum().backward()
         torch.testing.assert_close(x.grad.full_tensor(), plain.grad, **TIGHT)
     assert once(graphs_compiled) - before == 1
+
+
+@pytest.mark.ranks(3, processes=False, timeout=300)
+def test_a_program_that_asks_if_there_are_rows_is_told_so() -> None:
+    """Which way it takes is not for the library to say."""
+    once(torch._dynamo.reset)
+    full, mask = torch.randn(9, 3), torch.arange(9) > 9
+    x, m = (sc.distribute_tensor(t, mesh(), [Shard(0)], sharding_shapes={0: [4, 0, 5]}) for t in (full, mask))
+
+    def asks(x: Any, mask: Any) -> Any:
+        kept = x[mask]
+        return kept + 1 if kept.numel() == 0 else kept * 2
+
+    with pytest.raises(torch._dynamo.exc.UserError, match="Could not guard on data-dependent expression"):
+        torch.compile(asks, fullgraph=True, backend="aot_eager")(x, m)

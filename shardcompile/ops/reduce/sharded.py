@@ -134,6 +134,12 @@ def _logsumexp(x: Tensor, dim: int | Sequence[int] | None, keepdim: bool = False
     return logsumexp(x, _dims(x, dim), keepdim, largest)
 
 
+def _shape_of_logsumexp(x: Tensor, dim: int | Sequence[int] | None, keepdim: bool = False) -> Tensor:
+    """Also of no rows: torch's formula takes a maximum, and states that there are some where only a run can tell."""
+    x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
+    return aten.sum.dim_IntList(x, _dims(x, dim), keepdim)
+
+
 def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     wide = widened(x)
     if is_nothing(x, dim):
@@ -228,7 +234,7 @@ state(aten.std.correction, sharded=_std)
 state(aten.var_mean.correction, sharded=_var_mean)
 state(aten.std_mean.correction, sharded=_std_mean)
 state(aten.linalg_vector_norm.default, sharded=_vector_norm, shape_kernel=_shape_of_norm)
-state(aten.logsumexp.default, sharded=_logsumexp)
+state(aten.logsumexp.default, sharded=_logsumexp, shape_kernel=_shape_of_logsumexp)
 state(aten._softmax.default, sharded=_softmax)
 state(aten._log_softmax.default, sharded=_log_softmax)
 state(aten._softmax_backward_data.default, sharded=_softmax_backward)

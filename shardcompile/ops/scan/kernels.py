@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardcompile.compat import OpOverload
+from shardcompile.compat import OpOverload, is_unbacked
 from shardcompile.layout import IntLike
 from shardcompile.ops import state
 from shardcompile.ops.support.blocks import Scalar, highest, lowest, padded
@@ -40,10 +40,17 @@ def _roll(x: Tensor, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Ten
     if type(x) is Tensor or not dims:
         return aten.roll.default(x, shifts, dims)
     for shift, dim in zip(shifts, dims, strict=True):
-        empty = isinstance(x.shape[dim], int) and x.shape[dim] == 0
-        start = 0 if empty else (x.shape[dim] - shift) % x.shape[dim]
+        rows = x.shape[dim]
+        start = (rows - shift) % (torch.sym_max(rows, 1) if is_unbacked(rows) else max(rows, 1))
         x = aten.cat.default([x.narrow(dim, start, x.shape[dim] - start), x.narrow(dim, 0, start)], dim)
     return x
+
+
+def _shape_of_roll(x: Tensor, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Tensor:
+    """Where only a run tells the number of rows: torch's formula divides by it, which may be 0."""
+    if any(map(is_unbacked, x.shape)):
+        return x.new_empty(x.shape)
+    return aten.roll.default(x, shifts, dims)
 
 
 running_maximum = _running_extremum(aten.cummax.default, lowest)
@@ -51,4 +58,4 @@ running_minimum = _running_extremum(aten.cummin.default, highest)
 
 state(aten.cummax.default, kernel=running_maximum)
 state(aten.cummin.default, kernel=running_minimum)
-state(aten.roll.default, kernel=_roll)
+state(aten.roll.default, kernel=_roll, shape_kernel=_shape_of_roll)

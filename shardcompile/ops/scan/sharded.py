@@ -188,7 +188,11 @@ def roll(x: Any, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Tensor:
     if not any(_is_cut(x, d) for d in dims):
         return NotImplemented
     for shift, dim in zip(shifts, dims, strict=True):
-        if _is_cut(x, dim):
+        if _is_cut(x, dim) and compat.is_unbacked(x.shape[dim]):  # no formula tells that the slices have all rows
+            count = x.shape[dim]
+            rows = torch.arange(-shift, count - shift, device=x.device) % torch.sym_max(count, 1)
+            x = aten.index_select.default(x, dim, rows)
+        elif _is_cut(x, dim):
             start = (x.shape[dim] - shift) % x.shape[dim] if x.shape[dim] != 0 else 0
             x = cat([slice_rows(x, dim, start), slice_rows(x, dim, 0, start)], dim)
         else:
