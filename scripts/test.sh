@@ -8,6 +8,19 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/venv.sh
 
 use_venv test
+
+# Inductor links hundreds of small libraries with torch's large ones. The linker gold takes a quarter of the time for it.
+use_fast_linker() {
+    [[ -z ${CXX:-} ]] && echo "int main() {}" | g++ -fuse-ld=gold -x c++ -o /dev/null - 2>/dev/null || return 0
+    local compiler
+    compiler=$(python -c "import sys; print(sys.prefix)")/cxx/g++
+    mkdir -p "$(dirname "$compiler")"
+    printf '#!/bin/sh\nexec g++ -fuse-ld=gold "$@"\n' >"$compiler"
+    chmod +x "$compiler"
+    export CXX=$compiler
+}
+use_fast_linker
+
 checks() {
     echo "== ruff"
     ruff check && ruff format --check --quiet || return
@@ -29,7 +42,8 @@ python -m pytest -v -n 2 --dist worksteal --durations 15 -m "$guards and not alo
 checked=$(mktemp)
 checks >"$checked" 2>&1 &
 echo "== pytest: tests that run alone"
-python -m pytest -v --durations 15 -m "$guards and alone" || status=$?
+mapfile -t alone < <(grep -rl "mark\.alone" tests)
+python -m pytest -v --durations 15 -m "$guards and alone" "${alone[@]}" || status=$?
 wait $! || status=$?
 cat "$checked"
 rm "$checked"

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import often
 
 from shardcompile.selftest import Finding, Job, print_table, run_checks
 from shardcompile.selftest.checks import CHECKS
@@ -24,18 +25,24 @@ util.find_spec = lambda name, *rest: None if name == "depyf" else find_spec(name
 """What Python finds if neither this library nor depyf is installed."""
 
 
-def test_the_command() -> None:
-    command = [sys.executable, "-m", "shardcompile", "selftest", "--device", "cpu", "--ranks", "3", "--only"]
-    ended = subprocess.run(
-        [*command, "collectives", "redistribution", "halos", "routing", "neighbours", "checkpoints", "attention: doc"],
-        capture_output=True,
-        text=True,
-    )
+@pytest.mark.parametrize(
+    "only, count",
+    often(
+        [
+            (["collectives: gathers", "redistribution", "halos", "routing"], 4),
+            (["collectives", "redistribution", "halos", "routing", "neighbours", "checkpoints", "attention: doc"], 11),
+        ],
+        1,
+    ),
+)
+def test_the_command(only: list[str], count: int) -> None:
+    command = [sys.executable, "-m", "shardcompile", "selftest", "--device", "cpu", "--ranks", "3", "--only", *only]
+    ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = ended.stdout.splitlines()
     assert lines[0].startswith("3 ranks, cpu, gloo, torch ")
-    assert [line.split()[0] for line in lines[1:-1]] == ["right"] * 11
-    assert lines[-1].startswith("11 of 11 right")
+    assert [line.split()[0] for line in lines[1:-1]] == ["right"] * count
+    assert lines[-1].startswith(f"{count} of {count} right")
 
 
 @pytest.mark.nightly

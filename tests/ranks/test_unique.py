@@ -42,7 +42,7 @@ def short(x: Any) -> Any:
 @pytest.mark.ranks(3, timeout=900, processes=False)
 @pytest.mark.parametrize(
     ("backend", "dim"),
-    often([("", 0), ("", 1), ("aot_eager", 0), ("aot_eager", 1), ("inductor", 0), ("inductor", 1)], 3),
+    often([("", 0), ("aot_eager", 1), ("", 1), ("aot_eager", 0), ("inductor", 0), ("inductor", 1)], 2),
 )
 def test_values_that_differ(backend: str, dim: int) -> None:
     before = 0

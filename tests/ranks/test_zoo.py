@@ -38,7 +38,7 @@ def _cases(left_out: Mapping[str, str], always: int = _ALWAYS) -> list[object]:
 
 EACH = pytest.mark.parametrize("entry", _cases({}), ids=lambda e: e.name)
 EACH_GOLDEN = pytest.mark.parametrize("entry", _cases({}, 2), ids=lambda e: e.name)
-EACH_COMPILED = pytest.mark.parametrize("entry", _cases(EAGER_ONLY), ids=lambda e: e.name)
+EACH_COMPILED = pytest.mark.parametrize("entry", _cases(EAGER_ONLY, 3), ids=lambda e: e.name)
 EACH_BY_OUR_BACKEND = pytest.mark.parametrize("entry", _cases(EAGER_ONLY | NOT_BY_OUR_BACKEND, 0), ids=lambda e: e.name)
 
 
