@@ -42,7 +42,7 @@ python -m pytest -v -n 2 --dist worksteal --durations 15 -m "$guards and not alo
 checked=$(mktemp)
 checks >"$checked" 2>&1 &
 echo "== pytest: tests that run alone"
-mapfile -t alone < <(grep -rl "mark\.alone" tests)
+mapfile -t alone < <(grep -rl --include "*.py" "mark\.alone" tests)
 python -m pytest -v --durations 15 -m "$guards and alone" "${alone[@]}" || status=$?
 wait $! || status=$?
 cat "$checked"
