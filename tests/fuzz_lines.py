@@ -52,7 +52,7 @@ def away(x: Tensor, *points: float) -> bool:
 
 
 def _near(x: Tensor) -> float:
-    return {torch.bfloat16: 0.1, torch.float32: 1e-2}.get(x.dtype, 1e-5)
+    return {torch.bfloat16: 0.25, torch.float32: 1e-2}.get(x.dtype, 1e-5)
 
 
 def to(x: Tensor, placements: str, sizes: Any = None) -> Tensor:
