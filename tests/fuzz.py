@@ -3,6 +3,7 @@
     python tests/fuzz.py --programs 10000 --seed 0
     python tests/fuzz.py --programs 500 --compiled aot_eager
     python tests/fuzz.py --programs 50 --compiled shardcompile
+    python tests/fuzz.py --programs 500 --half --shortest 2 --longest 7
     FUZZ_DEVICE=cuda python tests/fuzz.py --programs 1000
 
 Every program is a number: lines of Python (`fuzz_lines`), inputs with layouts, a mesh. It ends right, or refused in words
@@ -856,7 +857,7 @@ def main() -> int:
 
 def search(
     seeds: Sequence[int],
-    backend: str | None = None,
+    backend: Any = None,
     lengths: tuple[int, int] = (10, 25),
     seconds: float = 0.0,
     trace: bool = False,

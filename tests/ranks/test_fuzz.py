@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from after_passes import graph_after_passes
 from fuzz import REFUSED, RIGHT, Input, Program, draw, judge, search, shrink
 from tiers import often
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -25,6 +26,18 @@ def test_programs(first: int) -> None:
 @pytest.mark.parametrize("first", often(list(range(0, 500, 25)), 0))
 def test_compiled_programs(first: int) -> None:
     assert set(search(range(first, first + 25), "aot_eager")) <= {RIGHT, REFUSED}
+
+
+@pytest.mark.nightly
+def test_programs_in_half_precision() -> None:
+    assert set(search(range(700_000, 700_300), lengths=(2, 7), half=True)) <= {RIGHT, REFUSED}
+
+
+@pytest.mark.nightly
+def test_programs_in_half_precision_after_the_passes() -> None:
+    """Each node of their graphs has the dtype that its op gives."""
+    found = search(range(730_000, 730_015), graph_after_passes(()), lengths=(2, 7), half=True)
+    assert set(found) <= {RIGHT, REFUSED}
 
 
 @pytest.mark.parametrize("seeds", often([range(15300197, 15300201)], 0))
