@@ -9,7 +9,8 @@ source scripts/venv.sh
 
 use_venv test
 
-# Inductor links hundreds of small libraries with torch's large ones. The linker gold takes a quarter of the time for it.
+# Inductor links hundreds of small libraries with torch's large ones. With the linker gold, a call of the compiler took
+# 0.7 to 0.9 s instead of 1.2 s.
 use_fast_linker() {
     [[ -z ${CXX:-} ]] && echo "int main() {}" | g++ -fuse-ld=gold -x c++ -o /dev/null - 2>/dev/null || return 0
     local compiler

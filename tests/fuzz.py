@@ -191,9 +191,8 @@ class Program:
             Unfit: there is nothing to compare with.
         """
         leaves = {i.name: i.full() for i in self.inputs}
-        copies = {n: x.detach().clone().requires_grad_(x.requires_grad) for n, x in leaves.items()}
-        if wide:
-            copies = {n: _widened(x.detach()).requires_grad_(x.requires_grad) for n, x in leaves.items()}
+        copied = _widened if wide else torch.clone
+        copies = {n: copied(x.detach()).requires_grad_(x.requires_grad) for n, x in leaves.items()}
         values: dict[str, Any] = dict(copies)
         refused = False
         for n, line in enumerate(self.lines):

@@ -48,7 +48,10 @@ def ones_in_kernels_by_hint(stack: contextlib.ExitStack) -> None:
 
 
 def _asking_hints(decide: Decide) -> Decide:
-    """Answer C++ kernels that ask whether a block has 0 or 1 rows by hints, which all ranks share."""
+    """Answer C++ kernels that ask whether a block has 0 or 1 rows by hints, which all ranks share.
+
+    Where only a run gives the number of rows, kernels and torch's formulas in Python get the answer for many rows.
+    """
 
     def decided(node: SymNode, file: str, line: int) -> bool:
         in_cpp = file.endswith(_COMPARED_IN_CPP)

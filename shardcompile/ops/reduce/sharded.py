@@ -110,7 +110,7 @@ def _shape_of_norm(
     keepdim: bool = False,
     **named: torch.dtype | None,
 ) -> Tensor:
-    """With dims that are not negative: of those torch's fake kernel keeps some of one element (2.11 - 2.12)."""
+    """Torch's fake kernel keeps a dim of one element that is counted from the end (2.11 - 2.12): it gets none."""
     return aten.linalg_vector_norm.default(x, ord, _dims(x, dim), keepdim, **named)
 
 

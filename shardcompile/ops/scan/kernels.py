@@ -42,7 +42,7 @@ def _roll(x: Tensor, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Ten
     for shift, dim in zip(shifts, dims, strict=True):
         rows = x.shape[dim]
         start = (rows - shift) % (torch.sym_max(rows, 1) if is_unbacked(rows) else max(rows, 1))
-        x = aten.cat.default([x.narrow(dim, start, x.shape[dim] - start), x.narrow(dim, 0, start)], dim)
+        x = aten.cat.default([x.narrow(dim, start, rows - start), x.narrow(dim, 0, start)], dim)
     return x
 
 
