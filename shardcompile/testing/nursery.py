@@ -19,6 +19,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from typing import NoReturn
@@ -62,15 +63,20 @@ class ForkedProcess:
     def __init__(self, pid: int, status: int, nursery: Nursery) -> None:
         self.pid = pid
         self._status = status
+        self._process = _descriptor_of(pid)
         self._nursery = nursery
         self._code: int | None = None
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal, or None while the process runs."""
-        if self._code is None and select.select([self._status], [], [], 0)[0]:
+        if self._code is None and _readable(self._status, 0):
             told = os.read(self._status, _CODE.size)
-            self._code = _CODE.unpack(told)[0] if told else _UNKNOWN_CODE  # the nursery is gone
+            if not told and self._process is not None and not _readable(self._process, 0):
+                return None  # the nursery is gone, not the process
+            self._code = _CODE.unpack(told)[0] if told else _UNKNOWN_CODE
             os.close(self._status)
+            if self._process is not None:
+                os.close(self._process)
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
@@ -82,8 +88,10 @@ class ForkedProcess:
         Raises:
             subprocess.TimeoutExpired: the process still runs after the timeout.
         """
-        if self._code is None:
-            select.select([self._status], [], [], timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for descriptor in (self._process, self._status):  # a nursery tells of an end a moment after it
+            if self._code is None and descriptor is not None:
+                _readable(descriptor, None if deadline is None else max(0.0, deadline - time.monotonic()))
         code = self.poll()
         if code is None:
             raise subprocess.TimeoutExpired(f"rank with process id {self.pid}", timeout or 0.0)
@@ -97,6 +105,18 @@ class ForkedProcess:
         """Send a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
+
+
+def _descriptor_of(pid: int) -> int | None:
+    """A descriptor that is readable once the process has ended; None before Linux 5.3."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+def _readable(descriptor: int, timeout: float | None) -> bool:
+    return bool(select.select([descriptor], [], [], timeout)[0])
 
 
 class Nursery:

@@ -94,8 +94,9 @@ class RankPool:
         return RunResult(outcomes, outputs, in_step)
 
     def last_words(self) -> str:
-        """The output of the ranks that died between two tests."""
-        return "\n".join(process.output() for process in self._ranks if not process.alive)
+        """How the ranks ended that died between two tests, and their output."""
+        dead = [(rank, process) for rank, process in enumerate(self._ranks) if not process.alive]
+        return "\n".join(f"rank {rank}: {process.cause_of_death()}\n{process.output()}" for rank, process in dead)
 
     def close(self) -> None:
         """Have the ranks leave together, and kill those that do not leave."""

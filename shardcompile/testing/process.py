@@ -53,8 +53,20 @@ class RankProcess:
             try:
                 return self.connection.recv()
             except (EOFError, OSError):
-                return Outcome(Kind.DIED, self._cause_of_death())
-        return None if was_alive else Outcome(Kind.DIED, self._cause_of_death())
+                return Outcome(Kind.DIED, self.cause_of_death())
+        return None if was_alive else Outcome(Kind.DIED, self.cause_of_death())
+
+    def cause_of_death(self) -> str:
+        """How a process that no longer answers has ended: its exit code or the signal that killed it."""
+        self.wait(time.monotonic() + _DEATH_SECONDS)
+        code = self._process.poll()
+        if code is None:
+            return "closed its connection"
+        if code >= 0:
+            return f"exit code {code}"
+        with contextlib.suppress(ValueError):  # real-time signals have no name
+            return f"killed by {signal.Signals(-code).name}"
+        return f"killed by signal {-code}"
 
     def output(self) -> str:
         """The rank's output since the last `clear_output`, stdout and stderr together."""
@@ -87,17 +99,6 @@ class RankProcess:
             self._process.bury()
         self.connection.close()
         os.close(self._output)
-
-    def _cause_of_death(self) -> str:
-        self.wait(time.monotonic() + _DEATH_SECONDS)
-        code = self._process.poll()
-        if code is None:
-            return "closed its connection"
-        if code >= 0:
-            return f"exit code {code}"
-        with contextlib.suppress(ValueError):  # real-time signals have no name
-            return f"killed by {signal.Signals(-code).name}"
-        return f"killed by signal {-code}"
 
 
 def _nameless_file() -> int:

@@ -67,14 +67,17 @@ def test_another_environment_is_not_that_of_the_nursery(monkeypatch: pytest.Monk
     assert parent != other_parent
 
 
-@pytest.mark.nightly
 def test_ranks_outlive_their_nursery_and_the_next_ones_have_another() -> None:
     with LocalRanks(2) as ranks:
-        parent = ranks(origin)[0][0]
+        before = ranks(origin)
+        parent = before[0][0]
         os.kill(parent, signal.SIGKILL)
-        assert len(ranks(origin)) == 2
+        os.waitid(os.P_PID, parent, os.WEXITED | os.WNOWAIT)
+        assert [pid for _, pid, _ in ranks(origin)] == [pid for _, pid, _ in before]
         with LocalRanks(2) as others:
             assert others(origin)[0][0] not in (parent, 1)
+        with pytest.raises(RuntimeError, match="rank 1 of 2 died"):
+            ranks(ends, "exit")
 
 
 def test_where_nothing_can_be_forked_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
