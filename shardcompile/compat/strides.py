@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta  # 2.11 - 2.15
 from torch._inductor.virtualized import V  # 2.11 - 2.15
+from torch.utils._sympy.value_ranges import ValueRangeError  # 2.11 - 2.15
 
 from shardcompile.compat.patch import Patch, put_in_for_good, replace
 from shardcompile.compat.sizes import IntLike
@@ -55,7 +56,8 @@ def _or_by_divisors(is_ordered: Callable[..., bool]) -> Callable[..., bool]:
     def ordered(layout: Layout, order: Sequence[int]) -> bool:
         try:
             return is_ordered(layout, order)
-        except UNKNOWN_SIZE:
+        # sympy writes the remainder of strides with a common factor as one of fractions, which torch's ranges refuse
+        except (UNKNOWN_SIZE, ValueRangeError):
             sizes = V.graph.sizevars
             dims = sorted(range(len(order)), key=order.__getitem__)
             strides = [layout.stride[d] for d in dims if not sizes.statically_known_equals(layout.size[d], 1)]
