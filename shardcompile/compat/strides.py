@@ -101,8 +101,9 @@ ORDER_BY_DIVISORS = Patch(
     "Inductor compares strides to find out whether a tensor is stored in the order of dims that an op needs. It cannot "
     "compare strides that are known at run time only, and does not compile the graph.",
     "https://github.com/pytorch/pytorch/issues/183834 is the same of get_stride_order. Torch 2.13 asks in "
-    "is_stride_ordered whether one stride divides the other (_stride_expr_ge_or_false), and leaves no guard.",
-    "2.11 - 2.12",
+    "is_stride_ordered whether one stride divides the other (_stride_expr_ge_or_false), by sympy's remainder: with a "
+    "common factor that is one of fractions, and ValueRangeError. Torch 2.15 asks by its own.",
+    "2.11 - 2.14",
     order_by_divisors,
 )
 

@@ -12,6 +12,7 @@ from tiers import often
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard
+from zoo import packages
 
 import shardcompile as sc
 from shardcompile.testing import mesh, once
@@ -137,18 +138,21 @@ def test_one_dim_of_a_mesh() -> None:
 
 
 def llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 50}
-    config = transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
-    return transformers.LlamaForCausalLM(config)  # type: ignore[no-any-return]
+    config = packages.of("transformers", "LlamaConfig")(num_attention_heads=4, num_key_value_heads=2, **sizes)
+    return packages.of("transformers", "LlamaForCausalLM")(config)  # type: ignore[no-any-return]
 
 
 def gpt2() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     without = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     sizes = {"vocab_size": 50, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 32}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **without))
-    model.loss_function = transformers.loss.loss_utils.ForCausalLMLoss  # its default logs, which Dynamo refuses
+    config = packages.of("transformers", "GPT2Config")(**sizes, **without)
+    model = packages.of("transformers", "GPT2LMHeadModel")(config)
+    model.loss_function = packages.of(
+        "transformers.loss.loss_utils", "ForCausalLMLoss"
+    )  # its default logs, which Dynamo refuses
     return model  # type: ignore[no-any-return]
 
 
