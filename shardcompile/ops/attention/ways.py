@@ -198,14 +198,15 @@ def _ways(question: Question) -> Iterator[Way]:
     rows, batch, heads = _strategies(question)
     forward = layouts[at : at + 3]
     results = forward if question.backward else (forward[0], forward[0].with_dtype(torch.float32))
-    # A ring needs rows of queries where parts of the keys, the second strategy, may send less.
-    of_queries = [rows[:1]] if len(rows) > 1 else []
-    for some in (*of_queries, rows, rows + batch, rows + heads, rows + batch + heads):
+    sets = [rows, rows + batch, rows + heads, rows + batch + heads]
+    # A ring needs rows of queries, where parts of the keys, the second strategy, may send less.
+    for some in sets + [rows[:1]] * (len(rows) > 1):
         choice = choose(layouts, some, len(results), produced=lambda: [nbytes_of(x) for x in results])
         assert choice is not None, "replicating everything is always possible"
         ends = zip(choice.outputs, results if question.backward else results[:1], strict=False)
         returns = [find_plan(o.layout(x, x.shape, x.dtype), x.reduced()) for o, x in ends]
-        yield _priced(question, choice, choice.plans, returns, None)
+        if len(some) >= len(rows):
+            yield _priced(question, choice, choice.plans, returns, None)
         ring = _ring_along(question.key, choice.plans[at].dst, choice.plans[at + 1].dst)
         if ring is not None:
             cut = question.key.cut_of(ROWS)
