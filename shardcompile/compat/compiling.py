@@ -25,7 +25,8 @@ def trace_size_obliviously() -> None:
     if context is not None and context.fake_mode is not None:
         if context.fake_mode.shape_env is not None:
             _put_into_trace(context.fake_mode.shape_env)
-            # With sizes that are symbols, what the cache saves is less than what its entries cost to make and read.
+            # Torch keeps what ops give on fake tensors. With sizes that are symbols, it takes longer to make and read
+            # these entries than to run the ops' fake kernels.
             context.fake_mode.cache_enabled = False  # 2.11 - 2.15
         # Without `fullgraph` Dynamo would break the graph where we read the sizes of a derived cut. For an `item` in
         # the user's code it consults another switch.

@@ -56,7 +56,6 @@ def _or_by_divisors(is_ordered: Callable[..., bool]) -> Callable[..., bool]:
     def ordered(layout: Layout, order: Sequence[int]) -> bool:
         try:
             return is_ordered(layout, order)
-        # sympy writes the remainder of strides with a common factor as one of fractions, which torch's ranges refuse
         except (UNKNOWN_SIZE, ValueRangeError):
             sizes = V.graph.sizevars
             dims = sorted(range(len(order)), key=order.__getitem__)
@@ -101,8 +100,9 @@ ORDER_BY_DIVISORS = Patch(
     "Inductor compares strides to find out whether a tensor is stored in the order of dims that an op needs. It cannot "
     "compare strides that are known at run time only, and does not compile the graph.",
     "https://github.com/pytorch/pytorch/issues/183834 is the same of get_stride_order. Torch 2.13 asks in "
-    "is_stride_ordered whether one stride divides the other (_stride_expr_ge_or_false), by sympy's remainder: with a "
-    "common factor that is one of fractions, and ValueRangeError. Torch 2.15 asks by its own.",
+    "is_stride_ordered whether one stride divides the other (_stride_expr_ge_or_false), by sympy's Mod. If the "
+    "strides have a common factor, sympy makes that a remainder of fractions, and torch raises ValueRangeError. Torch "
+    "2.15 uses its own Mod.",
     "2.11 - 2.14",
     order_by_divisors,
 )

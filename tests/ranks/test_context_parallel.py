@@ -150,9 +150,8 @@ def gpt2() -> nn.Module:
     sizes = {"vocab_size": 50, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 32}
     config = packages.of("transformers", "GPT2Config")(**sizes, **without)
     model = packages.of("transformers", "GPT2LMHeadModel")(config)
-    model.loss_function = packages.of(
-        "transformers.loss.loss_utils", "ForCausalLMLoss"
-    )  # its default logs, which Dynamo refuses
+    # The default logs, which Dynamo refuses.
+    model.loss_function = packages.of("transformers.loss.loss_utils", "ForCausalLMLoss")
     return model  # type: ignore[no-any-return]
 
 

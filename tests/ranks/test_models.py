@@ -186,7 +186,7 @@ def test_communication_of_eight_gpus(model: Any) -> None:
     report = explain(build_of(model, SIZES, layers=2), world_size=8, device="cuda", stages=[])
     assert not [c for c in report.traced if c.gathered_for]
     # Many orders of the collectives of a graph network cost the same, and versions of torch come to different ones.
-    if model is Graphs:  # bytes are those of 64 rows for each exchange whose rows only a run tells
+    if model is Graphs:  # an exchange of rows whose number only a run gives counts as one of 64 rows
         assert_graph(report, max_graphs=2, max_collectives=19, max_bytes=134468)
     else:
         assert_graph(report, snapshot=f"{model.__name__.lower()}-8", max_graphs=2)

@@ -619,7 +619,7 @@ WITHOUT_A_PROGRAM = {
 """Patches of which no program is known that goes wrong with the torch that is installed, and why."""
 
 RIGHT_SINCE = {
-    "order_by_divisors": (2, 13),  # prefix masks of test_flex_attention.py, through Inductor, go wrong with 2.13
+    "order_by_divisors": (2, 13),  # prefix masks through Inductor (test_flex_attention.py) still need it
     "reads_after_writes": (2, 14),
     "saved_before_written": (2, 14),
     "sizes_of_saved_products": (2, 14),

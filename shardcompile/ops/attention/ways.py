@@ -199,13 +199,16 @@ def _ways(question: Question) -> Iterator[Way]:
     forward = layouts[at : at + 3]
     results = forward if question.backward else (forward[0], forward[0].with_dtype(torch.float32))
     sets = [rows, rows + batch, rows + heads, rows + batch + heads]
-    # A ring needs rows of queries, where parts of the keys, the second strategy, may send less.
-    for some in sets + [rows[:1]] * (len(rows) > 1):
+    # A ring needs rows of the query. Parts of the keys may send less, and would be chosen in their place.
+    for_a_ring = rows[:1]
+    if len(rows) > 1:
+        sets.append(for_a_ring)
+    for some in sets:
         choice = choose(layouts, some, len(results), produced=lambda: [nbytes_of(x) for x in results])
         assert choice is not None, "replicating everything is always possible"
         ends = zip(choice.outputs, results if question.backward else results[:1], strict=False)
         returns = [find_plan(o.layout(x, x.shape, x.dtype), x.reduced()) for o, x in ends]
-        if len(some) >= len(rows):
+        if some is not for_a_ring:
             yield _priced(question, choice, choice.plans, returns, None)
         ring = _ring_along(question.key, choice.plans[at].dst, choice.plans[at + 1].dst)
         if ring is not None:
