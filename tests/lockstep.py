@@ -208,6 +208,13 @@ def _mirror_blocks(calls: list[Any]) -> list[Tensor]:
     return [_flat(c.input, c.dim) for c in calls[::-1]]
 
 
+def _roll_rows(calls: list[Any]) -> list[Tensor]:
+    first = calls[0]
+    sizes = first.cut.blocks(first.total, len(calls))
+    whole = torch.cat([c.input for c in calls], first.dim).roll(first.shift, first.dim)
+    return [_flat(part, first.dim) for part in whole.split(sizes, first.dim)]
+
+
 _PLAYED = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
@@ -218,6 +225,7 @@ _PLAYED = {
     "shard_dim_alltoall": _shard_dim_alltoall,
     "fetch_ranges": _fetch_ranges,
     "mirror_blocks": _mirror_blocks,
+    "roll_rows": _roll_rows,
 }
 
 _STARTS = {*KINDS, EXCHANGE}

@@ -337,6 +337,12 @@ def mirrored(b: Builder, x: Node, dim: int, rank: int, sizes: Sequence[int]) -> 
     return shaped(b, b.call(ours.mirror_blocks.default, x, dim, shape[dim], "g"), dim, shape)
 
 
+def rolled(b: Builder, x: Node, dim: int, rank: int, sizes: Sequence[int], shift: int) -> Node:
+    shape = list(x.meta["val"].shape)
+    args = (dim, shift, sum(sizes), sizes[rank], list(sizes), 0, [], "g")
+    return shaped(b, b.call(ours.roll_rows.default, x, *args), dim, shape)
+
+
 @pytest.mark.parametrize("dims", [(0, 1), (1, 0), (1, 2), (2, 0)])
 def test_an_exchange_and_its_inverse_cancel(dims: tuple[int, int]) -> None:
     src, dst = dims
@@ -352,12 +358,12 @@ def test_an_exchange_and_its_inverse_cancel(dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_fetches_and_mirrors_cancel(dim: int) -> None:
+def test_fetches_mirrors_and_rolls_cancel(dim: int) -> None:
     def write(b: Builder, rank: int) -> list[Node]:
         x = b.input(*(A[rank] if d == dim else 2 for d in range(2)))
         back = fetched(b, fetched(b, x, dim, rank), dim, rank, (B, A))
         again = mirrored(b, mirrored(b, x, dim, rank, A), dim, rank, A[::-1])
-        return [back, again]
+        return [back, again, rolled(b, rolled(b, x, dim, rank, A, 2), dim, rank, A, -2)]
 
     assert check(CancelRoundTrips(), write)[0] == []
 
@@ -404,7 +410,11 @@ def fetched_elsewhere(b: Builder, rank: int) -> list[Node]:
     return [fetched(b, fetched(b, b.input(A[rank]), 0, rank), 0, rank, (B, (5, 0, 0)))]
 
 
-@pytest.mark.parametrize("write", [placed_and_added, fetched_with_a_halo, fetched_elsewhere])
+def rolled_on(b: Builder, rank: int) -> list[Node]:
+    return [rolled(b, rolled(b, b.input(A[rank]), 0, rank, A, 2), 0, rank, A, -1)]
+
+
+@pytest.mark.parametrize("write", [placed_and_added, fetched_with_a_halo, fetched_elsewhere, rolled_on])
 def test_journeys_that_are_no_round_trips(write: Any) -> None:
     check_untouched(CancelRoundTrips(), write)
 

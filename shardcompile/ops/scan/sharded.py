@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.collectives import Pending, block_size, derive
+from shardcompile.collectives.rolls import ROLL_ROWS, RollRows
 from shardcompile.compat import OpOverload
 from shardcompile.layout import Cut, IntLike, Layout
 from shardcompile.ops import state
@@ -183,21 +184,41 @@ def flip(x: Sharded, dims: Sequence[int]) -> Tensor:
 
 
 def roll(x: Any, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Tensor:
-    """``aten.roll`` along cut dims: two slices change places."""
-    dims = dims or ([0] if x.ndim == 1 else [])
+    """``aten.roll`` along cut dims: rows go to the rank that holds their new place, in one exchange for each dim."""
+    if not dims and x.ndim > 1 and any(x._spec.layout.cuts):  # torch rolls all elements, one after the other
+        return aten.view.default(roll(aten.reshape.default(x, [-1]), shifts, [0]), list(x.shape))
+    dims = [d % max(x.ndim, 1) for d in dims] or [0]
     if not any(_is_cut(x, d) for d in dims):
         return NotImplemented
-    for shift, dim in zip(shifts, dims, strict=True):
-        if _is_cut(x, dim) and compat.is_unbacked(x.shape[dim]):  # no formula tells that the slices have all rows
-            count = x.shape[dim]
-            rows = torch.arange(-shift, count - shift, device=x.device) % torch.sym_max(count, 1)
-            x = aten.index_select.default(x, dim, rows)
-        elif _is_cut(x, dim):
-            start = (x.shape[dim] - shift) % x.shape[dim] if x.shape[dim] != 0 else 0
-            x = cat([slice_rows(x, dim, start), slice_rows(x, dim, 0, start)], dim)
-        else:
-            x = aten.roll.default(x, [shift], [dim])
-    return x
+    meta = global_meta(aten.roll.default, (x, shifts, dims), {})
+    layout, local = x._spec.layout, x._local_tensor
+    pairs = list(zip(dims, shifts, strict=True))
+    whole = [(d, shift) for d, shift in pairs if layout.cuts[d] is None]
+    if whole:
+        local = aten.roll.default(local, [shift for _, shift in whole], [d for d, _ in whole])
+    for dim, shift in pairs:
+        cut = layout.cuts[dim]
+        if cut is not None and len(cut.mesh_dims) == 1:
+            group = compat.group_name_of(layout.mesh, cut.mesh_dims[0])
+            held = cut.group_ref(compat.coordinate(layout.mesh) or ())
+            rows = RollRows(local, dim, shift, layout.shape[dim], local.shape[dim], held, group)
+            local = ROLL_ROWS.start(rows).wait()
+    out = wrap(x, local, layout, compat.retrace(meta.stride()))
+    for dim, shift in pairs:
+        if layout.cuts[dim] is not None and len(layout.cut_of(dim).mesh_dims) > 1:
+            out = _rolled_over_mesh_dims(out, shift, dim)
+    return out
+
+
+def _rolled_over_mesh_dims(x: Sharded, shift: IntLike, dim: int) -> Sharded:
+    """Where no group holds all blocks of a dim: two slices change places."""
+    count = x.shape[dim]
+    if compat.is_unbacked(count):  # no formula tells that the slices have all rows
+        begin: Any = -shift
+        rows = torch.arange(begin, count + begin, device=x.device) % torch.sym_max(count, 1)
+        return aten.index_select.default(x, dim, rows)  # type: ignore[no-any-return]
+    start = -shift % count if count != 0 else 0
+    return cat([slice_rows(x, dim, start), slice_rows(x, dim, 0, start)], dim)  # type: ignore[return-value]
 
 
 _repeat_by_views = compat.decomposition_by_torch(aten.repeat.default)
