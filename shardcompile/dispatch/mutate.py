@@ -159,12 +159,19 @@ class Written(Entry):
                 _refuse_gradients_of_turned(self.op, target, args)
             if target._copied is not None:
                 target._copied.check_writable(self.op)
+        if compat.is_traced() and any(type(target) is not cls for target in targets):
+            with compat.annotate_nodes(written_to="plain"):
+                self._compute_and_write(targets, args, kwargs)
+        else:
+            self._compute_and_write(targets, args, kwargs)
+        return targets[0] if len(targets) == 1 else tuple(targets)
+
+    def _compute_and_write(self, targets: Sequence[Any], args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             result = self.functional(*args, **{k: v for k, v in kwargs.items() if k not in self.outs})
         results = result if isinstance(result, (list, tuple)) else [result]
         for target, value in zip(targets, results, strict=True):
             _write(self.op, target, value)
-        return targets[0] if len(targets) == 1 else tuple(targets)
 
 
 def refuse_expanded(record: OpRecord, targets: Sequence[Spec]) -> None:

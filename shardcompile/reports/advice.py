@@ -18,6 +18,10 @@ _OF_PLAIN = (
     "of a gradient are gathered, because a tensor is whole there. Cut that tensor like the tensor that it meets (look "
     "its rows up by sharded indices). Then the gradient stays cut, and the gradients of parameters are summed"
 )
+_INTO_PLAIN = (
+    "are gathered, because they are written into a plain tensor, which is whole on every rank. Make that tensor from a "
+    "cut one, as x.new_zeros(...) does in place of torch.zeros(...): then it is cut, and each rank writes its own rows"
+)
 _OF_TWO_CUTS = (
     "change ranks, since two tensors meet there and their cuts differ: cut both alike. After strides and pooling, "
     "blocks stay alike if the rows of each block are a multiple of all strides of the model"
@@ -49,7 +53,7 @@ def _on_graphs(report: ReportData) -> Iterator[str]:
 def _on_gathering(report: ReportData) -> Iterator[str]:
     moved: Counter[str] = Counter()
     for c in report.traced:
-        if c.gathered_for:
+        if c.gathered_for and not c.written_to:
             moved[c.gathered_for] += c.global_bytes
     for op, nbytes in moved.most_common():
         yield (
@@ -73,7 +77,11 @@ def _on_lines(report: ReportData) -> Iterator[str]:
 def _avoidable(c: TracedCollective, in_backward: bool) -> str:
     """What the user can do about a collective; empty if there is nothing to do."""
     before, _, after = (part.strip() for part in c.redistribution.partition("->"))
-    if c.gathered_for or not before.startswith("S("):
+    if not before.startswith("S("):
+        return ""
+    if c.written_to:
+        return _INTO_PLAIN
+    if c.gathered_for:
         return ""
     if c.kind == "all_gather_v" and in_backward and after == "R":
         return _OF_PLAIN

@@ -125,6 +125,7 @@ def traced_collective(c: Collective) -> TracedCollective:
         gathered_for=notes.get("gathered_for", ""),
         source=c.source,
         module=c.module,
+        written_to=notes.get("written_to", ""),
     )
 
 

@@ -29,6 +29,7 @@ class TracedCollective:
         source: the user's line that led to it, or an empty text.
         module: the path of the module that it was traced in, or an empty text.
         fate: what the passes did to it, in words; empty if they did nothing.
+        written_to: "plain" if its result is written into a plain tensor, or an empty text.
     """
 
     name: str
@@ -45,6 +46,7 @@ class TracedCollective:
     source: str
     module: str
     fate: str = ""
+    written_to: str = ""
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,13 @@ def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     Raises:
         UnsupportedOpError: the result does not fit into the plain tensor.
     """
+    if compat.is_traced():
+        with compat.annotate_nodes(written_to="plain"):
+            return _write_to_plain(func, args, kwargs)
+    return _write_to_plain(func, args, kwargs)
+
+
+def _write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
     target, name = args[0], func.__name__
     functional = getattr(torch.Tensor, name.replace("__i", "__") if name in _IN_PLACE_OPERATORS else name[:-1], None)
     if functional is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +37,20 @@ class Sum(nn.Module):
         return self.mix(x) + y
 
 
+class Steps(nn.Module):
+    """Rows of one step after the other, written into a tensor that the module makes."""
+
+    def __init__(self, like_rows: bool = True, learned: bool = True) -> None:
+        super().__init__()
+        self.like_rows, self.mix = like_rows, nn.Linear(4, 4).requires_grad_(learned)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_zeros(x.shape) if self.like_rows else torch.zeros(x.shape)
+        for step in range(2):
+            out[step] = self.mix(x[step])
+        return out * x
+
+
 def _cut(x: Tensor, sizes: Sequence[int], mesh: DeviceMesh) -> Tensor:
     block = x.split(list(sizes), 1)[mesh.get_rank()].clone()
     return sc.ShardTensor.from_local(block, mesh, [Shard(1)], {0: list(sizes)})
@@ -64,3 +79,17 @@ def test_two_cuts() -> None:
     (found,) = [text for text in _advice(Sum(), other, [3, 4, 5]) if "cuts differ" in text]
     assert "return self.mix(x) + y" in found
     assert not [text for text in _advice(Sum(), other, [5, 4, 3]) if "cuts differ" in text]
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_rows_written_into_a_plain_tensor(learned: bool) -> None:
+    def explained(like_rows: bool) -> list[str]:
+        def build(mesh: DeviceMesh) -> Any:
+            return Steps(like_rows, learned), (_cut(torch.randn(2, 12, 4), [5, 4, 3], mesh),)
+
+        return advice(sc.explain(build, world_size=3, device="cpu", stages=[]))
+
+    (found,) = [text for text in explained(False) if "written into a plain tensor" in text]
+    assert "out[step] = self.mix(x[step])" in found and "384 B" in found
+    assert not [text for text in explained(False) if "has no rule" in text]
+    assert not [text for text in explained(True) if "plain tensor" in text or "is whole there" in text]
