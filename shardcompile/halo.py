@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.collectives import Pending, block_size, derive
+from shardcompile.collectives.around import FETCH_AROUND, Around
 from shardcompile.errors import LayoutError
 from shardcompile.layout import Cut, IntLike, Layout, write_cut
 from shardcompile.ops.view.rows import take_rows
@@ -20,8 +21,10 @@ from shardcompile.tensor.of_rows import on_mesh, wrapped
 
 Halo = Mapping[int, tuple[int, int]]
 
+Fill = float | Literal["circular"] | None
 
-def halo_map(fn: Callable[..., object], *xs: Tensor, halo: Halo, fill: float | None = None, crop: bool = True) -> Any:
+
+def halo_map(fn: Callable[..., object], *xs: Tensor, halo: Halo, fill: Fill = None, crop: bool = True) -> Any:
     """Run a function of plain tensors on the blocks with the rows around them. Differentiable if the function is.
 
     Along a dim that is cut, a rank gets the rows next to its block from whoever holds them, be it several ranks.
@@ -35,17 +38,19 @@ def halo_map(fn: Callable[..., object], *xs: Tensor, halo: Halo, fill: float | N
         xs: tensors that have the same extents along the dims of the halo; brought to the cuts of the first one.
         halo: by dim how many rows it needs in front of a block and behind it.
         fill: what rows outside of the tensor hold, along all dims of the halo: a block of n rows then comes with
-            ``before + n + after``. None: there are none, and blocks end where the tensor ends, as a kernel expects that
-            has a way of its own with edges.
+            ``before + n + after``. ``"circular"``: the rows at the other end, as in a periodic domain. None: there are
+            none, and blocks end where the tensor ends, as a kernel expects that has a way of its own with edges.
         crop: whether the rows of the halo are to be taken off the results.
 
     Returns:
         What `fn` returns of all blocks, cut as the first tensor. Plain if all of `xs` are.
 
     Raises:
-        LayoutError: a dim of the halo is cut by several mesh dims, tensors do not fit, or a result has a wrong number
-            of rows.
+        LayoutError: a dim of the halo is cut by several mesh dims, tensors do not fit, a result has a wrong number of
+            rows, or `fill` is another text.
     """
+    if isinstance(fill, str) and fill != "circular":
+        raise LayoutError(f'halo_map: fill is a number, "circular" or None, got {fill!r}')
     if not xs:
         raise LayoutError("halo_map needs a tensor to run the function on")
     first = next((x for x in xs if isinstance(x, ShardTensor)), None)
@@ -81,7 +86,7 @@ class _Reach:
         cut: its cut; None if it is whole.
         before: rows in front that are wanted.
         after: rows behind.
-        fill: what rows outside hold; None if there are none.
+        fill: what rows outside hold, see `halo_map`.
         mesh: the mesh.
     """
 
@@ -89,7 +94,7 @@ class _Reach:
     cut: Cut | None
     before: int
     after: int
-    fill: float | None
+    fill: Fill
     mesh: Any
 
     @property
@@ -119,39 +124,48 @@ class _Reach:
             return x
         (mesh_dim,) = self.cut.mesh_dims
         held = self.cut.group_ref(compat.coordinate(self.mesh) or ())
-        cut = write_cut(held)
         extent, shown = self.cut.extent, self.shown
         assert shown is not None, "the dim is cut"
         numbers = [extent, 1, 1, self.before, self.after]
         how, told = ("within", numbers[3:]) if self.fill is None else ("reading", [*numbers, 0])
         fetched = derive(how, [self.cut], told, extent, self.mesh)[1]
         group_name = compat.group_name_of(self.mesh, mesh_dim)
-        flat = torch.ops.shardcompile.fetch_ranges(
-            x, self.dim, extent, fetched, *cut, *cut, numbers, self.fill, group_name
-        )
-        rows = Pending.of(flat, x.shape, self.dim, fetched).wait()
+        if self.fill == "circular":
+            wanted = Around(x, self.dim, self.before, self.after, extent, fetched, held, group_name)
+            rows = FETCH_AROUND.start(wanted).wait()
+        else:
+            cut = write_cut(held)
+            flat = torch.ops.shardcompile.fetch_ranges(
+                x, self.dim, extent, fetched, *cut, *cut, numbers, self.fill, group_name
+            )
+            rows = Pending.of(flat, x.shape, self.dim, fetched).wait()
         if isinstance(fetched, int) and fetched == shown:
             return rows
         spare_shape = [self.before + self.after + 1 if d == self.dim else n for d, n in enumerate(x.shape)]
-        spare = x.new_full(spare_shape, self.fill or 0)
+        spare = x.new_full(spare_shape, 0 if self.fill == "circular" else self.fill or 0)
         # `torch.narrow_copy` would do both, but has no derivative in torch 2.11.
         held_rows = torch.cat([rows, spare], self.dim).narrow(self.dim, 0, shown)
         return held_rows.clone(memory_format=torch.contiguous_format)
 
 
-def _pad(x: Tensor, dim: int, before: int, after: int, fill: float | None) -> Tensor:
+def _pad(x: Tensor, dim: int, before: int, after: int, fill: Fill) -> Tensor:
     if fill is None:
         return x
+    if fill == "circular":
+        if x.shape[dim] == 0:  # as ranks without rows are given: rows that nobody has
+            return x.new_zeros([before + after if d == dim else n for d, n in enumerate(x.shape)])
+        rows = torch.arange(-before, x.shape[dim] + after, device=x.device) % x.shape[dim]
+        return x.index_select(dim, rows)
     return torch.nn.functional.pad(x, [*[0, 0] * (x.ndim - 1 - dim), before, after], value=fill)
 
 
-def _fill(x: Tensor, reach: Sequence[tuple[int, int, int]], fill: float | None) -> Tensor:
+def _fill(x: Tensor, reach: Sequence[tuple[int, int, int]], fill: Fill) -> Tensor:
     for dim, before, after in reach:
         x = _pad(x, dim, before, after, fill)
     return x
 
 
-def _inner(out: Tensor, x: Tensor, reach: Sequence[tuple[int, int, int]], fill: float | None, crop: bool) -> Tensor:
+def _inner(out: Tensor, x: Tensor, reach: Sequence[tuple[int, int, int]], fill: Fill, crop: bool) -> Tensor:
     """On one device: a result without the rows of the halo."""
     for dim, before, after in reach:
         n = x.shape[dim]
@@ -170,7 +184,7 @@ def _check_rows(out: Tensor, dim: int, rows: IntLike) -> None:
         )
 
 
-def _lay_out(reach: Sequence[tuple[int, int, int]], fill: float | None, xs: Sequence[object]) -> tuple[Layout, Any]:
+def _lay_out(reach: Sequence[tuple[int, int, int]], fill: Fill, xs: Sequence[object]) -> tuple[Layout, Any]:
     """The layout of the first tensor that is sharded, without pending sums, and what is given along each dim."""
     layout = next(x for x in xs if isinstance(x, ShardTensor))._spec.layout.reduced()
     found = []
@@ -185,7 +199,7 @@ def _lay_out(reach: Sequence[tuple[int, int, int]], fill: float | None, xs: Sequ
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; what follows, the user's function, it traces as if it stood alone
-def _extend(reach: Sequence[tuple[int, int, int]], fill: float | None, *xs: object) -> tuple[Tensor, ...]:
+def _extend(reach: Sequence[tuple[int, int, int]], fill: Fill, *xs: object) -> tuple[Tensor, ...]:
     layout, found = _lay_out(reach, fill, xs)
     blocks = []
     for x in xs:
@@ -207,7 +221,7 @@ def _in_layout(x: Any, layout: Layout) -> Any:
 
 
 @torch.compiler.allow_in_graph
-def _crop(reach: Sequence[tuple[int, int, int]], fill: float | None, crop: bool, out: Tensor, *xs: object) -> Any:
+def _crop(reach: Sequence[tuple[int, int, int]], fill: Fill, crop: bool, out: Tensor, *xs: object) -> Any:
     layout, found = _lay_out(reach, fill, xs)
     for r in found:
         block = layout.shape[r.dim] if r.cut is None else block_size(r.cut, layout.mesh)

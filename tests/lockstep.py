@@ -208,10 +208,11 @@ def _mirror_blocks(calls: list[Any]) -> list[Tensor]:
     return [_flat(c.input, c.dim) for c in calls[::-1]]
 
 
-def _roll_rows(calls: list[Any]) -> list[Tensor]:
+def _fetch_around(calls: list[Any]) -> list[Tensor]:
     first = calls[0]
+    assert first.after == -first.before, "no rows around here"
     sizes = first.cut.blocks(first.total, len(calls))
-    whole = torch.cat([c.input for c in calls], first.dim).roll(first.shift, first.dim)
+    whole = torch.cat([c.input for c in calls], first.dim).roll(first.before, first.dim)
     return [_flat(part, first.dim) for part in whole.split(sizes, first.dim)]
 
 
@@ -225,7 +226,7 @@ _PLAYED = {
     "shard_dim_alltoall": _shard_dim_alltoall,
     "fetch_ranges": _fetch_ranges,
     "mirror_blocks": _mirror_blocks,
-    "roll_rows": _roll_rows,
+    "fetch_around": _fetch_around,
 }
 
 _STARTS = {*KINDS, EXCHANGE}

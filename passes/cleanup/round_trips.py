@@ -57,6 +57,7 @@ class CancelRoundTrips:
         all_to_all_v from cut a to cut b, then from b to a   ->   clone
         fetch_ranges from cut a to cut b, then from b to a   ->   clone, if there are no halos
         mirror_blocks twice                                  ->   clone
+        fetch_around of a roll, then of the roll back        ->   clone
         take_block of place_block, of one cut                ->   clone
 
     Legal because each of the second ones is the inverse of the first, element by element, in the same group. The second

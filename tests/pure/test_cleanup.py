@@ -339,8 +339,8 @@ def mirrored(b: Builder, x: Node, dim: int, rank: int, sizes: Sequence[int]) -> 
 
 def rolled(b: Builder, x: Node, dim: int, rank: int, sizes: Sequence[int], shift: int) -> Node:
     shape = list(x.meta["val"].shape)
-    args = (dim, shift, sum(sizes), sizes[rank], list(sizes), 0, [], "g")
-    return shaped(b, b.call(ours.roll_rows.default, x, *args), dim, shape)
+    args = (dim, shift, -shift, sum(sizes), sizes[rank], list(sizes), 0, [], "g")
+    return shaped(b, b.call(ours.fetch_around.default, x, *args), dim, shape)
 
 
 @pytest.mark.parametrize("dims", [(0, 1), (1, 0), (1, 2), (2, 0)])

@@ -121,6 +121,15 @@ COLLECTIVES = {
         20,
         40 / 3,
     ),
+    # Rows 7,0-4 | - | 5,6: one row of each of the two blocks is the other's.
+    "roll": (lambda b: b.call(ours.fetch_around.default, b.input(6, 10), 0, 1, -1, 8, 6, *cut(SIZES), "g"), 10, 20 / 3),
+    # A row from either neighbour, also over the ends.
+    "halo around": (
+        lambda b: b.call(ours.fetch_around.default, b.input(3, 10), 0, 1, 1, 9, 5, *cut([3, 3, 3]), "g"), 20, 60 / 3
+    ),
+    "halo around back": (
+        lambda b: b.call(ours.return_around.default, b.input(5, 10), 0, 1, 1, 9, 3, *cut([3, 3, 3]), "g"), 20, 60 / 3
+    ),
     "chunk cut": (lambda b: b.call(ours.all_gather_v.default, b.input(3, 10), 0, 8, [], 0, [], "g"), 60, 160 / 3),
     "alone": (lambda b: b.call(c10d.all_reduce.default, b.input(24), "sum", "one"), 0, 0),
 }  # fmt: skip

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once
+from shardcompile.testing.watch import CollectiveWatch
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 NEAR = 5
@@ -57,6 +58,20 @@ def neighbourhood(q: Any, k: Any, v: Any) -> Any:
 
 def stencil(x: Any) -> Any:
     return sc.halo_map(laplacian, x, halo=dict.fromkeys(range(3), (1, 1)), fill=0.0, crop=False)
+
+
+def box(x: Tensor) -> Tensor:
+    """Of each row of a 2-D field a weighted sum of the 3 x 4 rows around it, which are taken off at the edges."""
+    n, m = x.shape[0] - 2, x.shape[1] - 3
+    return sum((3 * i + j + 1) * x[i : i + n, j : j + m] for i in range(3) for j in range(4))  # type: ignore[return-value]
+
+
+def periodic_box(x: Any) -> Any:
+    return sc.halo_map(box, x, halo={0: (1, 1), 1: (2, 1)}, fill="circular", crop=False)
+
+
+def box_by_rolls(x: Tensor) -> Tensor:
+    return sum((3 * i + j + 1) * x.roll((1 - i, 2 - j), (0, 1)) for i in range(3) for j in range(4))  # type: ignore[return-value]
 
 
 def smoothed(x: Any) -> Any:
@@ -108,6 +123,48 @@ def test_functions_on_blocks_give_what_they_give_on_one_device(sizes: list[int])
     padded = lambda f: laplacian(torch.nn.functional.pad(f, [1] * 6))  # noqa: E731
     check(stencil, padded, [field], lambda f: cut(f, sizes, mesh()))
     torch.testing.assert_close(stencil(field), padded(field))  # all of it plain
+    check(periodic_box, box_by_rolls, [x], lambda f: cut(f, sizes, mesh()))
+    torch.testing.assert_close(periodic_box(x), box_by_rolls(x))
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("sizes", [[1, 0, 0], [0, 1, 1], [3, 0, 2], [0, 0, 0]], ids=str)
+def test_rows_at_the_other_end_come_as_often_as_they_are_wanted(sizes: list[int]) -> None:
+    total = sum(sizes)
+
+    def sums(x: Any) -> Any:
+        """Of seven rows: all of them again and again where there are fewer."""
+
+        def fn(a: Tensor) -> Any:
+            return sum(a[j : j + a.shape[0] - 6] for j in range(7))
+
+        return sc.halo_map(fn, x, halo={0: (4, 2)}, fill="circular", crop=False)
+
+    def expected(x: Tensor) -> Tensor:
+        found = [x[[(i + j) % total for j in range(-4, 3)]].sum(0) for i in range(total)]
+        return torch.stack(found) if found else x * 2
+
+    check(sums, expected, [rows(total, 2)], lambda f: cut(f, sizes, mesh()))
+    torch.testing.assert_close(sums(rows(total, 2)), expected(rows(total, 2)))
+
+
+class _Sent(CollectiveWatch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def saw(self, name: str, x: object, out: object) -> None:
+        self.names.append(name.partition("::")[2])
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_a_periodic_halo_is_one_exchange() -> None:
+    x = cut(rows(9, 2), [2, 3, 4], mesh()).requires_grad_()
+    with _Sent() as watch:
+        out = sc.halo_map(lambda a: a[:-2] + a[1:-1] + a[2:], x, halo={0: (1, 1)}, fill="circular", crop=False)
+        out.sin().sum().backward()
+    assert [name for name in watch.names if "around" in name] == ["fetch_around", "return_around"]
+    assert watch.names == ["fetch_around", "all_reduce", "return_around"]  # the second one is the sum's
 
 
 @pytest.mark.ranks(3, timeout=600, processes=False)
@@ -117,6 +174,8 @@ def test_functions_on_blocks_give_what_they_give_on_one_device(sizes: list[int])
         [
             ("aot_eager", neighbourhood, attention, (2, 3)),
             ("aot_eager", smoothed, smoothed, (4,)),
+            ("aot_eager", periodic_box, box_by_rolls, (4,)),
+            ("inductor", periodic_box, box_by_rolls, (4,)),
             ("inductor", neighbourhood, attention, (2, 3)),
             ("inductor", smoothed, smoothed, (4,)),
         ],
@@ -149,9 +208,12 @@ def test_two_cut_dims_bring_their_corners(compiled: bool) -> None:
     def image(q: Any, k: Any, v: Any) -> Any:
         return sc.halo_map(attention_2d, q, k, v, halo={0: (NEAR - 1, NEAR - 1), 1: (2, 2)})
 
-    runs = [torch.compile(r, fullgraph=True, backend="aot_eager") if compiled else r for r in (image, stencil)]
+    runs = [
+        torch.compile(r, fullgraph=True, backend="aot_eager") if compiled else r for r in (image, stencil, periodic_box)
+    ]
     check(runs[0], attention_2d, [rows(7, 6, 3, seed=s) for s in range(3)], place)
     check(runs[1], lambda f: laplacian(torch.nn.functional.pad(f, [1] * 6)), [rows(7, 6, 4)], place)
+    check(runs[2], box_by_rolls, [rows(7, 6)], place)
 
 
 @pytest.mark.ranks(3, processes=False)
@@ -175,3 +237,5 @@ def test_pending_sums_plain_tensors_and_what_does_not_fit() -> None:
     for fn, crop in ((lambda a: a[1:-1], True), (lambda a: a, False)):
         with pytest.raises(sc.LayoutError, match=r"the function has returned .* rows are expected"):
             sc.halo_map(fn, x, halo={0: (1, 1)}, fill=0.0, crop=crop)
+    with pytest.raises(sc.LayoutError, match="a number, \"circular\" or None, got 'around'"):
+        sc.halo_map(lambda a: a, x, halo={0: (1, 1)}, fill="around")

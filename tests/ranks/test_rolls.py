@@ -58,7 +58,7 @@ def test_every_shift_is_one_exchange(dim: int) -> None:
         full = torch.randn(shape, dtype=torch.float64)
         for shift in range(-sum(sizes) - 1, sum(sizes) + 3):
             roll = lambda x, shift=shift: x.roll(shift, dim)  # noqa: E731
-            assert _compare(roll, roll, full, dim, sizes) == ["roll_rows"], (sizes, shift)
+            assert _compare(roll, roll, full, dim, sizes) == ["fetch_around"], (sizes, shift)
 
 
 COMPILED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -98,7 +98,7 @@ def test_all_elements_one_after_the_other() -> None:
     full = torch.randn(7, 3, dtype=torch.float64)
     for shift in (-22, -4, 0, 3, 20):
         roll = lambda x, shift=shift: x.roll(shift)  # noqa: E731
-        assert _compare(roll, roll, full, 0, [3, 4, 0]) == ["roll_rows"]
+        assert _compare(roll, roll, full, 0, [3, 4, 0]) == ["fetch_around"]
 
 
 @pytest.mark.ranks(4, processes=False)
@@ -133,7 +133,7 @@ def test_terms_of_a_reduction_are_rolled_before_it(reduction: str) -> None:
     x = sc.ShardTensor.from_local(block, mesh, [Partial(reduction), Shard(0)], {1: [5, 2]})
     with _Sent() as watch:
         out = x.roll(3, 0)
-    assert out.placements == x.placements and watch.names == ["roll_rows"]
+    assert out.placements == x.placements and watch.names == ["fetch_around"]
     assert torch.equal(out.full_tensor(), x.full_tensor().roll(3, 0))
 
 

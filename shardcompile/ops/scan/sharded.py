@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardcompile import compat
 from shardcompile.collectives import Pending, block_size, derive
-from shardcompile.collectives.rolls import ROLL_ROWS, RollRows
+from shardcompile.collectives.around import FETCH_AROUND, Around
 from shardcompile.compat import OpOverload
 from shardcompile.layout import Cut, IntLike, Layout
 from shardcompile.ops import state
@@ -201,8 +201,8 @@ def roll(x: Any, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Tensor:
         if cut is not None and len(cut.mesh_dims) == 1:
             group = compat.group_name_of(layout.mesh, cut.mesh_dims[0])
             held = cut.group_ref(compat.coordinate(layout.mesh) or ())
-            rows = RollRows(local, dim, shift, layout.shape[dim], local.shape[dim], held, group)
-            local = ROLL_ROWS.start(rows).wait()
+            rows = Around(local, dim, shift, -shift, layout.shape[dim], local.shape[dim], held, group)
+            local = FETCH_AROUND.start(rows).wait()
     out = wrap(x, local, layout, compat.retrace(meta.stride()))
     for dim, shift in pairs:
         if layout.cuts[dim] is not None and len(layout.cut_of(dim).mesh_dims) > 1:

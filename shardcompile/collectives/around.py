@@ -1,0 +1,252 @@
+"""Rows around the blocks of a dim whose ends meet, and the way back for sums: each the other's adjoint.
+
+Behind the last row of such a dim comes the first one again. Blocks with rows around them are what a stencil reads in a
+periodic domain; blocks that lie a number of places further are what `torch.roll` gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardcompile import compat
+from shardcompile.collectives import scratch, transport
+from shardcompile.collectives.blocks import as_rows, blocks_of, check_block, new_rows, other_extents, sizes_of
+from shardcompile.collectives.descriptor import Descriptor
+from shardcompile.collectives.traffic import GroupBlocks, Member, Traffic, nbytes_with, size_with
+from shardcompile.collectives.transport import Range
+from shardcompile.layout import GroupCut, IntLike, chunk_sizes
+
+
+class Around(NamedTuple):
+    """Arguments of `fetch_around` and `return_around`.
+
+    Attributes:
+        input: this rank's block; of a return what belongs to the rows that it wants.
+        dim: of the rows.
+        before: how many rows in front of a block are wanted; negative for as many of its first rows that are not.
+        after: the same of the rows behind it. Empty blocks want none.
+        total: how many rows there are.
+        block: how many rows this rank gets.
+        cut: the blocks that ranks hold.
+        group_name: the ranks.
+    """
+
+    input: Tensor
+    dim: int
+    before: IntLike
+    after: IntLike
+    total: IntLike
+    block: IntLike
+    cut: GroupCut
+    group_name: str
+
+
+class Piece(NamedTuple):
+    """Rows of one rank's block that another one wants.
+
+    Attributes:
+        held: where they lie in the block.
+        got: where they come in what is wanted.
+    """
+
+    held: Range
+    got: Range
+
+
+def pieces(holder: Range, wants: Range, before: int, after: int, total: int) -> list[Piece]:
+    """The rows of a block that the rank with another block wants, in the order in which that one has them.
+
+    >>> pieces((3, 5), (0, 3), 1, 2, 5)  # of five rows: the last one in front, and those behind
+    [Piece(held=(1, 2), got=(0, 1)), Piece(held=(0, 2), got=(4, 6))]
+
+    Args:
+        holder: first row and end row of the block.
+        wants: of the other block.
+        before: see `Around`.
+        after: see `Around`.
+        total: how many rows there are.
+    """
+    start, end = wants[0] - before, wants[1] + after
+    if wants[1] == wants[0] or end <= start:
+        return []
+    found = []
+    for turn in range(start // total, (end - 1) // total + 1):
+        first, last = transport.overlap(transport.shifted(holder, turn * total), (start, end))
+        if last > first:
+            at = first - turn * total - holder[0]
+            found.append(Piece((at, at + last - first), (first - start, last - start)))
+    return found
+
+
+class _Plan(NamedTuple):
+    """Which rows go where.
+
+    Attributes:
+        held: the blocks.
+        given: by rank what it wants of this rank's block.
+        taken: by rank what this rank wants of its block.
+        wanted: how many rows this rank wants.
+    """
+
+    held: list[Range]
+    given: list[list[Piece]]
+    taken: list[list[Piece]]
+    wanted: int
+
+    @staticmethod
+    def of(a: Around, ranks: int, me: int, what: str) -> _Plan:
+        reach = (int(a.before), int(a.after), int(a.total))
+        held = blocks_of(reach[2], a.dim, a.cut, ranks, what)
+        given = [pieces(held[me], other, *reach) for other in held]
+        taken = [pieces(other, held[me], *reach) for other in held]
+        return _Plan(held, given, taken, sum(p.got[1] - p.got[0] for row in taken for p in row))
+
+
+def _fetch(a: Around) -> Tensor:
+    """Start to get the rows of this rank's block and those around it."""
+    group, x, dim, block = compat.process_group(a.group_name), a.input, a.dim, int(a.block)
+    me, others = group.rank(), [p for p in range(group.size()) if p != group.rank()]
+    plan = _Plan.of(a, group.size(), me, FETCH_AROUND.kind)
+    check_block(x.shape, dim, plan.held[me], me, FETCH_AROUND.kind)
+    out = new_rows(x, dim, block)
+    target = as_rows(out, x, dim, block)
+    for piece in plan.given[me]:
+        target[slice(*piece.got)].copy_(x.movedim(dim, 0)[slice(*piece.held)])
+    # Two messages between the same ranks come in the order in which they go.
+    sends = [(p, _rows(x, dim, piece.held)) for p in others for piece in plan.given[p]]
+    receives = [(p, target[slice(*piece.got)]) for p in others for piece in plan.taken[p]]
+    call = FETCH_AROUND.enter(group, x.dtype, dim, sizes_of(plan.held), a.before, a.after, other_extents(x, dim))
+    transport.complete(out, call, transport.exchange(call, sends, receives))
+    return out
+
+
+def _return(a: Around) -> Tensor:
+    """Start to send rows to those that hold them, where they are added."""
+    group, x, dim, block = compat.process_group(a.group_name), a.input, a.dim, int(a.block)
+    me, others = group.rank(), [p for p in range(group.size()) if p != group.rank()]
+    plan = _Plan.of(a, group.size(), me, RETURN_AROUND.kind)
+    check_block(x.shape, dim, (0, plan.wanted), me, RETURN_AROUND.kind)
+    out = new_rows(x, dim, block).zero_()
+    target = as_rows(out, x, dim, block)
+    for piece in plan.taken[me]:
+        target[slice(*piece.held)].add_(x.movedim(dim, 0)[slice(*piece.got)])
+    width = target.shape[1:].numel()
+    arriving = [(p, piece) for p in others for piece in plan.given[p]]
+    memory = [scratch.borrow((piece.held[1] - piece.held[0]) * width, target) for _, piece in arriving]
+    parts = [m.view(-1, *target.shape[1:]) for m in memory]
+    sends = [(p, _rows(x, dim, piece.got)) for p in others for piece in plan.taken[p]]
+    call = RETURN_AROUND.enter(group, x.dtype, dim, sizes_of(plan.held), a.before, a.after, other_extents(x, dim))
+    works = transport.exchange(call, sends, [(p, part) for (p, _), part in zip(arriving, parts, strict=True)])
+
+    def accumulate() -> None:
+        for (_, piece), part in zip(arriving, parts, strict=True):
+            target[slice(*piece.held)].add_(part)
+        scratch.give_back(*memory)
+
+    transport.complete(out, call, works, accumulate)
+    return out
+
+
+def _rows(x: Tensor, dim: int, rows: Range) -> Tensor:
+    return transport.rows_first(x.narrow(dim, rows[0], rows[1] - rows[0]), dim)
+
+
+def _is_roll(a: Around) -> bool:
+    """Whether each row is wanted once: what is added at home then is one row each."""
+    return compat.same_symbol(a.after, -a.before)
+
+
+def _adjoint_of_fetch(a: Around, shape: torch.Size, grad: Tensor) -> Tensor:
+    back = a._replace(input=grad, block=shape[a.dim])
+    if _is_roll(a):
+        return FETCH_AROUND.start(back._replace(before=a.after, after=a.before)).wait()
+    return RETURN_AROUND.start(back).wait()
+
+
+def _adjoint_of_return(a: Around, shape: torch.Size, grad: Tensor) -> Tensor:
+    return FETCH_AROUND.start(a._replace(input=grad, block=shape[a.dim])).wait()
+
+
+def _inverse(a: Around, back: Around) -> Around | None:
+    """None where rows are wanted twice, or it is not known while compiling how many."""
+    numbers = (a.before, a.after, back.before, back.after)
+    if not all(isinstance(n, int) for n in numbers) or a.after != -a.before:
+        return None
+    return a._replace(input=back.input, before=a.after, after=a.before, block=back.block)
+
+
+def _member(a: Around, n: int | None, held: IntLike, wanted: IntLike) -> tuple[GroupBlocks, GroupBlocks, int]:
+    """The blocks that ranks hold; what they want, with how many rows of others that is; bytes of the whole."""
+    before, after, total = map(compat.size_hint, (a.before, a.after, a.total))
+    home = GroupBlocks.of(a.cut, a.total, held, n)
+    away = GroupBlocks.of(a.cut, a.total, wanted, n, max(before + after, 0))
+    if n is not None:
+        sizes = home.sizes or chunk_sizes(total, n)
+        blocks = transport.running_ends(sizes)
+        kept = [sum(p.got[1] - p.got[0] for p in pieces(b, b, before, after, total)) for b in blocks]
+        come = [max(b + before + after, 0) - k if b else 0 for b, k in zip(sizes, kept, strict=True)]
+        home, away = replace(home, assumed=tuple(sizes)), replace(away, assumed=tuple(come))
+    return home, away, nbytes_with(a.input, a.dim, a.total)
+
+
+def _fetch_members(a: Around, n: int | None) -> list[Member]:
+    home, away, nbytes = _member(a, n, a.input.shape[a.dim], a.block)
+    return [Member(home, away, nbytes)]
+
+
+def _return_members(a: Around, n: int | None) -> list[Member]:
+    home, away, nbytes = _member(a, n, a.block, a.input.shape[a.dim])
+    return [Member(away, home, nbytes)]
+
+
+def _traffic(home: GroupBlocks | None, away: GroupBlocks | None, nbytes: int) -> Traffic:
+    """What a rank wants and does not hold."""
+    assert home is not None and home.assumed is not None and away is not None and away.assumed is not None
+    row = nbytes / max(sum(home.assumed), 1)
+    return Traffic(row * max(away.assumed), row * sum(away.assumed))
+
+
+def _describe(
+    kind: str,
+    run: Callable[[Around], Tensor],
+    adjoint: Callable[[Around, torch.Size, Tensor], Tensor],
+    members: Callable[[Around, int | None], list[Member]],
+    traffic: Callable[[Sequence[Member], int], Traffic],
+    inverse: Callable[[Around, Around], Around | None] | None = None,
+) -> Descriptor[Around]:
+    return Descriptor(
+        kind,
+        Around,
+        run,
+        extents=lambda a: {a.dim: a.block},
+        adjoint=adjoint,
+        inverse=inverse,
+        members=members,
+        traffic=traffic,
+        whole=lambda a: size_with(a.input, a.dim, a.total),
+        source=lambda a: (a.total, a.cut),
+        states=("dim", "in blocks of", "rows in front", "rows behind", "other extents"),
+        told=True,
+    )
+
+
+FETCH_AROUND = _describe(
+    "fetch_around",
+    _fetch,
+    _adjoint_of_fetch,
+    _fetch_members,
+    lambda members, n: _traffic(members[0].put, members[0].get, members[0].nbytes),
+    _inverse,
+)
+RETURN_AROUND = _describe(
+    "return_around",
+    _return,
+    _adjoint_of_return,
+    _return_members,
+    lambda members, n: _traffic(members[0].get, members[0].put, members[0].nbytes),
+)
