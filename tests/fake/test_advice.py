@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import often
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard
@@ -81,7 +82,7 @@ def test_two_cuts() -> None:
     assert not [text for text in _advice(Sum(), other, [5, 4, 3]) if "cuts differ" in text]
 
 
-@pytest.mark.parametrize("learned", [True, False])
+@pytest.mark.parametrize("learned", often([True, False], 1))
 def test_rows_written_into_a_plain_tensor(learned: bool) -> None:
     def explained(like_rows: bool) -> list[str]:
         def build(mesh: DeviceMesh) -> Any:

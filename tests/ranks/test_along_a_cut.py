@@ -123,7 +123,9 @@ def _check(name: str, backend: str) -> None:
 
 
 @pytest.mark.ranks(3, timeout=120, processes=False)
-@pytest.mark.parametrize("name", often([*list(FUNCTIONS)[::2], *list(FUNCTIONS)[1::2]], (len(FUNCTIONS) + 1) // 2))
+@pytest.mark.parametrize(
+    "name", often([*list(FUNCTIONS)[::3], *list(FUNCTIONS)[1::3], *list(FUNCTIONS)[2::3]], (len(FUNCTIONS) + 2) // 3)
+)
 def test_one_graph_for_every_cut(name: str) -> None:
     _check(name, "aot_eager")
 

@@ -168,7 +168,7 @@ def test_two_inputs_that_never_meet_may_be_cut_alike_first_and_otherwise_later()
 
 
 @pytest.mark.ranks(3, processes=False)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", often(["aot_eager", "inductor"], 1))
 def test_sharded_results_feed_the_next_compiled_function(backend: str) -> None:
     mesh = mesh_1d()
     weight = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)

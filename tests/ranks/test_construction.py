@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import often
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -436,7 +437,7 @@ def test_factories():
         assert sc.zeros(n, 3, device_mesh=mesh, placements=[S0]).full_tensor().shape == (n, 3)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", often(["aot_eager", "inductor"], 1))
 @pytest.mark.ranks(3, processes=False)
 def test_factories_inside_a_compiled_function(backend: str):
     mesh = mesh_1d()

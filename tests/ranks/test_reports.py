@@ -136,6 +136,7 @@ def test_capture_after_the_fact_sees_nothing_and_costs_nothing() -> None:
     assert "nothing compiled" in str(report)
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(2, timeout=300)
 def test_what_is_compiled_later_still_is_reported() -> None:
     x = points()

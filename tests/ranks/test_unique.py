@@ -42,7 +42,7 @@ def short(x: Any) -> Any:
 @pytest.mark.ranks(3, timeout=900, processes=False)
 @pytest.mark.parametrize(
     ("backend", "dim"),
-    often([("", 0), ("aot_eager", 1), ("", 1), ("aot_eager", 0), ("inductor", 0), ("inductor", 1)], 2),
+    often([("", 0), ("", 1), ("aot_eager", 1), ("aot_eager", 0), ("inductor", 0), ("inductor", 1)], 2),
 )
 def test_values_that_differ(backend: str, dim: int) -> None:
     before = 0
@@ -65,6 +65,19 @@ def test_values_that_differ(backend: str, dim: int) -> None:
             for ours, theirs in zip([] if backend else short(x), short(full), strict=False):
                 torch.testing.assert_close(ours.full_tensor(), theirs, rtol=0, atol=0, equal_nan=True)
         assert once(graphs_compiled) == before or not backend
+
+
+@pytest.mark.ranks(3, timeout=200, processes=False)
+def test_one_graph_serves_every_cut() -> None:
+    run, before = torch.compile(lambda x: torch.unique(x) * 2, fullgraph=True, backend="aot_eager"), 0
+    for step, sizes in enumerate(CUTS):
+        full = values(5 * step, sum(sizes))
+        x = sc.distribute_tensor(full, mesh(), [Shard(0)], sharding_shapes={0: sizes})
+        before = once(graphs_compiled) if step == 2 else before
+        found = run(x)
+        assert found.placements != (Replicate(),)
+        assert torch.equal(found.full_tensor(), torch.unique(full) * 2)
+    assert once(graphs_compiled) == before
 
 
 @pytest.mark.ranks(3, processes=False)

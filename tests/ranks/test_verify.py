@@ -295,7 +295,8 @@ def test_a_difference_between_warm_ranks_is_named(
         assert matches()
 
 
-@CACHES
+@pytest.mark.nightly
+@pytest.mark.parametrize("cache", ["aot_autograd", "inductor"])
 @pytest.mark.ranks(3, timeout=300)
 def test_warm_and_cold_ranks_agree_in_whatever_order_they_compile(
     cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

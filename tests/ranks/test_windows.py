@@ -263,7 +263,7 @@ def test_the_nearest_element_of_a_coarser_grid(mode: str) -> None:
 
 
 @pytest.mark.ranks(3, timeout=200, processes=False)
-@pytest.mark.parametrize("align", [False, True], ids=["cells", "aligned"])
+@pytest.mark.parametrize("align", often([False, True], 1))
 def test_linear_interpolation(align: bool) -> None:
     choose = random.Random(0)
     torch.manual_seed(0)
@@ -302,6 +302,7 @@ def test_padding_with_rows_of_the_tensor(mode: str) -> None:
     assert_matches_single_device(model, [x], [ROWS], steps=3, backend="aot_eager")
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(2, timeout=200, processes=False)
 def test_a_gathered_image_compiles_its_backward_pass_at_once() -> None:
     torch.manual_seed(0)
