@@ -46,8 +46,8 @@ def halo_map(fn: Callable[..., object], *xs: Tensor, halo: Halo, fill: Fill = No
         What `fn` returns of all blocks, cut as the first tensor. Plain if all of `xs` are.
 
     Raises:
-        LayoutError: a dim of the halo is cut by several mesh dims, tensors do not fit, a result has a wrong number of
-            rows, or `fill` is another text.
+        LayoutError: a dim of the halo is cut by several mesh dims, tensors do not fit, or a result has a wrong number
+            of rows. Also if `fill` is another text.
     """
     if isinstance(fill, str) and fill != "circular":
         raise LayoutError(f'halo_map: fill is a number, "circular" or None, got {fill!r}')
