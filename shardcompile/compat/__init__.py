@@ -34,6 +34,7 @@ from shardcompile.compat.groups import (
 )
 from shardcompile.compat.inductor import (
     inductor_has,
+    load_inductor,
     lower_when_traced,
     preserve_node_ordering,
 )
@@ -167,6 +168,7 @@ __all__ = [
     "kernel_of",
     "last_repetition",
     "let_comm_debug_mode_see_through",
+    "load_inductor",
     "lower_when_traced",
     "made_for_value",
     "mark_static",

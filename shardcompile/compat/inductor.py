@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +111,14 @@ def preserve_node_ordering(graph: torch.fx.Graph, before: Mapping[torch.fx.Node,
 def _called(_: object, call: Callable[..., object], *args: object, **kwargs: object) -> object:
     """What a node with such edges does."""
     return call(*args, **kwargs)
+
+
+def load_inductor() -> None:
+    """Import what torch would import when it first compiles with Inductor: the better part of a second of CPU.
+
+    No thread is started by it, so that the process can still be forked.
+    """
+    importlib.import_module("torch._inductor.compile_fx")  # 2.11 - 2.15
 
 
 def inductor_has(option: str) -> bool:

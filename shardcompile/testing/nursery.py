@@ -270,7 +270,9 @@ def _import_what_ranks_need() -> bool:
     import torch
 
     import shardcompile.testing.worker  # noqa: F401
+    from shardcompile import compat
 
+    compat.load_inductor()
     gc.collect()
     gc.freeze()  # otherwise a collection in a rank would write to, and so copy, all shared pages
     return not torch.accelerator.is_available() and len(os.listdir("/proc/self/task")) == 1
