@@ -126,23 +126,22 @@ class _Reach:
         held = self.cut.group_ref(compat.coordinate(self.mesh) or ())
         extent, shown = self.cut.extent, self.shown
         assert shown is not None, "the dim is cut"
+        group_name = compat.group_name_of(self.mesh, mesh_dim)
+        if self.fill == "circular":
+            around = Around(x, self.dim, self.before, self.after, extent, shown, held, group_name)
+            return FETCH_AROUND.start(around).wait()
         numbers = [extent, 1, 1, self.before, self.after]
         how, told = ("within", numbers[3:]) if self.fill is None else ("reading", [*numbers, 0])
         fetched = derive(how, [self.cut], told, extent, self.mesh)[1]
-        group_name = compat.group_name_of(self.mesh, mesh_dim)
-        if self.fill == "circular":
-            wanted = Around(x, self.dim, self.before, self.after, extent, fetched, held, group_name)
-            rows = FETCH_AROUND.start(wanted).wait()
-        else:
-            cut = write_cut(held)
-            flat = torch.ops.shardcompile.fetch_ranges(
-                x, self.dim, extent, fetched, *cut, *cut, numbers, self.fill, group_name
-            )
-            rows = Pending.of(flat, x.shape, self.dim, fetched).wait()
+        cut = write_cut(held)
+        flat = torch.ops.shardcompile.fetch_ranges(
+            x, self.dim, extent, fetched, *cut, *cut, numbers, self.fill, group_name
+        )
+        rows = Pending.of(flat, x.shape, self.dim, fetched).wait()
         if isinstance(fetched, int) and fetched == shown:
             return rows
         spare_shape = [self.before + self.after + 1 if d == self.dim else n for d, n in enumerate(x.shape)]
-        spare = x.new_full(spare_shape, 0 if self.fill == "circular" else self.fill or 0)
+        spare = x.new_full(spare_shape, self.fill or 0)
         # `torch.narrow_copy` would do both, but has no derivative in torch 2.11.
         held_rows = torch.cat([rows, spare], self.dim).narrow(self.dim, 0, shown)
         return held_rows.clone(memory_format=torch.contiguous_format)

@@ -29,7 +29,8 @@ class Around(NamedTuple):
         input: this rank's block; of a return what belongs to the rows that it wants.
         dim: of the rows.
         before: how many rows in front of a block are wanted; negative for as many of its first rows that are not.
-        after: the same of the rows behind it. Empty blocks want none.
+        after: the same of the rows behind it. An empty block has rows of zeros around it, so that every rank gets as
+            many more than it holds.
         total: how many rows there are.
         block: how many rows this rank gets.
         cut: the blocks that ranks hold.
@@ -90,13 +91,13 @@ class _Plan(NamedTuple):
         held: the blocks.
         given: by rank what it wants of this rank's block.
         taken: by rank what this rank wants of its block.
-        wanted: how many rows this rank wants.
+        around: how many rows this rank has with those around it.
     """
 
     held: list[Range]
     given: list[list[Piece]]
     taken: list[list[Piece]]
-    wanted: int
+    around: int
 
     @staticmethod
     def of(a: Around, ranks: int, me: int, what: str) -> _Plan:
@@ -104,7 +105,7 @@ class _Plan(NamedTuple):
         held = blocks_of(reach[2], a.dim, a.cut, ranks, what)
         given = [pieces(held[me], other, *reach) for other in held]
         taken = [pieces(other, held[me], *reach) for other in held]
-        return _Plan(held, given, taken, sum(p.got[1] - p.got[0] for row in taken for p in row))
+        return _Plan(held, given, taken, held[me][1] - held[me][0] + reach[0] + reach[1])
 
 
 def _fetch(a: Around) -> Tensor:
@@ -114,6 +115,8 @@ def _fetch(a: Around) -> Tensor:
     plan = _Plan.of(a, group.size(), me, FETCH_AROUND.kind)
     check_block(x.shape, dim, plan.held[me], me, FETCH_AROUND.kind)
     out = new_rows(x, dim, block)
+    if plan.held[me][0] == plan.held[me][1]:
+        out.zero_()
     target = as_rows(out, x, dim, block)
     for piece in plan.given[me]:
         target[slice(*piece.got)].copy_(x.movedim(dim, 0)[slice(*piece.held)])
@@ -130,7 +133,7 @@ def _return(a: Around) -> Tensor:
     group, x, dim, block = compat.process_group(a.group_name), a.input, a.dim, int(a.block)
     me, others = group.rank(), [p for p in range(group.size()) if p != group.rank()]
     plan = _Plan.of(a, group.size(), me, RETURN_AROUND.kind)
-    check_block(x.shape, dim, (0, plan.wanted), me, RETURN_AROUND.kind)
+    check_block(x.shape, dim, (0, plan.around), me, RETURN_AROUND.kind)
     out = new_rows(x, dim, block).zero_()
     target = as_rows(out, x, dim, block)
     for piece in plan.taken[me]:

@@ -111,6 +111,7 @@ def test_a_rank_that_compiles_nothing_is_named(monkeypatch: pytest.MonkeyPatch) 
     dist.barrier()
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(4, timeout=100)
 def test_groups_of_a_mesh_are_compared_among_their_own_ranks() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
