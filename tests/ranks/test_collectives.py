@@ -418,7 +418,7 @@ def test_async_op_has_the_same_gradient():
 # Compiled
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3)
 def test_compiled_with_aot_eager():
     for name, (function, shape) in linear_maps().items():
         torch._dynamo.reset()

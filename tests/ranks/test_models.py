@@ -158,7 +158,7 @@ def test_one_row_in_all(model: Any) -> None:
 
 
 @pytest.mark.parametrize("sizes", often([[0, 1, 0], [1, 0, 0], [2, 0, 0]], 1), ids=str)
-@pytest.mark.parametrize("model", often([*MODELS[1:], MODELS[0]], 1))
+@pytest.mark.parametrize("model", often([*MODELS[1:], MODELS[0]], 0))
 def test_one_row_gives_every_rank_the_same_collectives(model: Any, sizes: list[int]) -> None:
     assert same_collectives_on_every_rank(build_of(model, sizes), 3)
 

@@ -112,6 +112,7 @@ def _equal(out: object, expected: object) -> bool:
     )
 
 
+@pytest.mark.nightly  # the page of all ops is made on every push
 def test_every_record_says_something(ranks: Ranks) -> None:
     for record in records():
         if record.op.namespace.startswith("shardcompile_tests"):

@@ -75,7 +75,7 @@ def check(run: Any, on: DeviceMesh, sizes: list[int], destination: Tensor, weigh
 
 
 @pytest.mark.ranks(4, 6, processes=False)
-@pytest.mark.parametrize("copies", [None, 1, 2, 3])
+@pytest.mark.parametrize("copies", often([2, None, 1, 3], 2))
 def test_rows_go_and_come_back(copies: int | None) -> None:
     ranks = torch.distributed.get_world_size()
     shapes = [(2, ranks // 2), (ranks // 2, 2), (ranks, 1), (1, ranks)]

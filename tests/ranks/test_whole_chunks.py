@@ -66,9 +66,11 @@ def check(function: Callable[..., Any], backend: str | None, cuts: list[list[int
 
 
 @pytest.mark.ranks(3, processes=False)
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("backend", often([None, "aot_eager", "inductor"], 2))
-def test_whole_chunks(function: Callable[..., Any], backend: str | None) -> None:
+@pytest.mark.parametrize(
+    ("backend", "function"),
+    often([(backend, f) for backend in (None, "aot_eager", "inductor") for f in FUNCTIONS], len(FUNCTIONS) + 2),
+)
+def test_whole_chunks(backend: str | None, function: Callable[..., Any]) -> None:
     check(function, backend, CUTS)
 
 
