@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+
+
+def spread(cases: Iterable[Any], step: int) -> list[Any]:
+    """Every `step`-th case first, then those behind them, and so on, so that the first ones are of all kinds."""
+    found = list(cases)
+    return [case for first in range(step) for case in found[first::step]]
 
 
 def often(cases: Sequence[Any], count: int) -> list[Any]:

@@ -1,7 +1,7 @@
 """Rows around the blocks of a dim whose ends meet, and the way back for sums: each the other's adjoint.
 
 Behind the last row of such a dim comes the first one again. Blocks with rows around them are what a stencil reads in a
-periodic domain; blocks that lie a number of places further are what `torch.roll` gives.
+periodic domain. `torch.roll` gives blocks that begin a number of rows earlier or later.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Around(NamedTuple):
     Attributes:
         input: this rank's block; of a return what belongs to the rows that it wants.
         dim: of the rows.
-        before: how many rows in front of a block are wanted; negative for as many of its first rows that are not.
-        after: the same of the rows behind it. An empty block has rows of zeros around it, so that every rank gets as
-            many more than it holds.
+        before: how many rows in front of its block a rank wants. If it is negative, that many rows are left out.
+        after: the same for rows behind the block. Around an empty block lie rows of zeros, so that every rank gets
+            ``before + after`` rows more than it holds.
         total: how many rows there are.
         block: how many rows this rank gets.
         cut: the blocks that ranks hold.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -159,10 +160,8 @@ class Written(Entry):
                 _refuse_gradients_of_turned(self.op, target, args)
             if target._copied is not None:
                 target._copied.check_writable(self.op)
-        if compat.is_traced() and any(type(target) is not cls for target in targets):
-            with compat.annotate_nodes(written_to="plain"):
-                self._compute_and_write(targets, args, kwargs)
-        else:
+        into_plain = compat.is_traced() and any(type(target) is not cls for target in targets)
+        with compat.annotate_nodes(written_to="plain") if into_plain else contextlib.nullcontext():
             self._compute_and_write(targets, args, kwargs)
         return targets[0] if len(targets) == 1 else tuple(targets)
 

@@ -5,6 +5,7 @@ The gradient of a plain tensor is complete on every rank, and that of a sharded 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -104,10 +105,8 @@ def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     Raises:
         UnsupportedOpError: the result does not fit into the plain tensor.
     """
-    if compat.is_traced():
-        with compat.annotate_nodes(written_to="plain"):
-            return _write_to_plain(func, args, kwargs)
-    return _write_to_plain(func, args, kwargs)
+    with compat.annotate_nodes(written_to="plain") if compat.is_traced() else contextlib.nullcontext():
+        return _write_to_plain(func, args, kwargs)
 
 
 def _write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as nnf
-from tiers import often
+from tiers import often, spread
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
@@ -123,9 +123,7 @@ def _check(name: str, backend: str) -> None:
 
 
 @pytest.mark.ranks(3, timeout=120, processes=False)
-@pytest.mark.parametrize(
-    "name", often([*list(FUNCTIONS)[::3], *list(FUNCTIONS)[1::3], *list(FUNCTIONS)[2::3]], (len(FUNCTIONS) + 2) // 3)
-)
+@pytest.mark.parametrize("name", often(spread(FUNCTIONS, 3), (len(FUNCTIONS) + 2) // 3))
 def test_one_graph_for_every_cut(name: str) -> None:
     _check(name, "aot_eager")
 
@@ -189,7 +187,7 @@ def _check_not_gathered(name: str, dim: int, sizes: list[int], run: Callable[[Te
 
 
 @pytest.mark.ranks(3, timeout=200, processes=False)
-@pytest.mark.parametrize("name", often([*list(NOT_GATHERED)[::2], *list(NOT_GATHERED)[1::2]], len(NOT_GATHERED) // 2))
+@pytest.mark.parametrize("name", often(spread(NOT_GATHERED, 2), len(NOT_GATHERED) // 2))
 def test_what_needs_no_gather_gathers_nothing(name: str) -> None:
     function, what, _ = NOT_GATHERED[name]
     for dim, extent in enumerate(what.shape if isinstance(what, Tensor) else what):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as nnf
+from sent import Sent
 from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,7 +17,6 @@ from torch.distributed.tensor.placement_types import Shard
 import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once
-from shardcompile.testing.watch import CollectiveWatch
 
 
 def layer(x: Any, weight: Tensor) -> Any:
@@ -35,17 +35,6 @@ def joined_columns(x: Any, weight: Tensor) -> Any:
 
 FUNCTIONS = [layer, flat, joined_columns]
 EXTENTS = {0: [(5, 7), (4, 7), (7, 7), (2, 7), (10, 7)], 1: [(5, 7), (5, 6), (5, 4), (5, 9), (5, 2)]}
-
-
-class Sent(CollectiveWatch):
-    """Which collectives run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds: list[str] = []
-
-    def saw(self, name: str, x: object, out: object) -> None:
-        self.kinds.append(name)
 
 
 @pytest.mark.ranks(3, processes=False, timeout=600)
@@ -67,7 +56,7 @@ def test_flattened_dims_stay_cut(function: Callable[..., Any], dim: int, backend
         before = once(graphs_compiled) if step == 2 else before
         with Sent() as seen:
             found = run(x, own)
-        assert not seen.kinds
+        assert not seen.names
         assert found.placements == (Shard(dim),)
         found.square().sum().backward()
         torch.testing.assert_close(found.detach().full_tensor(), expected.detach())

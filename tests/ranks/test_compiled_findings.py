@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fuzz import RIGHT, Found, Input, Program, judge
-from tiers import often
+from tiers import often, spread
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -192,7 +192,7 @@ LONG = (
 """Findings that take longest, up to half a minute each."""
 
 SHORT = [name for name in FINDINGS if name not in LONG]
-EACH = often([*SHORT[::3], *SHORT[1::3], *SHORT[2::3], *LONG], len(SHORT[::3]))
+EACH = often([*spread(SHORT, 3), *LONG], len(SHORT[::3]))
 
 
 @pytest.mark.parametrize("name", EACH)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from sent import Sent
 from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -14,7 +15,6 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import mesh, once
-from shardcompile.testing.watch import CollectiveWatch
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 NEAR = 5
@@ -148,19 +148,10 @@ def test_rows_at_the_other_end_come_as_often_as_they_are_wanted(sizes: list[int]
     torch.testing.assert_close(sums(rows(total, 2)), expected(rows(total, 2)))
 
 
-class _Sent(CollectiveWatch):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def saw(self, name: str, x: object, out: object) -> None:
-        self.names.append(name.partition("::")[2])
-
-
 @pytest.mark.ranks(3, processes=False)
 def test_a_periodic_halo_is_one_exchange() -> None:
     x = cut(rows(9, 2), [2, 3, 4], mesh()).requires_grad_()
-    with _Sent() as watch:
+    with Sent() as watch:
         out = sc.halo_map(lambda a: a[:-2] + a[1:-1] + a[2:], x, halo={0: (1, 1)}, fill="circular", crop=False)
         out.sin().sum().backward()
     assert [name for name in watch.names if "around" in name] == ["fetch_around", "return_around"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import often
+from tiers import often, spread
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -201,11 +201,11 @@ _ASK_IF_FEW: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """What asks, or has a gradient that asks, whether there are any rows at all. Only a run can tell."""
 
-_NAMES = [*list(_ASK_IF_FEW)[::3], *list(_ASK_IF_FEW)[1::3], *list(_ASK_IF_FEW)[2::3]]
-
 
 @pytest.mark.ranks(3, processes=False, timeout=300)
-@pytest.mark.parametrize("name, backend", often([(n, b) for b in ("aot_eager", "inductor") for n in _NAMES], 3))
+@pytest.mark.parametrize(
+    "name, backend", often([(n, b) for b in ("aot_eager", "inductor") for n in spread(_ASK_IF_FEW, 3)], 3)
+)
 def test_what_asks_if_there_are_few_rows(name: str, backend: str) -> None:
     once(torch._dynamo.reset)
     full = torch.randn(9, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from sent import Sent
 from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,19 +15,9 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import once, rank
-from shardcompile.testing.watch import CollectiveWatch
 
 CUTS = ([3, 4, 0], [0, 6, 4], [7, 0, 0], [1, 2, 3], [0, 0, 0], [1, 0, 0], [4, 4, 4])
 """A block without rows, one with all, one of a single row; a dim of none and of one; even blocks."""
-
-
-class _Sent(CollectiveWatch):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def saw(self, name: str, x: object, out: object) -> None:
-        self.names.append(name.partition("::")[2])
 
 
 def _compare(
@@ -37,7 +28,7 @@ def _compare(
     block = full.split(sizes, dim)[rank()].clone()
     x = sc.ShardTensor.from_local(block, mesh, [Shard(dim)], {0: sizes}).requires_grad_()
     plain = full.clone().requires_grad_()
-    with _Sent() as watch:
+    with Sent() as watch:
         out = run(x)
     expected = function(plain)
     assert torch.equal(out.full_tensor(), expected)
@@ -131,7 +122,7 @@ def test_terms_of_a_reduction_are_rolled_before_it(reduction: str) -> None:
     whole = torch.randn(7, 2, dtype=torch.float64)
     block = whole.split([5, 2])[rank() % 2].clone()
     x = sc.ShardTensor.from_local(block, mesh, [Partial(reduction), Shard(0)], {1: [5, 2]})
-    with _Sent() as watch:
+    with Sent() as watch:
         out = x.roll(3, 0)
     assert out.placements == x.placements and watch.names == ["fetch_around"]
     assert torch.equal(out.full_tensor(), x.full_tensor().roll(3, 0))

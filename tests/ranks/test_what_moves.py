@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as nnf
-from tiers import often
+from tiers import often, spread
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
@@ -230,9 +230,7 @@ def test_eager(name: str) -> None:
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
-@pytest.mark.parametrize(
-    "name", often([*list(CASES)[::3], *list(CASES)[1::3], *list(CASES)[2::3]], (len(CASES) + 2) // 3)
-)
+@pytest.mark.parametrize("name", often(spread(CASES, 3), (len(CASES) + 2) // 3))
 def test_compiled_as_one_graph(name: str) -> None:
     case = CASES[name]
     before = once(graphs_compiled)
