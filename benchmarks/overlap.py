@@ -20,7 +20,7 @@ import shardcompile as sc
 from shardcompile.passes import default_passes, inductor_options
 
 BAR = 1.0
-_BUCKETS = ["bucket_all_gathers", "bucket_reduce_scatters", "bucket_all_reduces", "bucket_all_to_alls"]
+_BUCKETS = ["bucket_all_gathers", "bucket_reduce_scatters", "bucket_all_reduces", "bucket_all_to_alls", "bucket_ranges"]
 _ORDER = ["schedule_overlap", "hold_order"]
 
 

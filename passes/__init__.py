@@ -11,7 +11,13 @@ same, and each can be switched off by its name.
 
 from shardcompile.machines import Device, Link
 from shardcompile.passes.backend import compile_with_passes, inductor_options
-from shardcompile.passes.bucket.buckets import BucketAllGathers, BucketAllReduces, BucketAllToAlls, BucketReduceScatters
+from shardcompile.passes.bucket.buckets import (
+    BucketAllGathers,
+    BucketAllReduces,
+    BucketAllToAlls,
+    BucketRanges,
+    BucketReduceScatters,
+)
 from shardcompile.passes.bucket.lower import LowerEvenGathers
 from shardcompile.passes.cleanup.merge import MergeReductions
 from shardcompile.passes.cleanup.own_blocks import ReduceThenSlice, SpreadOwnBlock
@@ -31,6 +37,7 @@ __all__ = [
     "BucketAllGathers",
     "BucketAllReduces",
     "BucketAllToAlls",
+    "BucketRanges",
     "BucketReduceScatters",
     "CancelRoundTrips",
     "Collective",

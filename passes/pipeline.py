@@ -17,7 +17,13 @@ from shardcompile import compat, config
 from shardcompile.compat.compiled import custom_post_passes, leave_note, read_notes_with
 from shardcompile.compat.threads import Listeners
 from shardcompile.errors import PassError
-from shardcompile.passes.bucket.buckets import BucketAllGathers, BucketAllReduces, BucketAllToAlls, BucketReduceScatters
+from shardcompile.passes.bucket.buckets import (
+    BucketAllGathers,
+    BucketAllReduces,
+    BucketAllToAlls,
+    BucketRanges,
+    BucketReduceScatters,
+)
 from shardcompile.passes.bucket.lower import LowerEvenGathers
 from shardcompile.passes.cleanup.merge import MergeReductions
 from shardcompile.passes.cleanup.own_blocks import ReduceThenSlice, SpreadOwnBlock
@@ -35,7 +41,7 @@ _LOG = logging.getLogger("shardcompile")
 
 _DECIDING = (
     *(DropSuperseded, ShareEqualCollectives, CancelRoundTrips, DropOwnSlice, ReduceThenSlice, MergeReductions),
-    *(BucketAllGathers, BucketAllToAlls, BucketReduceScatters, BucketAllReduces, ScheduleOverlap),
+    *(BucketAllGathers, BucketAllToAlls, BucketRanges, BucketReduceScatters, BucketAllReduces, ScheduleOverlap),
 )
 """The passes that decide by the graph which collectives there are, and in which order they start."""
 
@@ -89,6 +95,7 @@ def default_passes(model: CostModel | None = None) -> list[Pass]:
         MergeReductions(model=model),
         BucketAllGathers(model=model),
         BucketAllToAlls(model=model),
+        BucketRanges(model=model),
         BucketReduceScatters(model=model),
         BucketAllReduces(model=model),
         LowerEvenGathers(),

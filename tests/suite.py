@@ -189,6 +189,18 @@ class Writer(Builder):
         moved = self.call(aten.view.default, flat, [shape[src], *(s for d, s in enumerate(shape) if d != src)])
         return moved if src == 0 else self.call(aten.permute.default, moved, _first_to(src, len(shape)))
 
+    def recut(self, x: Node, given: list[int], taken: list[int]) -> Node:
+        """A tensor in blocks of rows, in other blocks."""
+        args = (0, sum(given), taken[self.place.rank], given, 0, [], taken, 0, [], [], None, self.place.group)
+        flat = self.done(_ours.fetch_ranges.default, x, *args)
+        return self.call(aten.view.default, flat, [taken[self.place.rank], *x.meta["val"].shape[1:]])
+
+    def rolled(self, x: Node, sizes: list[int], shift: int) -> Node:
+        """A tensor in blocks of rows, rolled along them."""
+        args = (0, shift, -shift, sum(sizes), sizes[self.place.rank], sizes, 0, [], self.place.group)
+        flat = self.done(_ours.fetch_around.default, x, *args)
+        return self.call(aten.view.default, flat, list(x.meta["val"].shape))
+
     def t(self, x: Node) -> Node:
         """A matrix transposed."""
         return self.call(aten.permute.default, x, [1, 0])
@@ -525,7 +537,9 @@ def drawn(place: Place, numbers: random.Random, ops: int = 40) -> Graph:
     # What meets no collective does not tell that other ranks have other extents, see `blocks.labels`.
     whole += [w.gathered(block, sizes, (extent, extent)) for block, sizes in blocks]
     for _ in range(ops):
-        kind = numbers.choice(["gather", "scatter", "exchange", "reduce", "product", "sum", "block product"])
+        kind = numbers.choice(
+            ["gather", "scatter", "exchange", "reduce", "product", "sum", "block product", "recut", "roll"]
+        )
         block, sizes = numbers.choice(blocks)
         x, y = numbers.choice(whole), numbers.choice(whole)
         if kind == "gather":
@@ -544,6 +558,11 @@ def drawn(place: Place, numbers: random.Random, ops: int = 40) -> Graph:
             whole.append(w.mm(x, y))
         elif kind == "sum":
             whole.append(w.call(aten.add.Tensor, x, y))
+        elif kind == "recut":
+            other = numbers.choice(cuts)
+            blocks.append((w.recut(block, sizes, other), other))
+        elif kind == "roll":
+            blocks.append((w.rolled(block, sizes, numbers.choice([-1, 1, 3])), sizes))
         else:
             blocks.append((w.mm(block, x), sizes))
     return w.output(*whole[-4:], *(b for b, _ in blocks[-4:]))

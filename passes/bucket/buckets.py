@@ -22,6 +22,8 @@ from torch.fx import Graph, Node
 
 from shardcompile.collectives.buckets import ALL_GATHER_BUCKET, ALL_TO_ALL_BUCKET, REDUCE_SCATTER_BUCKET
 from shardcompile.collectives.of_torch import REDUCE_SCATTER
+from shardcompile.collectives.range_bucket import RANGE_BUCKET, is_filled, together
+from shardcompile.collectives.ranges import moved
 from shardcompile.collectives.reductions import ALL_REDUCE
 from shardcompile.collectives.traffic import (
     Load,
@@ -256,6 +258,31 @@ class BucketAllToAlls(Bucketing):
         return start, [_length(graph, m, dtype) for m in members], dtype
 
 
+class BucketRanges(Bucketing):
+    """Fetch the rows of many tensors from those that hold them in one collective: halos, slices and rolls.
+
+        fetch_ranges(a, ...); fetch_around(b, ...)   ->   range_bucket([a, b], "fetch_ranges fetch_around", ...), split
+
+    Legal because each member's messages, and its sums, are those that it has alone. Members have one group and one
+    dtype. Nothing is copied that was not.
+    """
+
+    name = "bucket_ranges"
+    bucket = RANGE_BUCKET.kind
+
+    def _key(self, c: Collective) -> Hashable:
+        return c.value.dtype, c.value.device, is_filled(c.arguments)
+
+    def _traffic(self, kinds: Set[str], load: Load) -> Traffic:
+        return moved(load)
+
+    def _merge(self, graph: Graph, members: Sequence[Collective]) -> tuple[Node, list[Any], torch.dtype]:
+        arguments = together([m.kind for m in members], [m.arguments for m in members])
+        start = add_call(graph, RANGE_BUCKET, **arguments._asdict())
+        dtype = start.meta["val"].dtype
+        return start, [_length(graph, m, dtype) for m in members], dtype
+
+
 def _is_simple(c: Collective) -> bool:
     """Whether it writes to nothing, has one payload, and only its waits read its result."""
     return c.functional and len(c.payloads) == 1 and 0 < len(c.waits) == len(c.node.users)
@@ -279,7 +306,7 @@ def _join_arguments(members: Sequence[Collective]) -> tuple[list[Any], list[int]
     for m in members:
         inputs.append(m.payload)
         joins, result = m.descriptor.joins, _result(m)
-        assert joins is not None
+        assert joins is not None and joins.cuts is not None
         dims += list(result)
         extents += list(result.values())
         cuts += joins.cuts(m.parts)

@@ -29,11 +29,11 @@ from shardcompile.passes.graph import blocks
 from shardcompile.passes.graph.collective import Collective
 from shardcompile.passes.graph.dependencies import Closure
 from shardcompile.passes.schedule.edges import Edges
-from shardcompile.passes.schedule.outline import Outline, Plan
+from shardcompile.passes.schedule.outline import Outline, Plan, heads
 from shardcompile.passes.schedule.overlap import byte_limit
 from shardcompile.passes.schedule.scheduler import Scheduler
 from shardcompile.passes.schedule.search import NARROWER, quick_plan
-from shardcompile.passes.schedule.tasks import WAIT, Bucket, Tasks
+from shardcompile.passes.schedule.tasks import Bucket, Tasks
 
 FIRST_SPAN = 16.0
 """How long a bucket may transfer, in latencies, at the first attempt. Latency is then a 17th of its time."""
@@ -93,11 +93,13 @@ class _Option:
         all_sizes: whether those join that take longer to copy than a latency.
         deadline: seconds in which all should be done, see `Choice._in_time`; None if it is `span` that divides, less
             at the start and at the end.
+        most: how many may join a bucket; None for as many as there are.
     """
 
     span: float
     all_sizes: bool = True
     deadline: float | None = None
+    most: int | None = None
 
 
 Pricing = Callable[[Set[str], Load], Traffic]
@@ -125,6 +127,7 @@ class Choice:
     ) -> None:
         self.graph, self.model, self.traffic, self.bucket_bytes = graph, model, traffic, bucket_bytes
         self._tried: set[tuple[tuple[int, ...], ...]] = set()
+        self._too_large: set[Hashable] = set()  # of which buckets were tried that do not fit into memory
         self._prices: dict[str, Callable[[Traffic], Price]] = {}  # by group
         self.closure = Closure(graph, [c.node for group in groups.values() for c in group])
         self.groups = {key: group for key, group in groups.items() if self._may_meet(group)}
@@ -151,7 +154,7 @@ class Choice:
         self.tasks = Tasks.of(edges, prices)
         outline = Outline(self.tasks)
         number = {node: n for n, node in enumerate(self.tasks.nodes)}
-        ready, reached = heads(self.tasks), places_before(outline)
+        ready, reached = heads(self.tasks), outline.places_before()
         self.divisible: dict[Hashable, list[Candidate]] = {}
         for key, group in self.groups.items():
             for c in group:
@@ -191,6 +194,8 @@ class Choice:
         while self._attempt(key, _Option(span * factor), chosen):
             span *= factor
         self._improve_by_deadline(key, chosen)
+        if key not in chosen and key in self._too_large:
+            self._improve_in_less_memory(key, span, chosen)
         if not all(map(self._pays, self.divisible[key])):
             kept = chosen.get(key, _Option(span))
             self._attempt(key, replace(kept, all_sizes=False), chosen)
@@ -204,6 +209,12 @@ class Choice:
             results = [self._attempt(key, _Option(span, deadline=share * least), chosen) for share in DEADLINES]
             if any(results):
                 return
+
+    def _improve_in_less_memory(self, key: Hashable, span: float, chosen: dict[Hashable, _Option]) -> None:
+        """Try buckets of fewer members: all results of a bucket are there at once."""
+        most = len(self.divisible[key]) // 2
+        while most > 1 and not self._attempt(key, _Option(span, most=most), chosen):
+            most //= 2
 
     def _least(self, candidates: Sequence[Candidate]) -> float:
         """The least time for all work if collectives had no latency and buckets cost nothing."""
@@ -226,6 +237,8 @@ class Choice:
             return False
         self._tried.add(named)
         score = self._score(divided)
+        if score[0] > self.best[0]:
+            self._too_large.add(key)
         if score > self.best or (score == self.best and key in chosen):
             return False
         self.best, chosen[key] = score, option
@@ -252,19 +265,20 @@ class Choice:
             if not option.all_sizes:
                 candidates = [c for c in candidates if self._pays(c)]
             if option.deadline is None:
-                found += self._parts(candidates, option.span, closure)
+                found += self._parts(candidates, option.span, option.most, closure)
             else:
                 found += self._in_time(candidates, option.span, option.deadline, closure)
         return found
 
-    def _parts(self, candidates: Sequence[Candidate], span: float, closure: Closure) -> Divided:
+    def _parts(self, candidates: Sequence[Candidate], span: float, most: int | None, closure: Closure) -> Divided:
         least = max((c.price.latency for c in candidates), default=0.0)
         before, after = 0.0, sum(c.price.transfer for c in candidates)
         filling = _Filling(closure)
         transfer = 0.0
         for c in candidates:
-            most = min(span, max(least, before), max(least, after))
-            full = transfer + c.price.transfer > most or not self._has_room(filling.nbytes, c)
+            longest = min(span, max(least, before), max(least, after))
+            full = transfer + c.price.transfer > longest or not self._has_room(filling.nbytes, c)
+            full = full or len(filling.bucket) == most
             if filling.bucket and (full or not filling.fits(c)):
                 filling.close()
                 before, transfer = before + transfer, 0.0
@@ -414,25 +428,3 @@ def _are_late(candidates: Sequence[Candidate]) -> bool:
 def _latencies(candidates: Sequence[Candidate]) -> float:
     """What one bucket of all would save."""
     return sum(c.price.latency for c in candidates[1:])
-
-
-def heads(tasks: Tasks) -> list[float]:
-    """By task: the least time before its start."""
-    found = [0.0] * len(tasks.nodes)
-    for n, before in enumerate(tasks.before):
-        for b in before:
-            found[n] = max(found[n], found[b] + tasks.seconds[b])
-        if tasks.kind[n] == WAIT:
-            start = tasks.start_of[n]
-            found[n] = max(found[n], found[start] + tasks.seconds[start] + tasks.price[start].seconds)
-    return found
-
-
-def places_before(outline: Outline) -> list[int]:
-    """By task: how many places of the compute, in its order, come before what it needs is there."""
-    tasks = outline.tasks
-    found = [0] * len(tasks.nodes)
-    for n, before in enumerate(tasks.before):
-        for b in before:
-            found[n] = max(found[n], outline.work_place[b] + 1 if b in outline.work_place else found[b])
-    return found

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from shardcompile import compat
 from shardcompile.collectives.arguments import map_arguments
-from shardcompile.collectives.descriptor import Descriptor, descriptor_of, descriptors, payloads_of
+from shardcompile.collectives.descriptor import STARTS, Descriptor, descriptor_of, descriptors, payloads_of
 from shardcompile.collectives.reductions import ALL_REDUCE
 from shardcompile.collectives.traffic import is_number, nbytes_of, size_of
 from shardcompile.errors import ShardError
@@ -238,7 +238,7 @@ def add_call(graph: Graph, descriptor: Descriptor[Any], **arguments: object) -> 
 
 def collectives(graph: Graph) -> list[Collective]:
     """All collectives of a graph, in its order."""
-    return [c for node in graph.nodes if kind_of(node) is not None and (c := Collective.of(node)) is not None]
+    return [c for node in graph.nodes if id(node.target) in STARTS and (c := Collective.of(node)) is not None]
 
 
 class Seen:

@@ -171,6 +171,26 @@ class Outline:
         np.subtract.at(steps, np.minimum(np.array(freed, dtype=np.int64), end) + 1, nbytes)
         return np.cumsum(steps)[: end + 1] + tasks.fixed
 
+    def places_before(self) -> list[int]:
+        """By task: how many places of the work come before what it needs is there."""
+        found = [0] * len(self.tasks.nodes)
+        for n, before in enumerate(self.tasks.before):
+            for b in before:
+                found[n] = max(found[n], self.work_place[b] + 1 if b in self.work_place else found[b])
+        return found
+
+
+def heads(tasks: Tasks) -> list[float]:
+    """By task: the least time before its start."""
+    found = [0.0] * len(tasks.nodes)
+    for n, before in enumerate(tasks.before):
+        for b in before:
+            found[n] = max(found[n], found[b] + tasks.seconds[b])
+        if tasks.kind[n] == WAIT:
+            start = tasks.start_of[n]
+            found[n] = max(found[n], found[start] + tasks.seconds[start] + tasks.price[start].seconds)
+    return found
+
 
 def tails(tasks: Tasks) -> list[float]:
     """By task: the least time from its start to the end of everything, packing and travelling included."""

@@ -5,9 +5,11 @@ Each one is an op of the namespace ``shardcompile``: it returns a new tensor, wh
 all of it: `shardcompile.collectives.descriptor`. Importing its module registers the op and tells the passes about it.
 """
 
+import shardcompile.collectives.around
 import shardcompile.collectives.mirrors
 import shardcompile.collectives.of_torch
 import shardcompile.collectives.own_blocks
+import shardcompile.collectives.range_bucket
 import shardcompile.collectives.turns  # noqa: F401
 from shardcompile.collectives.buckets import bucket_dtype as bucket_dtype
 from shardcompile.collectives.cuts_of_blocks import symbolic_cut as symbolic_cut

@@ -28,6 +28,7 @@ _TYPES: dict[Any, str] = {
     list[IntLike]: "SymInt[]",
     float: "float",
     float | None: "float?",
+    list[float]: "float[]",
     str: "str",
 }
 

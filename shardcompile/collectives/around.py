@@ -6,7 +6,7 @@ periodic domain. `torch.roll` gives blocks that begin a number of rows earlier o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,7 +17,9 @@ from shardcompile import compat
 from shardcompile.collectives import scratch, transport
 from shardcompile.collectives.blocks import as_rows, blocks_of, check_block, new_rows, other_extents, sizes_of
 from shardcompile.collectives.descriptor import Descriptor
-from shardcompile.collectives.traffic import GroupBlocks, Member, Traffic, nbytes_with, size_with
+from shardcompile.collectives.exchange import Exchange
+from shardcompile.collectives.ranges import JOINS, traffic
+from shardcompile.collectives.traffic import GroupBlocks, Member, nbytes_with, size_with
 from shardcompile.collectives.transport import Range
 from shardcompile.layout import GroupCut, IntLike, chunk_sizes
 
@@ -108,13 +110,18 @@ class _Plan(NamedTuple):
         return _Plan(held, given, taken, held[me][1] - held[me][0] + reach[0] + reach[1])
 
 
-def _fetch(a: Around) -> Tensor:
-    """Start to get the rows of this rank's block and those around it."""
+def exchange_to_fetch(a: Around, out: Tensor | None = None) -> Exchange:
+    """A rank's part in `fetch_around`: to get the rows of its block and those around it.
+
+    Args:
+        a: the arguments.
+        out: flat, to be written; None for new memory.
+    """
     group, x, dim, block = compat.process_group(a.group_name), a.input, a.dim, int(a.block)
     me, others = group.rank(), [p for p in range(group.size()) if p != group.rank()]
     plan = _Plan.of(a, group.size(), me, FETCH_AROUND.kind)
     check_block(x.shape, dim, plan.held[me], me, FETCH_AROUND.kind)
-    out = new_rows(x, dim, block)
+    out = new_rows(x, dim, block) if out is None else out
     if plan.held[me][0] == plan.held[me][1]:
         out.zero_()
     target = as_rows(out, x, dim, block)
@@ -123,18 +130,19 @@ def _fetch(a: Around) -> Tensor:
     # Two messages between the same ranks come in the order in which they go.
     sends = [(p, _rows(x, dim, piece.held)) for p in others for piece in plan.given[p]]
     receives = [(p, target[slice(*piece.got)]) for p in others for piece in plan.taken[p]]
-    call = FETCH_AROUND.enter(group, x.dtype, dim, sizes_of(plan.held), a.before, a.after, other_extents(x, dim))
-    transport.complete(out, call, transport.exchange(call, sends, receives))
-    return out
+    return Exchange(out, sends, receives, _stated(a, plan))
 
 
-def _return(a: Around) -> Tensor:
-    """Start to send rows to those that hold them, where they are added."""
+def exchange_to_return(a: Around, out: Tensor | None = None) -> Exchange:
+    """A rank's part in `return_around`: to send rows to those that hold them, where they are added.
+
+    Arguments are as of `exchange_to_fetch`.
+    """
     group, x, dim, block = compat.process_group(a.group_name), a.input, a.dim, int(a.block)
     me, others = group.rank(), [p for p in range(group.size()) if p != group.rank()]
     plan = _Plan.of(a, group.size(), me, RETURN_AROUND.kind)
     check_block(x.shape, dim, (0, plan.around), me, RETURN_AROUND.kind)
-    out = new_rows(x, dim, block).zero_()
+    out = (new_rows(x, dim, block) if out is None else out).zero_()
     target = as_rows(out, x, dim, block)
     for piece in plan.taken[me]:
         target[slice(*piece.held)].add_(x.movedim(dim, 0)[slice(*piece.got)])
@@ -143,16 +151,18 @@ def _return(a: Around) -> Tensor:
     memory = [scratch.borrow((piece.held[1] - piece.held[0]) * width, target) for _, piece in arriving]
     parts = [m.view(-1, *target.shape[1:]) for m in memory]
     sends = [(p, _rows(x, dim, piece.got)) for p in others for piece in plan.taken[p]]
-    call = RETURN_AROUND.enter(group, x.dtype, dim, sizes_of(plan.held), a.before, a.after, other_extents(x, dim))
-    works = transport.exchange(call, sends, [(p, part) for (p, _), part in zip(arriving, parts, strict=True)])
 
     def accumulate() -> None:
         for (_, piece), part in zip(arriving, parts, strict=True):
             target[slice(*piece.held)].add_(part)
         scratch.give_back(*memory)
 
-    transport.complete(out, call, works, accumulate)
-    return out
+    receives = [(p, part) for (p, _), part in zip(arriving, parts, strict=True)]
+    return Exchange(out, sends, receives, _stated(a, plan), accumulate)
+
+
+def _stated(a: Around, plan: _Plan) -> tuple[object, ...]:
+    return a.dim, sizes_of(plan.held), a.before, a.after, other_extents(a.input, a.dim)
 
 
 def _rows(x: Tensor, dim: int, rows: Range) -> Tensor:
@@ -183,73 +193,54 @@ def _inverse(a: Around, back: Around) -> Around | None:
     return a._replace(input=back.input, before=a.after, after=a.before, block=back.block)
 
 
-def _member(a: Around, n: int | None, held: IntLike, wanted: IntLike) -> tuple[GroupBlocks, GroupBlocks, int]:
-    """The blocks that ranks hold; what they want, with how many rows of others that is; bytes of the whole."""
+def _member(a: Around, n: int | None, held: IntLike, wanted: IntLike) -> tuple[GroupBlocks, GroupBlocks, Member]:
+    """The blocks that ranks hold, what they want, and both as those of a fetch."""
     before, after, total = map(compat.size_hint, (a.before, a.after, a.total))
     home = GroupBlocks.of(a.cut, a.total, held, n)
     away = GroupBlocks.of(a.cut, a.total, wanted, n, max(before + after, 0))
+    nbytes, arriving = nbytes_with(a.input, a.dim, a.total), None
     if n is not None:
-        sizes = home.sizes or chunk_sizes(total, n)
-        blocks = transport.running_ends(sizes)
+        blocks = transport.running_ends(home.sizes or chunk_sizes(total, n))
         kept = [sum(p.got[1] - p.got[0] for p in pieces(b, b, before, after, total)) for b in blocks]
-        come = [max(b + before + after, 0) - k if b else 0 for b, k in zip(sizes, kept, strict=True)]
-        home, away = replace(home, assumed=tuple(sizes)), replace(away, assumed=tuple(come))
-    return home, away, nbytes_with(a.input, a.dim, a.total)
+        come = [max(b - a + before + after, 0) - k if b > a else 0 for (a, b), k in zip(blocks, kept, strict=True)]
+        arriving = tuple(rows * nbytes / max(total, 1) for rows in come)
+    return home, away, Member(home, away, nbytes, arriving)
 
 
 def _fetch_members(a: Around, n: int | None) -> list[Member]:
-    home, away, nbytes = _member(a, n, a.input.shape[a.dim], a.block)
-    return [Member(home, away, nbytes)]
+    _, _, member = _member(a, n, a.input.shape[a.dim], a.block)
+    return [member]
 
 
 def _return_members(a: Around, n: int | None) -> list[Member]:
-    home, away, nbytes = _member(a, n, a.block, a.input.shape[a.dim])
-    return [Member(away, home, nbytes)]
-
-
-def _traffic(home: GroupBlocks | None, away: GroupBlocks | None, nbytes: int) -> Traffic:
-    """What a rank wants and does not hold."""
-    assert home is not None and home.assumed is not None and away is not None and away.assumed is not None
-    row = nbytes / max(sum(home.assumed), 1)
-    return Traffic(row * max(away.assumed), row * sum(away.assumed))
+    home, away, member = _member(a, n, a.block, a.input.shape[a.dim])
+    return [replace(member, put=away, get=home)]
 
 
 def _describe(
     kind: str,
-    run: Callable[[Around], Tensor],
+    exchange: Callable[[Around], Exchange],
     adjoint: Callable[[Around, torch.Size, Tensor], Tensor],
     members: Callable[[Around, int | None], list[Member]],
-    traffic: Callable[[Sequence[Member], int], Traffic],
     inverse: Callable[[Around, Around], Around | None] | None = None,
 ) -> Descriptor[Around]:
-    return Descriptor(
+    descriptor: Descriptor[Around] = Descriptor(
         kind,
         Around,
-        run,
+        lambda a: exchange(a).start(descriptor, a.group_name),
         extents=lambda a: {a.dim: a.block},
         adjoint=adjoint,
         inverse=inverse,
         members=members,
         traffic=traffic,
+        joins=JOINS,
         whole=lambda a: size_with(a.input, a.dim, a.total),
         source=lambda a: (a.total, a.cut),
         states=("dim", "in blocks of", "rows in front", "rows behind", "other extents"),
         told=True,
     )
+    return descriptor
 
 
-FETCH_AROUND = _describe(
-    "fetch_around",
-    _fetch,
-    _adjoint_of_fetch,
-    _fetch_members,
-    lambda members, n: _traffic(members[0].put, members[0].get, members[0].nbytes),
-    _inverse,
-)
-RETURN_AROUND = _describe(
-    "return_around",
-    _return,
-    _adjoint_of_return,
-    _return_members,
-    lambda members, n: _traffic(members[0].get, members[0].put, members[0].nbytes),
-)
+FETCH_AROUND = _describe("fetch_around", exchange_to_fetch, _adjoint_of_fetch, _fetch_members, _inverse)
+RETURN_AROUND = _describe("return_around", exchange_to_return, _adjoint_of_return, _return_members)

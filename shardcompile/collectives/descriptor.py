@@ -37,13 +37,13 @@ class Joins(Generic[A]):
 
     Attributes:
         bucket: the kind of the bucket that it joins.
-        cuts: its cuts as the bucket's op has them.
+        cuts: its cuts as the bucket's op has them; None where the whole record is written into the bucket's.
         load: what each rank has of such collectives.
         uneven: whether a rank may have more than another.
     """
 
     bucket: str
-    cuts: Callable[[A], Sequence[GroupCut]]
+    cuts: Callable[[A], Sequence[GroupCut]] | None = None
     load: Callable[[Sequence[Member], int], Load] = Load.of_blocks
     uneven: bool = False
 
@@ -110,6 +110,8 @@ class Descriptor(Generic[A]):
             object.__setattr__(self, "overloads", (_define(self), *self.overloads))
         for op in self.overloads:
             _BY_ID[id(op)] = self
+            if self.communicates:
+                STARTS.add(id(op))
         _ALL.append(self)
 
     @property
@@ -162,6 +164,9 @@ class Descriptor(Generic[A]):
 
 _BY_ID: dict[int, Descriptor[Any]] = {}
 """By the op's id: torch hashes ops in Python, and every pass asks about every node. Ops live as long as the process."""
+
+STARTS: set[int] = set()
+"""The ids of ops that start a collective: asked of every node by every pass, so that a call would cost too much."""
 
 _ALL: list[Descriptor[Any]] = []
 

@@ -1,22 +1,26 @@
-"""Ranges of rows that ranks want of what others hold, and the way back for sums: each the other's adjoint."""
+"""Ranges of rows that ranks want of what others hold, and the way back for sums: each the other's adjoint.
+
+Several of them between the same ranks meet in a bucket, see `shardcompile.collectives.range_bucket`.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardcompile import compat
 from shardcompile.collectives import scratch, transport
-from shardcompile.collectives.arguments import A
 from shardcompile.collectives.blocks import as_rows, blocks_of, check_block, ends_of, new_rows, other_extents, sizes_of
-from shardcompile.collectives.descriptor import Descriptor
-from shardcompile.collectives.traffic import GroupBlocks, Member, Traffic, nbytes_with, size_with
+from shardcompile.collectives.descriptor import Descriptor, Joins
+from shardcompile.collectives.exchange import Exchange
+from shardcompile.collectives.traffic import GroupBlocks, Load, Member, Traffic, nbytes_with, size_with
 from shardcompile.collectives.transport import Range
 from shardcompile.layout import GroupCut, IntLike, chunk_sizes
 
@@ -63,18 +67,24 @@ def _read_ranges(a: Ranges, ranks: int, what: str) -> list[Range]:
     return wanted if a.fill is not None else [(max(i, 0), min(j, int(a.total))) for i, j in wanted]
 
 
-def _fetch(a: Ranges) -> Tensor:
+def exchange_to_fetch(a: Ranges, out: Tensor | None = None) -> Exchange:
+    """A rank's part in `fetch_ranges`.
+
+    Args:
+        a: the arguments.
+        out: flat, to be written; None for new memory.
+    """
     group, what = compat.process_group(a.group_name), FETCH_RANGES.kind
     held = blocks_of(int(a.total), a.dim, a.src, group.size(), what)
-    return fetch_wanted(
-        FETCH_RANGES, a.input, a.dim, held, _read_ranges(a, group.size(), what), int(a.block), group, a.fill
-    )
+    wanted = _read_ranges(a, group.size(), what)
+    return fetch_wanted(what, a.input, a.dim, held, wanted, int(a.block), group, a.fill, out)
 
 
-def _return(a: Ranges) -> Tensor:
+def exchange_to_return(a: Ranges, out: Tensor | None = None) -> Exchange:
+    """A rank's part in `return_ranges`; arguments as of `exchange_to_fetch`."""
     group, what = compat.process_group(a.group_name), RETURN_RANGES.kind
     held = blocks_of(int(a.total), a.dim, a.src, group.size(), what)
-    return return_wanted(RETURN_RANGES, a.input, a.dim, held, _read_ranges(a, group.size(), what), int(a.block), group)
+    return return_wanted(what, a.input, a.dim, held, _read_ranges(a, group.size(), what), int(a.block), group, out)
 
 
 def _pieces(x: Tensor, dim: int, to_peers: Sequence[Range], me: int) -> list[tuple[int, Tensor]]:
@@ -84,7 +94,7 @@ def _pieces(x: Tensor, dim: int, to_peers: Sequence[Range], me: int) -> list[tup
 
 
 def fetch_wanted(
-    of: Descriptor[A],
+    what: str,
     x: Tensor,
     dim: int,
     held: Sequence[Range],
@@ -92,11 +102,12 @@ def fetch_wanted(
     block: int,
     group: ProcessGroup,
     fill: float | None = None,
-) -> Tensor:
-    """Start to get the range of rows that each rank wants from whoever holds them.
+    out: Tensor | None = None,
+) -> Exchange:
+    """To get the range of rows that each rank wants from whoever holds them.
 
     Args:
-        of: the collective.
+        what: the op, for messages.
         x: this rank's block.
         dim: of the rows.
         held: the range that each rank holds.
@@ -104,13 +115,11 @@ def fetch_wanted(
         block: how many rows this rank wants.
         group: the ranks.
         fill: what rows outside of the dim hold; None if none are wanted.
-
-    Returns:
-        The rows, flat.
+        out: flat, for the rows; None for new memory.
     """
     me, total = group.rank(), held[-1][1]
-    check_block(x.shape, dim, held[me], me, of.kind)
-    out = new_rows(x, dim, block)
+    check_block(x.shape, dim, held[me], me, what)
+    out = new_rows(x, dim, block) if out is None else out
     to_peers = [transport.shifted(transport.overlap(held[me], w), -held[me][0]) for w in wanted]
     from_peers = [transport.shifted(transport.overlap(h, wanted[me]), -wanted[me][0]) for h in held]
     target = as_rows(out, x, dim, block)
@@ -119,60 +128,56 @@ def fetch_wanted(
         target[: max(-start, 0)].fill_(fill)
         target[max(min(total, end) - start, 0) :].fill_(fill)
     target[slice(*from_peers[me])].copy_(x.movedim(dim, 0)[slice(*to_peers[me])])
-    peers = [p for p in range(group.size()) if p != me]
-    sends = _pieces(x, dim, to_peers, me)
-    receives = [(p, target[slice(*from_peers[p])]) for p in peers]
-    call = of.enter(group, x.dtype, dim, sizes_of(held), dim, ends_of(wanted), other_extents(x, dim))
-    transport.complete(out, call, transport.exchange(call, sends, receives))
-    return out
+    receives = [(p, target[slice(*from_peers[p])]) for p in range(group.size()) if p != me]
+    return Exchange(out, _pieces(x, dim, to_peers, me), receives, _stated(x, dim, held, wanted))
 
 
 def return_wanted(
-    of: Descriptor[A],
+    what: str,
     x: Tensor,
     dim: int,
     held: Sequence[Range],
     wanted: Sequence[Range],
     block: int,
     group: ProcessGroup,
-) -> Tensor:
-    """Start the adjoint of `fetch_wanted`: rows go to those that hold them, and are added there.
+    out: Tensor | None = None,
+) -> Exchange:
+    """The adjoint of `fetch_wanted`: rows go to those that hold them, and are added there.
 
     Args:
-        of: the collective.
+        what: the op, for messages.
         x: what belongs to the rows that this rank wants.
         dim: of the rows.
         held: as for `fetch_wanted`.
         wanted: as for `fetch_wanted`.
         block: how many rows this rank holds.
         group: the ranks.
-
-    Returns:
-        The sums, flat.
+        out: flat, for the sums; None for new memory.
     """
     me = group.rank()
-    check_block(x.shape, dim, wanted[me], me, of.kind)
+    check_block(x.shape, dim, wanted[me], me, what)
     to_peers = [transport.shifted(transport.overlap(h, wanted[me]), -wanted[me][0]) for h in held]
     back = [transport.shifted(transport.overlap(held[me], w), -held[me][0]) for w in wanted]
     peers = [p for p in range(group.size()) if p != me]
-    out = new_rows(x, dim, block).zero_()
+    out = (new_rows(x, dim, block) if out is None else out).zero_()
     target = as_rows(out, x, dim, block)
     target[slice(*back[me])].copy_(x.movedim(dim, 0)[slice(*to_peers[me])])
     width = target.shape[1:].numel()
     counts = [back[p][1] - back[p][0] for p in peers]
     memory = [scratch.borrow(n * width, target) for n in counts]
     parts = [m.view(n, *target.shape[1:]) for m, n in zip(memory, counts, strict=True)]
-    sends = _pieces(x, dim, to_peers, me)
-    call = of.enter(group, x.dtype, dim, sizes_of(held), dim, ends_of(wanted), other_extents(x, dim))
-    works = transport.exchange(call, sends, list(zip(peers, parts, strict=True)))
 
     def accumulate() -> None:
         for p, part in zip(peers, parts, strict=True):
             target[slice(*back[p])].add_(part)
         scratch.give_back(*memory)
 
-    transport.complete(out, call, works, accumulate)
-    return out
+    receives = list(zip(peers, parts, strict=True))
+    return Exchange(out, _pieces(x, dim, to_peers, me), receives, _stated(x, dim, held, wanted), accumulate)
+
+
+def _stated(x: Tensor, dim: int, held: Sequence[Range], wanted: Sequence[Range]) -> tuple[object, ...]:
+    return dim, sizes_of(held), dim, ends_of(wanted), other_extents(x, dim)
 
 
 def _adjoint(of: Callable[[], Descriptor[Ranges]]) -> Callable[[Ranges, torch.Size, Tensor], Tensor]:
@@ -218,18 +223,34 @@ def _held_side(a: Ranges, extent: IntLike, n: int | None, wanted: GroupBlocks) -
     return replace(side, assumed=wanted.assumed) if side.sizes is None else side
 
 
-def _traffic(members: Sequence[Member], n: int) -> Traffic:
-    """What a rank wants and does not hold."""
-    (m,) = members
+def load(members: Sequence[Member], n: int) -> Load:
+    """What each rank sends to others, and gets from them."""
+    return Load(np.sum([_moved(m, n) for m in members], axis=0))
+
+
+def _moved(m: Member, n: int) -> np.ndarray:
+    """Bytes that each rank sends, and that it gets."""
+    if m.arriving is not None:
+        return np.array([m.arriving, m.arriving])
     assert m.put is not None and m.get is not None
     narrow, wide = (m.put, m.get) if m.get.halo or not m.put.halo else (m.get, m.put)
     held, wanted = narrow.sizes or narrow.assumed, wide.sizes or wide.assumed
     if held is None or wanted is None:
         # Cuts that are known at run time only: all but one part in n may have to move.
-        return Traffic((n - 1) / n * m.nbytes / n, (n - 1) / n * m.nbytes)
-    rows = max(sum(held), 1)
+        return np.full((2, n), (n - 1) / n * m.nbytes / n)
     taken, given = _moved_rows(held, wanted, wide.halo)
-    return Traffic(m.nbytes * max(*taken, *given) / rows, m.nbytes * sum(taken) / rows)
+    moved = [given, taken] if narrow is m.put else [taken, given]
+    return np.array(moved) * (m.nbytes / max(sum(held), 1))
+
+
+def traffic(members: Sequence[Member], n: int) -> Traffic:
+    """What a rank wants and does not hold."""
+    return moved(load(members, n))
+
+
+def moved(load: Load) -> Traffic:
+    """What is sent as it lies, and arrives in place, by what each rank sends and gets."""
+    return Traffic(load.largest, load.whole)
 
 
 def _moved_rows(held: Sequence[int], wanted: Sequence[int], halo: int) -> tuple[list[int], list[int]]:
@@ -258,17 +279,21 @@ def _moved_rows(held: Sequence[int], wanted: Sequence[int], halo: int) -> tuple[
     return taken, given
 
 
+JOINS: Joins[Any] = Joins("range_bucket", load=load, uneven=True)
+"""How the collectives of this module, and those that are like them, take part in a bucket."""
+
 FETCH_RANGES: Descriptor[Ranges] = Descriptor(
     "fetch_ranges",
     Ranges,
-    _fetch,
+    lambda a: exchange_to_fetch(a).start(FETCH_RANGES, a.group_name),
     extents=lambda a: {a.dim: a.block},
     adjoint=_adjoint(lambda: RETURN_RANGES),
     inverse=_inverse,
     members=_fetch_members,
-    traffic=_traffic,
+    traffic=traffic,
     whole=lambda a: size_with(a.input, a.dim, a.total),
     source=lambda a: (a.total, a.src),
+    joins=JOINS,
     states=("dim", "in blocks of", "to dim", "in", "other extents"),
     told=True,
 )
@@ -276,13 +301,14 @@ FETCH_RANGES: Descriptor[Ranges] = Descriptor(
 RETURN_RANGES: Descriptor[Ranges] = Descriptor(
     "return_ranges",
     Ranges,
-    _return,
+    lambda a: exchange_to_return(a).start(RETURN_RANGES, a.group_name),
     extents=lambda a: {a.dim: a.block},
     adjoint=_adjoint(lambda: FETCH_RANGES),
     members=_return_members,
-    traffic=_traffic,
+    traffic=traffic,
     whole=lambda a: size_with(a.input, a.dim, a.total),
     source=lambda a: (a.total, a.src),
+    joins=JOINS,
     states=("dim", "in blocks of", "to dim", "in", "other extents"),
     told=True,
 )

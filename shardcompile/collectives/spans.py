@@ -207,12 +207,14 @@ def _held_and_wanted(a: Spans, what: str) -> tuple[list[Range], list[Range]]:
 
 def _fetch(a: Spans) -> Tensor:
     group, (held, wanted) = compat.process_group(a.group_name), _held_and_wanted(a, "fetch_spans")
-    return fetch_wanted(FETCH_SPANS, a.input, 0, held, wanted, int(a.block), group)
+    exchange = fetch_wanted(FETCH_SPANS.kind, a.input, 0, held, wanted, int(a.block), group)
+    return exchange.start(FETCH_SPANS, a.group_name)
 
 
 def _return(a: Spans) -> Tensor:
     group, (held, wanted) = compat.process_group(a.group_name), _held_and_wanted(a, "return_spans")
-    return return_wanted(RETURN_SPANS, a.input, 0, held, wanted, int(a.block), group)
+    exchange = return_wanted(RETURN_SPANS.kind, a.input, 0, held, wanted, int(a.block), group)
+    return exchange.start(RETURN_SPANS, a.group_name)
 
 
 def _adjoint(of: Callable[[], Descriptor[Spans]]) -> Callable[[Spans, torch.Size, Tensor], Tensor]:

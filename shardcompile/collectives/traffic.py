@@ -81,11 +81,13 @@ class Member:
         put: the blocks put in; None if all ranks put in tensors of one shape.
         get: the blocks got; None if all ranks get tensors of one shape.
         nbytes: of the whole tensor, by hints; those of the payload for what has no cut.
+        arriving: bytes that each rank gets from others, and sends, if that does not follow from the blocks.
     """
 
     put: GroupBlocks | None
     get: GroupBlocks | None
     nbytes: int
+    arriving: tuple[float, ...] | None = None
 
 
 def of_any_rows(payload: Tensor, block: object) -> Member:

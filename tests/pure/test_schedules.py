@@ -23,6 +23,7 @@ from torch.fx import Graph
 from work import calls
 
 from shardcompile.collectives.gathers import AllGatherV, ReduceScatterV
+from shardcompile.collectives.range_bucket import members_of
 from shardcompile.collectives.turns import AllToAllV
 from shardcompile.machines import CPU_CORE, H100, INFINIBAND_NDR
 from shardcompile.passes import BucketReduceScatters, Pipeline
@@ -34,7 +35,7 @@ from shardcompile.passes.schedule.bounds import lower_bound
 from shardcompile.passes.schedule.edges import Edges
 from shardcompile.passes.schedule.hold_order import HoldOrder
 from shardcompile.passes.schedule.outline import Outline
-from shardcompile.passes.schedule.overlap import ScheduleOverlap, best_order
+from shardcompile.passes.schedule.overlap import ScheduleOverlap, best_order, byte_limit
 from shardcompile.passes.schedule.scheduler import Scheduler
 from shardcompile.passes.schedule.search import quick_plans
 from shardcompile.passes.schedule.simulator import known_peak, peak_memory, simulate
@@ -191,6 +192,26 @@ def test_large_members_stay_alone_and_small_ones_meet_across_them() -> None:
     assert kinds.count(("all_gather_v", 1)) == 4 * 6 - buckets[0]
 
 
+def test_buckets_of_as_many_members_as_the_memory_holds() -> None:
+    """One bucket of all would hold all payloads at once, which are made one after the other, and all results."""
+    with world_of(RANKS):
+        w = suite.Writer(place_of("even"))
+        sizes = w.cut(4096 * RANKS)
+        kept = [w.input(sizes[0], 256) for _ in range(80)]
+        total = kept[0]
+        for i in range(12):
+            rolled = w.rolled(w.call(torch.ops.aten.mul.Tensor, kept[0], float(i)), sizes, 1)
+            total = w.call(torch.ops.aten.add.Tensor, total, rolled)
+        graph = w.output(total, *kept)
+        limit = byte_limit(graph, Prices.of(graph, MODEL))
+        before = simulate(list(graph.nodes), Prices.of(graph, MODEL)).total
+        passes()(graph)
+        after = simulate(list(graph.nodes), Prices.of(graph, MODEL))
+    members = [len(c.payloads) for c in collectives(graph) if c.kind == "range_bucket"]
+    assert len(members) > 1 and sum(members) == 12, members
+    assert after.peak_bytes <= limit and after.total < 0.6 * before
+
+
 def test_buckets_that_delay_more_than_they_save_are_not_made() -> None:
     """The halves' exchanges in one bucket would leave nothing to hide them behind."""
     place = suite.Place(4, 0, "g", lambda extent, i: suite.cut(extent, 4, "1:9", i))
@@ -233,6 +254,15 @@ def _exchange_bucket(calls: list[Any]) -> Any:
     return _members(calls, arguments, lockstep._all_to_all_v)
 
 
+def _range_bucket(calls: list[Any]) -> Any:
+    members = [members_of(call) for call in calls]
+    parts = [
+        lockstep._PLAYED[of_one[0][0].of.kind]([record for _, record in of_one])
+        for of_one in zip(*members, strict=True)
+    ]
+    return [torch.cat([part[rank] for part in parts]) for rank in range(len(calls))]
+
+
 @pytest.fixture
 def buckets_play(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every legal bucket kept, and played."""
@@ -240,6 +270,7 @@ def buckets_play(monkeypatch: pytest.MonkeyPatch) -> None:
         "all_gather_bucket": _gather_bucket,
         "reduce_scatter_bucket": _scatter_bucket,
         "all_to_all_bucket": _exchange_bucket,
+        "range_bucket": _range_bucket,
     }
     monkeypatch.setattr(lockstep, "_PLAYED", lockstep._PLAYED | played)
     monkeypatch.setattr(lockstep, "signature", lambda node: f"{node.target} {node.args[-1]} {Collective.of(node).kind}")

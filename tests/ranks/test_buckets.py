@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from after_passes import graph_after_passes
+from sent import Sent
 from tiers import often
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,6 +18,9 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
 from shardcompile.collectives import scratch, wait
+from shardcompile.collectives.around import FETCH_AROUND, RETURN_AROUND, Around
+from shardcompile.collectives.range_bucket import RANGE_BUCKET, together
+from shardcompile.collectives.ranges import FETCH_RANGES, RETURN_RANGES, Ranges
 from shardcompile.demo.traffic import traffic_of
 from shardcompile.layout import GroupCut, write_cuts
 from shardcompile.passes import inductor_options
@@ -26,7 +31,7 @@ SIZES = {2: [[3, 5], [0, 4], [1, 0], [2, 2]], 3: [[3, 0, 5], [0, 0, 4], [1, 1, 1
 SHAPES: list[tuple[int, list[int]]] = [(0, [-1, 3]), (1, [2, -1, 3]), (0, [-1]), (1, [4, -1])]
 """Dim that is cut, shape but for its extent."""
 
-PASSES = ["bucket_all_gathers", "bucket_reduce_scatters", "bucket_all_to_alls", "bucket_all_reduces"]
+PASSES = ["bucket_all_gathers", "bucket_reduce_scatters", "bucket_all_to_alls", "bucket_ranges", "bucket_all_reduces"]
 
 
 def group_name() -> str:
@@ -101,6 +106,54 @@ def test_all_to_alls() -> None:
         cuts += [GroupCut(src, 0, []), GroupCut(dst, 0, [])]
     flat = wait(_ops.all_to_all_bucket(blocks, dims, extents, *write_cuts(cuts), group_name()))
     assert torch.equal(flat, torch.cat(singles))
+
+
+def range_members(ranks: int, me: int, dtype: torch.dtype, filled: bool) -> tuple[list[str], list[Ranges | Around]]:
+    """Halos, blocks of another cut, rolls and rows around blocks, and the ways back, of several shapes and dims."""
+    kinds: list[str] = []
+    records: list[Ranges | Around] = []
+    for n, (src, (dim, shape)) in enumerate(zip(SIZES[ranks], SHAPES, strict=True)):
+        total, dst = sum(src), SIZES[ranks][n][::-1]
+        held, wanted = GroupCut(src, 0, []), GroupCut(dst, 0, [])
+
+        def block(rows: int, seed: int, dim: int = dim, shape: list[int] = shape) -> Tensor:
+            return values([rows if s < 0 else s for s in shape], dtype, 100 * seed + me)
+
+        fill = 2.5 if filled else None
+        end = sum(src[: me + 1])
+        start = end - src[me]
+        first, last = (start - 1, end + 1) if filled else (max(start - 1, 0), min(end + 1, total))
+        halo = last - first if src[me] else 0
+        reach = [total, 1, 1, 1, 1]
+        kinds += ["fetch_ranges", "return_ranges"]
+        records.append(Ranges(block(src[me], n), dim, total, halo, held, held, reach, fill, group_name()))
+        back = Ranges(block(halo, 10 + n), dim, total, src[me], held, held, reach, fill, group_name())
+        records.append(back)
+        if filled:
+            continue
+        kinds += ["fetch_ranges", "return_ranges", "fetch_around", "fetch_around", "return_around"]
+        records.append(Ranges(block(src[me], 20 + n), dim, total, dst[me], held, wanted, [], None, group_name()))
+        records.append(Ranges(block(dst[me], 30 + n), dim, total, src[me], held, wanted, [], None, group_name()))
+        records.append(Around(block(src[me], 40 + n), dim, 2, -2, total, src[me], held, group_name()))
+        records.append(Around(block(src[me], 50 + n), dim, 1, 2, total, src[me] + 3, held, group_name()))
+        records.append(Around(block(src[me] + 3, 60 + n), dim, 1, 2, total, src[me], held, group_name()))
+    return kinds, records
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
+def test_ranges(dtype: torch.dtype, filled: bool) -> None:
+    kinds, records = range_members(world_size(), rank(), dtype, filled)
+    by_kind = {d.kind: d for d in (FETCH_RANGES, RETURN_RANGES, FETCH_AROUND, RETURN_AROUND)}
+    singles = [wait(by_kind[kind].call(record)) for kind, record in zip(kinds, records, strict=True)]
+    for seed in range(3):
+        order = list(range(len(kinds)))
+        random.Random(seed).shuffle(order)
+        with Sent() as watch:
+            flat = wait(RANGE_BUCKET.call(together([kinds[i] for i in order], [records[i] for i in order])))
+        assert watch.names == ["range_bucket"]
+        assert torch.equal(flat, torch.cat([singles[i] for i in order]))
 
 
 @pytest.mark.ranks(2, 3)
@@ -214,3 +267,56 @@ def _step(compiled: Any, x: Tensor, weights: list[Tensor], out: list[Tensor]) ->
     loss = compiled(x, weights)
     loss.backward()
     out.append(loss.full_tensor() if isinstance(loss, sc.ShardTensor) else loss)
+
+
+def advection(u: Tensor, v: Tensor) -> Tensor:
+    """Two steps on a periodic grid."""
+    for _ in range(2):
+        slopes = [[0.5 * (f.roll(-1, d) - f.roll(1, d)) for d in (0, 1)] for f in (u, v)]
+        u, v = (f - 0.1 * (u * s[0] + v * s[1]) for f, s in zip((u, v), slopes, strict=True))
+    return u * v
+
+
+def diffusion(u: Tensor, v: Tensor) -> Tensor:
+    """Two steps on a grid with an edge."""
+    for _ in range(2):
+        u = u + 0.1 * nn.functional.pad(u[2:] + u[:-2] - 2 * u[1:-1], (0, 0, 1, 1))
+    return u + v
+
+
+@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.parametrize("backend", ["graph", pytest.param("inductor", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("step", "without", "with_buckets"), [(advection, 8 + 8, 2 + 2), (diffusion, 6 + 4, 4 + 2)], ids=["around", "edge"]
+)
+def test_stencils(step: Any, without: int, with_buckets: int, backend: str) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    results = []
+    for off in (["bucket_ranges"], []):
+        torch._dynamo.reset()
+        how = {"options": inductor_options(off=off)} if backend == "inductor" else {"backend": graph_after_passes(off)}
+        compiled = torch.compile(step, fullgraph=True, **how)  # type: ignore[arg-type]
+        for sizes in ([3, 4, 1], [0, 6, 5], [1, 1, 9]):
+            full = [values([sum(sizes), 4], torch.float64, seed) / 8 for seed in range(2)]
+            cut = [sc.distribute_tensor(f, mesh, [Shard(0)], sharding_shapes={0: sizes}) for f in full]
+            x = [c.detach().requires_grad_() for c in cut]
+            compiled(*x).square().sum().backward()  # compiles
+            for t in x:
+                t.grad = None
+            with Sent() as watch:
+                out = compiled(*x)
+                out.backward(out.detach())
+            sent = len([name for name in watch.names if name != "wait_tensor"])
+            plain = [f.clone().requires_grad_() for f in full]
+            expected = step(*plain)
+            expected.backward(expected.detach())
+            found = [out.full_tensor(), *(t.grad.full_tensor() for t in x)]
+            torch.testing.assert_close(found, [expected, *(p.grad for p in plain)], rtol=1e-12, atol=1e-12)
+            assert sent == (without if off else with_buckets), (sent, ":".join(n[:12] for n in watch.names))
+            results.append(found)
+    if backend == "graph":
+        assert all(
+            torch.equal(a, b)
+            for with_, without_ in zip(results[:3], results[3:], strict=True)
+            for a, b in zip(with_, without_, strict=True)
+        )
