@@ -31,7 +31,7 @@ from shardcompile.ops.sort import sharded as sort
 from shardcompile.ops.view import diagonals, memory, reshape, rows, strided
 from shardcompile.ops.view import kernels as view_kernels
 from shardcompile.ops.view import rule as view_rule
-from shardcompile.ops.window import interpolation, per_channel
+from shardcompile.ops.window import interpolation, per_channel, unfold
 from shardcompile.ops.window import rule as window_rule
 from shardcompile.ops.window import sharded as window
 
@@ -73,6 +73,7 @@ __all__ = [
     "sort",
     "sort_rule",
     "strided",
+    "unfold",
     "view_kernels",
     "view_rule",
     "window",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sent import Sent
 from tiers import often, spread
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -142,11 +143,32 @@ def test_counts_are_added_up() -> None:
             (n.bincount(minlength=20), numbers.bincount(minlength=20)),
             (n.bincount(w), numbers.bincount(weights)),
             (x.histc(5, -1, 1), full.histc(5, -1, 1)),
+            (x.histc(5), full.histc(5)),
+            ((0 * x).histc(4), (0 * full).histc(4)),
         ):
             assert ours.sharding.is_partial
             torch.testing.assert_close(ours.full_tensor(), theirs, **TIGHT)
         with pytest.raises(RuntimeError, match="non-negative"):
             (n - 100).bincount()
+        for bad in (torch.nan, torch.inf):
+            with pytest.raises(RuntimeError, match="finite"):
+                (x * bad).histc(5)
+
+
+@pytest.mark.ranks(3, processes=False)
+def test_comparing_all_elements_gathers_none() -> None:
+    for sizes, full in inputs():
+        x = sc.distribute_tensor(full.clone(), mesh(), [Shard(0)], sharding_shapes={0: sizes})
+        near, far, gap = x + 1e-9, x + 1, x.detach().clone()
+        gap[-1] = torch.nan
+        with Sent() as watch:
+            told = [torch.allclose(x, near), torch.allclose(x, full + 0), torch.equal(x, full), torch.equal(x, x + 0)]
+            assert told == [True] * 4
+            told = [torch.allclose(x, far), torch.equal(x, far), torch.allclose(gap, gap), torch.equal(gap, gap + 0)]
+            assert told == [False] * 4
+            assert torch.allclose(gap, gap, equal_nan=True) and torch.allclose(x, far, atol=1.1)
+        assert not any("gather" in name for name in watch.names), watch.names
+        assert torch.allclose(x, sc.distribute_tensor(full, mesh(), [Shard(0)]))
 
 
 SIZED_BY_RUN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial
@@ -34,12 +36,19 @@ def bincount(x: Sharded, weights: Tensor | None = None, minlength: int = 0) -> T
 
 
 def histc(x: Sharded, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
-    """``aten.histc`` of numbers that are cut, between limits that are given."""
-    if not isinstance(x, Sharded) or not min < max:
+    """``aten.histc`` of numbers that are cut; in a trace only between limits that are given."""
+    if not isinstance(x, Sharded) or not (min < max or min == max == 0):
         return NotImplemented
     x = reduced(x)
     if not any(c is not None for c in x._spec.layout.cuts) or 0 in x.shape:
         return NotImplemented
+    if min == max:
+        if compat.is_fake(x._local_tensor):
+            return NotImplemented
+        min, max = (float(e.item()) for e in (aten.min.default(x), aten.max.default(x)))
+        if not (math.isfinite(min) and math.isfinite(max)):
+            return NotImplemented  # torch says what is wrong
+        min, max = (min - 1, max + 1) if min == max else (min, max)
     return _add_up(x, aten.histc.default(x._local_tensor, bins, min, max))
 
 

@@ -38,8 +38,13 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool((a == b).all().item())
 
 
+def _allclose(a: Tensor, b: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> bool:
+    return bool(aten.isclose.default(a, b, rtol, atol, equal_nan).all().item())
+
+
 state(aten.addmm.default, sharded=_addmm)
 state(aten.baddbmm.default, sharded=_baddbmm)
 state(aten.addbmm.default, sharded=_addbmm)
 state(aten.trace.default, sharded=_trace)
 state(aten.equal.default, sharded=_equal)
+state(aten.allclose.default, sharded=_allclose)

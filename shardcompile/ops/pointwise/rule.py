@@ -120,8 +120,9 @@ _TAGGED = Rule(pointwise, None, "torch.Tag.pointwise")
 
 @family
 def tagged_as_pointwise(op: OpOverload) -> Facts | None:
-    """Every op that torch tags as pointwise."""
-    return {"rule": _TAGGED, "elementwise": True} if torch.Tag.pointwise in op.tags else None
+    """Every op that torch tags as pointwise, but for `equal`, which returns a bool."""
+    returns = all(str(r.type) != "bool" for r in op._schema.returns)
+    return {"rule": _TAGGED, "elementwise": True} if torch.Tag.pointwise in op.tags and returns else None
 
 
 def _zero_(call: OpCall) -> Iterable[Strategy]:

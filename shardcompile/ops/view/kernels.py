@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,18 +25,34 @@ def unbound(x: Tensor, dim: int = 0) -> Sequence[Tensor]:
     return [aten.select.int(x, dim, i) for i in range(int(x.shape[dim]))]
 
 
-def _add_windows(grad: Tensor, shape: Sequence[IntLike], dim: int, size: int, step: int) -> Tensor:
-    """`unfold_backward`. In a trace torch's own flattens windows, and asks whether a block is stored so that it can."""
-    if type(grad) is Tensor or not shape:
+def add_windows(grad: Tensor, extent: IntLike, dim: int, size: int, step: int) -> Tensor:
+    """The sums of windows, the last dim, where they lie along a dim. For blocks that may have none.
+
+    In a trace torch's own `unfold_backward` flattens windows, and asks whether a block is stored so that it can.
+
+    Args:
+        grad: the windows.
+        extent: of the dim in the result.
+        dim: along which they lie.
+        size: of a window.
+        step: from one to the next.
+    """
+    shape = [extent if d == dim else n for d, n in enumerate(grad.shape[:-1])]
+    if type(grad) is Tensor and grad.shape[dim]:
         return aten.unfold_backward.default(grad, shape, dim, size, step)
-    dim = dim % len(shape)
-    extent: Any = shape[dim]
-    rows = torch.arange(extent, device=grad.device).unfold(0, size, step)
+    starts = torch.arange(grad.shape[dim], device=grad.device) * step
+    rows = starts.unsqueeze(-1) + torch.arange(size, device=grad.device)
     index = [*[None] * dim, rows]
     return aten._unsafe_index_put.default(grad.new_zeros(shape), index, grad.movedim(-1, dim + 1), True)
 
 
-state(aten.unfold_backward.default, kernel=_add_windows)
+def _unfold_backward(grad: Tensor, shape: Sequence[IntLike], dim: int, size: int, step: int) -> Tensor:
+    if type(grad) is Tensor or not shape:
+        return aten.unfold_backward.default(grad, shape, dim, size, step)
+    return add_windows(grad, shape[dim], dim % len(shape), size, step)
+
+
+state(aten.unfold_backward.default, kernel=_unfold_backward)
 state(aten.unbind.int, kernel=unbound, shape_kernel=unbound)
 state(aten.view.default, kernel=view_block)
 state(aten._unsafe_view.default, kernel=view_block)

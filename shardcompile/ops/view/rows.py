@@ -76,10 +76,22 @@ def sliced_cut(cut: Cut, start: IntLike, step: int, count: IntLike, mesh: Device
         return found, row  # no rows at all; what is known is not made of symbols
     if cut.core is not None and step == 1 and _surely_same((start, count), (cut.core[1], cut.core[0].extent)):
         return cut.core[0], row
-    depth, base = 1, cut.origin
-    while base is not None:
-        depth, base = depth + 1, base[0].origin
-    return (found if depth > 8 else replace(found, origin=(cut, start, step))), row
+    return from_rows_of(found, cut, start, step), row
+
+
+def from_rows_of(cut: Cut, base: Cut, start: IntLike, step: int) -> Cut:
+    """A cut that remembers that its rows are with rows ``start, start + step, ...`` of another one, for gradients."""
+    depth, of = 1, base.origin
+    while of is not None:
+        depth, of = depth + 1, of[0].origin
+    return cut if depth > 8 else replace(cut, origin=(base, start, step))
+
+
+def base_of(cut: Cut, extent: IntLike, start: IntLike, step: int) -> Cut | None:
+    """The cut of `extent` rows that `from_rows_of` was given, if it was these rows of it."""
+    base = cut.origin
+    known = base is not None and _surely_same((base[0].extent, base[1], base[2]), (extent, start, step))
+    return base[0] if base is not None and known else None
 
 
 # Rows of a block
@@ -275,9 +287,8 @@ def slice_backward(
         return NotImplemented
     meta = global_meta(aten.slice_backward.default, (grad, sizes, dim, start, end, step), {})
     extent, begin = compat.global_extents(meta.shape)[dim], begin_of(start, sizes[dim])
-    base = cut.origin
-    if base is not None and _surely_same((base[0].extent, base[1], base[2]), (extent, begin, step)):
-        whole = base[0]
+    whole = base_of(cut, extent, begin, step)
+    if whole is not None:
         _, row = derive("sliced", [whole], [begin, step, grad.shape[dim]], grad.shape[dim], grad._spec.layout.mesh)
         return _place(grad, dim, whole, row, step, 0)
     # A slice that begins behind the last row has no rows; no guard is asked for, by which traces of it would differ.

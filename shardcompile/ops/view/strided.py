@@ -94,7 +94,7 @@ def _check_reach(x: Tensor, size: Sequence[IntLike], stride: Sequence[IntLike], 
         )
 
 
-def _strided_view(op: OpOverload) -> Run:
+def strided_view(op: OpOverload) -> Run:
     """A view of rows at a distance from each other. Torch's own asks where `x` starts in a storage."""
 
     def view(x: Sharded, *args: object) -> Tensor:
@@ -166,11 +166,10 @@ def _strided_whole(
     return wrapped
 
 
-_diagonal_at = _strided_view(aten.diagonal.default)
+_diagonal_at = strided_view(aten.diagonal.default)
 
 state(aten.as_strided.default, sharded=as_strided)
 state(aten.diagonal.default, sharded=_diagonal)
-state(aten.unfold.default, sharded=_strided_view(aten.unfold.default))
 state(aten.diagonal_backward.default, not_decomposed="torch's is of ops that gather")
 
 
