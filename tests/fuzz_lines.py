@@ -435,6 +435,13 @@ def _conv(d: Draw) -> str:
     return f"F.conv1d({x}, weight(2, {channels}, 3), padding={d.int(0, 1)})"
 
 
+def _columns_of_windows(d: Draw) -> str:
+    x = d.x(3, lambda t: t.ndim == 3 and 0 not in t.shape and t.dtype is torch.float64)
+    windows = f"F.unfold({x}, ({d.int(1, 3)}, {d.int(1, 2)}), padding={d.int(0, 1)}, stride={d.int(1, 2)})"
+    fold = f"F.fold({x}.flatten(0, 1).repeat_interleave(6, 0)[:, :1].expand(-1, 2), (3, 3), (3, 2))"
+    return d.rng.choice([windows, windows, windows, fold])
+
+
 # Writes
 
 
@@ -554,6 +561,7 @@ OPS: list[tuple[str, list[Maker]]] = [
     ("joins", [_cat, _stack, _pad, _cat]),
     ("rows", [_rows, _rows, _embedding, _gather, _index_add, _where, _mask, _mask]),
     ("products", [_matmul, _matmul, _linear, _outer, _attention, _conv]),
+    ("windows", [_columns_of_windows, _along("X.roll(1, D) - X.roll(-2, D)"), _along("X.unfold(D, 2, 1).mean(-1)", 2), _along("torch.gradient(X, dim=D)[0]", 2)]),
     ("writes", [_write_number, _write_other, _write_view, _write_view, _write_view, _set_item, _write_rows, _reshape_itself]),
     ("layouts", [_to, _to, lambda d: f"whole({d.pick()})"]),
 ]  # fmt: skip

@@ -92,12 +92,12 @@ def _im2col(
     x: Tensor, kernel: Sequence[int], dilation: Sequence[int], padding: Sequence[int], stride: Sequence[int]
 ) -> Tensor:
     """``aten.im2col`` of images that are cut along their height."""
-    if x.ndim == 3:
-        return _im2col(x.unsqueeze(0), kernel, dilation, padding, stride).squeeze(0)
     global_meta(aten.im2col.default, (x, kernel, dilation, padding, stride), {})
-    cuts = x._spec.layout.cuts if isinstance(x, Sharded) else ()
-    if not isinstance(x, Sharded) or cuts[3] is not None or not _is_in_one_piece(x, 2) or tuple(dilation) != (1, 1):
+    whole = not isinstance(x, Sharded) or x._spec.layout.cuts[-1] is not None or not _is_in_one_piece(x, x.ndim - 2)
+    if whole or tuple(dilation) != (1, 1):
         return NotImplemented
+    if x.ndim == 3:
+        return aten.im2col.default(x.unsqueeze(0), kernel, dilation, padding, stride).squeeze(0)
     (high, wide), (down, right) = padding, stride
     x = aten.constant_pad_nd.default(x, [wide, wide, high, high])
     windows = x.unfold(2, kernel[0], down).unfold(3, kernel[1], right)
@@ -113,16 +113,16 @@ def _col2im(
     stride: Sequence[int],
 ) -> Tensor:
     """``aten.col2im`` of windows of which the rows of an image are cut."""
-    if x.ndim == 2:
-        return _col2im(x.unsqueeze(0), size, kernel, dilation, padding, stride).squeeze(0)
     global_meta(aten.col2im.default, (x, size, kernel, dilation, padding, stride), {})
     high, wide = (n + 2 * p for n, p in zip(size, padding, strict=True))
     rows, columns = ((n - k) // s + 1 for n, k, s in zip((high, wide), kernel, stride, strict=True))
-    cut = x._spec.layout.cuts[2] if isinstance(x, Sharded) else None
-    if not isinstance(x, Sharded) or cut is None or not _is_in_one_piece(x, 2) or tuple(dilation) != (1, 1):
+    cut = x._spec.layout.cuts[-1] if isinstance(x, Sharded) else None
+    if not isinstance(x, Sharded) or cut is None or not _is_in_one_piece(x, x.ndim - 1) or tuple(dilation) != (1, 1):
         return NotImplemented
     if cut.unscaled(columns) is None:
         return NotImplemented
+    if x.ndim == 2:
+        return aten.col2im.default(x.unsqueeze(0), size, kernel, dilation, padding, stride).squeeze(0)
     channels = x.shape[1] // (kernel[0] * kernel[1])
     windows = x.unflatten(2, (rows, columns)).unflatten(1, (channels, *kernel)).permute(0, 1, 4, 5, 2, 3)
     shape = [x.shape[0], channels, rows, wide, kernel[0]]
