@@ -215,6 +215,8 @@ class Choice:
         most = len(self.divisible[key]) // 2
         while most > 1 and not self._attempt(key, _Option(span, most=most), chosen):
             most //= 2
+        if most > 1:
+            self._attempt(key, _Option(span, most=3 * most // 2), chosen)
 
     def _least(self, candidates: Sequence[Candidate]) -> float:
         """The least time for all work if collectives had no latency and buckets cost nothing."""
