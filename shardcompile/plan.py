@@ -24,7 +24,7 @@ from shardcompile.layout import Apart, Cut, IntLike, Layout, has_runs
 
 _T = TypeVar("_T")
 StepKind = Literal[
-    "all_gather_v", "reduce_scatter_v", "all_reduce", "all_to_all_v", "fetch_ranges", "exchange_rows", "take_block"
+    "all_gather_v", "reduce_scatter_v", "all_reduce", "all_to_all_v", "fetch_ranges", "regroup_rows", "take_block"
 ]
 
 
@@ -146,7 +146,7 @@ def _exchange_of_stretches(src: Layout, dst: Layout) -> Plan | None:
     cuts = [after if d == dim else c for d, c in enumerate(src.cuts)]
     between = Layout.of(src.mesh, src.placements, src.shape, src.dtype, cuts)
     (mesh_dim,) = before.mesh_dims
-    step = Step("exchange_rows", mesh_dim, src, between, moved_bytes("exchange_rows", mesh_dim, src, between))
+    step = Step("regroup_rows", mesh_dim, src, between, moved_bytes("regroup_rows", mesh_dim, src, between))
     return Plan(src, between, (step,))
 
 
@@ -326,7 +326,7 @@ def moved_bytes(kind: StepKind, mesh_dim: int, src: Layout, dst: Layout) -> int:
         return copies * whole * (world - 1)
     if kind == "all_reduce":
         return 2 * copies * whole * (world - 1)
-    if kind == "exchange_rows":
+    if kind == "regroup_rows":
         return copies * whole * (world - 1) // world
     kept, of = _kept_share(kind, mesh_dim, src, dst)
     return copies * whole * (of - kept) // of

@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import Decoded, Pending, block_shape, block_size, reductions, regroup_rows
+from shardcompile.collectives import Decoded, Pending, block_shape, block_size, reductions
 from shardcompile.collectives.gathers import ALL_GATHER_V, REDUCE_SCATTER_V, AllGatherV, ReduceScatterV
 from shardcompile.collectives.own_blocks import TAKE_BLOCK, TakeBlock
 from shardcompile.collectives.ranges import FETCH_RANGES, Ranges
+from shardcompile.collectives.stretches import REGROUP_ROWS, Regroup
 from shardcompile.collectives.turns import ALL_TO_ALL_V, AllToAllV
-from shardcompile.layout import Apart, Cut, GroupCut, Layout
+from shardcompile.layout import Apart, Cut, GroupCut, Layout, neighbouring
 from shardcompile.plan import Plan, Step
 
 
@@ -36,9 +37,6 @@ def run_plan(plan: Plan, local: Tensor, *, async_op: bool = False) -> Tensor:
     for step in plan.steps:
         if step.kind == "take_block":
             local = _take_block(step, local)
-            continue
-        if step.kind == "exchange_rows":
-            local = _regroup(step, local)
             continue
         if step.kind == "all_reduce" and step.src.mesh.shape[step.mesh_dim] == 1:
             local = local.clone()  # the only term
@@ -153,10 +151,12 @@ def _fetch_ranges(step: Step, x: Tensor) -> Pending:
     return FETCH_RANGES.start(Ranges(x, dim, total, block, src, dst, [], None, _group(step)))
 
 
-def _regroup(step: Step, x: Tensor) -> Tensor:
-    dim, cut = _shard_dim(step.src, step.mesh_dim)
-    with _noted(step) if compat.is_traced() else contextlib.nullcontext():
-        return regroup_rows(x, dim, cut, step.dst.cut_of(dim), step.src.mesh)
+def _regroup_rows(step: Step, x: Tensor) -> Pending:
+    dim, src = _shard_dim(step.src, step.mesh_dim)
+    dst = step.dst.cut_of(dim)
+    held, wanted = _ref(neighbouring(src), step.src), _ref(neighbouring(dst), step.dst)
+    total, block = step.dst.shape[dim], _size(dst, step.dst)
+    return REGROUP_ROWS.start(Regroup(x, dim, total, block, held, wanted, src.runs, dst.runs, _group(step)))
 
 
 def _take_block(step: Step, x: Tensor) -> Tensor:
@@ -176,4 +176,5 @@ _RUNNERS: dict[str, Callable[[Step, Tensor], Pending | Decoded]] = {
     "reduce_scatter_v": _reduce_scatter,
     "all_to_all_v": _all_to_all,
     "fetch_ranges": _fetch_ranges,
+    "regroup_rows": _regroup_rows,
 }

@@ -10,6 +10,7 @@ import shardcompile.collectives.mirrors
 import shardcompile.collectives.of_torch
 import shardcompile.collectives.own_blocks
 import shardcompile.collectives.range_bucket
+import shardcompile.collectives.stretches
 import shardcompile.collectives.turns  # noqa: F401
 from shardcompile.collectives.buckets import bucket_dtype as bucket_dtype
 from shardcompile.collectives.cuts_of_blocks import symbolic_cut as symbolic_cut
@@ -62,4 +63,3 @@ from shardcompile.collectives.sorting import top_rows as top_rows
 from shardcompile.collectives.spans import documents_of as documents_of
 from shardcompile.collectives.spans import fetch_named as fetch_named
 from shardcompile.collectives.spans import fetch_reached as fetch_reached
-from shardcompile.collectives.stretches import regroup_rows as regroup_rows

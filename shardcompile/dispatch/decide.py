@@ -67,7 +67,7 @@ def _needs_neighbours(
         return True
     call = describe(cls, record.op, args, kwargs)
     choice = choose(_layouts(call), record.rule.ways(call), len(record.op._schema.returns))
-    return choice is None or choice.communicates
+    return choice is None or choice.leaves_dims
 
 
 def _decide_functional(
@@ -85,7 +85,7 @@ def _decide_functional(
             except compat.UNKNOWN_OUTPUT_SHAPE:
                 return fallback(call)
 
-        if form is None or not (choice.communicates or (form.preferred is not None and form.preferred(call))):
+        if form is None or not (choice.leaves_dims or (form.preferred is not None and form.preferred(call))):
             return as_chosen(args, kwargs)
         return Composed(form.run, as_chosen, _strides_of_form(op, form, args, kwargs))
     if form is not None:

@@ -18,6 +18,9 @@ from shardcompile.ops import Strategy, replicate_all
 from shardcompile.plan import Plan, find_plan
 
 _MAX_COMBINATIONS = 256
+_STAYING = ("fetch_ranges", "regroup_rows", "take_block")
+"""Steps after which a tensor is cut along the same dims as before, or that send nothing."""
+
 _LEAVING = 4
 """Weight of bytes that take a tensor away from the dims by which it is cut: a gather or a change of dim is mostly
 followed by the way back, forward and backward. Chosen so that a network whose points are sharded stays so."""
@@ -61,6 +64,11 @@ class Choice:
     def communicates(self) -> bool:
         """Whether any input has to be exchanged between ranks."""
         return any(p.communicates for p in self.plans)
+
+    @property
+    def leaves_dims(self) -> bool:
+        """Whether more is sent than what brings tensors to other blocks along the dims that they are cut along."""
+        return any(s.kind not in _STAYING for p in self.plans for s in p.steps)
 
 
 def choose(
@@ -185,8 +193,8 @@ def _cut_options(layouts: Sequence[Layout], strategy: Strategy, mesh_dims: tuple
             options.append(cut)
     if strategy.other_cut is not None:
         options += [c for c in map(strategy.other_cut, options) if c is not None]
-    if options:  # of choices that cost the same the first is taken
-        return sorted(options, key=lambda c: (c.makeshift, c.rows is None))
+    if options:  # of choices that cost the same the first is taken; what was flattened may come apart again
+        return sorted(options, key=lambda c: (c.makeshift, c.rows is None, c.runs == 1))
     if any(map(_is_of_trace, layouts)) and isinstance(extent, int) and extent % math.prod(parts):
         return []
     return [Cut.chunk(mesh_dims, parts, extent)]

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from sent import Sent
 from tiers import often
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Shard
 
 import shardcompile as sc
-from shardcompile.testing import mesh, once, rank
+from shardcompile.collectives.stretches import REGROUP_ROWS, Regroup
+from shardcompile.layout import GroupCut
+from shardcompile.testing import mesh, once, rank, world_size
 
 CUTS = [[3, 0, 1], [1, 1, 1], [0, 5, 0], [2, 3, 2], [0, 0, 1]]
 
@@ -84,7 +89,72 @@ def test_no_row_is_gathered() -> None:
     counts = {str(op): n for op, n in seen.get_comm_counts().items()}
     assert counts.pop("shardcompile.all_gather_v") == 3  # samples of what is sorted, and sums of blocks for `cumsum`
     assert counts.keys() <= {"shardcompile.exchange_rows", "shardcompile.gather_counts", "shardcompile.fetch_ranges",
-                             "shardcompile.fetch_columns", "shardcompile.scan"}, counts  # fmt: skip
+                             "shardcompile.fetch_columns", "shardcompile.scan", "shardcompile.regroup_rows"}, counts  # fmt: skip
+
+
+def numbers_of(sizes: list[int], stretches: int) -> list[Tensor]:
+    """By rank the numbers of its rows: of each stretch its part."""
+    each = torch.arange(sum(sizes)).view(stretches, -1).split([n // stretches for n in sizes], 1)
+    return [part.reshape(-1) for part in each]
+
+
+@pytest.mark.ranks(2, 3)
+def test_rows_go_from_any_stretches_to_any_others() -> None:
+    cuts = {2: [[12, 0], [0, 12], [6, 6]], 3: [[6, 0, 6], [0, 12, 0], [6, 12, 6], [0, 0, 0]]}[world_size()]
+    group_name = mesh().get_group(0).group_name
+    for src, dst in itertools.product(cuts, cuts):
+        if sum(src) != sum(dst):
+            continue
+        for held_in, wanted_in in itertools.product((1, 2, 3, 6), repeat=2):
+            for dim, dtype in ((0, torch.float64), (1, torch.complex64)):
+                full = torch.arange(sum(src) * 4).view(sum(src), 4).to(dtype)
+                full = full if dim == 0 else full.T * (1 + 2j)
+                held, wanted = numbers_of(src, held_in)[rank()], numbers_of(dst, wanted_in)[rank()]
+                block, expected = (full.index_select(dim, rows) for rows in (held, wanted))
+                block = block.conj().resolve_conj().conj()
+                sizes = GroupCut(src, 0, []), GroupCut(dst, 0, [])
+                a = Regroup(block, dim, sum(src), len(wanted), *sizes, held_in, wanted_in, group_name)
+                assert torch.equal(REGROUP_ROWS.start(a).wait(), expected)
+                there_and_back = REGROUP_ROWS.inverse(a, a._replace(input=expected, block=len(held)))
+                assert torch.equal(REGROUP_ROWS.start(there_and_back).wait(), block)
+
+
+ACROSS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "layer_norm": lambda x, w: F.layer_norm(x, (4,)),
+    "linear": lambda x, w: F.linear(x, w).relu(),
+    "square": lambda x, w: x * x,
+    "softmax": lambda x, w: x.softmax(-1),
+}
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize(
+    ("name", "backend"), often(list(itertools.product(ACROSS, ("aot_eager", "inductor", None))), 2)
+)
+def test_a_join_with_rows_of_another_cut_is_one_exchange_and_none_on_the_way_back(
+    name: str, backend: str | None
+) -> None:
+    """The skip of a U-Net: what comes of a flattened image meets rows that are cut otherwise."""
+
+    def step(x: Tensor, skip: Tensor, w: Tensor) -> Tensor:
+        tokens = ACROSS[name](x.reshape(1, 15, 4), w)
+        return torch.cat([tokens, skip], -1).reshape(1, 3, 5, 8).square().sum()
+
+    full, other, w = torch.randn(1, 3, 5, 4), torch.randn(1, 15, 4), torch.randn(4, 4)
+    run = once(lambda: torch.compile(step, fullgraph=True, backend=backend) if backend else step)
+    for sizes in ([1, 4, 0], [2, 1, 2]):
+        x = sc.distribute_tensor(full, mesh(), [Shard(2)], sharding_shapes={0: sizes}).detach().requires_grad_()
+        skip = sc.distribute_tensor(other, mesh(), [Shard(1)], sharding_shapes={0: [7, 3, 5]})
+        plain = full.clone().requires_grad_()
+        run(x, skip, w)  # compiles
+        with Sent() as watch:
+            out = run(x, skip, w)
+            out.backward()
+        expected = step(plain, other, w)
+        expected.backward()
+        torch.testing.assert_close(out.full_tensor(), expected)
+        torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+        assert [kind for kind in watch.names if kind != "all_reduce"] == ["regroup_rows"], watch.names
 
 
 @pytest.mark.ranks(3, processes=False)
@@ -105,6 +175,6 @@ def test_the_exchange_is_a_step_of_a_plan() -> None:
     bring = functools.partial(flat.redistribute, placements=[Shard(0)])
     with CommDebugMode() as seen:
         rows = bring(sharding_shapes={0: [6, 0, 9]})
-    assert {str(op): n for op, n in seen.get_comm_counts().items()} == {"shardcompile.exchange_rows": 1}
+    assert {str(op): n for op, n in seen.get_comm_counts().items()} == {"shardcompile.regroup_rows": 1}
     torch.testing.assert_close(rows.to_local(), full.reshape(-1, 2).split([6, 0, 9])[rank()])
     assert rows.sharding.describe() == "f32[15, 2] 0: S(0)[6,0,9]"
