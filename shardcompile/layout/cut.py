@@ -181,6 +181,13 @@ class Cut:
         """The cut of a dim into which a leading one was flattened, of extent `runs`."""
         return self if runs == 1 else replace(self.scaled(runs), runs=self.runs * runs, origin=None, core=None)
 
+    def of_rows(self, base: Cut, start: IntLike, step: int) -> Cut:
+        """This cut, which remembers that its rows are with rows ``start, start + step, ...`` of another one."""
+        depth, of = 1, base.origin
+        while of is not None:
+            depth, of = depth + 1, of[0].origin
+        return self if depth > 8 else replace(self, origin=(base, start, step))
+
     def parted(self, runs: int) -> Cut:
         """The way back: the cut of one of `runs` stretches."""
         if runs == 1:

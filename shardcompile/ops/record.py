@@ -70,8 +70,8 @@ class Form:
 
     Attributes:
         run: the op; returns NotImplemented for what it does not serve.
-        always: whether every call takes it. Otherwise those do for which the rule would have to send something, but for
-            what brings tensors that are cut along the same dims to the same blocks.
+        always: whether every call takes it. Otherwise those do for which the rule would have to send something. Other
+            blocks along the dims that tensors are cut along do not count.
         stored: which results get the strides that the op itself would give them; the others keep those they come with.
         preferred: of a call, whether it takes it also where the rule has nothing to send.
         joined: the op on tensors into whose cut dims leading ones were flattened; NotImplemented for what is to be

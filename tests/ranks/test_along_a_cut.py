@@ -123,7 +123,7 @@ def _check(name: str, backend: str) -> None:
 
 
 @pytest.mark.ranks(3, timeout=120, processes=False)
-@pytest.mark.parametrize("name", often(spread(FUNCTIONS, 3), (len(FUNCTIONS) + 2) // 3))
+@pytest.mark.parametrize("name", often(spread(FUNCTIONS, 5), (len(FUNCTIONS) + 4) // 5))
 def test_one_graph_for_every_cut(name: str) -> None:
     _check(name, "aot_eager")
 
@@ -187,7 +187,7 @@ def _check_not_gathered(name: str, dim: int, sizes: list[int], run: Callable[[Te
 
 
 @pytest.mark.ranks(3, timeout=200, processes=False)
-@pytest.mark.parametrize("name", often(spread(NOT_GATHERED, 2), len(NOT_GATHERED) // 2))
+@pytest.mark.parametrize("name", often(spread(NOT_GATHERED, 3), len(NOT_GATHERED) // 3))
 def test_what_needs_no_gather_gathers_nothing(name: str) -> None:
     function, what, _ = NOT_GATHERED[name]
     for dim, extent in enumerate(what.shape if isinstance(what, Tensor) else what):

@@ -56,27 +56,27 @@ def calls_are_noted() -> Iterator[None]:
 
 
 @pytest.mark.ranks(3, timeout=400, processes=False)
-@pytest.mark.parametrize("part", often(list(range(6)), 1))
+@pytest.mark.parametrize("part", often(list(range(9)), 1))
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_on_three_ranks(family: str, part: int) -> None:
     mesh = init_device_mesh("cpu", (3,))
-    failures = [text for case in FAMILIES[family] for text in op_check.check(case, mesh, limit=4, part=(part, 6))]
+    failures = [text for case in FAMILIES[family] for text in op_check.check(case, mesh, limit=4, part=(part, 9))]
     assert not (everyone := op_check.agree(failures)), "\n".join(everyone)
     assert not (differing := stated_calls.differences()), differing
 
 
 @pytest.mark.ranks(4, timeout=400, processes=False)
-@pytest.mark.parametrize("part", often(list(range(5)), 1))
+@pytest.mark.parametrize("part", often(list(range(7)), 1))
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_on_two_by_two_ranks(family: str, part: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    failures = [text for case in FAMILIES[family][::3][part::5] for text in op_check.check(case, mesh, limit=2)]
+    failures = [text for case in FAMILIES[family][::3][part::7] for text in op_check.check(case, mesh, limit=2)]
     assert not (everyone := op_check.agree(failures)), "\n".join(everyone)
     assert not (differing := stated_calls.differences()), differing
 
 
 @pytest.mark.ranks(3, timeout=600, processes=False)
-@pytest.mark.parametrize("part", often(list(range(8)), 1))
+@pytest.mark.parametrize("part", often(list(range(12)), 1))
 @pytest.mark.parametrize("family", list(COMPILED))
 def test_compiled_with_aot_eager(family: str, part: int) -> None:
     mesh = init_device_mesh("cpu", (3,))
@@ -85,7 +85,7 @@ def test_compiled_with_aot_eager(family: str, part: int) -> None:
         once(torch._dynamo.reset)
         return torch.compile(function, fullgraph=True, backend="aot_eager")
 
-    cases = [case for case in FAMILIES[family] if "error" not in case.name][:: COMPILED[family]][part::8]
+    cases = [case for case in FAMILIES[family] if "error" not in case.name][:: COMPILED[family]][part::12]
     failures = [text for case in cases for text in op_check.check(case, mesh, limit=1, wrap=compiled)]
     assert not (everyone := op_check.agree(failures)), "\n".join(everyone)
     assert not (differing := stated_calls.differences()), differing

@@ -36,3 +36,14 @@ PLACED = (
     TABLE,
     ("+ bias", "not needed: the rows that go around the modes, whole only since these were gathered"),
 )
+KEPT = (
+    ("kept] = self.act(", "not needed: what is written into some rows of a plain tensor, which is whole"),
+    ("x_out + residual", "not needed: whole only since the modes were"),
+    TABLE,
+)
+BIAS = (
+    (
+        "earth_position_bias",
+        "not needed: the gradient of a plain table that is looked up by plain numbers could be added up part by part",
+    ),
+)

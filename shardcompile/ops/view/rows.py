@@ -7,7 +7,6 @@ own block. Which ones is a number in eager mode and, inside a trace, a symbol th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -76,19 +75,11 @@ def sliced_cut(cut: Cut, start: IntLike, step: int, count: IntLike, mesh: Device
         return found, row  # no rows at all; what is known is not made of symbols
     if cut.core is not None and step == 1 and _surely_same((start, count), (cut.core[1], cut.core[0].extent)):
         return cut.core[0], row
-    return from_rows_of(found, cut, start, step), row
-
-
-def from_rows_of(cut: Cut, base: Cut, start: IntLike, step: int) -> Cut:
-    """A cut that remembers that its rows are with rows ``start, start + step, ...`` of another one, for gradients."""
-    depth, of = 1, base.origin
-    while of is not None:
-        depth, of = depth + 1, of[0].origin
-    return cut if depth > 8 else replace(cut, origin=(base, start, step))
+    return found.of_rows(cut, start, step), row
 
 
 def base_of(cut: Cut, extent: IntLike, start: IntLike, step: int) -> Cut | None:
-    """The cut of `extent` rows that `from_rows_of` was given, if it was these rows of it."""
+    """The cut of `extent` rows that `Cut.of_rows` was given, if it was these rows of it."""
     base = cut.origin
     known = base is not None and _surely_same((base[0].extent, base[1], base[2]), (extent, start, step))
     return base[0] if base is not None and known else None

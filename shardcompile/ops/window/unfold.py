@@ -17,7 +17,7 @@ from shardcompile.ops import state
 from shardcompile.ops.support.copied_views import follow, note_view
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.kernels import add_windows
-from shardcompile.ops.view.rows import base_of, from_rows_of, has_known_blocks, moved, reduced, with_cut, wrap
+from shardcompile.ops.view.rows import base_of, has_known_blocks, moved, reduced, with_cut, wrap
 from shardcompile.ops.view.strided import strided_view
 from shardcompile.sharded import Sharded
 
@@ -46,7 +46,7 @@ def unfold(x: Sharded, dim: int, size: int, step: int) -> Tensor:
     reads = Reads.of(dim, held, count, window, layout.mesh)
     cut = reads.cut  # of rows that lay there before others were added around them, or of this tensor's
     if held.core is None or cut is not held.core[0]:
-        cut = from_rows_of(cut, held, window.shift, step)
+        cut = cut.of_rows(held, window.shift, step)
     out = with_cut(layout, dim, cut)
     out = Layout.of(out.mesh, out.placements, (*out.shape, size), out.dtype, (*out.cuts, None))
 
