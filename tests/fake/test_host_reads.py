@@ -54,7 +54,7 @@ def blocks(stated: bool) -> Callable[[DeviceMesh], Any]:
     return build
 
 
-@pytest.mark.parametrize("stated", [True, False])
+@pytest.mark.parametrize("stated", often([True, False], 1))
 def test_extent_and_key_of_a_cut_are_on_the_host(stated: bool) -> None:
     trace = trace_offline(blocks(stated), world_size=3, device="cuda")
     targets = [str(n.target) for n in trace.forward.graph.nodes]

@@ -32,6 +32,7 @@ from simulator import (
     some_sizes,
     spread,
 )
+from tiers import often
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from shardcompile.errors import RedistributeError
@@ -94,7 +95,9 @@ def test_all_pairs_on_a_1d_mesh(world: int, shape: tuple[int, int]) -> None:
     assert checked > 100 or world == 1
 
 
-@pytest.mark.parametrize("mesh, shape", [((2, 2), (4, 3)), ((2, 3), (3, 5)), ((2, 2), (0, 2))], ids=lambda x: str(x))
+@pytest.mark.parametrize(
+    "mesh, shape", often([((2, 3), (3, 5)), ((2, 2), (4, 3)), ((2, 2), (0, 2))], 1), ids=lambda x: str(x)
+)
 def test_all_pairs_on_a_2d_mesh(mesh: tuple[int, int], shape: tuple[int, int]) -> None:
     layouts = all_layouts(mesh, shape, [S0, S1, R, P], 1 if 0 in shape else 2)
     checked = 0

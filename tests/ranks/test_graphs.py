@@ -85,7 +85,7 @@ def check(run: Any, of: Case, on: DeviceMesh) -> None:
 
 
 @pytest.mark.ranks(1, 3, 4, processes=False)
-@pytest.mark.parametrize("shape", [(), (2,)])
+@pytest.mark.parametrize("shape", [(2,), pytest.param((), marks=pytest.mark.nightly)])
 def test_rows_are_taken_and_added(shape: tuple[int, ...]) -> None:
     for seed in range(16):
         check(step, drawn(world_size(), seed, *shape), mesh())

@@ -72,7 +72,7 @@ CASES: dict[str, tuple[Any, list[tuple[int, ...]], list[Any]]] = {
 
 
 @pytest.mark.ranks(3, timeout=200, processes=False)
-@pytest.mark.parametrize("name", often([n for n in CASES if n != "mirrored"] + ["mirrored"], len(CASES) - 1))
+@pytest.mark.parametrize("name", often([n for n in CASES if n != "mirrored"] + ["mirrored"], 3))
 def test_equals_one_process(name: str) -> None:
     make, shapes, placements = CASES[name]
     torch.manual_seed(0)
@@ -85,7 +85,7 @@ def test_equals_one_process(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "most"),
-    often([("tokens", 0), ("halved", 0), ("finer", 0), ("windows", 0), ("own places", 0), ("mirrored", 32 * 9)], 5),
+    often([("tokens", 0), ("halved", 0), ("finer", 0), ("windows", 0), ("own places", 0), ("mirrored", 32 * 9)], 3),
 )
 def test_gathers_no_more_than_a_few_rows(name: str, most: int) -> None:
     make, (shape,), (placement,) = CASES[name]

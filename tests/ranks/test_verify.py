@@ -197,7 +197,7 @@ def note_comparisons(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
 CACHES = pytest.mark.parametrize("cache", often(["aot_autograd", "inductor"], 1))
 
 
-@pytest.mark.parametrize("cache", ["aot_autograd", "inductor"])
+@CACHES
 @pytest.mark.ranks(2, timeout=300)
 def test_a_warm_start_is_compared_as_a_cold_one(cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_cache(monkeypatch, tmp_path)
@@ -333,7 +333,7 @@ def test_warm_and_cold_ranks_agree_in_whatever_order_they_compile(
 
 
 @CACHES
-@pytest.mark.parametrize("damaged", [None, ("all_gather_v", 7)])
+@pytest.mark.parametrize("damaged", [None, pytest.param(("all_gather_v", 7), marks=pytest.mark.nightly)])
 @pytest.mark.ranks(2, timeout=300)
 def test_a_lost_record_is_an_error(
     cache: str, damaged: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

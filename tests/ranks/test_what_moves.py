@@ -230,7 +230,7 @@ def test_eager(name: str) -> None:
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
-@pytest.mark.parametrize("name", often(spread(CASES, 3), (len(CASES) + 2) // 3))
+@pytest.mark.parametrize("name", often(spread(CASES, 5), (len(CASES) + 4) // 5))
 def test_compiled_as_one_graph(name: str) -> None:
     case = CASES[name]
     before = once(graphs_compiled)

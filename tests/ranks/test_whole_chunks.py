@@ -68,7 +68,7 @@ def check(function: Callable[..., Any], backend: str | None, cuts: list[list[int
 @pytest.mark.ranks(3, processes=False)
 @pytest.mark.parametrize(
     ("backend", "function"),
-    often([(backend, f) for backend in (None, "aot_eager", "inductor") for f in FUNCTIONS], len(FUNCTIONS) + 2),
+    often([(backend, f) for backend in (None, "aot_eager", "inductor") for f in FUNCTIONS], len(FUNCTIONS)),
 )
 def test_whole_chunks(backend: str | None, function: Callable[..., Any]) -> None:
     check(function, backend, CUTS)
