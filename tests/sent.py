@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor, linspace
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.placement_types import Shard
+
+import shardcompile as sc
+from shardcompile.testing import rank, world_size
 from shardcompile.testing.watch import CollectiveWatch
 
 
@@ -18,3 +27,46 @@ class Sent(CollectiveWatch):
 
     def saw(self, name: str, x: object, out: object) -> None:
         self.names.append(name.partition("::")[2])
+
+
+class Run(NamedTuple):
+    """A function of a cut tensor and of the whole one, after their backward passes.
+
+    Attributes:
+        names: of the collectives of the forward pass.
+        out: the result.
+        expected: that of the whole tensor.
+        gradient: of the cut tensor.
+        wanted: of the whole one.
+    """
+
+    names: list[str]
+    out: Tensor
+    expected: Tensor
+    gradient: sc.ShardTensor
+    wanted: Tensor
+
+
+def run_both(
+    function: Callable[[Tensor], Tensor], run: Callable[[Tensor], Tensor], full: Tensor, dim: int, sizes: list[int]
+) -> Run:
+    """A function of a tensor whose dim is cut in blocks of these sizes, and of the whole tensor.
+
+    Args:
+        function: of the whole tensor.
+        run: the same, perhaps compiled, of the cut one.
+        full: the tensor.
+        dim: that is cut.
+        sizes: of the blocks.
+    """
+    mesh = init_device_mesh("cpu", (world_size(),))
+    block = full.split(sizes, dim)[rank()].clone()
+    x = sc.ShardTensor.from_local(block, mesh, [Shard(dim)], {0: sizes}).requires_grad_()
+    plain = full.clone().requires_grad_()
+    with Sent() as watch:
+        out = run(x)
+    expected = function(plain)
+    weight = linspace(-1, 2, expected.numel(), dtype=full.dtype).view(expected.shape)
+    (expected * weight).sum().backward()
+    (out * weight).sum().backward()
+    return Run(watch.names, out, expected, x.grad, plain.grad)

@@ -130,12 +130,10 @@ def _shape(form: _Form, record: Record) -> tuple[Any, ...]:
 
 def _run(a: RangeBucket) -> Tensor:
     members = members_of(a)
-    out = a.inputs[0].new_empty([sum(math.prod(map(int, _shape(*m))) for m in members)])
-    exchanges, start = [], 0
-    for form, record in members:
-        length = math.prod(map(int, _shape(form, record)))
-        exchanges.append(form.exchange(record, out[start : start + length]))
-        start += length
+    lengths = [math.prod(map(int, _shape(*member))) for member in members]
+    out = a.inputs[0].new_empty([sum(lengths)])
+    parts = out.split(lengths)
+    exchanges = [form.exchange(record, part) for (form, record), part in zip(members, parts, strict=True)]
     last_steps = [e.then for e in exchanges if e.then is not None]
 
     def finish() -> None:

@@ -280,7 +280,7 @@ def _moved_rows(held: Sequence[int], wanted: Sequence[int], halo: int) -> tuple[
 
 
 JOINS: Joins[Any] = Joins("range_bucket", load=load, uneven=True)
-"""How the collectives of this module, and those that are like them, take part in a bucket."""
+"""How these collectives, and those of `shardcompile.collectives.around`, take part in a bucket."""
 
 FETCH_RANGES: Descriptor[Ranges] = Descriptor(
     "fetch_ranges",

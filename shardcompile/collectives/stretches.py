@@ -125,7 +125,8 @@ def _run(a: Regroup) -> Tensor:
         leaving = leaving.index_select(0, plan.leaving.to(x.device))
     out = new_rows(x, dim, block)
     target = as_rows(out, x, dim, block)
-    came = target if plan.arriving is None else scratch.borrow(out.numel(), out).view(target.shape)
+    memory = out if plan.arriving is None else scratch.borrow(out.numel(), out)
+    came = memory.view(target.shape)
     stated = (dim, sizes_of(held), sizes_of(wanted), a.held_in, a.wanted_in, other_extents(x, dim))
     call = REGROUP_ROWS.enter(group, x.dtype, *stated)
     ends = transport.running_ends(plan.sent), transport.running_ends(plan.received)
@@ -134,7 +135,7 @@ def _run(a: Regroup) -> Tensor:
     def put_in_order() -> None:
         if plan.arriving is not None:
             torch.index_select(came, 0, plan.arriving.to(x.device), out=target)
-            scratch.give_back(came)
+            scratch.give_back(memory)
 
     transport.complete(out, call, works, None if plan.arriving is None else put_in_order)
     return out

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from sent import Sent
+from sent import Sent, run_both
 from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,20 +24,11 @@ def _compare(
     function: Callable[[Tensor], Tensor], run: Callable[[Tensor], Tensor], full: Tensor, dim: int, sizes: list[int]
 ) -> list[str]:
     """The names of collectives, after comparing values and gradients with those of the whole tensor."""
-    mesh = init_device_mesh("cpu", (3,))
-    block = full.split(sizes, dim)[rank()].clone()
-    x = sc.ShardTensor.from_local(block, mesh, [Shard(dim)], {0: sizes}).requires_grad_()
-    plain = full.clone().requires_grad_()
-    with Sent() as watch:
-        out = run(x)
-    expected = function(plain)
+    names, out, expected, gradient, wanted = run_both(function, run, full, dim, sizes)
     assert torch.equal(out.full_tensor(), expected)
-    weight = torch.linspace(-1, 2, expected.numel(), dtype=full.dtype).view(expected.shape)
-    (expected * weight).sum().backward()
-    (out * weight).sum().backward()
-    assert torch.equal(x.grad.full_tensor(), plain.grad)
-    assert x.grad.sharding.sizes(dim) == tuple(sizes)
-    return watch.names
+    assert torch.equal(gradient.full_tensor(), wanted)
+    assert gradient.sharding.sizes(dim) == tuple(sizes)
+    return names
 
 
 @pytest.mark.ranks(3, timeout=120, processes=False)
