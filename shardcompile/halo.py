@@ -71,6 +71,11 @@ def halo_map(fn: Callable[..., object], *xs: Tensor, halo: Halo, fill: Fill = No
 def _check(dim: int, rows: tuple[int, int], xs: Sequence[Tensor]) -> tuple[int, int]:
     if not all(0 <= dim < x.ndim for x in xs):
         raise LayoutError(f"halo_map: there is no dim {dim} in all of {[tuple(x.shape) for x in xs]}; count from 0")
+    if not isinstance(rows, (tuple, list)) or len(rows) != 2:
+        raise LayoutError(
+            f"halo_map: for dim {dim} give how many rows are needed in front and behind, as halo={{{dim}: (1, 1)}}; "
+            f"got {rows!r}"
+        )
     before, after = rows
     if before < 0 or after < 0:
         raise LayoutError(f"halo_map: rows in front and behind are at least 0, got {before} and {after} for dim {dim}")

@@ -140,11 +140,17 @@ class CostModel:
         by_rank, latency, busy = link.medium == "ports", link.seconds(0, n), link.busy
         rate = self.device.memory * self.device.share
 
-        def price(traffic: Traffic) -> Price:
+        def of_one_way(traffic: Traffic) -> Price:
             transfer = link.seconds(traffic.busiest if by_rank else traffic.total / n, n) - latency
             held = link.host + busy * transfer
             copies = traffic.packed / rate, traffic.unpacked / rate
-            return Price(latency - link.host, (1 - busy) * transfer, *copies, held)
+            more = link.launch if traffic.messages else 0.0
+            return Price(latency + more - link.host, (1 - busy) * transfer, *copies, held)
+
+        def price(traffic: Traffic) -> Price:
+            if not by_rank or traffic.ring is None:
+                return of_one_way(traffic)
+            return min(of_one_way(traffic), of_one_way(traffic.ring), key=lambda p: p.seconds + p.packing + p.unpacking)
 
         return price
 

@@ -261,12 +261,13 @@ def _order_later(
 
 
 def _fill_later(
-    out: Tensor, call: Call, works: Sequence[Work], fill: Callable[[], object], borrowed: Sequence[Tensor]
+    out: Tensor, call: Call, works: Sequence[Work], fill: Callable[[], object] | None, borrowed: Sequence[Tensor]
 ) -> Tensor:
-    """A tensor that is complete after its wait: works done, it is filled, and what was borrowed goes back."""
+    """A tensor that is complete after its wait: works done, it is filled if needed, and what was borrowed goes back."""
 
     def finish() -> None:
-        fill()
+        if fill is not None:
+            fill()
         scratch.give_back(*borrowed)
 
     transport.complete(out, call, works, finish)
@@ -290,17 +291,10 @@ def _scatter(a: ReduceScatterBucket) -> Tensor:
     )
     members = [_rows(x, d).split(counts) for x, d, counts in zip(inputs, a.dims, plan.counts, strict=True)]
     packed = _pack(_transpose(members), sum(plan.shares))
-    own = plan.shares[group.rank()]
-    out = packed.new_empty([own])
-    parts = scratch.borrow(group.size() * own, out)
-    from_peers = [(r * own, (r + 1) * own) for r in range(group.size())]
+    out = packed.new_empty([plan.shares[group.rank()]])
     call = REDUCE_SCATTER_BUCKET.enter(group, packed.dtype, tuple(plan.shares), of=a.reduce_op)
-    works = transport.send_ranges(call, packed, transport.running_ends(plan.shares), parts, from_peers)
-
-    def reduce() -> None:
-        transport.reduce_rows(parts.view(group.size(), own), a.reduce_op, out)
-
-    return _fill_later(out, call, works, reduce, [packed, parts])
+    works, reduce = transport.reduce_scatter_rows(call, packed, plan.shares, a.reduce_op, out)
+    return _fill_later(out, call, works, reduce, [packed])
 
 
 def _exchange(a: AllToAllBucket) -> Tensor:

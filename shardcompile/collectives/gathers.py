@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.collectives import scratch, transport
+from shardcompile.collectives import transport
 from shardcompile.collectives.blocks import as_rows, blocks_of, check_block, new_rows, other_extents, sizes_of
 from shardcompile.collectives.descriptor import Descriptor, Joins
 from shardcompile.collectives.traffic import blocks_to_all, gathered, scattered, size_with
@@ -73,20 +73,11 @@ def _scatter(a: ReduceScatterV) -> Tensor:
     group = compat.process_group(a.group_name)
     blocks = blocks_of(x.shape[a.dim], a.dim, a.cut, group.size(), "reduce_scatter_v")
     rows = transport.rows_first(x, a.dim)
-    memory = scratch.borrow(group.size() * block * rows.shape[1:].numel(), rows)
-    parts = memory.view(group.size() * block, *rows.shape[1:])
-    from_peers = [(r * block, (r + 1) * block) for r in range(group.size())]
-    others = other_extents(x, a.dim)
-    call = REDUCE_SCATTER_V.enter(group, x.dtype, a.dim, sizes_of(blocks), others, of=a.reduce_op)
-    works = transport.send_ranges(call, rows, blocks, parts, from_peers)
     out = new_rows(x, a.dim, block)
+    held = sizes_of(blocks)
+    call = REDUCE_SCATTER_V.enter(group, x.dtype, a.dim, held, other_extents(x, a.dim), of=a.reduce_op)
     target = as_rows(out, x, a.dim, block)
-
-    def reduce() -> None:
-        transport.reduce_rows(parts.view(group.size(), *target.shape), a.reduce_op, target)
-        scratch.give_back(memory)
-
-    transport.complete(out, call, works, reduce)
+    transport.complete(out, call, *transport.reduce_scatter_rows(call, rows, held, a.reduce_op, target))
     return out
 
 

@@ -6,9 +6,10 @@ ranks only.
 
 An even collective moves what a ring or pairwise exchange does, which is the least possible (Thakur, Rabenseifner,
 Gropp, "Optimization of collective communication operations in MPICH", 2005; nccl-tests, PERFORMANCE.md). Uneven blocks
-are sent directly, as `shardcompile.collectives.transport` does: a rank sends its block to each of the n-1 others. Where
-every rank has its own link, the owner of the largest block decides, with (n-1) max(block). A gather padded to the
-largest block moves as much. Where all ranks share one link, the sum decides.
+go one of two ways, see `shardcompile.collectives.transport`. Sent directly, a rank's block goes to each of the n-1
+others. Where every rank has its own link, the owner of the largest block decides, with (n-1) max(block). Where all ranks
+share one link, the sum decides. Or ranks bring their rows to an even division first, by messages of their own, and these
+parts take the ring. Reduced rows go the other way. That takes one more launch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 from torch import Tensor
 
 from shardcompile import compat
+from shardcompile.collectives.transport.balance import moved_to_even
 from shardcompile.errors import ShardError
 from shardcompile.layout import CHUNK_KEY, GroupCut, IntLike
 
@@ -183,12 +185,16 @@ class Traffic:
         total: bytes that all ranks send.
         packed: bytes that the busiest rank reads and writes in its own memory before anything is sent.
         unpacked: the same after everything has come, when the collective is awaited.
+        ring: another way, which ranks take that have links of their own, if it is sooner there.
+        messages: whether the ranks exchange messages besides, before a ring or after it: one more launch.
     """
 
     busiest: float
     total: float
     packed: float = 0.0
     unpacked: float = 0.0
+    ring: Traffic | None = None
+    messages: bool = False
 
 
 @dataclass(frozen=True)
@@ -256,14 +262,14 @@ def sent_and_received(members: Sequence[Member], n: int) -> tuple[list[float], l
 
 def gathered_in_a_bucket(load: Load) -> Traffic:
     """As without a bucket; what is sent is packed, and what has come unpacked."""
-    n = load.ranks
-    return Traffic((n - 1) * load.largest, (n - 1) * load.whole, 2 * load.largest, 2 * load.whole)
+    copied = 2 * load.largest, 2 * load.whole
+    return _all_to_all_ranks(load.nbytes[0], *copied, around_a_ring=copied)
 
 
 def scattered_in_a_bucket(load: Load) -> Traffic:
-    """As without a bucket; what is sent is packed. The sum of n terms comes out in its place."""
-    n = load.ranks
-    return Traffic((n - 1) * load.largest, (n - 1) * load.whole, 2 * load.whole, (n + 1) * load.largest)
+    """As without a bucket; what is sent is packed. The sum of n terms comes out in its place, or the sum itself."""
+    packed = 2 * load.whole
+    return _all_to_all_ranks(load.nbytes[0], packed, (load.ranks + 1) * load.largest, around_a_ring=(packed, 0.0))
 
 
 def exchanged_in_a_bucket(load: Load) -> Traffic:
@@ -279,10 +285,27 @@ def reduced_in_a_bucket(load: Load, passes: int) -> Traffic:
 
 def blocks_to_all(members: Sequence[Member], n: int) -> Traffic:
     """Each block goes to the n-1 others. The same backwards, and the sum of n terms, where ranks get blocks."""
-    columns = zip(*([m.nbytes * s for s in shares(m.put or m.get, n)] for m in members), strict=True)
-    largest, whole = max(sum(column) for column in columns), sum(m.nbytes for m in members)
-    reduced = (n + 1) * largest if members[0].get is not None else 0.0
-    return Traffic((n - 1) * largest, (n - 1) * whole, unpacked=reduced)
+    held = Load.of_blocks(members, n).nbytes[0]
+    reduced = (n + 1) * float(held.max()) if members[0].get is not None else 0.0
+    return _all_to_all_ranks(held, 0.0, reduced)
+
+
+def _all_to_all_ranks(
+    held: np.ndarray, packed: float, unpacked: float, around_a_ring: tuple[float, float] = (0.0, 0.0)
+) -> Traffic:
+    """The traffic where all ranks get, or reduce, all blocks.
+
+    Args:
+        held: bytes of each rank's block.
+        packed: see `Traffic`, where blocks are sent.
+        unpacked: the same.
+        around_a_ring: both of them, where a ring moves an even division of the blocks.
+    """
+    n, whole, largest = len(held), float(held.sum()), float(held.max())
+    even = largest * n <= whole * (1 + 1e-9)
+    through = (n - 1) / n * whole + (0.0 if even else moved_to_even(held))
+    ring = Traffic(through, (n - 1) * whole, *around_a_ring, messages=not even)
+    return Traffic((n - 1) * largest, (n - 1) * whole, packed, unpacked, ring)
 
 
 def even_gather(members: Sequence[Member], n: int) -> Traffic:

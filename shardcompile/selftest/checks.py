@@ -24,7 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import shardcompile as sc
 from shardcompile.collectives import all_gather_v, all_reduce, all_to_all_v, fetch_ranges, reduce_scatter_v
 from shardcompile.collectives.transport import transport_of
-from shardcompile.collectives.transport.nccl import Nccl, Way, costs_of
+from shardcompile.collectives.transport.nccl import Nccl
+from shardcompile.collectives.transport.nccl_ways import Way, costs_to_gather, costs_to_reduce
 from shardcompile.offline import trace_offline
 from shardcompile.selftest.here import Here, same
 from shardcompile.testing import assert_matches_single_device
@@ -93,28 +94,35 @@ def speed_of_gathers(here: Here) -> str:
     return f"{rows * 256 / 2**20:.0f} MiB: {ours / torchs:.2f} of an even gather, {ours * 1e3:.2f} ms"
 
 
-def ways_of_gathering(here: Here) -> str:
-    """Each way that NCCL's transport has, and its time against what `costs_of` expects; of most rows on one rank."""
+def ways_of_nccl(here: Here) -> str:
+    """Each way that NCCL's transport has to gather and to reduce, and its time against what is expected of it.
+
+    One rank holds most rows.
+    """
     transport = transport_of(here.group)
     if not isinstance(transport, Nccl) or here.ranks == 1:
         return "not measured: only NCCL has several, between several ranks"
     sizes = [1024] * (here.ranks - 1) + [9 * 1024]
     x = here.drawn(sum(sizes), 64, dtype=torch.float32)
-    block, seconds = x.split(sizes)[here.rank], {}
-    ways = (Way.BROADCASTS, Way.PADDED, Way.SENDS)
+    block, nbytes = x.split(sizes)[here.rank], [256 * n for n in sizes]
+    gathers = functools.partial(all_gather_v, block, 0, sizes, here.group)
+    reduces = functools.partial(reduce_scatter_v, x, 0, sizes, here.group)
+    told = []
     try:
-        for transport.fixed in ways:
-            found = all_gather_v(block, 0, sizes, here.group)
-            same(found, x, rtol=0, atol=0)  # type: ignore[arg-type]
-            seconds[transport.fixed] = here.seconds(lambda: all_gather_v(block, 0, sizes, here.group))
+        for what, call, wanted, costs in (
+            ("gather", gathers, x, costs_to_gather(nbytes, torch.cuda.nccl.version())),
+            ("reduce", reduces, block * here.ranks, costs_to_reduce(nbytes)),
+        ):
+            seconds = {}
+            for transport.fixed in costs:
+                same(call(), wanted)  # type: ignore[arg-type]
+                seconds[transport.fixed] = here.seconds(call)
+            sends, expected = seconds[Way.SENDS], costs[Way.SENDS]
+            rows = [f"{w.name.lower()} {s / sends:.2f} ({costs[w] / expected:.2f})" for w, s in seconds.items()]
+            told.append(f"{what}: {', '.join(rows)}; sends {sends * 1e3:.2f} ms")
     finally:
         transport.fixed = None
-    costs = costs_of([256 * n for n in sizes], torch.cuda.nccl.version())
-    told = []
-    for way in ways:
-        expected = f"{costs[way] / costs[Way.SENDS]:.2f}" if way in costs else "never taken"
-        told.append(f"{way.name.lower()} {seconds[way] / seconds[Way.SENDS]:.2f} ({expected})")
-    return f"{', '.join(told)}; sends {seconds[Way.SENDS] * 1e3:.2f} ms"
+    return "; ".join(told)
 
 
 # Ops
@@ -382,7 +390,7 @@ CHECKS: dict[str, Callable[[Here], str]] = {
     "collectives: reductions": reductions,
     "collectives: exchanges": exchanges,
     "collectives: speed": speed_of_gathers,
-    "collectives: ways": ways_of_gathering,
+    "collectives: ways": ways_of_nccl,
     "redistribution": redistribution,
     "ops": ops,
     "ops: half precision": half_precision,

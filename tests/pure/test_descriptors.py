@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,4 +156,13 @@ def test_a_collective_without_traffic_has_a_price_all_the_same() -> None:
 
 def test_blocks_that_go_to_all_cost_what_the_largest_one_does() -> None:
     member = gathered(torch.empty(6, 2, device="meta"), 0, 8, GroupCut([6, 1, 1], 0, []), 3)
-    assert blocks_to_all([member], 3) == Traffic(2 * 48.0, 2 * 64)
+    traffic = blocks_to_all([member], 3)
+    assert dataclasses.replace(traffic, ring=None) == Traffic(2 * 48.0, 2 * 64)
+
+
+def test_or_a_ring_moves_an_even_division_of_them() -> None:
+    """Of 8 rows of 16 bytes each of 4 ranks has a part of 2; the first one sends 4 of its 6 to others."""
+    member = gathered(torch.empty(6, 4, device="meta"), 0, 8, GroupCut([6, 1, 1, 0], 0, []), 4)
+    assert blocks_to_all([member], 4).ring == Traffic(3 * 32.0 + 64, 3 * 128, messages=True)
+    even = gathered(torch.empty(2, 4, device="meta"), 0, 8, GroupCut([2, 2, 2, 2], 0, []), 4)
+    assert blocks_to_all([even], 4).ring == Traffic(3 * 32.0, 3 * 128)

@@ -16,8 +16,16 @@ from torch import Tensor
 
 import shardcompile
 from shardcompile.collectives import transport
-from shardcompile.collectives.transport import as_bytes, gpus, nccl
-from shardcompile.collectives.transport.nccl import FUSES_BROADCASTS, PAD_LIMIT, Way, costs_of, way_of
+from shardcompile.collectives.transport import as_bytes, gpus, nccl, running_ends
+from shardcompile.collectives.transport.balance import even_parts, moved_to_even
+from shardcompile.collectives.transport.nccl_ways import (
+    FUSES_BROADCASTS,
+    Way,
+    costs_to_gather,
+    costs_to_reduce,
+    way_to_gather,
+    way_to_reduce,
+)
 from shardcompile.watch.backends import backend_of
 from shardcompile.watch.calls import Call, Entry
 
@@ -28,37 +36,55 @@ MIB = 2**20
 
 def test_equal_blocks_are_left_to_torch() -> None:
     for version, size, ranks in itertools.product([OLD, NEW], [1, 7, MIB], [2, 3, 64]):
-        assert way_of([size] * ranks, version) is Way.EVEN
+        assert way_to_gather([size] * ranks, version) is Way.EVEN
 
 
 def test_one_large_block_travels_in_a_ring() -> None:
     """The owner of nine blocks in sixteen would send 63 units; a ring moves 15 over its busiest link."""
     sizes = [9 * MIB, *[MIB] * 7]
-    costs = costs_of(sizes, NEW)
-    assert way_of(sizes, NEW) is Way.BROADCASTS
+    costs = costs_to_gather(sizes, NEW)
+    assert way_to_gather(sizes, NEW) is Way.BROADCASTS
     assert costs[Way.SENDS] > 63 * MIB and 15 * MIB <= costs[Way.BROADCASTS] < 16 * MIB
-    assert Way.PADDED not in costs
+
+
+def test_uneven_blocks_move_as_little_as_even_ones() -> None:
+    """But for what ranks have more or less than the mean."""
+    sizes = [3 * MIB if r % 2 else MIB for r in range(64)]  # 128 MiB in all
+    for costs in (costs_to_gather(sizes, OLD), costs_to_reduce(sizes)):
+        assert min(costs, key=lambda way: costs[way]) is Way.BALANCED
+        assert 126 * MIB <= costs[Way.BALANCED] < 132 * MIB < costs[Way.SENDS]
 
 
 def test_old_versions_pay_for_each_broadcast() -> None:
     small = [3000, *[1000] * 63]
-    assert way_of(small, NEW) is Way.BROADCASTS
-    assert way_of(small, OLD) is Way.SENDS
-    assert way_of([5 * 2**16, *[4 * 2**16] * 63], OLD) is Way.PADDED
-    assert way_of([64 * MIB, *[MIB] * 7], OLD) is Way.BROADCASTS
+    assert way_to_gather(small, NEW) is Way.BROADCASTS
+    assert way_to_gather(small, OLD) is Way.SENDS
+    assert way_to_gather([5 * 2**16, *[4 * 2**16] * 63], OLD) is Way.BALANCED
+    assert way_to_gather([64 * MIB, *[MIB] * 7], OLD) is Way.BROADCASTS
 
 
-def test_nothing_moves_more_than_the_limit_says() -> None:
-    for sizes in itertools.product([0, 1, 2, 5], repeat=4):
-        if sum(sizes):
-            padded = Way.PADDED in costs_of([s * MIB for s in sizes], OLD)
-            assert padded == (len(set(sizes)) > 1 and max(sizes) * 4 <= PAD_LIMIT * sum(sizes))
+def test_an_even_division_holds_all_rows_in_order() -> None:
+    for whole, ranks, unit in itertools.product(range(9), range(1, 5), (1, 2)):
+        size, parts = even_parts(whole, ranks, unit)
+        assert [n for a, b in parts for n in range(a, b)] == list(range(whole))
+        assert all(b - a <= size for a, b in parts) and (whole % ranks or {b - a for a, b in parts} == {size})
+
+
+def test_what_moves_to_an_even_division_is_counted() -> None:
+    """Against the rows of each rank and of its part, one by one."""
+    for sizes in itertools.product([0, 1, 2, 5], repeat=3):
+        if sum(sizes) % 3:
+            continue
+        _, parts = even_parts(sum(sizes), 3)
+        held = [set(range(a, b)) for a, b in running_ends(sizes)]
+        moved = [max(len(h - set(range(*p))), len(set(range(*p)) - h)) for h, p in zip(held, parts, strict=True)]
+        assert moved_to_even(sizes) == max(moved)
 
 
 def test_the_choice_knows_sizes_and_version_alone() -> None:
     """It has to be the same on every rank: no argument tells the rank."""
-    assert list(way_of.__annotations__) == ["nbytes", "version", "return"]
-    assert way_of([1, 2, 3], NEW) is way_of((1, 2, 3), NEW)
+    assert list(way_to_gather.__annotations__) == ["nbytes", "version", "return"]
+    assert way_to_gather([1, 2, 3], NEW) is way_to_gather((1, 2, 3), NEW)
 
 
 NAMED = re.compile(r"""["'](nccl|gloo)["']""")
@@ -165,6 +191,8 @@ def test_every_way_gathers_all_rows(
 ) -> None:
     if (way is Way.EVEN) != (len(set(sizes)) == 1) and way in (Way.EVEN, Way.BROADCASTS):
         pytest.skip("a way that is not offered for such sizes")
+    if way is Way.BALANCED:
+        pytest.skip("its messages follow one another: tests/ranks/test_ways.py has it on processes")
     monkeypatch.setattr(transport.TRANSPORTS["nccl"], "fixed", way)
     blocks = [torch.randint(0, 2, (n, 2)).to(dtype) for n in sizes]
     for rank, own in enumerate(blocks):

@@ -6,7 +6,7 @@ real tensors, with sizes that all ranks of the group agree on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,12 +14,14 @@ from torch.distributed import ProcessGroup, Work
 
 import shardcompile.collectives.transport.gloo
 import shardcompile.collectives.transport.nccl  # noqa: F401
+from shardcompile.collectives import scratch
 from shardcompile.collectives.transport.base import TRANSPORTS as TRANSPORTS
 from shardcompile.collectives.transport.base import CallWork as CallWork
 from shardcompile.collectives.transport.base import Message as Message
 from shardcompile.collectives.transport.base import Range as Range
 from shardcompile.collectives.transport.base import Transport as Transport
 from shardcompile.collectives.transport.base import as_bytes as as_bytes
+from shardcompile.collectives.transport.base import between_peers as between_peers
 from shardcompile.collectives.transport.base import complete as complete
 from shardcompile.collectives.transport.base import lies_in_rows as lies_in_rows
 from shardcompile.collectives.transport.base import overlap as overlap
@@ -88,14 +90,11 @@ def send_ranges(
         from_peers: for each rank of the group the range of `out` that it fills.
         keep_own: copy what this rank keeps; otherwise its range of `out` is left as it is.
     """
-    me, ranks = call.group.rank(), call.group.size()
+    me = call.group.rank()
     mine, place = to_peers[me], from_peers[me]
     if keep_own and mine[1] > mine[0]:
         out[place[0] : place[1]].copy_(rows[mine[0] : mine[1]])
-    others = [p for p in range(ranks) if p != me]
-    sends = [(p, rows[to_peers[p][0] : to_peers[p][1]]) for p in others]
-    receives = [(p, out[from_peers[p][0] : from_peers[p][1]]) for p in others]
-    return exchange(call, sends, receives)
+    return exchange(call, *between_peers(me, rows, to_peers, out, from_peers))
 
 
 def gather_rows(call: Call, rows: Tensor, sizes: Sequence[int], out: Tensor, keep_own: bool = True) -> list[Work]:
@@ -113,3 +112,34 @@ def gather_rows(call: Call, rows: Tensor, sizes: Sequence[int], out: Tensor, kee
         return works
     whole = [(0, rows.shape[0])] * len(sizes)
     return send_ranges(call, rows, whole, out, running_ends(sizes), keep_own)
+
+
+def reduce_scatter_rows(
+    call: Call, rows: Tensor, sizes: Sequence[int], reduce_op: str, out: Tensor
+) -> tuple[list[Work], Callable[[], object] | None]:
+    """Start to reduce every rank's terms, of which each rank gets its rows.
+
+    Args:
+        call: what they belong to.
+        rows: the terms of this rank, contiguous, [sum of sizes, ...], first those that the first rank gets.
+        sizes: rows that each rank gets.
+        reduce_op: the reduction, see `check_reduction`.
+        out: contiguous, [n, ...], written.
+
+    Returns:
+        The works, and the last local step that makes `out` complete after them, or None.
+    """
+    works = transport_of(call.group).reduce(call, rows, sizes, reduce_op, out)
+    if works is not None:
+        return works, None
+    ranks, own = call.group.size(), out.shape[0]
+    memory = scratch.borrow(ranks * out.numel(), rows)
+    parts = memory.view(ranks * own, *out.shape[1:])
+    from_peers = [(r * own, (r + 1) * own) for r in range(ranks)]
+    works = send_ranges(call, rows, running_ends(sizes), parts, from_peers)
+
+    def reduce() -> None:
+        reduce_rows(parts.view(ranks, *out.shape), reduce_op, out)
+        scratch.give_back(memory)
+
+    return works, reduce

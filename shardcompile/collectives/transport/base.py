@@ -125,6 +125,20 @@ class Transport:
         """
         return None
 
+    def reduce(
+        self, call: Call, rows: Tensor, sizes: Sequence[int], reduce_op: str, out: Tensor
+    ) -> list[Work] | None:
+        """Start to reduce every rank's terms, of which each rank gets its rows; None if that is best done by messages.
+
+        Args:
+            call: what it belongs to.
+            rows: the terms of this rank, contiguous, first those that the first rank gets.
+            sizes: rows that each rank gets.
+            reduce_op: the reduction.
+            out: contiguous, written.
+        """
+        return None
+
     def all_to_all(
         self, call: Call, rows: Tensor, sent: Sequence[int], out: Tensor, received: Sequence[int]
     ) -> list[Work]:
@@ -160,6 +174,23 @@ def overlap(a: Range, b: Range) -> Range:
 def shifted(a: Range, by: int) -> Range:
     """The range moved by a number of rows."""
     return (a[0] + by, a[1] + by)
+
+
+def between_peers(
+    me: int, rows: Tensor, to_peers: Sequence[Range], out: Tensor, from_peers: Sequence[Range]
+) -> tuple[list[Message], list[Message]]:
+    """The messages, sent and received, in which each other rank gets a range of rows, and sends one. None is empty.
+
+    Args:
+        me: this rank, of the group.
+        rows: contiguous, [n, ...].
+        to_peers: for each rank of the group the range of `rows` that it gets.
+        out: contiguous, [m, ...].
+        from_peers: for each rank of the group the range of `out` that it fills.
+    """
+    sends = [(p, rows[a:b]) for p, (a, b) in enumerate(to_peers) if p != me]
+    receives = [(p, out[a:b]) for p, (a, b) in enumerate(from_peers) if p != me]
+    return [(p, t) for p, t in sends if t.numel()], [(p, t) for p, t in receives if t.numel()]
 
 
 def complete(

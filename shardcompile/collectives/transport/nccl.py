@@ -1,8 +1,7 @@
-"""NCCL: grouped messages, and three ways to gather blocks of any sizes.
+"""NCCL: grouped messages, and several ways to gather blocks of any sizes and to reduce into them.
 
-A way is chosen by sizes that all ranks know, and by the version of NCCL, which is the same on all ranks: NCCL refuses
-others. Why this is safe with streams, the allocator and several groups is written down in `docs/transports.md`. All of
-it has run between ranks that share a GPU, and nothing yet between GPUs.
+Why this is safe with streams, the allocator and several groups is written down in `docs/transports.md`. It has run
+between ranks that share a GPU, but for the ways over an even division, and nothing yet between GPUs.
 """
 
 from __future__ import annotations
@@ -10,70 +9,36 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
-from enum import Enum
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from shardcompile.collectives.transport.base import CallWork, Message, Range, Transport, as_bytes, running_ends
+from shardcompile.collectives.transport.balance import even_parts
+from shardcompile.collectives.transport.base import (
+    CallWork,
+    Message,
+    Range,
+    Transport,
+    as_bytes,
+    between_peers,
+    overlap,
+    running_ends,
+    shifted,
+)
+from shardcompile.collectives.transport.nccl_ways import ALIGNED, Way, way_to_gather, way_to_reduce
 from shardcompile.watch import Call
 from shardcompile.watch.queued import Passed
 
-PAD_LIMIT = 1.25
-"""The most that a padded all-gather may move, relative to the blocks."""
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
+"""What NCCL reduces as `reduce_rows` does. Its maximum does not keep NaN."""
 
-FUSES_BROADCASTS = (2, 30)
-"""From this version on NCCL makes one kernel of the broadcasts of a group, whatever their sizes."""
-
-_SENDS = 1.25
-"""Bytes that a ring moves in the time of a byte of grouped sends: an estimate, not measured by this project."""
-
-_COPIES = 0.1
-"""The same for a byte that is read and written in a GPU's own memory."""
-
-_LAUNCH = 2**18
-"""The same for a kernel that is launched, and its latency."""
-
-
-class Way(Enum):
-    """How blocks are gathered."""
-
-    EVEN = "torch's all-gather, straight into place"
-    PADDED = "torch's all-gather of blocks that are padded to the largest one"
-    BROADCASTS = "a broadcast of each block, all of them in one group"
-    SENDS = "a message from each rank to each other, all of them in one group"
-
-
-def way_of(nbytes: Sequence[int], version: tuple[int, ...]) -> Way:
-    """The way in which blocks are gathered soonest.
-
-    Args:
-        nbytes: of each rank's block.
-        version: of NCCL.
-    """
-    costs = costs_of(nbytes, version)
-    return min(costs, key=lambda way: costs[way])
-
-
-def costs_of(nbytes: Sequence[int], version: tuple[int, ...]) -> dict[Way, float]:
-    """What each way that may be taken costs, in bytes that a ring moves in that time; of equal ones the first counts.
-
-    A ring of broadcasts moves over each link all blocks but the one of the rank that it leads to. A block that is sent
-    to each other rank leaves its owner ``n - 1`` times.
-    """
-    n, largest, whole = len(nbytes), max(nbytes), sum(nbytes)
-    if largest * n == whole:
-        return {Way.EVEN: _LAUNCH + (n - 1) * largest}
-    costs: dict[Way, float] = {}
-    launches = 1 if version >= FUSES_BROADCASTS else sum(b > 0 for b in nbytes)
-    costs[Way.BROADCASTS] = launches * _LAUNCH + whole - min(nbytes)
-    if largest * n <= PAD_LIMIT * whole:
-        copied = largest + 2 * whole
-        costs[Way.PADDED] = 3 * _LAUNCH + (n - 1) * largest + _COPIES * copied
-    costs[Way.SENDS] = _LAUNCH + _SENDS * max((n - 1) * largest, whole - min(nbytes))
-    return costs
+_REDUCED = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8),
+}
+"""Dtypes that NCCL reduces as they are."""
 
 
 def end_of_stream() -> Passed:
@@ -97,7 +62,8 @@ class Nccl(Transport):
     NCCL knows neither bool nor complex; rows are moved as bytes.
 
     Attributes:
-        fixed: the way in which blocks are gathered, on every rank alike, for who measures it; None for the cheapest.
+        fixed: the way in which blocks are gathered and terms reduced, on every rank alike, for who measures it; None
+            for the cheapest.
     """
 
     name = "nccl"
@@ -134,15 +100,66 @@ class Nccl(Transport):
             return []
         width = out.numel() * out.dtype.itemsize // sum(sizes)
         lengths, mine, whole = [n * width for n in sizes], as_bytes(rows), as_bytes(out)
-        match self.fixed or way_of(lengths, torch.cuda.nccl.version()):
+        match self.fixed or way_to_gather(lengths, torch.cuda.nccl.version()):
             case Way.EVEN:
                 return _gather_even(call, mine, whole)
-            case Way.PADDED:
-                return [_gather_padded(call, mine, lengths, whole)]
             case Way.BROADCASTS:
                 return _gather_by_broadcasts(call, mine, running_ends(lengths), whole)
+            case Way.BALANCED:
+                return [self._gather_balanced(call, mine, lengths, whole)]
             case _:
                 return None
+
+    def reduce(
+        self, call: Call, rows: Tensor, sizes: Sequence[int], reduce_op: str, out: Tensor
+    ) -> list[Work] | None:
+        """See `Transport`. Sums and means of dtypes that NCCL reduces; they round as its all-reduce does."""
+        if not rows.numel():
+            return []
+        dtype = rows.dtype.to_real() if rows.is_complex() else rows.dtype
+        if reduce_op not in _OPERATIONS or dtype not in _REDUCED:
+            return None
+        terms, whole = rows.view(dtype).view(-1), out.view(dtype).view(-1)
+        width = terms.numel() // sum(sizes)
+        lengths = [n * width for n in sizes]
+        match self.fixed or way_to_reduce([n * dtype.itemsize for n in lengths]):
+            case Way.EVEN:
+                return _reduce_even(call, terms, reduce_op, whole)
+            case Way.SENDS:
+                return None
+            case _:
+                return [self._reduce_balanced(call, terms, lengths, reduce_op, whole)]
+
+    def _gather_balanced(self, call: Call, rows: Tensor, lengths: Sequence[int], out: Tensor) -> Work:
+        # The ring reads what the messages bring. No wait is between them: both run on the group's stream, in order.
+        me, ends = call.group.rank(), running_ends(lengths)
+        size, parts = even_parts(out.shape[0], len(lengths), ALIGNED)
+        held, part = ends[me], parts[me]
+        to_peers = [shifted(overlap(held, p), -held[0]) for p in parts]
+        from_peers = [shifted(overlap(e, part), -part[0]) for e in ends]
+        mine = rows.new_empty([size])
+        mine[slice(*from_peers[me])].copy_(rows[slice(*to_peers[me])])
+        works = self.exchange(call, *between_peers(me, rows, to_peers, mine, from_peers))
+        whole = out if out.shape[0] == size * len(lengths) else out.new_empty([size * len(lengths)])
+        works += _gather_even(call, mine, whole)
+        return CallWork(call, works, None if whole is out else lambda: out.copy_(whole[: out.shape[0]]))
+
+    def _reduce_balanced(
+        self, call: Call, rows: Tensor, lengths: Sequence[int], reduce_op: str, out: Tensor
+    ) -> Work:
+        me, ends = call.group.rank(), running_ends(lengths)
+        size, parts = even_parts(rows.shape[0], len(lengths), max(ALIGNED // rows.dtype.itemsize, 1))
+        if rows.shape[0] != size * len(lengths):
+            whole = rows.new_empty([size * len(lengths)])  # nobody reads the sums of what is behind the rows
+            whole[: rows.shape[0]].copy_(rows)
+            rows = whole
+        mine = rows.new_empty([size])
+        held, part = ends[me], parts[me]
+        to_peers = [shifted(overlap(part, e), -part[0]) for e in ends]
+        from_peers = [shifted(overlap(p, held), -held[0]) for p in parts]
+        works = _reduce_even(call, rows, reduce_op, mine)
+        works += self.exchange(call, *between_peers(me, mine, to_peers, out, from_peers))
+        return CallWork(call, works, lambda: out[slice(*from_peers[me])].copy_(mine[slice(*to_peers[me])]))
 
     def _connect(self, group: ProcessGroup) -> None:
         """Have all ranks of a group make its communicator together, before some of them have no message to send.
@@ -158,22 +175,13 @@ def _gather_even(call: Call, rows: Tensor, out: Tensor) -> list[Work]:
     return [work for work in call.run([start]) if work is not None]
 
 
-def _gather_padded(call: Call, rows: Tensor, lengths: Sequence[int], out: Tensor) -> Work:
-    size = max(lengths)
-    padded = rows
-    if rows.shape[0] < size:
-        padded = rows.new_empty([size])  # nobody reads what is behind the rows
-        padded[: rows.shape[0]].copy_(rows)
-    gathered = rows.new_empty([size * len(lengths)])
-    works = _gather_even(call, padded, gathered)
-
-    def unpack() -> None:
-        torch.cat([gathered[r * size : r * size + n] for r, n in enumerate(lengths)], out=out)
-
-    return CallWork(call, works, unpack)
-
-
 def _gather_by_broadcasts(call: Call, rows: Tensor, ends: Sequence[Range], out: Tensor) -> list[Work]:
     # Given tensors of several sizes, torch's NCCL broadcasts each of them from its rank, all in one group of calls.
     start = functools.partial(dist.all_gather, [out[a:b] for a, b in ends], rows, group=call.group, async_op=True)
+    return [work for work in call.run([start]) if work is not None]
+
+
+def _reduce_even(call: Call, rows: Tensor, reduce_op: str, out: Tensor) -> list[Work]:
+    operation, group = _OPERATIONS[reduce_op], call.group
+    start = functools.partial(dist.reduce_scatter_tensor, out, rows, op=operation, group=group, async_op=True)
     return [work for work in call.run([start]) if work is not None]

@@ -1,0 +1,38 @@
+"""Blocks of any sizes beside an even division of the same rows, in the same order.
+
+A ring moves parts of one size, and every link carries the same. Blocks of other sizes take the same ring if ranks first
+bring them to an even division: each sends its neighbours what it has too much of. Reduced rows go the other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardcompile.collectives.transport.base import Range
+
+
+def even_parts(whole: int, ranks: int, unit: int = 1) -> tuple[int, list[Range]]:
+    """The size of the parts of an even division, and each rank's part of what there is.
+
+    The parts have exactly one size if the ranks divide what there is. Otherwise the last ones have less.
+
+    Args:
+        whole: how much there is.
+        ranks: among which it is divided.
+        unit: the size is a multiple of this, unless the ranks divide what there is.
+    """
+    size, rest = divmod(whole, ranks)
+    if rest:
+        size = -(-whole // (ranks * unit)) * unit
+    return size, [(min(r * size, whole), min((r + 1) * size, whole)) for r in range(ranks)]
+
+
+def moved_to_even(sizes: Sequence[float] | np.ndarray) -> float:
+    """How much the busiest rank sends or receives between blocks of these sizes and an even division of them."""
+    held = np.asarray(sizes, dtype=np.float64)
+    part = held.sum() / len(held)
+    ends, cuts = held.cumsum(), part * np.arange(1, len(held) + 1)
+    kept = np.minimum(ends, cuts) - np.maximum(ends - held, cuts - part)
+    return float((np.maximum(held, part) - kept.clip(0)).max())

@@ -1,0 +1,102 @@
+"""Which way blocks of any sizes are gathered and reduced soonest on NCCL.
+
+A way is chosen by sizes that all ranks know, and by the version of NCCL, which is the same on all ranks: NCCL refuses
+others. Costs are in bytes that a ring moves in the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from shardcompile.collectives.transport.balance import even_parts, moved_to_even
+
+FUSES_BROADCASTS = (2, 30)
+"""From this version on NCCL makes one kernel of the broadcasts of a group, whatever their sizes."""
+
+ALIGNED = 16
+"""Bytes: NCCL moves what begins at multiples of this faster."""
+
+_SENDS = 1.25
+"""Bytes that a ring moves in the time of a byte of grouped sends: an estimate, not measured by this project."""
+
+_COPIES = 0.1
+"""The same for a byte that is read and written in a GPU's own memory."""
+
+_LAUNCH = 2**18
+"""The same for a kernel that is launched, and its latency."""
+
+
+class Way(Enum):
+    """How blocks are gathered, or how terms are reduced into blocks."""
+
+    EVEN = "torch's collective, straight from and into place: the blocks have one size"
+    BROADCASTS = "a broadcast of each block, all of them in one group"
+    BALANCED = "torch's collective over an even division, and messages between that and the blocks"
+    SENDS = "a message from each rank to each other, all of them in one group"
+
+
+def way_to_gather(nbytes: Sequence[int], version: tuple[int, ...]) -> Way:
+    """The way in which blocks are gathered soonest.
+
+    Args:
+        nbytes: of each rank's block.
+        version: of NCCL.
+    """
+    return _cheapest(costs_to_gather(nbytes, version))
+
+
+def way_to_reduce(nbytes: Sequence[int]) -> Way:
+    """The way in which terms are reduced into blocks soonest.
+
+    Args:
+        nbytes: of each rank's block.
+    """
+    return _cheapest(costs_to_reduce(nbytes))
+
+
+def costs_to_gather(nbytes: Sequence[int], version: tuple[int, ...]) -> dict[Way, float]:
+    """What each way to gather that may be taken costs; of equal ones the first counts.
+
+    A ring of broadcasts moves over each link all blocks but the one of the rank that it leads to. A block that is sent
+    to each other rank leaves its owner ``n - 1`` times. An even division takes messages between neighbours, and then a
+    ring of equal parts.
+    """
+    n, largest, whole = len(nbytes), max(nbytes), sum(nbytes)
+    if largest * n == whole:
+        return {Way.EVEN: _LAUNCH + (n - 1) * largest}
+    costs: dict[Way, float] = {}
+    launches = 1 if version >= FUSES_BROADCASTS else sum(b > 0 for b in nbytes)
+    costs[Way.BROADCASTS] = launches * _LAUNCH + whole - min(nbytes)
+    costs[Way.BALANCED] = _over_an_even_division(nbytes)
+    costs[Way.SENDS] = _LAUNCH + _SENDS * max((n - 1) * largest, whole - min(nbytes))
+    return costs
+
+
+def costs_to_reduce(nbytes: Sequence[int]) -> dict[Way, float]:
+    """What each way to reduce that may be taken costs; of equal ones the first counts.
+
+    What is sent to the owners of the blocks is reduced there: the owner reads a term of each rank. What takes the ring
+    is reduced on the way.
+    """
+    n, largest, whole = len(nbytes), max(nbytes), sum(nbytes)
+    if largest * n == whole:
+        return {Way.EVEN: _LAUNCH + (n - 1) * largest}
+    return {
+        Way.BALANCED: _over_an_even_division(nbytes),
+        Way.SENDS: 2 * _LAUNCH
+        + _SENDS * max((n - 1) * largest, whole - min(nbytes))
+        + _COPIES * (n + 1) * largest,
+    }
+
+
+def _over_an_even_division(nbytes: Sequence[int]) -> float:
+    """Messages and a ring, and the copies around them: of a rank's own part, and of the whole if it is padded."""
+    n, whole = len(nbytes), sum(nbytes)
+    size, _ = even_parts(whole, n, ALIGNED)
+    copied = size + (2 * whole if whole % n else 0)
+    return 3 * _LAUNCH + (n - 1) * size + _SENDS * moved_to_even(nbytes) + _COPIES * copied
+
+
+def _cheapest(costs: dict[Way, float]) -> Way:
+    return min(costs, key=lambda way: costs[way])
