@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 from torch.fx import Graph, Node
 
+from shardcompile.collectives.traffic import Traffic
 from shardcompile.passes.cost.model import CostModel, Prices, readable
 from shardcompile.passes.graph import blocks
 from shardcompile.passes.graph.collective import Collective
@@ -45,22 +46,52 @@ def bucket_bound(graph: Graph, prices: Prices, model: CostModel) -> float:
     """Seconds that no order of a graph can beat in `simulate`, whichever of its collectives share buckets.
 
     As `lower_bound`, but of latencies only those count that no bucket saves: those along a path, one before the first
-    transfer of each link, and one for each kind of collective of a group. What buckets copy is free. A bucket of uneven
-    blocks takes as long as the rank that has most of all its members. That may be less than they take one by one. So
-    links and compute are bounded by what a single rank has of all collectives of one kind and group: no bucket is
-    faster than any of its ranks. It is the rank that has most.
+    transfer of each link, and one for each kind of collective of a group. What buckets copy is free.
+
+    What all ranks get, or reduce, takes at least as long as blocks of one size would. A bucket of other uneven blocks
+    takes as long as the rank that has most of all its members. That may be less than they take one by one. So links and
+    compute are bounded by what a single rank has of all collectives of one kind and group: no bucket is faster than any
+    of its ranks. It is the rank that has most.
 
     Args:
         graph: in a valid order.
         prices: of the graph.
         model: that made them.
     """
+    prices = _of_even_blocks(prices, model)
     heads, tails = _heads(graph, prices), tails_of(graph, prices)
     path = max((sum(job) for work in _compute_jobs(graph, prices, heads, tails).values() for job in work), default=0.0)
     ends = [heads[n] + prices.seconds[n] + tails[n] for n in prices.group]
     fewest = _of_one_rank(graph, prices, model)
     work = [*_compute_jobs(graph, fewest, heads, tails).values(), *_link_jobs(fewest, heads, tails).values()]
     return prices.call + max([path, *ends, *map(_one_machine_bound, work), *_once_each(fewest)])
+
+
+def _of_even_blocks(prices: Prices, model: CostModel) -> Prices:
+    """Prices with which what all ranks get, or reduce, is in blocks of one size; nobody unpacks it."""
+    seconds, latency = dict(prices.seconds), dict(prices.latency)
+    for node, group in prices.group.items():
+        c = Collective.of(node)
+        assert c is not None
+        moved = _moved_to_all(c, model, prices.labels)
+        if moved is not None:
+            price = model.price_of(group, moved)
+            seconds[node], latency[node] = price.seconds, price.latency
+            seconds.update(dict.fromkeys(c.waits, 0.0))
+    return replace(prices, seconds=seconds, latency=latency)
+
+
+def _moved_to_all(c: Collective, model: CostModel, labels: Mapping[Node, set[str]]) -> Traffic | None:
+    """What blocks of one size would move in place of uneven ones that a ring can move; None of other collectives."""
+    n, joins = model.group_size(c.group_name), c.descriptor.joins
+    if joins is None or not joins.uneven or n is None or model.link(c.group_name).medium != "ports":
+        return None
+    assert c.descriptor.traffic is not None
+    members = blocks.members(c, n)
+    if not readable(c, members, labels):
+        return None
+    traffic = c.descriptor.traffic(members, n)
+    return None if traffic.ring is None else Traffic(traffic.total / n, traffic.total)
 
 
 def _of_one_rank(graph: Graph, prices: Prices, model: CostModel) -> Prices:
@@ -94,7 +125,7 @@ def _parts(c: Collective, model: CostModel, labels: Mapping[Node, set[str]]) -> 
     if joins is None or not joins.uneven or n is None or model.link(c.group_name).medium != "ports":
         return None
     members = blocks.members(c, n)
-    if not readable(c, members, labels):
+    if not readable(c, members, labels) or _moved_to_all(c, model, labels) is not None:
         return None
     nbytes = joins.load(members, n).nbytes.ravel()
     return nbytes / nbytes.max() if nbytes.any() else None

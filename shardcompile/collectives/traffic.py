@@ -7,9 +7,9 @@ ranks only.
 An even collective moves what a ring or pairwise exchange does, which is the least possible (Thakur, Rabenseifner,
 Gropp, "Optimization of collective communication operations in MPICH", 2005; nccl-tests, PERFORMANCE.md). Uneven blocks
 go one of two ways, see `shardcompile.collectives.transport`. Sent directly, a rank's block goes to each of the n-1
-others. Where every rank has its own link, the owner of the largest block decides, with (n-1) max(block). Where all ranks
-share one link, the sum decides. Or ranks bring their rows to an even division first, by messages of their own, and these
-parts take the ring. Reduced rows go the other way. That takes one more launch.
+others. Where every rank has its own link, the owner of the largest block decides, with (n-1) max(block). Where all
+ranks share one link, the sum decides. Or ranks bring their rows to an even division first, by messages of their own,
+and these parts take the ring. Reduced rows go the other way. That takes one more launch.
 """
 
 from __future__ import annotations

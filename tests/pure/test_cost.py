@@ -85,6 +85,9 @@ def seconds(make: Any, link: Link) -> float:
 
 
 SIZES = [6, 0, 2]
+RING = 160 / 3 + (60 - 80 / 3)
+"""Of 80 bytes in three parts, of which the first rank holds 60."""
+
 COLLECTIVES = {
     # What: (how, seconds where every rank has its own link, where all share one), a second for a byte.
     "gather of 3 x 8": (lambda b: b.call(c10d.all_gather_into_tensor.default, b.input(8), 3, "g"), 16, 16),
@@ -94,9 +97,9 @@ COLLECTIVES = {
     "exchange of 24": (lambda b: b.call(c10d.all_to_all_single.default, b.input(24), [], [], "g"), 16, 16),
     "broadcast of 24": (lambda b: b.call(c10d.broadcast.default, b.input(24), 0, "g"), 24, 16),
     # The owner of 6 x 10 sends them twice; all in all each of 80 bytes is sent twice, over 3 ranks.
-    "uneven gather": (lambda b: b.call(ours.all_gather_v.default, b.input(6, 10), 0, 8, *cut(SIZES), "g"), 120, 160 / 3),
+    "uneven gather": (lambda b: b.call(ours.all_gather_v.default, b.input(6, 10), 0, 8, *cut(SIZES), "g"), RING, 160 / 3),
     "uneven scatter": (
-        lambda b: b.call(ours.reduce_scatter_v.default, b.input(8, 10), 0, 6, "sum", *cut(SIZES), "g"), 120, 160 / 3
+        lambda b: b.call(ours.reduce_scatter_v.default, b.input(8, 10), 0, 6, "sum", *cut(SIZES), "g"), RING, 160 / 3
     ),
     # Rank 0 holds 6 of 8 rows and keeps 1 of 8 columns; rank 1 gets 3 columns and holds no row of them.
     "turn": (
@@ -152,7 +155,7 @@ def test_a_bucket_moves_what_its_members_hold_and_costs_one_latency_and_copies()
     c = Collective.of(bucket)
     assert c is not None
     assert model(SHARED).collective_seconds(c) == pytest.approx(2 * (80 + 20) / 3, abs=1e-6)
-    assert model(PORTS).collective_seconds(c) == pytest.approx(2 * max(60 + 5, 15, 20), abs=1e-6)
+    assert model(PORTS).collective_seconds(c) == pytest.approx(2 / 3 * 100 + (60 + 5) - 100 / 3, abs=1e-6)
     copied = 2 * (100 + 65) / (H100.memory * H100.share)
     assert model(LATENT).collective_seconds(c) == pytest.approx(10 + math.log2(3) + copied)
 
@@ -512,7 +515,7 @@ def test_what_differs_along_another_mesh_dim_gives_a_collective_a_nominal_price(
     assert labels(graph, GROUPS)[x] == {"g"}
     prices = Prices.of(graph, model())
     assert prices.seconds[columns] == NOMINAL_BYTES
-    assert prices.seconds[rows] == 2 * 5 * 8
+    assert prices.seconds[rows] == 2 / 3 * 72 + (40 - 24)
 
 
 def test_a_halo_makes_even_blocks_uneven() -> None:

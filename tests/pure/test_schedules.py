@@ -334,7 +334,7 @@ def counted(graph: Graph) -> dict[str, int]:
 def test_work_of_every_pass_grows_with_the_graph() -> None:
     """Twice the layers, hardly more than twice the work: of a graph for which as many buckets are tried in both sizes."""
     by_size = []
-    for layers in (8, 16):
+    for layers in (12, 24):
         with world_of(RANKS):
             graph = foreign(0, "forward", 8, uneven=True, layers=layers)
             nodes = len(graph.nodes)

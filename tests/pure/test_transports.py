@@ -37,6 +37,7 @@ MIB = 2**20
 def test_equal_blocks_are_left_to_torch() -> None:
     for version, size, ranks in itertools.product([OLD, NEW], [1, 7, MIB], [2, 3, 64]):
         assert way_to_gather([size] * ranks, version) is Way.EVEN
+        assert way_to_reduce([size] * ranks) is Way.EVEN
 
 
 def test_one_large_block_travels_in_a_ring() -> None:

@@ -125,9 +125,7 @@ class Transport:
         """
         return None
 
-    def reduce(
-        self, call: Call, rows: Tensor, sizes: Sequence[int], reduce_op: str, out: Tensor
-    ) -> list[Work] | None:
+    def reduce(self, call: Call, rows: Tensor, sizes: Sequence[int], reduce_op: str, out: Tensor) -> list[Work] | None:
         """Start to reduce every rank's terms, of which each rank gets its rows; None if that is best done by messages.
 
         Args:

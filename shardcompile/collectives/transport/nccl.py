@@ -110,9 +110,7 @@ class Nccl(Transport):
             case _:
                 return None
 
-    def reduce(
-        self, call: Call, rows: Tensor, sizes: Sequence[int], reduce_op: str, out: Tensor
-    ) -> list[Work] | None:
+    def reduce(self, call: Call, rows: Tensor, sizes: Sequence[int], reduce_op: str, out: Tensor) -> list[Work] | None:
         """See `Transport`. Sums and means of dtypes that NCCL reduces; they round as its all-reduce does."""
         if not rows.numel():
             return []
@@ -144,9 +142,7 @@ class Nccl(Transport):
         works += _gather_even(call, mine, whole)
         return CallWork(call, works, None if whole is out else lambda: out.copy_(whole[: out.shape[0]]))
 
-    def _reduce_balanced(
-        self, call: Call, rows: Tensor, lengths: Sequence[int], reduce_op: str, out: Tensor
-    ) -> Work:
+    def _reduce_balanced(self, call: Call, rows: Tensor, lengths: Sequence[int], reduce_op: str, out: Tensor) -> Work:
         me, ends = call.group.rank(), running_ends(lengths)
         size, parts = even_parts(rows.shape[0], len(lengths), max(ALIGNED // rows.dtype.itemsize, 1))
         if rows.shape[0] != size * len(lengths):

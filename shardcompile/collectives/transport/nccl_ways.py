@@ -84,9 +84,7 @@ def costs_to_reduce(nbytes: Sequence[int]) -> dict[Way, float]:
         return {Way.EVEN: _LAUNCH + (n - 1) * largest}
     return {
         Way.BALANCED: _over_an_even_division(nbytes),
-        Way.SENDS: 2 * _LAUNCH
-        + _SENDS * max((n - 1) * largest, whole - min(nbytes))
-        + _COPIES * (n + 1) * largest,
+        Way.SENDS: 2 * _LAUNCH + _SENDS * max((n - 1) * largest, whole - min(nbytes)) + _COPIES * (n + 1) * largest,
     }
 
 
