@@ -129,7 +129,7 @@ def test_one_graph_for_every_cut(name: str) -> None:
 
 
 @pytest.mark.ranks(3, timeout=200, processes=False)
-@pytest.mark.parametrize("name", often(INDUCTOR, 1))
+@pytest.mark.parametrize("name", often(INDUCTOR, 0))
 def test_one_graph_through_inductor(name: str) -> None:
     _check(name, "inductor")
 

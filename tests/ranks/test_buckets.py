@@ -287,7 +287,7 @@ def diffusion(u: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.ranks(3, timeout=300)
 @pytest.mark.parametrize("backend", ["graph", pytest.param("inductor", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
-    ("step", "without", "with_buckets"), [(advection, 8 + 8, 2 + 2), (diffusion, 6 + 4, 4 + 2)], ids=["around", "edge"]
+    ("step", "without", "with_buckets"), often([(advection, 8 + 8, 2 + 2), (diffusion, 6 + 4, 4 + 2)], 1)
 )
 def test_stencils(step: Any, without: int, with_buckets: int, backend: str) -> None:
     mesh = init_device_mesh("cpu", (3,))

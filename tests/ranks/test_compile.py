@@ -416,7 +416,7 @@ def test_blocks_that_first_have_no_columns_compile_once(backend: str) -> None:
 
 
 @pytest.mark.ranks(3, timeout=300, processes=False)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", often(["aot_eager", "inductor"], 1))
 def test_blocks_that_are_views_at_any_offset_compile_once(backend: str) -> None:
     mesh = mesh_1d()
     run, counter = counted(lambda x: x - x.mean(0, keepdim=True), backend)

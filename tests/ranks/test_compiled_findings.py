@@ -192,7 +192,7 @@ LONG = (
 """Findings that take longest, up to half a minute each."""
 
 SHORT = [name for name in FINDINGS if name not in LONG]
-EACH = often([*spread(SHORT, 3), *LONG], len(SHORT[::3]))
+EACH = often([*spread(SHORT, 5), *LONG], len(SHORT[::5]))
 
 
 @pytest.mark.parametrize("name", EACH)

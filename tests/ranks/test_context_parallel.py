@@ -66,7 +66,7 @@ def alone() -> list[Tensor]:
 @pytest.mark.ranks(3, timeout=300, processes=False)
 @pytest.mark.parametrize(
     ("backend", "attention"),
-    often([("aot_eager", "auto"), (None, "auto"), ("aot_eager", "ring"), ("inductor", "auto")], 1),
+    often([(None, "auto"), ("aot_eager", "auto"), ("aot_eager", "ring"), ("inductor", "auto")], 1),
 )
 def test_a_training_step(backend: str | None, attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sc.config, "attention", attention)

@@ -51,7 +51,7 @@ COMPILED = [("aot_eager", "a"), ("aot_eager", "b"), ("shardcompile", "a"), ("sha
 
 
 @pytest.mark.ranks(3, timeout=600, processes=False)
-@pytest.mark.parametrize(("backend", "experts"), often(COMPILED, 1))
+@pytest.mark.parametrize(("backend", "experts"), often(COMPILED, 0))
 def test_one_graph_serves_every_cut_of_the_tokens(backend: str, experts: str) -> None:
     compare(backend, experts)
 

@@ -56,11 +56,11 @@ def calls_are_noted() -> Iterator[None]:
 
 
 @pytest.mark.ranks(3, timeout=400, processes=False)
-@pytest.mark.parametrize("part", often(list(range(9)), 1))
+@pytest.mark.parametrize("part", often(list(range(12)), 1))
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_on_three_ranks(family: str, part: int) -> None:
     mesh = init_device_mesh("cpu", (3,))
-    failures = [text for case in FAMILIES[family] for text in op_check.check(case, mesh, limit=4, part=(part, 9))]
+    failures = [text for case in FAMILIES[family] for text in op_check.check(case, mesh, limit=4, part=(part, 12))]
     assert not (everyone := op_check.agree(failures)), "\n".join(everyone)
     assert not (differing := stated_calls.differences()), differing
 

@@ -37,7 +37,7 @@ class Net(nn.Module):
         return torch.softmax(self.last(torch.relu(self.first(x))), 0)  # over the cut dim
 
 
-@pytest.mark.ranks(3, timeout=300)
+@pytest.mark.ranks(3, timeout=300, processes=False)
 def test_explain_runs_a_module_once_and_leaves_its_gradients_alone() -> None:
     x, net = points(), Net()
     report = explain(net, x)
