@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,8 +26,9 @@ from shardcompile.machines import Device, Link
 SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 23)
 """Bytes of the tensors that are gathered, broadcast and reduced."""
 
-REPEATS = 15
-"""The fastest of so many runs counts, after one that warms up: other work on the machine only ever adds."""
+REPEATS, ROUNDS = 5, 5
+"""Runs of each measurement in a round, after one that warms up, and rounds. The fastest run counts: other work on the
+machine only ever adds. It comes in bursts of seconds, so that runs one after the other may all be slow."""
 
 _EXTENT, _NUMBERS, _KEPT = 512, 1 << 22, 6
 """Of square matrices that are multiplied; of tensors that are added, which are too large for caches; how many sums are
@@ -35,6 +36,11 @@ kept at a time."""
 
 _CACHED = 1 << 17
 """Numbers that stay in a cache, of which a function is computed."""
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+_MASKED = 1 << 20
+"""Numbers beside which bools are stored or read."""
 
 _LAYERS, _KERNELS = (2, 12), 5
 """Of two compiled functions, which differ in how often they launch kernels; and how often a layer of them does."""
@@ -57,7 +63,7 @@ def measure_link(group: ProcessGroup | None = None, sizes: Sequence[int] = SIZES
     Args:
         group: of two ranks or more; the default process group if left out.
         sizes: bytes of the tensors to move, at least two.
-        repeats: runs of each size.
+        repeats: runs of each size in a round; there are `ROUNDS`.
 
     Raises:
         CollectiveError: the group has one rank only.
@@ -85,7 +91,7 @@ def measure_device(group: ProcessGroup | None = None, repeats: int = REPEATS) ->
 
     Args:
         group: of two ranks or more, on CPUs; the default process group if left out.
-        repeats: runs of each measurement.
+        repeats: runs of each measurement in a round; there are `ROUNDS`.
 
     Raises:
         CollectiveError: the group has one rank only, or its tensors are not on CPUs.
@@ -95,21 +101,18 @@ def measure_device(group: ProcessGroup | None = None, repeats: int = REPEATS) ->
     assert group is not None
     if group.name() == "nccl":
         raise CollectiveError("what GPUs compute with is not measured; take one of shardcompile.machines")
-    flops = {}
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        a = torch.ones(_EXTENT, _EXTENT, dtype=dtype)
-        flops[dtype] = 2 * _EXTENT**3 / _slowest_rank(functools.partial(torch.mm, a, a), group, a.device, repeats)
-    x = torch.ones(_NUMBERS)
-    adding = _slowest_rank(functools.partial(_sums, x), group, x.device, repeats) / _KEPT
-    few, out = torch.ones(_CACHED), torch.empty(_CACHED)
-    functions, moving = (
-        _slowest_rank(functools.partial(f, few, out=out), group, x.device, repeats) for f in (torch.exp, torch.neg)
-    )
-    element = max(functions - moving, 0.0) / _CACHED
-    kernel, call = _launches(group, repeats)
-    mask = _masks(x, group, repeats)
+    runs = _products() | _passes_over_memory() | _layers_of_small_kernels() | _masked()
+    took = _fastest(runs, group, torch.device("cpu"), repeats)
+    flops = {dtype: 2 * _EXTENT**3 / took[dtype] for dtype in _DTYPES}
+    adding = took["sums"] / _KEPT
+    element = max(took["exp"] - took["neg"], 0.0) / _CACHED
+    few, many = _LAYERS
+    kernel = max(took[many] - took[few], took[many] / 100) / (_KERNELS * (many - few))
+    call = max(took[few] - few * _KERNELS * kernel, 0.0) / 2
+    stored, read = took["mask stored"] - took["none stored"], took["mask read"] - took["numbers read"]
+    mask = max(stored + read, 0.0) / _MASKED / 2
     name = f"a core of {group.size()}, measured"
-    memory = 3 * x.nbytes / adding
+    memory = 3 * 4 * _NUMBERS / adding
     return Device(name, "cpu", flops, memory, 1.0, kernel, link, link, element, call, mask)
 
 
@@ -163,20 +166,21 @@ def load_device(path: Path | str) -> Device:
 def _samples(group: ProcessGroup, sizes: Sequence[int], repeats: int) -> list[Sample]:
     device = torch.device("cuda", torch.cuda.current_device()) if group.name() == "nccl" else torch.device("cpu")
     n = group.size()
-    samples = []
+    runs: dict[Hashable, Callable[[], object]] = {}
+    moved: dict[Hashable, float] = {}
+    through = 1 if group.name() != "gloo" else (n - 1) / n  # broadcasts are pipelined elsewhere
     for nbytes in sizes:
         block = max(nbytes // (4 * n), 1)
-        whole = 4 * n * block
-        through = 1 if group.name() != "gloo" else (n - 1) / n  # broadcasts are pipelined elsewhere
         for collective, length, share in (
             (_gather, block, (n - 1) / n),
             (_broadcast, n * block, through),
             (_reduce, n * block, 2 * (n - 1) / n),
         ):
-            x = torch.zeros(length, device=device)
-            seconds = _slowest_rank(functools.partial(collective, x, group), group, device, repeats)
-            samples.append(Sample(share * whole, seconds))
-    return samples
+            key = collective, nbytes
+            runs[key] = functools.partial(collective, torch.zeros(length, device=device), group)
+            moved[key] = share * 4 * n * block
+    took = _fastest(runs, group, device, repeats)
+    return [Sample(moved[key], seconds) for key, seconds in took.items()]
 
 
 def _gather(x: Tensor, group: ProcessGroup) -> None:
@@ -195,7 +199,7 @@ def _reduce(x: Tensor, group: ProcessGroup) -> None:
 def _host(group: ProcessGroup, repeats: int) -> float:
     """Seconds until a collective that moves nearly nothing has been started."""
     x, spent = torch.zeros(1), []
-    for _ in range(1 + repeats):
+    for _ in range(1 + ROUNDS * repeats):
         dist.barrier(group)
         start = time.perf_counter()
         begun = ALL_REDUCE.target(x, "sum", group.group_name)
@@ -207,10 +211,9 @@ def _host(group: ProcessGroup, repeats: int) -> float:
 def _busy(group: ProcessGroup, repeats: int) -> float:
     """How much of a transfer is missing to the compute beside it: 0 if they run side by side, 1 if in turns."""
     x, a = torch.zeros(SIZES[-1] // 4), torch.ones(_EXTENT, _EXTENT)
-
-    moving = _slowest_rank(functools.partial(_reduce, x, group), group, x.device, repeats)
-    product = _slowest_rank(functools.partial(torch.mm, a, a), group, x.device, repeats)
-    products = max(round(moving / product), 1)
+    moves, product = functools.partial(_reduce, x, group), functools.partial(torch.mm, a, a)
+    alone = _fastest({"moving": moves, "product": product}, group, x.device, repeats)
+    products = max(round(alone["moving"] / alone["product"]), 1)
 
     def computes() -> None:
         for _ in range(products):
@@ -221,9 +224,25 @@ def _busy(group: ProcessGroup, repeats: int) -> float:
         computes()
         wait(begun)
 
-    computing = _slowest_rank(computes, group, x.device, repeats)
-    together = _slowest_rank(both, group, x.device, repeats)
-    return min(max((together - max(moving, computing)) / min(moving, computing), 0.0), 1.0)
+    took = _fastest({"moving": moves, "computing": computes, "both": both}, group, x.device, repeats)
+    moving, computing = took["moving"], took["computing"]
+    return min(max((took["both"] - max(moving, computing)) / min(moving, computing), 0.0), 1.0)
+
+
+_Runs = dict[Hashable, Callable[[], object]]
+
+
+def _products() -> _Runs:
+    """Of square matrices, by dtype."""
+    squares = {dtype: torch.ones(_EXTENT, _EXTENT, dtype=dtype) for dtype in _DTYPES}
+    return {dtype: functools.partial(torch.mm, a, a) for dtype, a in squares.items()}
+
+
+def _passes_over_memory() -> _Runs:
+    """Sums in new memory, and what computes a function and moves no more than what computes none."""
+    few, out = torch.ones(_CACHED), torch.empty(_CACHED)
+    runs: _Runs = {name: functools.partial(f, few, out=out) for name, f in (("exp", torch.exp), ("neg", torch.neg))}
+    return runs | {"sums": functools.partial(_sums, torch.ones(_NUMBERS))}
 
 
 def _sums(x: Tensor) -> None:
@@ -239,51 +258,49 @@ def _layers(x: Tensor, *weights: Tensor) -> Tensor:
     return x
 
 
-def _masks(x: Tensor, group: ProcessGroup, repeats: int) -> float:
-    """Seconds of Inductor's code for a bool that it stores, and for one that it reads: half of both together."""
-    few, mask = x[: 1 << 20], x[: 1 << 20] > 1
-    calls: tuple[tuple[Callable[..., object], tuple[Tensor, ...]], ...] = (
-        (lambda a: (a.relu(), a <= 0), (few,)),
-        (lambda a: (a.relu(),), (few,)),
-        (lambda a, m: torch.where(m, 0.0, a), (few, mask)),
-        (lambda a, b: torch.where(b > 0, 0.0, a), (few, few)),
-    )
-    took = []
-    for function, arguments in calls:
-        run = functools.partial(torch.compile(function, fullgraph=True), *arguments)
-        run()
-        took.append(_slowest_rank(run, group, x.device, repeats))
-    return max(took[0] - took[1] + took[2] - took[3], 0.0) / few.numel() / 2
+def _masked() -> _Runs:
+    """Inductor's code for a bool that it stores, and for one that it reads, and the same without the bool."""
+    few = torch.ones(_MASKED)
+    calls: dict[str, tuple[Callable[..., object], tuple[Tensor, ...]]] = {
+        "mask stored": (lambda a: (a.relu(), a <= 0), (few,)),
+        "none stored": (lambda a: (a.relu(),), (few,)),
+        "mask read": (lambda a, m: torch.where(m, 0.0, a), (few, few > 1)),
+        "numbers read": (lambda a, b: torch.where(b > 0, 0.0, a), (few, few)),
+    }
+    return {name: functools.partial(torch.compile(f, fullgraph=True), *x) for name, (f, x) in calls.items()}
 
 
-def _launches(group: ProcessGroup, repeats: int) -> tuple[float, float]:
-    """Seconds that Inductor's code takes for one more kernel, and for a graph without any."""
-    took = []
+def _layers_of_small_kernels() -> _Runs:
+    """Inductor's code for graphs that differ in how many kernels they launch, by the number of layers."""
+    runs: _Runs = {}
     for number in _LAYERS:
         weights = [torch.zeros(8, 8, requires_grad=True) for _ in range(number)]
-        x = torch.zeros(8, 8, requires_grad=True)
+        inputs = torch.zeros(8, 8, requires_grad=True), *weights
         compiled = torch.compile(_layers, fullgraph=True, dynamic=True)
 
-        def step(run: Callable[..., Tensor] = compiled, inputs: Sequence[Tensor] = (x, *weights)) -> None:
+        def step(run: Callable[..., Tensor] = compiled, inputs: Sequence[Tensor] = inputs) -> None:
             torch.autograd.grad(run(*inputs).sum(), inputs)
 
-        step()
-        took.append(_slowest_rank(step, group, x.device, 4 * repeats))
-    few, many = _LAYERS
-    kernel = max(took[1] - took[0], took[1] / 100) / (_KERNELS * (many - few))
-    return kernel, max(took[0] - few * _KERNELS * kernel, 0.0) / 2
+        runs[number] = step
+    return runs
 
 
-def _slowest_rank(run: Callable[[], object], group: ProcessGroup, device: torch.device, repeats: int) -> float:
-    times = []
-    for _ in range(1 + repeats):
-        dist.barrier(group)
-        _finish(device)
-        start = time.perf_counter()
-        run()
-        _finish(device)
-        times.append(time.perf_counter() - start)
-    return _most(min(times[1:]), group, device)
+def _fastest(
+    runs: Mapping[Hashable, Callable[[], object]], group: ProcessGroup, device: torch.device, repeats: int
+) -> dict[Hashable, float]:
+    """Seconds of the fastest of all runs, in rounds over all of them, on the slowest rank."""
+    least = dict.fromkeys(runs, math.inf)
+    for _ in range(ROUNDS):
+        for key, run in runs.items():
+            for repeat in range(1 + repeats):
+                dist.barrier(group)
+                _finish(device)
+                start = time.perf_counter()
+                run()
+                _finish(device)
+                if repeat:
+                    least[key] = min(least[key], time.perf_counter() - start)
+    return {key: _most(seconds, group, device) for key, seconds in least.items()}
 
 
 def _most(seconds: float, group: ProcessGroup, device: torch.device) -> float:
