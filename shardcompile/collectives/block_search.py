@@ -18,8 +18,11 @@ from torch import Tensor
 _TILE = 1 << 18
 """How many distances are held at a time."""
 
-_TREE_TILE = 1 << 15
+_TREE_TILE = 1 << 14
 """The same, where trees give candidates. A dozen tensors are made of them, so it is small beside a block of points."""
+
+_LEAF = 64
+"""Points that a tree does not divide further: a smaller tree, which is searched as fast."""
 
 _FEW_DIMS = 8
 """Trees visit most of the points in spaces of more dims."""
@@ -98,9 +101,14 @@ def searchable(points: Tensor, first: int) -> Block:
     few = 1 <= points.shape[1] <= _FEW_DIMS and points.shape[0] > 0
     make = _tree_of_scipy() if few and points.device.type == "cpu" else None
     tree = None
-    if make is not None and bool(points.isfinite().all()):
-        tree = make(points.detach().to(torch.float64).numpy())
+    if make is not None and _are_finite(points):
+        tree = make(points.detach().to(torch.float64).numpy(), leafsize=_LEAF)
     return Block(points, first, tree)
+
+
+def _are_finite(x: Tensor) -> bool:
+    """Whether no number is infinite or NaN, in no more memory: `isfinite` of all of them copies them first."""
+    return not x.numel() or all(bool(end.isfinite()) for end in torch.aminmax(x))  # NaN is either end
 
 
 def search(found: Found, block: Block, queries: Tensor, reach: float) -> None:
@@ -115,7 +123,7 @@ def search(found: Found, block: Block, queries: Tensor, reach: float) -> None:
     count, many = found.distances.shape[1], block.points.shape[0]
     if not many:
         return
-    by_tree = block.tree is not None and bool(queries.isfinite().all())
+    by_tree = block.tree is not None and _are_finite(queries)
     step = max(1, _TREE_TILE // ((count + 1) * 4) if by_tree else _TILE // many)
     for start in range(0, queries.shape[0], step):
         rows = slice(start, min(start + step, queries.shape[0]))
