@@ -152,26 +152,35 @@ def test_100000_points_have_the_neighbours_that_scipy_finds() -> None:
 class _Largest(TorchDispatchMode):
     """The bytes of the largest tensor that an op returns, but for views of one."""
 
-    def __init__(self, known: Tensor) -> None:
+    def __init__(self, *known: Tensor) -> None:
         super().__init__()
-        self.known, self.bytes = known.untyped_storage().data_ptr(), 0
+        self.known, self.bytes = {x.untyped_storage().data_ptr() for x in known}, 0
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = op(*args, **(kwargs or {}))
         for t in pytree.tree_leaves(out):
-            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() != self.known:
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in self.known:
                 self.bytes = max(self.bytes, t.numel() * t.itemsize)
         return out
 
 
-def test_no_tensor_of_a_search_by_trees_is_larger_than_its_block() -> None:
+def test_no_tensor_of_a_search_by_trees_comes_near_its_block() -> None:
     points = torch.rand(40_000, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found = block_search.Found.none(points, 16, len(points))
-    block = block_search.searchable(points, 0)
-    with _Largest(found.flat) as largest:
-        block_search.search(found, block, points, torch.inf)
+    with _Largest(found.flat, points) as largest:
+        block_search.search(found, block_search.searchable(points, 0), points, torch.inf)
     assert torch.equal(found.numbers[:, 0], torch.arange(len(points)))
-    assert 0 < largest.bytes <= points.nbytes
+    assert 0 < largest.bytes <= points.nbytes // 8
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("of_queries", [False, True])
+def test_numbers_that_are_not_finite_have_no_neighbours(value: float, of_queries: bool) -> None:
+    queries, points = torch.arange(12.0).view(4, 3).double(), torch.arange(18.0).view(6, 3).double()
+    (queries if of_queries else points)[1, 2] = value
+    found = sc.neighbors.knn(queries, points, 3)
+    near, numbers, _ = exact(queries, points, 3)
+    assert torch.equal(found.distances, near) and torch.equal(found.numbers, numbers)
 
 
 @pytest.mark.ranks(4, processes=False)
