@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+import torch
+
+needs_compiler = pytest.mark.skipif(
+    not torch.cuda.is_available() and not any(map(shutil.which, ("c++", "g++", "clang++"))),
+    reason="no GPU, and no C++ compiler (c++, g++, clang++) to build what stands in for it",
+)
 
 
 def spread(cases: Iterable[Any], step: int) -> list[Any]:

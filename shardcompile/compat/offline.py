@@ -17,11 +17,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition  #
 from torch._guards import detect_fake_mode  # 2.13 - 2.15
 from torch._inductor import config as _inductor_config  # 2.13 - 2.15
 from torch._inductor.virtualized import V  # 2.13 - 2.15
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.13 - 2.15
+from torch._subclasses.fake_tensor import FakeTensor  # 2.13 - 2.15
 from torch._subclasses.meta_utils import MetaTensorDescriber  # 2.13 - 2.15
 from torch.fx import Graph, GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore  # 2.13 - 2.15; importing it registers "fake"
 
+from shardcompile.compat.known_values import KnowingFakeMode
 from shardcompile.compat.tracing import is_fake_outside_traces
 
 
@@ -32,8 +33,8 @@ def fake_store() -> torch.distributed.Store:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Inside the context, tensors on any device have no memory."""
-    with FakeTensorMode(allow_non_fake_inputs=True), mock.patch.object(FakeTensor, "__deepcopy__", _copy):
+    """Inside the context, tensors on any device have no memory. Values are known as `KnowingFakeMode` says."""
+    with KnowingFakeMode(), mock.patch.object(FakeTensor, "__deepcopy__", _copy):
         yield
 
 

@@ -211,8 +211,9 @@ def _build(world: OfflineWorld, build: Build) -> tuple[Callable[..., object], Se
             fn, inputs = build(world.mesh)
     except compat.UNKNOWN_OUTPUT_SHAPE as error:
         raise OfflineError(
-            "build(mesh) asks for the value of a tensor, but tensors have no values there. If ShardTensor.from_local "
-            "asks, state the sizes of all blocks: sharding_shapes={mesh dim: sizes}"
+            "build(mesh) asks for the value of a tensor, but tensors have no values there, except for small ones that "
+            "follow from numbers alone. If ShardTensor.from_local asks, state the sizes of all blocks: "
+            "sharding_shapes={mesh dim: sizes}"
         ) from error
     if not callable(fn) or not isinstance(inputs, (tuple, list)):
         raise OfflineError(

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tiers import often
+from tiers import needs_compiler, often
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_module
@@ -26,10 +26,6 @@ from shardcompile.passes import Pipeline
 from shardcompile.passes.graph.collective import collectives
 
 CHANNELS = 16
-needs_compiler = pytest.mark.skipif(
-    not torch.cuda.is_available() and not any(map(shutil.which, ("c++", "g++", "clang++"))),
-    reason="no GPU, and no C++ compiler (c++, g++, clang++) to build what stands in for it",
-)
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_compiler)]
 
 
