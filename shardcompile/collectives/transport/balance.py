@@ -6,11 +6,13 @@ bring them to an even division: each sends its neighbours what it has too much o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from shardcompile.collectives.transport.base import Range
+from shardcompile.collectives.transport.base import Range, overlap, running_ends, shifted
 
 
 def even_parts(whole: int, ranks: int, unit: int = 1) -> tuple[int, list[Range]]:
@@ -36,3 +38,33 @@ def moved_to_even(sizes: Sequence[float] | np.ndarray) -> float:
     ends, cuts = held.cumsum(), part * np.arange(1, len(held) + 1)
     kept = np.minimum(ends, cuts) - np.maximum(ends - held, cuts - part)
     return float((np.maximum(held, part) - kept.clip(0)).max())
+
+
+class Balance(NamedTuple):
+    """What a rank exchanges between its block and its part of an even division.
+
+    Attributes:
+        size: of the parts.
+        of_block: for each rank what of this rank's block lies in that rank's part.
+        of_part: for each rank what of this rank's part lies in that rank's block.
+    """
+
+    size: int
+    of_block: list[Range]
+    of_part: list[Range]
+
+    @staticmethod
+    @functools.lru_cache(maxsize=512)
+    def of(sizes: tuple[int, ...], me: int, unit: int) -> Balance:
+        """Work it out. Kept, because a program moves the same blocks again and again.
+
+        Args:
+            sizes: of the blocks.
+            me: this rank, of the group.
+            unit: see `even_parts`.
+        """
+        ends = running_ends(sizes)
+        size, parts = even_parts(sum(sizes), len(sizes), unit)
+        of_block = [shifted(overlap(ends[me], part), -ends[me][0]) for part in parts]
+        of_part = [shifted(overlap(block, parts[me]), -parts[me][0]) for block in ends]
+        return Balance(size, of_block, of_part)

@@ -186,9 +186,11 @@ def between_peers(
         out: contiguous, [m, ...].
         from_peers: for each rank of the group the range of `out` that it fills.
     """
-    sends = [(p, rows[a:b]) for p, (a, b) in enumerate(to_peers) if p != me]
-    receives = [(p, out[a:b]) for p, (a, b) in enumerate(from_peers) if p != me]
-    return [(p, t) for p, t in sends if t.numel()], [(p, t) for p, t in receives if t.numel()]
+    if not rows.shape[1:].numel():
+        return [], []
+    sends = [(p, rows[a:b]) for p, (a, b) in enumerate(to_peers) if p != me and b > a]
+    receives = [(p, out[a:b]) for p, (a, b) in enumerate(from_peers) if p != me and b > a]
+    return sends, receives
 
 
 def complete(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from shardcompile.collectives.transport.balance import even_parts
+from shardcompile.collectives.transport.balance import Balance
 from shardcompile.collectives.transport.base import (
     CallWork,
     Message,
@@ -23,9 +23,7 @@ from shardcompile.collectives.transport.base import (
     Transport,
     as_bytes,
     between_peers,
-    overlap,
     running_ends,
-    shifted,
 )
 from shardcompile.collectives.transport.nccl_ways import ALIGNED, Way, way_to_gather, way_to_reduce
 from shardcompile.watch import Call
@@ -100,7 +98,7 @@ class Nccl(Transport):
             return []
         width = out.numel() * out.dtype.itemsize // sum(sizes)
         lengths, mine, whole = [n * width for n in sizes], as_bytes(rows), as_bytes(out)
-        match self.fixed or way_to_gather(lengths, torch.cuda.nccl.version()):
+        match self.fixed or way_to_gather(tuple(lengths), torch.cuda.nccl.version()):
             case Way.EVEN:
                 return _gather_even(call, mine, whole)
             case Way.BROADCASTS:
@@ -120,7 +118,7 @@ class Nccl(Transport):
         terms, whole = rows.view(dtype).view(-1), out.view(dtype).view(-1)
         width = terms.numel() // sum(sizes)
         lengths = [n * width for n in sizes]
-        match self.fixed or way_to_reduce([n * dtype.itemsize for n in lengths]):
+        match self.fixed or way_to_reduce(tuple([n * dtype.itemsize for n in lengths])):
             case Way.EVEN:
                 return _reduce_even(call, terms, reduce_op, whole)
             case Way.SENDS:
@@ -130,32 +128,26 @@ class Nccl(Transport):
 
     def _gather_balanced(self, call: Call, rows: Tensor, lengths: Sequence[int], out: Tensor) -> Work:
         # The ring reads what the messages bring. No wait is between them: both run on the group's stream, in order.
-        me, ends = call.group.rank(), running_ends(lengths)
-        size, parts = even_parts(out.shape[0], len(lengths), ALIGNED)
-        held, part = ends[me], parts[me]
-        to_peers = [shifted(overlap(held, p), -held[0]) for p in parts]
-        from_peers = [shifted(overlap(e, part), -part[0]) for e in ends]
-        mine = rows.new_empty([size])
-        mine[slice(*from_peers[me])].copy_(rows[slice(*to_peers[me])])
-        works = self.exchange(call, *between_peers(me, rows, to_peers, mine, from_peers))
-        whole = out if out.shape[0] == size * len(lengths) else out.new_empty([size * len(lengths)])
-        works += _gather_even(call, mine, whole)
+        me, whole = call.group.rank(), out
+        size, of_block, of_part = Balance.of(tuple(lengths), me, ALIGNED)
+        part = rows.new_empty([size])
+        part[slice(*of_part[me])].copy_(rows[slice(*of_block[me])])
+        works = self.exchange(call, *between_peers(me, rows, of_block, part, of_part))
+        if out.shape[0] != size * len(lengths):
+            whole = out.new_empty([size * len(lengths)])
+        works += _gather_even(call, part, whole)
         return CallWork(call, works, None if whole is out else lambda: out.copy_(whole[: out.shape[0]]))
 
     def _reduce_balanced(self, call: Call, rows: Tensor, lengths: Sequence[int], reduce_op: str, out: Tensor) -> Work:
-        me, ends = call.group.rank(), running_ends(lengths)
-        size, parts = even_parts(rows.shape[0], len(lengths), max(ALIGNED // rows.dtype.itemsize, 1))
+        me, whole = call.group.rank(), rows
+        size, of_block, of_part = Balance.of(tuple(lengths), me, max(ALIGNED // rows.dtype.itemsize, 1))
         if rows.shape[0] != size * len(lengths):
             whole = rows.new_empty([size * len(lengths)])  # nobody reads the sums of what is behind the rows
             whole[: rows.shape[0]].copy_(rows)
-            rows = whole
-        mine = rows.new_empty([size])
-        held, part = ends[me], parts[me]
-        to_peers = [shifted(overlap(part, e), -part[0]) for e in ends]
-        from_peers = [shifted(overlap(p, held), -held[0]) for p in parts]
-        works = _reduce_even(call, rows, reduce_op, mine)
-        works += self.exchange(call, *between_peers(me, mine, to_peers, out, from_peers))
-        return CallWork(call, works, lambda: out[slice(*from_peers[me])].copy_(mine[slice(*to_peers[me])]))
+        part = rows.new_empty([size])
+        works = _reduce_even(call, whole, reduce_op, part)
+        works += self.exchange(call, *between_peers(me, part, of_part, out, of_block))
+        return CallWork(call, works, lambda: out[slice(*of_block[me])].copy_(part[slice(*of_part[me])]))
 
     def _connect(self, group: ProcessGroup) -> None:
         """Have all ranks of a group make its communicator together, before some of them have no message to send.

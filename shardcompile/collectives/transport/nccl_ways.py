@@ -6,6 +6,7 @@ others. Costs are in bytes that a ring moves in the same time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from enum import Enum
 
@@ -36,7 +37,8 @@ class Way(Enum):
     SENDS = "a message from each rank to each other, all of them in one group"
 
 
-def way_to_gather(nbytes: Sequence[int], version: tuple[int, ...]) -> Way:
+@functools.lru_cache(maxsize=512)
+def way_to_gather(nbytes: tuple[int, ...], version: tuple[int, ...]) -> Way:
     """The way in which blocks are gathered soonest.
 
     Args:
@@ -46,7 +48,8 @@ def way_to_gather(nbytes: Sequence[int], version: tuple[int, ...]) -> Way:
     return _cheapest(costs_to_gather(nbytes, version))
 
 
-def way_to_reduce(nbytes: Sequence[int]) -> Way:
+@functools.lru_cache(maxsize=512)
+def way_to_reduce(nbytes: tuple[int, ...]) -> Way:
     """The way in which terms are reduced into blocks soonest.
 
     Args:
