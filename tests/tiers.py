@@ -1,4 +1,4 @@
-"""Which cases of a test run on every push, and which at night."""
+"""Which cases of a test run on every push, which at night, and which only where there is a compiler."""
 
 from __future__ import annotations
 

@@ -38,6 +38,7 @@ _CACHED = 1 << 17
 """Numbers that stay in a cache, of which a function is computed."""
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+"""In which products are measured."""
 
 _MASKED = 1 << 20
 """Numbers beside which bools are stored or read."""
@@ -112,7 +113,7 @@ def measure_device(group: ProcessGroup | None = None, repeats: int = REPEATS) ->
     stored, read = took["mask stored"] - took["none stored"], took["mask read"] - took["numbers read"]
     mask = max(stored + read, 0.0) / _MASKED / 2
     name = f"a core of {group.size()}, measured"
-    memory = 3 * 4 * _NUMBERS / adding
+    memory = 3 * torch.float32.itemsize * _NUMBERS / adding  # two tensors are read, one is written
     return Device(name, "cpu", flops, memory, 1.0, kernel, link, link, element, call, mask)
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 from torch.fx import Graph, Node
 
-from shardcompile.collectives.traffic import Traffic
+from shardcompile.collectives.traffic import Member, Traffic
 from shardcompile.passes.cost.model import CostModel, Prices, readable
 from shardcompile.passes.graph import blocks
 from shardcompile.passes.graph.collective import Collective
@@ -83,15 +83,21 @@ def _of_even_blocks(prices: Prices, model: CostModel) -> Prices:
 
 def _moved_to_all(c: Collective, model: CostModel, labels: Mapping[Node, set[str]]) -> Traffic | None:
     """What blocks of one size would move in place of uneven ones that a ring can move; None of other collectives."""
+    found = _members(c, model, labels)
+    if found is None or c.descriptor.traffic is None:
+        return None
+    members, n = found
+    traffic = c.descriptor.traffic(members, n)
+    return None if traffic.ring is None else Traffic(traffic.total / n, traffic.total)
+
+
+def _members(c: Collective, model: CostModel, labels: Mapping[Node, set[str]]) -> tuple[list[Member], int] | None:
+    """The members and the number of ranks, if uneven ones may share a bucket and each rank has a link of its own."""
     n, joins = model.group_size(c.group_name), c.descriptor.joins
     if joins is None or not joins.uneven or n is None or model.link(c.group_name).medium != "ports":
         return None
-    assert c.descriptor.traffic is not None
     members = blocks.members(c, n)
-    if not readable(c, members, labels):
-        return None
-    traffic = c.descriptor.traffic(members, n)
-    return None if traffic.ring is None else Traffic(traffic.total / n, traffic.total)
+    return (members, n) if readable(c, members, labels) else None
 
 
 def _of_one_rank(graph: Graph, prices: Prices, model: CostModel) -> Prices:
@@ -120,14 +126,10 @@ def _of_one_rank(graph: Graph, prices: Prices, model: CostModel) -> Prices:
 
 def _parts(c: Collective, model: CostModel, labels: Mapping[Node, set[str]]) -> np.ndarray | None:
     """What each rank moves, or sends and receives, relative to the rank that moves most; None if all move the same."""
-    n = model.group_size(c.group_name)
-    joins = c.descriptor.joins
-    if joins is None or not joins.uneven or n is None or model.link(c.group_name).medium != "ports":
+    found, joins = _members(c, model, labels), c.descriptor.joins
+    if found is None or joins is None or _moved_to_all(c, model, labels) is not None:
         return None
-    members = blocks.members(c, n)
-    if not readable(c, members, labels) or _moved_to_all(c, model, labels) is not None:
-        return None
-    nbytes = joins.load(members, n).nbytes.ravel()
+    nbytes = joins.load(*found).nbytes.ravel()
     return nbytes / nbytes.max() if nbytes.any() else None
 
 

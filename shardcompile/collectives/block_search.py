@@ -107,8 +107,8 @@ def searchable(points: Tensor, first: int) -> Block:
 
 
 def _are_finite(x: Tensor) -> bool:
-    """Whether no number is infinite or NaN, in no more memory: `isfinite` of all of them copies them first."""
-    return not x.numel() or all(bool(end.isfinite()) for end in torch.aminmax(x))  # NaN is either end
+    """Whether all numbers are finite. To ask `isfinite` of each would copy them."""
+    return not x.numel() or all(bool(end.isfinite()) for end in torch.aminmax(x))  # both ends are NaN if a number is
 
 
 def search(found: Found, block: Block, queries: Tensor, reach: float) -> None:

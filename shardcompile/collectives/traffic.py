@@ -185,8 +185,8 @@ class Traffic:
         total: bytes that all ranks send.
         packed: bytes that the busiest rank reads and writes in its own memory before anything is sent.
         unpacked: the same after everything has come, when the collective is awaited.
-        ring: another way, which ranks take that have links of their own, if it is sooner there.
-        messages: whether the ranks exchange messages besides, before a ring or after it: one more launch.
+        ring: the traffic of a second way, by a ring. Ranks that have a link each take the sooner of the two ways.
+        messages: whether the ranks exchange messages before or after the ring, which takes one more launch.
     """
 
     busiest: float
@@ -299,10 +299,10 @@ def _all_to_all_ranks(
         held: bytes of each rank's block.
         packed: see `Traffic`, where blocks are sent.
         unpacked: the same.
-        around_a_ring: both of them, where a ring moves an even division of the blocks.
+        around_a_ring: these two, where a ring moves an even division of the blocks.
     """
     n, whole, largest = len(held), float(held.sum()), float(held.max())
-    even = largest * n <= whole * (1 + 1e-9)
+    even = largest * n <= whole * (1 + 1e-9)  # sums of floats
     through = (n - 1) / n * whole + (0.0 if even else moved_to_even(held))
     ring = Traffic(through, (n - 1) * whole, *around_a_ring, messages=not even)
     return Traffic((n - 1) * largest, (n - 1) * whole, packed, unpacked, ring)

@@ -66,13 +66,13 @@ class KnowingFakeMode(FakeTensorMode):
             return
 
         def real(x: object) -> object:
-            return (
-                self._value(x) if isinstance(x, Tensor) else torch.device("cpu") if isinstance(x, torch.device) else x
-            )
+            if isinstance(x, Tensor):
+                return self._value(x)
+            return torch.device("cpu") if isinstance(x, torch.device) else x
 
-        args, named = pytree.tree_map(real, (args, dict(kwargs)))
+        real_args, real_kwargs = pytree.tree_map(real, (tuple(args), dict(kwargs)))
         try:
-            values = pytree.tree_leaves(func(*args, **named))
+            values = pytree.tree_leaves(func(*real_args, **real_kwargs))
         except (RuntimeError, NotImplementedError):  # an op that CPUs have not got
             return
         for x, value in zip(results, values, strict=True):

@@ -97,8 +97,8 @@ class Nccl(Transport):
         if not out.numel():
             return []
         width = out.numel() * out.dtype.itemsize // sum(sizes)
-        lengths, mine, whole = [n * width for n in sizes], as_bytes(rows), as_bytes(out)
-        match self.fixed or way_to_gather(tuple(lengths), torch.cuda.nccl.version()):
+        lengths, mine, whole = tuple([n * width for n in sizes]), as_bytes(rows), as_bytes(out)
+        match self.fixed or way_to_gather(lengths, torch.cuda.nccl.version()):
             case Way.EVEN:
                 return _gather_even(call, mine, whole)
             case Way.BROADCASTS:
@@ -117,7 +117,7 @@ class Nccl(Transport):
             return None
         terms, whole = rows.view(dtype).view(-1), out.view(dtype).view(-1)
         width = terms.numel() // sum(sizes)
-        lengths = [n * width for n in sizes]
+        lengths = tuple([n * width for n in sizes])
         match self.fixed or way_to_reduce(tuple([n * dtype.itemsize for n in lengths])):
             case Way.EVEN:
                 return _reduce_even(call, terms, reduce_op, whole)
@@ -126,10 +126,10 @@ class Nccl(Transport):
             case _:
                 return [self._reduce_balanced(call, terms, lengths, reduce_op, whole)]
 
-    def _gather_balanced(self, call: Call, rows: Tensor, lengths: Sequence[int], out: Tensor) -> Work:
+    def _gather_balanced(self, call: Call, rows: Tensor, lengths: tuple[int, ...], out: Tensor) -> Work:
         # The ring reads what the messages bring. No wait is between them: both run on the group's stream, in order.
         me, whole = call.group.rank(), out
-        size, of_block, of_part = Balance.of(tuple(lengths), me, ALIGNED)
+        size, of_block, of_part = Balance.of(lengths, me, ALIGNED)
         part = rows.new_empty([size])
         part[slice(*of_part[me])].copy_(rows[slice(*of_block[me])])
         works = self.exchange(call, *between_peers(me, rows, of_block, part, of_part))
@@ -138,9 +138,9 @@ class Nccl(Transport):
         works += _gather_even(call, part, whole)
         return CallWork(call, works, None if whole is out else lambda: out.copy_(whole[: out.shape[0]]))
 
-    def _reduce_balanced(self, call: Call, rows: Tensor, lengths: Sequence[int], reduce_op: str, out: Tensor) -> Work:
+    def _reduce_balanced(self, call: Call, rows: Tensor, lengths: tuple[int, ...], reduce_op: str, out: Tensor) -> Work:
         me, whole = call.group.rank(), rows
-        size, of_block, of_part = Balance.of(tuple(lengths), me, max(ALIGNED // rows.dtype.itemsize, 1))
+        size, of_block, of_part = Balance.of(lengths, me, max(ALIGNED // rows.dtype.itemsize, 1))
         if rows.shape[0] != size * len(lengths):
             whole = rows.new_empty([size * len(lengths)])  # nobody reads the sums of what is behind the rows
             whole[: rows.shape[0]].copy_(rows)

@@ -72,7 +72,7 @@ def costs_to_gather(nbytes: Sequence[int], version: tuple[int, ...]) -> dict[Way
     launches = 1 if version >= FUSES_BROADCASTS else sum(b > 0 for b in nbytes)
     costs[Way.BROADCASTS] = launches * _LAUNCH + whole - min(nbytes)
     costs[Way.BALANCED] = _over_an_even_division(nbytes)
-    costs[Way.SENDS] = _LAUNCH + _SENDS * max((n - 1) * largest, whole - min(nbytes))
+    costs[Way.SENDS] = _LAUNCH + _by_messages(nbytes)
     return costs
 
 
@@ -87,8 +87,13 @@ def costs_to_reduce(nbytes: Sequence[int]) -> dict[Way, float]:
         return {Way.EVEN: _LAUNCH + (n - 1) * largest}
     return {
         Way.BALANCED: _over_an_even_division(nbytes),
-        Way.SENDS: 2 * _LAUNCH + _SENDS * max((n - 1) * largest, whole - min(nbytes)) + _COPIES * (n + 1) * largest,
+        Way.SENDS: 2 * _LAUNCH + _by_messages(nbytes) + _COPIES * (n + 1) * largest,
     }
+
+
+def _by_messages(nbytes: Sequence[int]) -> float:
+    """Messages from each rank to each other: the busiest one sends its block to all, or gets the blocks of all."""
+    return _SENDS * max((len(nbytes) - 1) * max(nbytes), sum(nbytes) - min(nbytes))
 
 
 def _over_an_even_division(nbytes: Sequence[int]) -> float:
