@@ -18,6 +18,7 @@ from shardcompile.passes.bucket.buckets import (
     BucketRanges,
     BucketReduceScatters,
 )
+from shardcompile.passes.bucket.exchanges import BucketExchanges
 from shardcompile.passes.bucket.lower import LowerEvenGathers
 from shardcompile.passes.cleanup.merge import MergeReductions
 from shardcompile.passes.cleanup.own_blocks import ReduceThenSlice, SpreadOwnBlock
@@ -37,6 +38,7 @@ __all__ = [
     "BucketAllGathers",
     "BucketAllReduces",
     "BucketAllToAlls",
+    "BucketExchanges",
     "BucketRanges",
     "BucketReduceScatters",
     "CancelRoundTrips",

@@ -24,6 +24,7 @@ from shardcompile.passes.bucket.buckets import (
     BucketRanges,
     BucketReduceScatters,
 )
+from shardcompile.passes.bucket.exchanges import BucketExchanges
 from shardcompile.passes.bucket.lower import LowerEvenGathers
 from shardcompile.passes.cleanup.merge import MergeReductions
 from shardcompile.passes.cleanup.own_blocks import ReduceThenSlice, SpreadOwnBlock
@@ -41,7 +42,8 @@ _LOG = logging.getLogger("shardcompile")
 
 _DECIDING = (
     *(DropSuperseded, ShareEqualCollectives, CancelRoundTrips, DropOwnSlice, ReduceThenSlice, MergeReductions),
-    *(BucketAllGathers, BucketAllToAlls, BucketRanges, BucketReduceScatters, BucketAllReduces, ScheduleOverlap),
+    *(BucketAllGathers, BucketAllToAlls, BucketRanges, BucketExchanges, BucketReduceScatters, BucketAllReduces),
+    ScheduleOverlap,
 )
 """The passes that decide by the graph which collectives there are, and in which order they start."""
 
@@ -96,6 +98,7 @@ def default_passes(model: CostModel | None = None) -> list[Pass]:
         BucketAllGathers(model=model),
         BucketAllToAlls(model=model),
         BucketRanges(model=model),
+        BucketExchanges(model=model),
         BucketReduceScatters(model=model),
         BucketAllReduces(model=model),
         LowerEvenGathers(),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -58,6 +58,8 @@ class Bucketing:
     name = ""
     bucket = ""
     """The kind that members join, see `shardcompile.collectives.descriptor.Joins`."""
+    divides = True
+    """Whether what could meet may become several buckets, see `Choice`."""
 
     def __init__(self, bucket_bytes: int | None = None, model: CostModel | None = None) -> None:
         self.bucket_bytes = bucket_bytes
@@ -70,13 +72,18 @@ class Bucketing:
         groups: dict[Any, list[Collective]] = {}
         for c in collectives(graph):
             joins = c.descriptor.joins
-            key = self._key(c) if joins is not None and joins.bucket == self.bucket and _is_simple(c) else None
+            key = self._key(c) if joins is not None and joins.bucket == self.bucket and self._may_join(c) else None
             if key is not None:
                 groups.setdefault((key, c.group_name, c.backward), []).append(c)
         groups = {key: group for key, group in groups.items() if len(group) > 1}
         if groups:
             model = self.model or CostModel.of(graph)
-            self._replace(graph, Choice(graph, groups, model, self._traffic, self.bucket_bytes).buckets())
+            choice = Choice(graph, groups, model, self._traffic, self.bucket_bytes, self.divides)
+            self._replace(graph, choice.buckets())
+
+    def _may_join(self, c: Collective) -> bool:
+        """Whether it writes to nothing, has one payload, and only its waits read its result."""
+        return c.functional and len(c.payloads) == 1 and 0 < len(c.waits) == len(c.node.users)
 
     def _traffic(self, kinds: Set[str], load: Load) -> Traffic:
         """What a bucket moves, by the kinds of its members and by what each rank has of all of them."""
@@ -95,12 +102,13 @@ class Bucketing:
             return
         place = {node: float(i) for i, node in enumerate(graph.nodes)}
         for bucket in buckets:
-            self._replace_one(graph, sorted(bucket, key=place.__getitem__), place)
+            # As they are now: other buckets may have replaced their payloads.
+            members = map(Collective.of, sorted(bucket, key=place.__getitem__))
+            self._replace_one(graph, [c for c in members if c is not None], place)
         _sort(graph)
 
-    def _replace_one(self, graph: Graph, bucket: Sequence[Node], place: dict[Node, float]) -> None:
-        # As they are now: other buckets may have replaced their payloads.
-        ordered = [c for c in map(Collective.of, bucket) if c is not None]
+    def _replace_one(self, graph: Graph, ordered: Sequence[Collective], place: Mapping[Node, float]) -> None:
+        """Put a bucket in place of its members. These come in their order; the graph need not be in order after it."""
         # By size, so that in bytes every part starts at its own width.
         members = sorted(ordered, key=lambda m: -m.value.dtype.itemsize)
         with graph.inserting_before(ordered[-1].node):
@@ -281,11 +289,6 @@ class BucketRanges(Bucketing):
         start = add_call(graph, RANGE_BUCKET, **arguments._asdict())
         dtype = start.meta["val"].dtype
         return start, [_length(graph, m, dtype) for m in members], dtype
-
-
-def _is_simple(c: Collective) -> bool:
-    """Whether it writes to nothing, has one payload, and only its waits read its result."""
-    return c.functional and len(c.payloads) == 1 and 0 < len(c.waits) == len(c.node.users)
 
 
 def _is_static(c: Collective) -> bool:

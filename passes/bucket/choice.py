@@ -91,15 +91,19 @@ class _Option:
     Attributes:
         span: seconds that a bucket may transfer.
         all_sizes: whether those join that take longer to copy than a latency.
-        deadline: seconds in which all should be done, see `Choice._in_time`; None if it is `span` that divides, less
-            at the start and at the end.
+        deadline: seconds in which all should be done, see `Choice._in_time`; None if it is `span` that divides.
         most: how many may join a bucket; None for as many as there are.
+        tapers: whether it is less at the start and at the end.
     """
 
     span: float
     all_sizes: bool = True
     deadline: float | None = None
     most: int | None = None
+    tapers: bool = True
+
+
+_ALL = _Option(math.inf, tapers=False)
 
 
 Pricing = Callable[[Set[str], Load], Traffic]
@@ -115,6 +119,7 @@ class Choice:
         model: the costs.
         traffic: of a bucket.
         bucket_bytes: no bucket holds more, over all ranks; None for no limit.
+        divides: whether a group may become several buckets. Otherwise it is one, or none.
     """
 
     def __init__(
@@ -124,8 +129,10 @@ class Choice:
         model: CostModel,
         traffic: Pricing,
         bucket_bytes: int | None,
+        divides: bool = True,
     ) -> None:
         self.graph, self.model, self.traffic, self.bucket_bytes = graph, model, traffic, bucket_bytes
+        self.divides = divides
         self._tried: set[tuple[tuple[int, ...], ...]] = set()
         self._too_large: set[Hashable] = set()  # of which buckets were tried that do not fit into memory
         self._prices: dict[str, Callable[[Traffic], Price]] = {}  # by group
@@ -142,9 +149,14 @@ class Choice:
             return []
         self._look()
         chosen: dict[Hashable, _Option] = {}
-        for key in sorted(self.divisible, key=lambda key: -_latencies(self.divisible[key])):
-            if _latencies(self.divisible[key]) >= WORTH * self.best[1]:
+        worthwhile = [key for key in self.divisible if _latencies(self.divisible[key]) >= WORTH * self.best[1]]
+        if not self.divides and self._attempt(dict.fromkeys(worthwhile, _ALL), chosen):
+            worthwhile = []
+        for key in sorted(worthwhile, key=lambda key: -_latencies(self.divisible[key])):
+            if self.divides:
                 self._improve(key, chosen)
+            else:
+                self._attempt({key: _ALL}, chosen)
         return [[c.collective.node for c in bucket] for bucket in self._divided(chosen)]
 
     def _look(self) -> None:
@@ -187,18 +199,18 @@ class Choice:
     def _improve(self, key: Hashable, chosen: dict[Hashable, _Option]) -> None:
         """Try divisions of one group, from `FIRST_SPAN` to where it gets no better, and such as are done in time."""
         span = FIRST_SPAN * max(c.price.latency for c in self.divisible[key])
-        self._attempt(key, _Option(span), chosen)
+        self._attempt({key: _Option(span)}, chosen)
         factor = 1 / STEP
-        if self._attempt(key, _Option(span * STEP), chosen):
+        if self._attempt({key: _Option(span * STEP)}, chosen):
             factor, span = STEP, span * STEP
-        while self._attempt(key, _Option(span * factor), chosen):
+        while self._attempt({key: _Option(span * factor)}, chosen):
             span *= factor
         self._improve_by_deadline(key, chosen)
         if key not in chosen and key in self._too_large:
             self._improve_in_less_memory(key, span, chosen)
         if not all(map(self._pays, self.divisible[key])):
             kept = chosen.get(key, _Option(span))
-            self._attempt(key, replace(kept, all_sizes=False), chosen)
+            self._attempt({key: replace(kept, all_sizes=False)}, chosen)
 
     def _improve_by_deadline(self, key: Hashable, chosen: dict[Hashable, _Option]) -> None:
         candidates = self.divisible[key]
@@ -206,17 +218,17 @@ class Choice:
             return
         least = self._least(candidates)
         for span in [math.inf, *([chosen[key].span] if key in chosen else [])]:
-            results = [self._attempt(key, _Option(span, deadline=share * least), chosen) for share in DEADLINES]
+            results = [self._attempt({key: _Option(span, deadline=share * least)}, chosen) for share in DEADLINES]
             if any(results):
                 return
 
     def _improve_in_less_memory(self, key: Hashable, span: float, chosen: dict[Hashable, _Option]) -> None:
         """Try buckets of fewer members: all results of a bucket are there at once."""
         most = len(self.divisible[key]) // 2
-        while most > 1 and not self._attempt(key, _Option(span, most=most), chosen):
+        while most > 1 and not self._attempt({key: _Option(span, most=most)}, chosen):
             most //= 2
         if most > 1:
-            self._attempt(key, _Option(span, most=3 * most // 2), chosen)
+            self._attempt({key: _Option(span, most=3 * most // 2)}, chosen)
 
     def _least(self, candidates: Sequence[Candidate]) -> float:
         """The least time for all work if collectives had no latency and buckets cost nothing."""
@@ -231,19 +243,20 @@ class Choice:
             least = max(least, price.transfer + (c.after if early else c.before))
         return least
 
-    def _attempt(self, key: Hashable, option: _Option, chosen: dict[Hashable, _Option]) -> bool:
-        """Divide one group differently, and keep that if it is better; whether it was."""
-        divided = self._divided(chosen | {key: option})
+    def _attempt(self, options: Mapping[Hashable, _Option], chosen: dict[Hashable, _Option]) -> bool:
+        """Divide groups differently, and keep that if it is better; whether it was."""
+        divided = self._divided({**chosen, **options})
         named = tuple(tuple(c.task for c in bucket) for bucket in divided)
         if not divided or named in self._tried:
             return False
         self._tried.add(named)
         score = self._score(divided)
         if score[0] > self.best[0]:
-            self._too_large.add(key)
-        if score > self.best or (score == self.best and key in chosen):
+            self._too_large.update(options)
+        if score > self.best or (score == self.best and options.keys() <= chosen.keys()):
             return False
-        self.best, chosen[key] = score, option
+        self.best = score
+        chosen.update(options)
         return True
 
     def _score(self, divided: Divided) -> Score:
@@ -267,20 +280,20 @@ class Choice:
             if not option.all_sizes:
                 candidates = [c for c in candidates if self._pays(c)]
             if option.deadline is None:
-                found += self._parts(candidates, option.span, option.most, closure)
+                found += self._parts(candidates, option, closure)
             else:
                 found += self._in_time(candidates, option.span, option.deadline, closure)
         return found
 
-    def _parts(self, candidates: Sequence[Candidate], span: float, most: int | None, closure: Closure) -> Divided:
+    def _parts(self, candidates: Sequence[Candidate], option: _Option, closure: Closure) -> Divided:
         least = max((c.price.latency for c in candidates), default=0.0)
         before, after = 0.0, sum(c.price.transfer for c in candidates)
         filling = _Filling(closure)
         transfer = 0.0
         for c in candidates:
-            longest = min(span, max(least, before), max(least, after))
+            longest = min(max(least, before), max(least, after), option.span) if option.tapers else option.span
             full = transfer + c.price.transfer > longest or not self._has_room(filling.nbytes, c)
-            full = full or len(filling.bucket) == most
+            full = full or len(filling.bucket) == option.most
             if filling.bucket and (full or not filling.fits(c)):
                 filling.close()
                 before, transfer = before + transfer, 0.0

@@ -19,6 +19,9 @@ LEADS = 4.0
 matters.
 """
 
+SMALL_BYTES = 1 << 16
+"""A result that takes no more memory than that may be there as early as it likes, such as a table of counts."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -77,7 +80,7 @@ class Outline:
         results: those of them that compute nothing, and that only the end reads: nobody waits for them.
         clock: by place: when it would begin if nothing held compute up; at last, when all would have ended.
         first_use: by start: the place of the first task at work that needs its result.
-        grows: by start: whether it holds more than it frees.
+        grows: by start: whether it holds more than it frees, small results not counted.
         curve: by place: bytes held while that task runs, if every collective runs just when it is needed.
         tails: by task, see `tails`.
         missing: by task: how many it has to follow, `prepares` not counted.
@@ -95,7 +98,7 @@ class Outline:
         self.tails = tails(tasks)
         self.first_use = self._first_uses()
         self.payload = {s: tasks.payload_bytes(s) for s in tasks.stream}
-        self.grows = {s: tasks.alloc[s] > self.payload[s] for s in tasks.stream}
+        self.grows = {s: tasks.alloc[s] > self.payload[s] + SMALL_BYTES for s in tasks.stream}
         prepares = self.prepares
         self.missing = [
             len(b) if prepares.isdisjoint(b) else len(b) - len(prepares.intersection(b)) for b in tasks.before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import replace
 
@@ -155,22 +156,34 @@ def _needed(outline: Outline) -> list[float]:
 
 
 def latest(tasks: Tasks, schedule: Schedule) -> list[float]:
-    """By task: the latest time at which it could begin, nothing ending later, compute and collectives in their order.
+    """By task: when it would begin if all were put as late as they could be, nothing ending later than the schedule.
+
+    Goes back through time, and takes what may end last. Compute and collectives may get another order by that: what a
+    collective waits for comes before work that a later one waits for.
 
     Args:
         tasks: of a graph.
         schedule: of them.
     """
     found = [0.0] * len(tasks.nodes)
+    place = {n: i for i, n in enumerate(schedule.order)}
+    until = [schedule.total] * len(tasks.nodes)
+    left = [len(after) for after in tasks.after]
+    ready = [(-schedule.total, -place[n], n) for n, count in enumerate(left) if not count]
+    heapq.heapify(ready)
     compute = schedule.total
-    groups: dict[str, float] = {}
-    for n in reversed(schedule.order):
-        until = min((found[a] for a in tasks.after[n]), default=schedule.total)
+    groups = dict.fromkeys(tasks.stream.values(), schedule.total)
+    while ready:
+        _, _, n = heapq.heappop(ready)
         if tasks.kind[n] == START:
             group = tasks.stream[n]
-            begin = min(until, groups.get(group, until)) - tasks.price[n].seconds
-            groups[group] = begin
-            found[n] = begin - tasks.seconds[n]
+            groups[group] = min(until[n], groups[group]) - tasks.price[n].seconds
+            found[n] = groups[group] - tasks.seconds[n]
         else:
-            compute = found[n] = min(until, compute) - tasks.seconds[n]
+            compute = found[n] = min(until[n], compute) - tasks.seconds[n]
+        for b in tasks.before[n]:
+            until[b] = min(until[b], found[n])
+            left[b] -= 1
+            if not left[b]:
+                heapq.heappush(ready, (-until[b], -place[b], b))
     return found

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
@@ -20,10 +21,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
 from shardcompile.collectives import scratch, transport
-from shardcompile.collectives.descriptor import Descriptor
+from shardcompile.collectives.descriptor import Descriptor, Joins
 from shardcompile.collectives.moved import note_rows
 from shardcompile.collectives.pending import wait
-from shardcompile.collectives.traffic import even_exchange, even_gather, is_number, of_any_rows
+from shardcompile.collectives.traffic import (
+    Load,
+    Member,
+    Traffic,
+    even_exchange,
+    even_gather,
+    exchanged_in_a_bucket,
+    is_number,
+    of_any_rows,
+)
 from shardcompile.errors import CollectiveError, LayoutError, RowRangeError
 from shardcompile.layout import Cut, GroupCut, IntLike, digest_of, write_cut
 from shardcompile.layout.arguments import cut_schema
@@ -353,6 +363,16 @@ def _fake_exchange(a: ExchangeRows) -> list[Tensor]:
     return [x.new_empty([a.block * math.prod(x.shape[1:])]) for x in a.inputs]
 
 
+def _load(members: Sequence[Member], n: int) -> Load:
+    """As much from each rank as from this one."""
+    return Load(np.full([2, n], (n - 1) / n * sum(m.nbytes for m in members)))
+
+
+def _traffic(members: Sequence[Member], n: int) -> Traffic:
+    """What goes to others, and copies of it where several tensors share a message."""
+    return even_exchange(members, n) if len(members) == 1 else exchanged_in_a_bucket(_load(members, n))
+
+
 def _fake_counts(a: GatherCounts) -> Tensor:
     ranks = compat.process_group(a.group_name).size()
     return torch.empty([ranks, a.input.shape[0]], dtype=torch.int64, device="cpu")
@@ -371,7 +391,9 @@ def _whole(a: ExchangeRows) -> object:
 def _exchange_adjoint(
     a: ExchangeRows, shapes: Sequence[torch.Size], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    pairs = [(i, g.view([a.block, *shapes[i][1:]])) for i, g in enumerate(grads) if g is not None]
+    # Autograd has zeros for what has no gradient, such as the numbers of experts: nobody wants them back.
+    wanted = [(i, g) for i, g in enumerate(grads) if g is not None and (g.is_floating_point() or g.is_complex())]
+    pairs = [(i, g.view([a.block, *shapes[i][1:]])) for i, g in wanted]
     out: list[Tensor | None] = [None] * len(grads)
     returned = exchange_rows([g for _, g in pairs], a.counts, shapes[0][0], a.group_name, back=not a.back)
     for (i, _), grad in zip(pairs, returned, strict=True):
@@ -397,8 +419,9 @@ EXCHANGE_ROWS = Descriptor(
     fake=_fake_exchange,
     adjoint=_exchange_adjoint,
     members=lambda a, n: [of_any_rows(x, a.block) for x in a.inputs],
-    traffic=even_exchange,
+    traffic=_traffic,
     whole=_whole,
+    joins=Joins("exchange_rows", load=_load),
     states=("rows", "route", "row"),
     of_one_rank=True,
     returns="Tensor[]",

@@ -346,9 +346,10 @@ OF_A_COMPILATION = (
         "asserts_of_known_sizes",
         "torch._inductor.ir.AssertScalar.__init__",
         "Generated code compares a size that is known at run time with an extent. If the program later specialises the "
-        "extent, as a view with a stated size does, the code names a symbol that nothing defines.",
+        "extent, as a view with a stated size does, or finds it equal to another one, the code names a symbol that "
+        "nothing defines.",
         "create_deferred_runtime_asserts writes the expression as it was deferred; backed symbols in it that were "
-        "specialized later should be replaced: NameError: name 's75' is not defined.",
+        "specialized or unified later should be replaced: NameError: name 's75' is not defined.",
         "2.11 - 2.15",
         asserts_of_known_sizes,
     ),

@@ -116,7 +116,7 @@ def asserts_of_known_sizes(stack: contextlib.ExitStack) -> None:
     # Heavy, and only a compilation needs it.
     from torch._inductor import ir
 
-    replace(stack, ir.AssertScalar, "__init__", _with_numbers_of_symbols)  # 2.11 - 2.15
+    replace(stack, ir.AssertScalar, "__init__", _with_symbols_of_inputs)  # 2.11 - 2.15
 
 
 def places_of_parts(stack: contextlib.ExitStack) -> None:
@@ -236,13 +236,16 @@ def _comparing_by_hint(decide: Callable[..., bool]) -> Callable[..., bool]:
     return decided
 
 
-def _with_numbers_of_symbols(init: Callable[..., None]) -> Callable[..., None]:
-    """Put numbers for specialised symbols into an assert of generated code, since no input defines them any more."""
+def _with_symbols_of_inputs(init: Callable[..., None]) -> Callable[..., None]:
+    """Replace symbols of extents in an assert of generated code as inputs' sizes have them replaced: those define them.
+
+    Sizes that are known at run time stay: what a graph was told about them would make every assert true.
+    """
 
     def made(self: AssertScalar, scalar: Formula, msg: str) -> None:
-        found = V.graph.sizevars.shape_env.replacements
-        numbers = {s: found[s] for s in scalar.free_symbols if s in found and found[s].is_number}
-        init(self, scalar.xreplace(numbers), msg)
+        env = V.graph.sizevars.shape_env
+        extents = [s for s in scalar.free_symbols if symbol_is_type(s, SymT.SIZE)]
+        init(self, scalar.xreplace({s: env.replace(s) for s in extents}), msg)
 
     return made
 

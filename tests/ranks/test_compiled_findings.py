@@ -175,6 +175,22 @@ FINDINGS = {
         [Input("a0", (4, 7, 1), "S(1)", {0: [6, 1]}, grad=True)],
         ["v0 = torch.stack([a0, a0], 1)", "v1 = v0 * 2"],
     ),
+    "an assert names an extent that another one has replaced": Finding(
+        "shardcompile",
+        (4,),
+        [
+            Input("a0", (5, 6, 0), "P(sum)", grad=True, seed=975182, inferred=True),
+            Input("a1", (5, 6, 0), seed=709852),
+            Input("a2", (5, 1, 1), "S(1)", {0: [1, 0, 0, 0]}, grad=True, seed=42842),
+        ],
+        [
+            *("v0 = a1 / (a0.abs() + 0.5)  # if away(a0, 0)", 'v1 = to(a0, "S(1)")', 'v2 = to(a0, "S(0)")'),
+            *("v3 = v2.unfold(0, 2, 1).mean(-1)", "v4 = F.pad(a1, [0, 2, 1, 0, 1, 1], value=0.5)"),
+            "v5 = v2.gather(-2, torch.ones_like(v2, dtype=torch.int64).cumsum(-2).mul(4).remainder(6))",
+            *('v6 = to(v3, "R")', 'v10 = to(a1, "S(0)")', "v13 = torch.logaddexp(v10, v2)"),
+            "v14 = torch.gt(v13, a2)  # if away(v13 - a2, 0)",
+        ],
+    ),
 }
 
 
@@ -184,6 +200,7 @@ def _judge(program: Program, backend: str) -> Found:
 
 
 LONG = (
+    "an assert names an extent that another one has replaced",
     "a slice that ends behind the last row, of rows that vary",
     "ranks with and without rows of known blocks start collectives in one order",
     "a rank without rows sends constants, which are equal",

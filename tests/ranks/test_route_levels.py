@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from after_passes import graph_after_passes
 from exchanges import count_bytes
 from tiers import often
 from torch import Tensor
@@ -15,6 +16,9 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
 from shardcompile.compat.testing import graphs_compiled
+from shardcompile.offline import offline_world, trace_step
+from shardcompile.passes import Pipeline
+from shardcompile.passes.graph.collective import collectives
 from shardcompile.testing import once
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
@@ -85,10 +89,12 @@ def test_rows_go_and_come_back(copies: int | None) -> None:
 
 
 @pytest.mark.ranks(4, timeout=900, processes=False)
-@pytest.mark.parametrize(("backend", "count"), often([("aot_eager", 15), ("aot_eager", 500), ("inductor", 100)], 1))
+@pytest.mark.parametrize(
+    ("backend", "count"), often([("passes", 15), ("aot_eager", 500), ("shardcompile", 100), ("inductor", 100)], 1)
+)
 def test_one_graph_serves_every_routing(backend: str, count: int) -> None:
     on = nodes(2, 2)
-    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    compiled = torch.compile(step, fullgraph=True, backend=graph_after_passes() if backend == "passes" else backend)
     for seed in range(2):  # an extent that changes compiles once more, as everywhere
         check(compiled, on, *drawn(4, seed, 2))
     before = once(graphs_compiled)
@@ -104,17 +110,23 @@ def test_rows_move_on_gloo() -> None:
         check(step, on, *drawn(4, seed, 2))
 
 
-@pytest.mark.ranks(6, processes=False)
-def test_a_row_goes_once_to_each_node_and_once_to_each_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    on, sizes = nodes(3, 2), [3, 0, 4, 1, 2, 2]
-    destination = torch.randint(-1, 6, (12, 3), generator=torch.Generator().manual_seed(3))
-    owners = torch.arange(6).repeat_interleave(torch.tensor(sizes)).tolist()
+def rows_that_move(sizes: list[int], destination: Tensor) -> int:
+    """How many rows leave a rank one way, between nodes of two ranks and within them."""
+    owners = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).tolist()
     between = within = 0
     for owner, row in zip(owners, destination.tolist(), strict=True):
         home, place = divmod(owner, 2)
         goes = [divmod(d, 2) for d in row if d >= 0]
         between += len({node for node, _ in goes} - {home})
         within += sum(p != place for _, p in goes)
+    return between + within
+
+
+@pytest.mark.ranks(6, processes=False)
+def test_a_row_goes_once_to_each_node_and_once_to_each_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    on, sizes = nodes(3, 2), [3, 0, 4, 1, 2, 2]
+    destination = torch.randint(-1, 6, (12, 3), generator=torch.Generator().manual_seed(3))
+    moved = rows_that_move(sizes, destination)
     x = cut(torch.randn(12, 5, dtype=torch.float64), on, sizes).requires_grad_()
     rows, route = sc.route_rows(x, cut(destination, on, sizes))
     rows.detach().full_tensor()  # all ranks have come to here
@@ -122,7 +134,45 @@ def test_a_row_goes_once_to_each_node_and_once_to_each_of_its_ranks(monkeypatch:
     route.back(route.send(x)).sum().backward()
     x.grad.full_tensor()
     # There and back, and the same for gradients.
-    assert sum(sent) == 4 * (between + within) * 5 * 8, (sum(sent), between, within)
+    assert sum(sent) == 4 * moved * 5 * 8, (sum(sent), moved)
+
+
+@pytest.mark.ranks(4, processes=False)
+def test_what_has_no_gradient_sends_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    on, sizes = nodes(2, 2), [2, 0, 4, 1]
+    destination = torch.arange(14).remainder(5).view(7, 2) - 1
+    x = cut(torch.randn(7, 3, dtype=torch.float64), on, sizes).requires_grad_()
+    entries = cut(torch.zeros_like(destination), on, sizes)
+    rows = sc.route_rows(x, cut(destination, on, sizes), each=[entries])[0]
+    rows.detach().full_tensor()  # all ranks have come to here
+    sent = count_bytes(monkeypatch)
+    torch.autograd.grad(rows.sum(), x)[0].full_tensor()
+    assert sum(sent) == rows_that_move(sizes, destination) * 3 * 8
+
+
+def test_what_takes_the_same_way_travels_together() -> None:
+    """The places of copies, rows and weights between nodes; backward the gradients of weights and of rows."""
+
+    def build(mesh: DeviceMesh) -> tuple[Any, tuple[Any, ...]]:
+        def block(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
+            x = sc.ShardTensor.from_local(torch.zeros(*shape, dtype=dtype), mesh, CUT, {0: [8] * 6})
+            return x.requires_grad_(dtype.is_floating_point)
+
+        def run(x: Any, destination: Any, entries: Any, weights: Any) -> Any:
+            found = step(x, destination, entries, weights)
+            return found[0].sum() + found[3].sum()
+
+        return run, (block(8, 5), *(block(8, 2, dtype=torch.int64) for _ in range(2)), block(8, 2))
+
+    found = {}
+    for off in ([], ["bucket_exchanges"]):
+        with offline_world(6, mesh_shape=(3, 2), device="cpu") as world:
+            trace = trace_step(world, build, pipeline=Pipeline(off=off))
+            graphs = [g.graph for g in (trace.forward, trace.backward) if g is not None]
+            exchanges = [[c for c in collectives(g) if c.kind == "exchange_rows"] for g in graphs]
+            found[bool(off)] = [len(e) for e in exchanges]
+            assert sum(len(c.payloads) for e in exchanges for c in e) == 8 + 5
+    assert found == {True: [6, 5], False: [4, 4]}
 
 
 @pytest.mark.ranks(4, processes=False)

@@ -1,0 +1,54 @@
+"""Rows that travel the same way, by one table of how many go where, in one exchange.
+
+A route over nodes first sends the places of the copies, then the rows, and for `Route.back` the weights; several layers
+of a fixed graph send rows by one route. Each of these is an exchange of its own as the program has it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Mapping, Sequence, Set
+
+from torch.fx import Graph, Node
+
+from shardcompile.collectives.routes import EXCHANGE_ROWS
+from shardcompile.collectives.traffic import Load, Traffic, exchanged_in_a_bucket
+from shardcompile.passes.bucket.buckets import Bucketing
+from shardcompile.passes.graph.collective import Collective, add_call, inherit
+
+
+class BucketExchanges(Bucketing):
+    """Send rows of many tensors by one route in one exchange.
+
+        exchange_rows([a], counts); exchange_rows([b, c], counts)   ->   exchange_rows([a, b, c], counts)
+
+    Legal because an exchange moves rows and computes nothing. Members have one group, one direction and one table of
+    counts, and so as many rows each. Dtypes and widths may differ.
+    """
+
+    name = "bucket_exchanges"
+    bucket = EXCHANGE_ROWS.kind
+    divides = False
+
+    def _may_join(self, c: Collective) -> bool:
+        return all(u.target is operator.getitem for u in c.node.users)
+
+    def _key(self, c: Collective) -> Hashable:
+        return c.arguments.counts, c.arguments.back, c.payloads[0].meta["val"].device
+
+    def _traffic(self, kinds: Set[str], load: Load) -> Traffic:
+        return exchanged_in_a_bucket(load)
+
+    def _replace_one(self, graph: Graph, members: Sequence[Collective], place: Mapping[Node, float]) -> None:
+        last = members[-1]
+        inputs = [payload for m in members for payload in m.payloads]
+        with graph.inserting_before(last.node):
+            start = add_call(graph, EXCHANGE_ROWS, **last.arguments._replace(inputs=inputs)._asdict())
+        inherit(start, members)
+        first = 0
+        for m in members:
+            for part in list(m.node.users):
+                _, number = part.args
+                part.args = (start, first + number)
+            first += len(m.payloads)
+            graph.erase_node(m.node)
