@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Mapping, Sequence, Set
+from typing import cast
 
 from torch.fx import Graph, Node
 
@@ -45,10 +46,9 @@ class BucketExchanges(Bucketing):
         with graph.inserting_before(last.node):
             start = add_call(graph, EXCHANGE_ROWS, **last.arguments._replace(inputs=inputs)._asdict())
         inherit(start, members)
-        first = 0
+        before = 0
         for m in members:
             for part in list(m.node.users):
-                _, number = part.args
-                part.args = (start, first + number)
-            first += len(m.payloads)
+                part.args = (start, before + cast(int, part.args[1]))
+            before += len(m.payloads)
             graph.erase_node(m.node)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -211,6 +211,7 @@ class Prices:
         link: by group: the name of the link that it uses; left out where it has one for itself.
         labels: of the nodes whose extents may differ between ranks, see `shardcompile.passes.graph.blocks.labels`.
         call: before the first node runs.
+        freed: inputs that are freed after their last use; the others are held throughout.
 
     Nodes that other ranks may not have (`shardcompile.passes.graph.blocks.only_here`) cost nothing, and hold what they
     are made of: schedules leave them out, and are the same on every rank.
@@ -227,6 +228,7 @@ class Prices:
     link: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[Node, set[str]] = field(default_factory=dict)
     call: float = 0.0
+    freed: Set[Node] = frozenset()
 
     @staticmethod
     def of(graph: Graph, model: CostModel) -> Prices:
@@ -282,8 +284,8 @@ class Prices:
                 seconds[c.waits[0]] = price.unpacking
             awaits.update(dict.fromkeys(c.waits, node))
         link = {name: model.link(name).name for name in group.values()}
-        call = model.device.call
-        return Prices(seconds, nbytes, storage, group, awaits, inputs, packing, latency, link, labels, call)
+        call, freed = model.device.call, compat.saved_for_backward(graph)
+        return Prices(seconds, nbytes, storage, group, awaits, inputs, packing, latency, link, labels, call, freed)
 
 
 @dataclass

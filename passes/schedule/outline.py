@@ -36,6 +36,7 @@ class Plan:
         limit: bytes that should be held at most.
         leads: whether tasks that no later work waits for, such as the gradients of weights, fill gaps: they run when
             nothing else can, or when memory is scarce. Otherwise all tasks lead.
+        release: by task at work: it is not taken earlier; it may be late all the same. None if all may be.
         until: a schedule that ends later is of no use: it is given up as soon as it is sure to.
         most: the same of one that holds more bytes.
     """
@@ -46,6 +47,7 @@ class Plan:
     window: int
     limit: float
     leads: bool = False
+    release: Sequence[float] | None = None
     until: float = math.inf
     most: float = math.inf
 
@@ -149,6 +151,8 @@ class Outline:
         tasks, end = self.tasks, len(self.work)
         made = [end] * len(tasks.nbytes)
         freed = [0] * len(tasks.nbytes)
+        for t in tasks.saved:
+            made[t] = 0
         reached = 0
         place: list[int] = []
         for n, kind in enumerate(tasks.kind):
@@ -158,7 +162,8 @@ class Outline:
                 needed = self.first_use[n]
                 here = max(reached, needed if self.grows[n] and needed < end else 0)
             elif n in self.prepares:
-                here = min((self.first_use[a] for a in tasks.after[n] if a in self.first_use), default=reached)
+                readers = [self.first_use.get(a, self.work_place.get(a)) for a in tasks.after[n]]
+                here = min((r for r in readers if r is not None), default=reached)
             else:
                 here = reached = self.work_place[n]
             place.append(here)
@@ -223,4 +228,12 @@ def _preparations(tasks: Tasks) -> set[int]:
         for n in sorted(found):
             if not found.issuperset(tasks.before[n]):
                 found.remove(n)
-    return found
+    return found | _constants(tasks)
+
+
+def _constants(tasks: Tasks) -> set[int]:
+    """What is made of nothing, and read by more than the end."""
+    made = (n for n, kind in enumerate(tasks.kind) if kind == WORK and tasks.makes[n] >= 0)
+    return {
+        n for n in made if not tasks.before[n] and not tasks.reads[n] and any(tasks.after[a] for a in tasks.after[n])
+    }

@@ -44,7 +44,7 @@ class Scheduler:
         self._kind, self._after, self._tails = tasks.kind, tasks.after, outline.tails
         self._missing = list(outline.missing)
         self._readers = list(tasks.readers)
-        self._held = self.peak = tasks.fixed
+        self._held = self.peak = tasks.at_start
         fillers = outline.fillers | outline.results if plan.leads else outline.results
         self._leading = [n for n in outline.work if n not in fillers]
         self._lead_place = {n: i for i, n in enumerate(self._leading)}
@@ -54,6 +54,7 @@ class Scheduler:
         self._fill: list[tuple[float, int]] = []  # tasks that fill gaps
         self._beyond: list[tuple[int, int]] = []  # ready, but further than the window reaches
         self._work: list[tuple[float, int, int]] = []
+        self._unreleased: list[tuple[float, int, int]] = []  # ready, but too early, see `Plan.release`
         self._streams = Streams(tasks.link)
         groups = list(dict.fromkeys(tasks.stream[n] for n in sorted(tasks.stream)))  # not by names: ranks have others
         self._early: list[tuple[float, int]] = []  # collectives that grow, by the time from which they may start
@@ -207,6 +208,14 @@ class Scheduler:
         reach = self._first + self.plan.window
         while self._beyond and self._beyond[0][0] < reach:
             place, n = heapq.heappop(self._beyond)
+            if self.plan.release is not None and self.plan.release[n] > self.now:
+                heapq.heappush(self._unreleased, (self.plan.release[n], place, n))
+            else:
+                heapq.heappush(self._work, (self.plan.rank[n], place, n))
+
+    def _release(self) -> None:
+        while self._unreleased and self._unreleased[0][0] <= self.now + _AT_ONCE:
+            _, place, n = heapq.heappop(self._unreleased)
             heapq.heappush(self._work, (self.plan.rank[n], place, n))
 
     # ----------------------------------------------------------------------------------- collectives
@@ -246,6 +255,8 @@ class Scheduler:
         filler = self._front(self._fill)
         if filler is not None:
             return self.now + self.tasks.seconds[filler]
+        if self._unreleased and not self._ends_first(self._unreleased[0][0]):
+            return max(self.now, self._unreleased[0][0])
         wait = self._front(self._waits)
         return self.now if wait is None else max(self.now, self._waits[0][0]) + self.tasks.seconds[wait]
 
@@ -298,6 +309,7 @@ class Scheduler:
         """The best task on the compute stream that is ready. Where memory is scarce, one that frees some, or the
         first one left.
         """
+        self._release()
         while self._work and self._taken[self._work[0][2]]:
             heapq.heappop(self._work)
         while self._fill and self._taken[self._fill[0][1]]:
@@ -308,12 +320,19 @@ class Scheduler:
         if self._fill:
             return self._fill[0][1]
         if best is None:
-            return self._blocking()
+            if not self._unreleased or self._ends_first(self._unreleased[0][0]):
+                return self._blocking()
+            self.now = self._unreleased[0][0]
+            return self._next_work()
         freeing = self._frees_memory()
         if freeing is not None:
             return freeing
         first = self._leading[self._first]
         return self._blocking() if self._missing[first] else first
+
+    def _ends_first(self, release: float) -> bool:
+        """Whether a collective ends before a time."""
+        return self._front(self._waits) is not None and self._waits[0][0] < release
 
     def _frees_memory(self) -> int | None:
         """A reduction to start or to await."""

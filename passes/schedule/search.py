@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from shardcompile.passes.schedule.outline import Outline, Plan, Schedule
 from shardcompile.passes.schedule.scheduler import Scheduler
-from shardcompile.passes.schedule.tasks import START, Tasks
+from shardcompile.passes.schedule.tasks import START, WORK, Tasks
 
 EARLINESS = (math.inf, 1.0)
 """How much earlier a collective is started than just in time, in multiples of the time that it takes."""
@@ -20,7 +20,10 @@ WINDOWS = (4, 16, 64, 256)
 """How far tasks may overtake others, in places of the original order, where the compute is reordered as well."""
 
 JUSTIFICATIONS = 3
-"""How often the best schedule is justified (see `search`)."""
+"""How often the best schedule is justified at most (see `search`)."""
+
+AHEAD = (math.inf, 0.1, 0.01)
+"""How much earlier than in the justified schedule work may be done that takes memory, in multiples of its time."""
 
 QUICK_WINDOW, QUICK_EARLINESS = 16, 8.0
 """Those of them that are taken where a few attempts have to do."""
@@ -38,9 +41,9 @@ def search(tasks: Tasks, limit: float, bound: float) -> Schedule:
     """The fastest schedule that was found within a limit of memory; if none is within it, the one with least memory.
 
     First the compute keeps its order. Then it is reordered within windows, the longest path first; tasks that no later
-    one waits for fill gaps, or do not. At last the best schedule is justified: all tasks are put as late as they could
-    be without anything ending later, and those that had to be first are taken first (Valls, Ballestin, Quintanilla,
-    "Justification and RCPSP: a technique that pays", 2005).
+    one waits for fill gaps, or do not. At last schedules are justified: such of the longest path first that know no
+    limit, and the best. All tasks are put as late as they could be without anything ending later, and those that had to
+    be first are taken first (Valls, Ballestin, Quintanilla, "Justification and RCPSP: a technique that pays", 2005).
 
     Args:
         tasks: of a graph.
@@ -56,9 +59,13 @@ def search(tasks: Tasks, limit: float, bound: float) -> Schedule:
     for leads, levels in ((True, EARLINESS_OF_LEADING), (False, EARLINESS[:1])):
         for earliness in levels:
             finder.widen(Plan(urgent, needed, due_times(outline, earliness), 1, limit, leads))
+    free = Plan(urgent, needed, due_times(outline, math.inf), len(tasks.nodes), math.inf)
+    for leads in (False, True):
+        if not finder.done:
+            plan = replace(free, leads=leads)
+            finder.justify(plan, Scheduler(outline, plan).run())
     for _ in range(JUSTIFICATIONS):
-        late = latest(tasks, finder.best)
-        if not finder.attempt(replace(finder.plan, rank=late, urgency=late)):
+        if finder.done or not finder.justify(finder.plan, finder.best):
             break
     return finder.best
 
@@ -105,6 +112,17 @@ class _Finder:
                 break
         if best:
             self.attempt(replace(plan, window=2 * best))
+
+    def justify(self, plan: Plan, found: Schedule) -> bool:
+        """Schedule by the latest times of a schedule, which a plan has led to; whether that is the best so far."""
+        tasks, late = self.outline.tasks, latest(self.outline.tasks, found)
+        takes = [kind == WORK and tasks.alloc[n] > tasks.last_reads(n) for n, kind in enumerate(tasks.kind)]
+        plan = replace(plan, rank=late, urgency=late, window=len(late), limit=self.limit)
+        best = False
+        for ahead in AHEAD:
+            early = [t - ahead * found.total if takes[n] else -math.inf for n, t in enumerate(late)]
+            best |= self.attempt(replace(plan, release=None if math.isinf(ahead) else early))
+        return best
 
     def _score(self, found: Schedule) -> tuple[float, float, float]:
         over = max(found.peak_bytes - self.limit, 0)

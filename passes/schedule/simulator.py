@@ -138,7 +138,7 @@ def peak_memory(order: Sequence[Node], prices: Prices) -> int:
 
     A tensor is held from the node that makes it to the last node that reads it or one of its views. A collective's
     payload is held until the collective is first awaited (to the last node, if it never is). Inputs are held
-    throughout.
+    throughout, but for what the forward pass has saved for the backward pass (`Prices.freed`).
 
     Args:
         order: all nodes of a graph, each after its inputs.
@@ -151,7 +151,7 @@ def peak_memory(order: Sequence[Node], prices: Prices) -> int:
         nbytes = prices.nbytes[node]
         if nbytes:
             held += nbytes
-            if node.op != "placeholder":
+            if node.op != "placeholder" or node in prices.freed:
                 freed[last[node]] += nbytes
         peak = max(peak, held)
         held -= freed[i]

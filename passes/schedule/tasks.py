@@ -41,7 +41,8 @@ class Tasks:
         stream: by start: its group.
         price: by start.
         link: by group, see `Prices`.
-        fixed: bytes of the inputs, which are never freed.
+        fixed: bytes of the inputs that are never freed.
+        saved: the tensors that are there from the start, and freed after their last use.
         awaited: the starts that have a wait.
     """
 
@@ -61,6 +62,7 @@ class Tasks:
     price: dict[int, Price] = field(default_factory=dict)
     link: Mapping[str, str] = field(default_factory=dict)
     fixed: int = 0
+    saved: list[int] = field(default_factory=list)
 
     @staticmethod
     def of(edges: Edges, prices: Prices) -> Tasks:
@@ -71,8 +73,12 @@ class Tasks:
         tensor: dict[Node, int] = {}
         for node in edges.order:
             if node.op == "placeholder":
-                tasks.fixed += prices.nbytes[node]
                 behind[node] = set()
+                if node in prices.freed and prices.nbytes[node]:
+                    tensor[node] = tasks._tensor(prices.nbytes[node])
+                    tasks.saved.append(tensor[node])
+                else:
+                    tasks.fixed += prices.nbytes[node]
                 continue
             before: set[int] = set()
             for b in edges.before[node]:
@@ -115,14 +121,26 @@ class Tasks:
         return n
 
     def _made(self, task: int, nbytes: int) -> int:
-        self.makes[task], self.alloc[task] = len(self.nbytes), nbytes
+        self.makes[task], self.alloc[task] = self._tensor(nbytes), nbytes
+        return self.makes[task]
+
+    def _tensor(self, nbytes: int) -> int:
         self.nbytes.append(nbytes)
         self.readers.append(0)
-        return self.makes[task]
+        return len(self.nbytes) - 1
+
+    @property
+    def at_start(self) -> int:
+        """Bytes that are held before the first task."""
+        return self.fixed + sum(self.nbytes[t] for t in self.saved)
 
     @property
     def awaited(self) -> set[int]:
         return set(self.start_of.values())
+
+    def last_reads(self, task: int) -> int:
+        """Bytes of what nothing else reads."""
+        return sum(self.nbytes[t] for t in self.reads[task] if self.readers[t] == 1)
 
     def payload_bytes(self, start: int) -> int:
         """Bytes that a collective holds besides its result, until it is awaited."""
@@ -185,7 +203,8 @@ class _Joining:
         number = [-1] * len(first)
         for i, n in enumerate(order):
             number[n] = i
-        new = Tasks(link=old.link, fixed=old.fixed, nbytes=[0] * len(old.nbytes), readers=[0] * len(old.nbytes))
+        new = Tasks(link=old.link, fixed=old.fixed, saved=old.saved, nbytes=[0] * len(old.nbytes))
+        new.readers = [0] * len(old.nbytes)
         for t, nbytes in enumerate(old.nbytes):
             new.nbytes[self.tensor[t]] += nbytes
         new.nodes = [old.nodes[n] for n in order]

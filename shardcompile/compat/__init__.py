@@ -12,6 +12,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass  # 2.11 - 2.15
 from torch._ops import OpOverload, OpOverloadPacket  # 2.11 - 2.15
 from torch._subclasses.fake_tensor import FakeTensorMode, is_fake  # 2.11 - 2.15
 
+from shardcompile.compat.backward_inputs import saved_for_backward
 from shardcompile.compat.compiling import keep_ranks_alike, trace_size_obliviously
 from shardcompile.compat.dynamo import (
     has_guarded_address,
@@ -189,6 +190,7 @@ __all__ = [
     "register_work",
     "retrace",
     "same_symbol",
+    "saved_for_backward",
     "share_storage",
     "shares_storage",
     "size_hint",
