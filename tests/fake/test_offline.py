@@ -21,6 +21,7 @@ from torch.fx import Graph
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardcompile as sc
+from shardcompile.compat import saved_for_backward
 from shardcompile.offline import OfflineError, absent_cuda, offline_world, trace_offline, trace_step
 from shardcompile.passes import Pipeline
 from shardcompile.passes.graph.collective import collectives
@@ -266,6 +267,19 @@ def test_inference_has_no_backward(device: str) -> None:
 
 
 @needs_compiler
+def test_what_the_forward_pass_saved_is_told_from_inputs_and_gradients() -> None:
+    trace = trace_offline(on_rows(MLP, uneven), world_size=4, device="cpu")
+    assert trace.backward is not None
+    forward, backward = trace.forward.graph, trace.backward.graph
+    (out,) = (n for n in forward.nodes if n.op == "output")
+    made = {n.name for n in out.all_input_nodes if n.op == "call_function"}
+    freed = {n.name for n in saved_for_backward(backward)}
+    assert len(freed) > 3 and freed < made
+    weights = {n.name for n in backward.find_nodes(op="placeholder")} - freed
+    assert {n.partition("_")[0] for n in weights} == {"primals", "tangents"}
+    assert not saved_for_backward(forward)
+
+
 def test_groups_of_a_mesh_and_the_kernel_for_attention() -> None:
     def build(mesh: DeviceMesh) -> Any:
         x = torch.randn(2, 4, 64, 64, dtype=torch.bfloat16, requires_grad=True)

@@ -37,7 +37,7 @@ from shardcompile.passes.schedule.hold_order import HoldOrder
 from shardcompile.passes.schedule.outline import Outline
 from shardcompile.passes.schedule.overlap import ScheduleOverlap, best_order, byte_limit
 from shardcompile.passes.schedule.scheduler import Scheduler
-from shardcompile.passes.schedule.search import quick_plans
+from shardcompile.passes.schedule.search import latest, quick_plans
 from shardcompile.passes.schedule.simulator import known_peak, peak_memory, simulate
 from shardcompile.passes.schedule.tasks import Tasks, nodes_in_order
 
@@ -172,13 +172,19 @@ def test_a_schedule_comes_to_what_its_replay_comes_to(number: int, ranks: int) -
     with world_of(ranks):
         place = suite.Place(ranks, 0, "g", lambda e, i: suite.random_cut(e, ranks, random.Random(f"{number} {e} {i}")))
         graph = suite.drawn(place, random.Random(number))
-        prices, edges = Prices.of(graph, MODEL), Edges.of(graph)
-    tasks = Tasks.of(edges, prices)
-    for plan in quick_plans(Outline(tasks), 1.1 * known_peak(graph, prices)):
-        schedule = Scheduler(Outline(tasks), plan).run()
-        replayed = simulate(nodes_in_order(edges, tasks, schedule.order), prices)
-        assert schedule.total == pytest.approx(replayed.total)
-        assert schedule.peak_bytes == replayed.peak_bytes
+        edges, priced = Edges.of(graph), Prices.of(graph, MODEL)
+        freed = frozenset([n for n in graph.nodes if n.op == "placeholder"][::2])
+    for prices in (priced, replace(priced, freed=freed)):
+        tasks = Tasks.of(edges, prices)
+        for plan in quick_plans(Outline(tasks), 1.1 * known_peak(graph, prices)):
+            schedule = Scheduler(Outline(tasks), plan).run()
+            late = latest(tasks, schedule)
+            held_back = replace(plan, rank=late, urgency=late, release=late)
+            for other in (schedule, Scheduler(Outline(tasks), held_back).run()):
+                replayed = simulate(nodes_in_order(edges, tasks, other.order), prices)
+                held = other is not schedule  # a replay does not hold work back
+                assert replayed.total == pytest.approx(other.total) or (held and replayed.total < other.total)
+                assert other.peak_bytes == replayed.peak_bytes
 
 
 def test_large_members_stay_alone_and_small_ones_meet_across_them() -> None:

@@ -24,9 +24,10 @@ from shardcompile.passes.cost.model import CostModel, Prices
 from shardcompile.passes.graph.collective import WAIT, add_node
 from shardcompile.passes.schedule.bounds import bucket_bound, lower_bound
 from shardcompile.passes.schedule.edges import Edges
-from shardcompile.passes.schedule.outline import Outline
+from shardcompile.passes.schedule.outline import Outline, Plan
+from shardcompile.passes.schedule.overlap import best_order
 from shardcompile.passes.schedule.scheduler import Scheduler
-from shardcompile.passes.schedule.search import quick_plans
+from shardcompile.passes.schedule.search import due_times, latest, quick_plans
 from shardcompile.passes.schedule.simulator import COMPUTE, Timeline, perfetto, simulate
 from shardcompile.passes.schedule.tasks import Tasks
 
@@ -148,6 +149,48 @@ def test_peak_memory() -> None:
     c = p.op(1.0, b, nbytes=5)
     prices = p.prices(c)
     assert simulate(list(p.graph.nodes), prices).peak_bytes == 100 + 10 + 1000  # then a is freed: 100 + 1000 + 5
+
+
+def test_what_was_saved_for_the_backward_pass_is_freed() -> None:
+    p = Program()
+    kept, saved = p.input(nbytes=100), p.input(nbytes=50)
+    a = p.op(1.0, kept, p.view(saved), nbytes=10)
+    b = p.op(1.0, a, nbytes=60)
+    prices = replace(p.prices(b), freed=frozenset([saved]))
+    assert simulate(list(p.graph.nodes), prices).peak_bytes == 100 + 10 + 60
+    assert simulate(list(p.graph.nodes), replace(prices, freed=frozenset())).peak_bytes == 100 + 50 + 10 + 60
+
+
+def test_a_full_link_gets_its_next_transfer_in_time() -> None:
+    """What a later transfer waits for comes before work whose own path is longer, so that the link is never idle."""
+    p = Program()
+    x, results = p.input(), []
+    for _ in range(4):
+        routed = p.op(0.2, x)
+        worked = p.op(1.0, p.wait(p.start(1.0, routed)), routed)
+        results.append(p.wait(p.start(1.0, p.op(0.2, worked))))
+    prices = p.prices(*results)
+    assert lower_bound(p.graph, prices) == pytest.approx(0.2 + 8)
+    tasks = Tasks.of(Edges.of(p.graph), prices)
+    outline = Outline(tasks)
+    urgent = [-tail for tail in outline.tails]
+    longest_first = Plan(urgent, urgent, due_times(outline, math.inf), len(urgent), math.inf)
+    found = Scheduler(outline, longest_first).run()
+    late = latest(tasks, found)
+    justified = Scheduler(outline, replace(longest_first, rank=late, urgency=late)).run()
+    assert justified.total == pytest.approx(0.2 + 8)
+    assert found.total > 0.2 + 8.5
+
+
+def test_constants_are_made_when_they_are_read() -> None:
+    p = Program()
+    x = p.input(nbytes=1)
+    constants = [p.op(0.1, nbytes=1000) for _ in range(8)]
+    arrived = p.wait(p.start(5.0, x))
+    for constant in constants:
+        arrived = p.op(1.0, arrived, constant, nbytes=1)
+    timeline = best_order(p.graph, p.prices(arrived))[1]
+    assert timeline.peak_bytes < 2000
 
 
 def test_a_payload_is_held_until_the_wait() -> None:
