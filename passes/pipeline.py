@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch.fx import Graph, Node
 
 from shardcompile import compat, config
+from shardcompile.compat.block_symbols import common_hints
 from shardcompile.compat.compiled import custom_post_passes, leave_note, read_notes_with
 from shardcompile.compat.threads import Listeners
 from shardcompile.errors import PassError
@@ -159,7 +160,7 @@ class Pipeline(compat.CustomGraphPass):
         Raises:
             PassError: a pass failed, or left an invalid graph; the error says how to do without the pass.
         """
-        with keeping_prices(), _without_collections():
+        with keeping_prices(), common_hints(), _without_collections():
             self._run(graph)
 
     def _run(self, graph: Graph) -> None:

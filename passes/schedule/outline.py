@@ -152,7 +152,7 @@ class Outline:
         made = [end] * len(tasks.nbytes)
         freed = [0] * len(tasks.nbytes)
         for t in tasks.saved:
-            made[t] = 0
+            made[t] = 0 if tasks.readers[t] else end
         reached = 0
         place: list[int] = []
         for n, kind in enumerate(tasks.kind):

@@ -131,8 +131,8 @@ class Tasks:
 
     @property
     def at_start(self) -> int:
-        """Bytes that are held before the first task."""
-        return self.fixed + sum(self.nbytes[t] for t in self.saved)
+        """Bytes that are held before the first task. What nothing reads is freed before that."""
+        return self.fixed + sum(self.nbytes[t] for t in self.saved if self.readers[t])
 
     @property
     def awaited(self) -> set[int]:

@@ -6,6 +6,7 @@ numbers, so each rank would get another graph and other guards.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,  # 2.11 - 2.15
 )
 
-from shardcompile.compat.sizes import Formula, IntLike
+from shardcompile.compat.sizes import Formula, IntLike, nominal_hints
 
 GAPS = -1
 """The key of `Gaps` among Dynamo's hints for the dims of a block. Torch ignores it, since -1 is no dim of a tensor."""
@@ -60,6 +61,14 @@ def describes_plain_value(shape_env: ShapeEnv, symbol: sympy.Symbol) -> bool:
     equal = [known for known, found in shape_env.replacements.items() if symbol in found.free_symbols]  # 2.11 - 2.15
     sources = [shape_env.var_to_sources.get(known, ()) for known in [symbol, *equal]]  # 2.11 - 2.15
     return any(map(is_plain, itertools.chain(*sources)))
+
+
+def common_hints() -> contextlib.AbstractContextManager[None]:
+    """Inside of this, `size_hint` gives the same number on all ranks: it does not read sizes of plain inputs.
+
+    A plain tensor may have more rows on one rank than on another, such as a list of edges, or a batch.
+    """
+    return nominal_hints(describes_plain_value)
 
 
 def name_symbols_of_blocks(shape_env: ShapeEnv) -> None:

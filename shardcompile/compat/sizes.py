@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import TypeAlias
 
 import sympy
@@ -70,13 +73,43 @@ def size_hint(value: IntLike, default: int = 64) -> int:
     """
     if isinstance(value, int):
         return value
-    hint = value.node.hint
-    if hint is None:
-        expression, env = value.node.expr, value.node.shape_env
+    hint, expression, env = value.node.hint, value.node.expr, value.node.shape_env
+    differs = _DIFFERS.get()
+    own = [s for s in expression.free_symbols if differs(env, s)] if differs is not None else []
+    if hint is None or own:
         suggested = env.var_to_hint_override  # 2.11 - 2.15
         hints = {s: suggested.get(s, env.create_symintnode(s, hint=None).node.hint) for s in expression.free_symbols}
+        hints |= dict.fromkeys(own, NOMINAL_EXTENT)
         hint = expression.xreplace({s: sympy.Integer(default if h is None else h) for s, h in hints.items()})
     return int(hint)
+
+
+NOMINAL_EXTENT = 1024
+"""The hint of a symbol of which ranks may have other hints, where they have to come to the same result."""
+
+_DIFFERS: ContextVar[Callable[[ShapeEnv, sympy.Symbol], bool] | None] = ContextVar("differs", default=None)
+
+
+@contextlib.contextmanager
+def nominal_hints(differs: Callable[[ShapeEnv, sympy.Symbol], bool]) -> Iterator[None]:
+    """Inside of this, `size_hint` takes `NOMINAL_EXTENT` for some symbols.
+
+    Args:
+        differs: whether ranks may have other hints of a symbol.
+    """
+    known: dict[tuple[int, sympy.Symbol], bool] = {}
+
+    def once(env: ShapeEnv, symbol: sympy.Symbol) -> bool:
+        key = id(env), symbol
+        if key not in known:
+            known[key] = differs(env, symbol)
+        return known[key]
+
+    token = _DIFFERS.set(once)
+    try:
+        yield
+    finally:
+        _DIFFERS.reset(token)
 
 
 def suggest_hint(size: object, number: int) -> None:

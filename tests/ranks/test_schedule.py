@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from after_passes import graph_after_passes
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.placement_types import Shard
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 import shardcompile as sc
 from shardcompile.passes import LowerEvenGathers, Pipeline, default_passes, inductor_options
-from shardcompile.testing import world_size
+from shardcompile.testing import rank, world_size
 
 WIDTH, LAYERS = 512, 4
 CUTS = {2: [400, 112], 3: [400, 0, 112]}
@@ -114,3 +115,46 @@ def test_a_shared_cache_of_compiled_code_serves_ranks_with_other_blocks(
         torch.testing.assert_close(passed[0], loss.detach(), rtol=1e-4, atol=1e-4)
         for a, w in zip(passed[1:], whole, strict=True):
             torch.testing.assert_close(a, w.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.ranks(4, timeout=300)
+def test_sizes_of_plain_inputs_that_differ_by_rank_do_not_change_the_plan() -> None:
+    """Each rank has edges of its own in plain tensors, a few or many: more than all of its communication takes."""
+    mesh, ranks, width = init_device_mesh("cpu", (world_size(),)), world_size(), 64
+    sizes, edges = [200, 400, 600, 800], [[11_000, 70_000, 130_000, 190_000][r] for r in range(ranks)]
+    first, count = sum(sizes[: rank()]), edges[rank()]
+    draw = torch.Generator().manual_seed(rank())
+    source = torch.randint(sum(sizes), (count,), generator=draw)
+    target = torch.randint(sizes[rank()], (count,), generator=draw)
+    whole = torch.randn(sum(sizes), width, generator=torch.Generator().manual_seed(7))
+    weights = [(torch.eye(width) * (1 + i / 8)).requires_grad_() for i in range(LAYERS)]
+
+    def layers(x: Any, source: Tensor, target: Tensor, weights: list[Tensor]) -> Any:
+        def sums(everything: Tensor, block: Tensor) -> Tensor:
+            return torch.zeros_like(block).index_add(0, target, everything.index_select(0, source))
+
+        run = sc.local_map(sums, [Shard(0)])
+        for weight in weights:
+            everything = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            x = x + (x @ weight + run(everything, x) / 1000).relu()
+        return x.square().mean()
+
+    x = sc.distribute_tensor(whole, mesh, [Shard(0)], sharding_shapes={0: sizes}).requires_grad_()
+    compiled = torch.compile(layers, fullgraph=True, dynamic=True, backend=graph_after_passes())
+    compiled(x, source, target, weights).backward()
+
+    full = whole.clone().requires_grad_()
+    y = full
+    all_edges = [gathered(source), gathered(target + first)]
+    for weight in weights:
+        detached = weight.detach()
+        y = y + (y @ detached + torch.zeros_like(y).index_add(0, all_edges[1], y[all_edges[0]]) / 1000).relu()
+    y.square().mean().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), full.grad, rtol=1e-3, atol=1e-7)
+
+
+def gathered(numbers: Tensor) -> Tensor:
+    """Those of all ranks."""
+    found: list[Any] = [None] * world_size()
+    dist.all_gather_object(found, numbers)
+    return torch.cat(found)
