@@ -125,7 +125,8 @@ def measure(width: int, rounds: int, backend: str) -> dict[str, Any]:
     for name in ("linked", "gathered", "by index"):
         for ours, theirs in zip(calls[name](), wanted, strict=True):
             whole = ours.full_tensor() if isinstance(ours, sc.ShardTensor) else ours
-            torch.testing.assert_close(whole, theirs, rtol=1e-4, atol=1e-6)
+            # Sums in float32 of hundreds of terms in another order, which may cancel.
+            torch.testing.assert_close(whole, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
     moved = torch.tensor(_bytes_of(calls["linked"]))
     dist.all_reduce(moved)
     named = [set(s.tolist()) for s in source.split(edges)]
