@@ -23,7 +23,7 @@ from shardcompile.passes.schedule.tasks import Tasks, nodes_in_order
 MEMORY_LIMIT = 1.1
 """Peak memory of a schedule, relative to that of the graph as it came."""
 
-SPARE_BYTES = 1 << 20
+SPARE_BYTES = 4 << 20
 """What a schedule may take beyond the graph's peak memory whatever the limit: of a small graph that is no matter."""
 
 
