@@ -93,7 +93,7 @@ class _Option:
         all_sizes: whether those join that take longer to copy than a latency.
         deadline: seconds in which all should be done, see `Choice._in_time`; None if it is `span` that divides.
         most: how many may join a bucket; None for as many as there are.
-        tapers: whether it is less at the start and at the end.
+        tapers: whether a bucket may transfer for less than `span` at the start and at the end.
     """
 
     span: float
@@ -104,6 +104,7 @@ class _Option:
 
 
 _ALL = _Option(math.inf, tapers=False)
+"""All candidates of a group in one bucket, as far as they do not depend on each other."""
 
 
 Pricing = Callable[[Set[str], Load], Traffic]

@@ -146,13 +146,19 @@ class Outline:
         return {n for n in self.work if not leads[n]}
 
     @functools.cached_property
+    def takes(self) -> list[bool]:
+        """By task: whether it is work that takes more memory than it frees."""
+        tasks = self.tasks
+        return [kind == WORK and tasks.alloc[n] > tasks.last_reads(n) for n, kind in enumerate(tasks.kind)]
+
+    @functools.cached_property
     def curve(self) -> np.ndarray:
         """It grows and falls by what is made at a place and what is read there last."""
         tasks, end = self.tasks, len(self.work)
         made = [end] * len(tasks.nbytes)
         freed = [0] * len(tasks.nbytes)
         for t in tasks.saved:
-            made[t] = 0 if tasks.readers[t] else end
+            made[t] = 0
         reached = 0
         place: list[int] = []
         for n, kind in enumerate(tasks.kind):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from shardcompile.passes.schedule.outline import Outline, Plan, Schedule
 from shardcompile.passes.schedule.scheduler import Scheduler
-from shardcompile.passes.schedule.tasks import START, WORK, Tasks
+from shardcompile.passes.schedule.tasks import START, Tasks
 
 EARLINESS = (math.inf, 1.0)
 """How much earlier a collective is started than just in time, in multiples of the time that it takes."""
@@ -115,13 +115,12 @@ class _Finder:
 
     def justify(self, plan: Plan, found: Schedule) -> bool:
         """Schedule by the latest times of a schedule, which a plan has led to; whether that is the best so far."""
-        tasks, late = self.outline.tasks, latest(self.outline.tasks, found)
-        takes = [kind == WORK and tasks.alloc[n] > tasks.last_reads(n) for n, kind in enumerate(tasks.kind)]
+        late, takes = latest(self.outline.tasks, found), self.outline.takes
         plan = replace(plan, rank=late, urgency=late, window=len(late), limit=self.limit)
         best = False
         for ahead in AHEAD:
-            early = [t - ahead * found.total if takes[n] else -math.inf for n, t in enumerate(late)]
-            best |= self.attempt(replace(plan, release=None if math.isinf(ahead) else early))
+            release = [t - ahead * found.total if takes[n] else -math.inf for n, t in enumerate(late)]
+            best |= self.attempt(replace(plan, release=release))
         return best
 
     def _score(self, found: Schedule) -> tuple[float, float, float]:

@@ -96,6 +96,7 @@ class Tasks:
             tasks.reads[-1] = list(read)
             for t in read:
                 tasks.readers[t] += 1
+        tasks.saved = [t for t in tasks.saved if tasks.readers[t]]  # what nothing reads is freed before the first task
         return tasks
 
     def _add(self, node: Node, before: list[int], prices: Prices, number: Mapping[Node, int]) -> int:
@@ -131,8 +132,8 @@ class Tasks:
 
     @property
     def at_start(self) -> int:
-        """Bytes that are held before the first task. What nothing reads is freed before that."""
-        return self.fixed + sum(self.nbytes[t] for t in self.saved if self.readers[t])
+        """Bytes that are held before the first task."""
+        return self.fixed + sum(self.nbytes[t] for t in self.saved)
 
     @property
     def awaited(self) -> set[int]:

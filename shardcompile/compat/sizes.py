@@ -67,25 +67,29 @@ def guard_or_false(condition: bool | torch.SymBool) -> bool:
 def size_hint(value: IntLike, default: int = 64) -> int:
     """The number to calculate with for a size that may be symbolic. Installs no guard.
 
+    Inside of `nominal_hints`, some symbols count as `NOMINAL_EXTENT`.
+
     Args:
         value: the size.
         default: the number for each symbol that gets its value when the graph runs.
     """
     if isinstance(value, int):
         return value
-    hint, expression, env = value.node.hint, value.node.expr, value.node.shape_env
-    differs = _DIFFERS.get()
-    own = [s for s in expression.free_symbols if differs(env, s)] if differs is not None else []
-    if hint is None or own:
+    hint, differs = value.node.hint, _DIFFERS.get()
+    if hint is not None and differs is None:
+        return int(hint)
+    expression, env = value.node.expr, value.node.shape_env
+    nominal = [s for s in expression.free_symbols if differs(env, s)] if differs is not None else []
+    if hint is None or nominal:
         suggested = env.var_to_hint_override  # 2.11 - 2.15
         hints = {s: suggested.get(s, env.create_symintnode(s, hint=None).node.hint) for s in expression.free_symbols}
-        hints |= dict.fromkeys(own, NOMINAL_EXTENT)
+        hints |= dict.fromkeys(nominal, NOMINAL_EXTENT)
         hint = expression.xreplace({s: sympy.Integer(default if h is None else h) for s, h in hints.items()})
     return int(hint)
 
 
 NOMINAL_EXTENT = 1024
-"""The hint of a symbol of which ranks may have other hints, where they have to come to the same result."""
+"""What stands for the hint of a symbol, where ranks may have different hints and must come to the same result."""
 
 _DIFFERS: ContextVar[Callable[[ShapeEnv, sympy.Symbol], bool] | None] = ContextVar("differs", default=None)
 
