@@ -232,6 +232,8 @@ def _define(descriptor: Descriptor[A]) -> object:
         )
     if descriptor.communicates:
         compat.count_as_collective([op.overloadpacket])
+    else:
+        compat.note_local(op)
     return op
 
 

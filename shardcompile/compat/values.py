@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary  # 2.11 - 2.15
 from shardcompile.compat.sizes import IntLike
 from shardcompile.compat.symbols import Tracer
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 _T = TypeVar("_T")
 _DEPTH = 64
 """How many nodes back two computations are compared."""
@@ -41,6 +41,7 @@ class _Memo:
 
     def number(self, node: torch.fx.Node, depth: int = 0) -> int:
         """A number that is equal for nodes that compute the same function of the same inputs."""
+        node = _before_conversion(node)
         known = self.numbers.get(node)
         if known is None:
             known = self.numbers[node] = self._of_key(self._key(node, depth) if depth < _DEPTH else node)
@@ -50,12 +51,15 @@ class _Memo:
         return self.numbers.setdefault(key, len(self.numbers))
 
     def _key(self, node: torch.fx.Node, depth: int) -> object:
-        target = node.target
+        target, found = node.target, node.meta.get("val")
+        if isinstance(found, torch.SymInt):
+            return "size", found.node.expr
         if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
             return node
-        if target.namespace != "aten" or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
+        is_known = target.namespace in ("aten", "prims") or target in _LOCAL
+        if not is_known or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
             return node
-        if target in _PARTS and _is_of_known_size(node.meta.get("val")):
+        if (target in _PARTS or target in _LOCAL) and _is_of_known_size(found):
             return node  # parts of a block of known size may be equal on some ranks only
 
         def value(a: object) -> object:
@@ -76,8 +80,15 @@ class _Memo:
 SUPERSEDED = "shardcompile: superseded"
 """The note in a wait that is not needed unless something reads it."""
 
+_LOCAL: set[torch._ops.OpOverload] = set()
+"""This library's ops that send nothing. They take parts of tensors."""
 _OF_TENSORS: Any = WeakIdKeyDictionary()
 _MEMOS: weakref.WeakKeyDictionary[Any, _Memo] = weakref.WeakKeyDictionary()
+
+
+def note_local(op: torch._ops.OpOverload) -> None:
+    """Note that an op of this library sends nothing: equal arguments give equal results."""
+    _LOCAL.add(op)
 
 
 def once_for_value(x: torch.Tensor, what: tuple[object, ...], make: Callable[[], _T]) -> _T:
@@ -183,7 +194,7 @@ def _is_of_known_size(x: object) -> bool:
 _PARTS = (
     *(aten.slice.Tensor, aten.select.int, aten.narrow.default, aten.as_strided.default, aten.diagonal.default),
     *(aten.split.Tensor, aten.split_with_sizes.default, aten.index_select.default, aten.roll.default),
-    *(aten.constant_pad_nd.default, aten.arange.start_step),
+    *(aten.constant_pad_nd.default, aten.arange.start_step, prims.iota.default),
 )
 
 _ZEROS = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
@@ -205,6 +216,18 @@ def _same_elements(node: torch.fx.Node) -> torch.fx.Node:
         if statically_known_true(_elements(node) == elements):
             found = node
     return found
+
+
+def _before_conversion(node: torch.fx.Node) -> torch.fx.Node:
+    """The node that conversions to the dtype that it has begin at."""
+    while node.target is prims.convert_element_type.default and _dtype(node) is _dtype(node.args[0]):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _dtype(node: object) -> object:
+    found = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    return found.dtype if isinstance(found, torch.Tensor) else node  # of no tensor: like no other
 
 
 def _undoes_expansion(node: torch.fx.Node) -> bool:

@@ -97,9 +97,7 @@ OF_IMAGES = [
         (0, 0),
         call=lambda model, ids, pictures: model(input_ids=ids, pixel_values=pictures).logits_per_image,
         package="transformers",
-        gathers=(
-            ("last_hidden_state[", "not needed: each sample takes one of its own words, which two lists of numbers do not say"),
-        ),
+        gathers=(("logits_per_text = ", "needed: each text is compared with each picture"),),
     ),
     Entry(
         "hf-patchtst",

@@ -8,7 +8,7 @@ of a reduction of the target's size, which is why larger targets are left to the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -17,12 +17,13 @@ from torch.distributed.tensor.placement_types import Partial
 
 from shardcompile import compat
 from shardcompile.collectives import Reduction
-from shardcompile.layout import IntLike, Layout, contiguous_stride
+from shardcompile.layout import Cut, IntLike, Layout, contiguous_stride
 from shardcompile.ops import Form, OpCall, TensorArg, state
+from shardcompile.ops.index.joined_numbers import linked_numbers, neighbours
 from shardcompile.ops.index.linked import beside, column_of, combined, zeros_in
 from shardcompile.ops.view.joined import in_one_piece, layout_in_one_piece
 from shardcompile.ops.view.rows import moved, reduced, wrap
-from shardcompile.sharded import Sharded
+from shardcompile.sharded import Sharded, block_of
 
 aten = torch.ops.aten
 
@@ -88,6 +89,8 @@ def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: boo
         if mask.ndim > x.ndim or not _same(mask.shape, x.shape[: mask.ndim]):
             return NotImplemented
         return torch.where(mask[(..., *[None] * (x.ndim - mask.ndim))], values.to(x.dtype), x)
+    if len(at) > 1:
+        return _put_into_joined(x, indices, values, accumulate)
     if len(at) != 1 or not indices[at[0]].ndim:
         return NotImplemented
     dim, index = at[0], indices[at[0]]
@@ -107,6 +110,37 @@ def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: boo
     if not accumulate:
         return NotImplemented
     return index_add(x, dim, torch.where(index < 0, index + x.shape[dim], index), values)
+
+
+def _put_into_joined(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool) -> Tensor:
+    """``aten.index_put`` by numbers of several dims: these are joined, written to, and parted again."""
+    at = neighbours(indices)
+    if not at or not isinstance(values, Sharded):
+        return NotImplemented
+    extents = [x.shape[d] for d in at]
+    total = math.prod(extents)
+    own = x._spec.layout.cuts[at[0] : at[-1] + 1] if isinstance(x, Sharded) else ()
+    cut = next((c for c in (*_named_rows(values._spec.layout, x.ndim, at, total), *own) if c is not None), None)
+    numbers = linked_numbers(cut, extents, [indices[d] for d in at])
+    if numbers is None:
+        return NotImplemented
+    shape = [*x.shape[: at[0]], total, *x.shape[at[-1] + 1 :]]
+    rows = x.new_zeros(shape) if compat.is_new_zeros(block_of(x)) else x.reshape(shape)
+    written = index_put(rows, [*[None] * at[0], numbers], values, accumulate)
+    return written if written is NotImplemented else written.unflatten(at[0], extents)
+
+
+def _named_rows(values: Layout, ndim: int, at: Sequence[int], total: IntLike) -> Iterator[Cut | None]:
+    """How rows are cut that several index tensors have named, by the values that were looked up by these.
+
+    Args:
+        values: their layout.
+        ndim: of the tensor that has the rows.
+        at: the indexed dims of it.
+        total: how many rows there are, these dims being joined.
+    """
+    behind = ndim - 1 - at[-1]
+    yield from (c.named_rows(total) for c in values.cuts[at[0] : len(values.cuts) - behind] if c is not None)
 
 
 def _index_put_joined(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
@@ -186,8 +220,15 @@ def _adds_to_rows(call: OpCall) -> bool:
 
 def _puts_into_rows(call: OpCall) -> bool:
     """`_is_of_rows` for ``index_put``."""
-    at = [d for d, index in enumerate(call.args[1]) if index is not None]
-    return len(at) == 1 and _is_of_rows(call.args[2], at[0], call.args[0].shape[at[0]])
+    target, indices, values = call.args[:3]
+    at = [d for d, index in enumerate(indices) if index is not None]
+    if len(at) == 1:
+        return _is_of_rows(values, at[0], target.shape[at[0]])
+    at = neighbours(indices)
+    if not at or not isinstance(values, TensorArg):
+        return False
+    total = math.prod(target.shape[d] for d in at)
+    return any(c is not None for c in _named_rows(values.layout, target.ndim, at, total))
 
 
 def _is_of_table(call: OpCall) -> bool:

@@ -20,6 +20,7 @@ from shardcompile.collectives import block_size
 from shardcompile.compat import OpOverload
 from shardcompile.layout import Cut, IntLike, Layout
 from shardcompile.ops import Form, state
+from shardcompile.ops.index.joined_numbers import linked_numbers
 from shardcompile.ops.index.linked import beside, column_of, combined, filled, is_linked, taken
 from shardcompile.ops.support.blocks import padded
 from shardcompile.ops.support.global_meta import global_meta
@@ -177,6 +178,27 @@ def _index_select_joined(x: Tensor, dim: int, index: Tensor) -> Tensor:
     return _look_up(x, dim % max(x.ndim, 1), index, aten.index_select.default, (x, dim, index))
 
 
+def _named(
+    x: Sharded,
+    indices: Sequence[Any],
+    at: Sequence[int],
+    shape: Sequence[IntLike],
+    stride: Sequence[IntLike],
+    op: OpOverload,
+) -> Tensor:
+    """Elements that numbers name which are cut over the same ranks; NotImplemented where they are not."""
+    cuts = x._spec.layout.cuts
+    if len(at) == 1:
+        numbers = indices[at[0]]
+        return taken(x, at[0], numbers, shape, stride, op) if is_linked(numbers, cuts[at[0]]) else NotImplemented
+    (cut,) = [cuts[d] for d in at if cuts[d] is not None]
+    joined = linked_numbers(cut, [x.shape[d] for d in at], [indices[d] for d in at])
+    rows = x if joined is None else x.flatten(at[0], at[-1])
+    if joined is None or not isinstance(rows, Sharded) or not is_linked(joined, rows._spec.layout.cuts[at[0]]):
+        return NotImplemented
+    return taken(rows, at[0], joined, shape, stride, op)
+
+
 def _look_up(x: Tensor, dim: int, index: Any, op: OpOverload, args: tuple[object, ...]) -> Tensor:
     cut = x._spec.layout.cuts[dim] if isinstance(x, Sharded) else None
     if not isinstance(x, Sharded) or x._spec.layout.is_partial or not is_linked(index, cut):
@@ -198,11 +220,9 @@ def _index(x: Sharded, indices: Sequence[Any], op: OpOverload, args: tuple[objec
     cut = layout.cut_of(dim)
     meta = global_meta(op, args, {})
     shape, stride = compat.global_extents(meta.shape), compat.retrace(meta.stride())
-    numbers = indices[dim]
-    if len(at) == 1 and is_linked(numbers, cut):
-        found = taken(x, dim, numbers, shape, stride, op)
-        if found is not NotImplemented:
-            return found
+    found = _named(x, indices, at, shape, stride, op)
+    if found is not NotImplemented:
+        return found
     rank = len(shape) - (x.ndim - len(at))
     if not _is_worth_it(x, shape) or (len(at) > 1 and len({indices[d].ndim for d in at}) > 1):
         return NotImplemented
