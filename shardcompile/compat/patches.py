@@ -46,7 +46,7 @@ from shardcompile.compat.replacements import (
     traces_agree,
     views_by_stride,
 )
-from shardcompile.compat.saved_inputs import saved_before_written, sizes_of_saved_products
+from shardcompile.compat.saved_inputs import saved_before_written, saved_by_common_hints, sizes_of_saved_products
 from shardcompile.compat.saved_strides import saved_as_traced, saved_behind_written
 from shardcompile.compat.scheduling import (
     BROADCAST_BY_GUARDS,
@@ -137,6 +137,15 @@ OF_RANKS_ALIKE = (
         "https://github.com/pytorch/pytorch/pull/197039",
         "2.11 - 2.15",
         saved_before_written,
+    ),
+    Patch(
+        "saved_by_common_hints",
+        "torch._functorch.partitioners.optimization_hint (2.11: size_hint)",
+        "The partitioner saves what is small on this rank. Plain inputs may have more rows on one rank than on "
+        "another, so ranks save other tensors. Their backward graphs then have other ops, and maybe another order.",
+        "_size_of reads the hints of symbols. hint_override of mark_dynamic would do, but the user has to state it.",
+        "2.11 - 2.15",
+        saved_by_common_hints,
     ),
     Patch(
         "sizes_of_saved_products",

@@ -20,7 +20,9 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_symbols  # 2.11 - 2.15
 
+from shardcompile.compat.block_symbols import common_hints
 from shardcompile.compat.patch import replace
+from shardcompile.compat.sizes import IntLike, size_hint
 
 
 def saved_before_written(stack: contextlib.ExitStack) -> None:
@@ -29,6 +31,20 @@ def saved_before_written(stack: contextlib.ExitStack) -> None:
 
 def sizes_of_saved_products(stack: contextlib.ExitStack) -> None:
     replace(stack, partitioners, "_extract_fwd_bwd_modules", _saving_symbols)  # 2.11 - 2.15
+
+
+def saved_by_common_hints(stack: contextlib.ExitStack) -> None:
+    name = "optimization_hint" if hasattr(partitioners, "optimization_hint") else "size_hint"  # 2.12 - 2.15; 2.11
+    replace(stack, partitioners, name, _common)
+
+
+def _common(hint: Callable[..., int]) -> Callable[..., int]:
+    @functools.wraps(hint)
+    def of_all_ranks(size: IntLike, fallback: int = 4096) -> int:
+        with common_hints():
+            return size_hint(size, fallback)
+
+    return of_all_ranks
 
 
 def _saving_symbols(extract: Callable[..., object]) -> Callable[..., object]:

@@ -22,7 +22,10 @@ import torch
 import torch.nn.functional as nnf
 from tiers import often
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import sizevars
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -264,6 +267,34 @@ def columns_over_the_rows() -> str:
     """On processes: DTensor does not compile on ranks that are threads."""
     with LocalRanks(3) as ranks:
         ranks(_with_columns_over_the_rows, "pads_on_all_ranks" in LEFT_OUT, timeout=60)
+    return RIGHT
+
+
+def _with_edges_of_its_own(mesh: DeviceMesh, out: bool) -> None:
+    """Each rank looks up rows of all by numbers of its own: 4 of them on one rank, 9,000 on the other."""
+    source = torch.arange(9_000 if mesh.get_rank() else 4).remainder(300)
+    x = sc.distribute_tensor(torch.ones(300, 8), mesh, [Shard(0)], sharding_shapes={0: [100, 200]}).requires_grad_()
+    results: list[str] = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        results.append(str(graph.graph.output_node().args))
+        return make_boxed_func(graph.forward)
+
+    def step(x: Any, index: Tensor) -> Any:
+        return x.full_tensor().sin()[index].square().sum()
+
+    backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    with leave_out("saved_by_common_hints") if out else contextlib.nullcontext():
+        torch.compile(step, fullgraph=True, dynamic=True, backend=backend)(x, source).backward()
+    of_all: list[Any] = [None, None]
+    torch.distributed.all_gather_object(of_all, results)
+    assert of_all[0] == of_all[1]
+
+
+def edges_of_its_own() -> str:
+    """On processes: ranks that are threads compile once."""
+    with LocalRanks(2) as ranks:
+        ranks(_with_edges_of_its_own, "saved_by_common_hints" in LEFT_OUT, timeout=60)
     return RIGHT
 
 
@@ -563,6 +594,7 @@ SCENES: dict[str, Callable[[], str]] = {
         "inductor",
     ),
     "pads_on_all_ranks": columns_over_the_rows,
+    "saved_by_common_hints": edges_of_its_own,
     "strides_by_terms": asked_for_strides,
     "copies_by_hint": Fuzzed(
         ["a0[::3] = 1.25"], [Input("a0", (5, 1), "S(1)", {0: [0, 1]})], 2, "aot_eager_decomp_partition"
