@@ -125,6 +125,21 @@ def tagged_as_pointwise(op: OpOverload) -> Facts | None:
     return {"rule": _TAGGED, "elementwise": True} if torch.Tag.pointwise in op.tags and returns else None
 
 
+_PRIMS = ("convert_element_type", "where", "clone", "bessel_i0", "bessel_i0e", "bessel_i1", "bessel_i1e", "bessel_j0")
+"""Pointwise prims that are not named after a pointwise op of aten, or after one that torch tags."""
+
+
+@family
+def elementwise_prims(op: OpOverload) -> Facts | None:
+    """Ops of torch's reference implementations, which forward-mode derivatives call: `x * 2` is ``prims.mul`` there."""
+    if op.namespace != "prims" or any(r.alias_info is not None for r in op._schema.returns):
+        return None
+    name = op._schema.name.removeprefix("prims::")
+    packet = getattr(aten, name, None)
+    tagged = packet is not None and any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
+    return {"rule": _TAGGED, "elementwise": True} if tagged or name in _PRIMS else None
+
+
 def _zero_(call: OpCall) -> Iterable[Strategy]:
     """Zero terms of any reduction give zero."""
     yield from pointwise(call)
