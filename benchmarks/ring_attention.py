@@ -1,4 +1,5 @@
-"""Causal attention whose keys come a block at a time, against gathering them and against one rank with all rows."""
+"""Attention whose keys come a block at a time: measured against gathering them and against one rank with all rows
+(causal); with `--traced`, how much of the transfer a schedule for GPUs hides (a layer of Llama's sizes)."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as nnf
 from common import Call, Times, duration, median_times, print_table, ratio, run_ranks
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardcompile as sc
@@ -87,13 +88,66 @@ def measure(ranks: int, rows: int, rounds: int, even: bool) -> tuple[Times, dict
     return median_times(calls, rounds), peaks
 
 
+class Layer(nn.Module):
+    """A transformer layer, 4,096 wide with 32 heads, and its loss: a number for rows [1, n, 4096]."""
+
+    def __init__(self, key_heads: int) -> None:
+        super().__init__()
+        width, keys = 4096, 128 * key_heads
+        sizes = {"q": (width, width), "k": (width, keys), "v": (width, keys), "o": (width, width)}
+        sizes |= {"up": (width, 4 * width), "down": (4 * width, width)}
+        self.maps = nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = nnf.rms_norm(x, x.shape[-1:])
+        q, k, v = (self.maps[name](normed).unflatten(-1, (-1, 128)).transpose(1, 2) for name in "qkv")
+        found = nnf.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        x = x + self.maps["o"](found.transpose(1, 2).flatten(2))
+        x = x + self.maps["down"](nnf.silu(self.maps["up"](nnf.rms_norm(x, x.shape[-1:]))))
+        return x.float().square().mean()
+
+
+def traced(ranks: int, rows: int, key_heads: int, uneven: bool) -> list[str]:
+    """A line of the table of `--traced`. Seconds are predicted for GPUs of the default model, in bfloat16.
+
+    Args:
+        ranks: how many, in a world that is not there.
+        rows: of each rank; in uneven blocks 256 fewer, as many, and 256 more, by turns.
+        key_heads: heads of keys and values.
+        uneven: whether blocks are uneven.
+    """
+
+    def build(mesh: DeviceMesh) -> Any:
+        sizes = [rows + (256 * (r % 3 - 1) if uneven else 0) for r in range(ranks)]
+        with torch.device(mesh.device_type):
+            model, block = Layer(key_heads).bfloat16(), torch.empty(1, sizes[0], 4096, dtype=torch.bfloat16)
+        return model, (sc.ShardTensor.from_local(block, mesh, [Shard(1)], {0: sizes}).requires_grad_(),)
+
+    with sc.config.patch(attention="ring"):
+        report = sc.explain(build, world_size=ranks, device="cuda")
+    line = [str(ranks), str(rows), str(key_heads), "uneven" if uneven else "even"]
+    for graph in report.graphs:
+        blocks = [c for c in graph.issued if c.kind in ("fetch_block", "return_block")]
+        whole, waited = sum(c.seconds for c in blocks), sum(c.exposed for c in blocks)
+        line += [duration(graph.compute), duration(whole), f"{1 - waited / whole:.1%}"]
+    return line
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rows", type=int, nargs="+", default=[4096])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--even", action="store_true", help="equal blocks instead of balanced ones")
+    parser.add_argument("--traced", type=int, help="ranks of a world that is not there, for which a layer is traced")
     options = parser.parse_args()
+    if options.traced:
+        title = "A layer whose keys and values go around a ring: predicted compute and transfer, what of it is hidden"
+        columns = ["ranks", "rows of a rank", "heads of keys", "blocks"]
+        columns += [f"{side}: {what}" for side in ("forward", "backward") for what in ("compute", "transfer", "hidden")]
+        cases = [(heads, uneven) for heads in (8, 32) for uneven in (False, True)]
+        print_table(title, columns, [traced(options.traced, 8192, *case) for case in cases])
+        return
     lines = []
     for ranks in options.ranks:
         for rows in options.rows:
@@ -111,7 +165,7 @@ def main() -> None:
         "Causal attention: time of a ring, forward and backward, and of other ways with the ratio to them; what a\n"
         "forward pass needs at its peak besides its inputs, in the largest rank's block of keys and values"
     )
-    columns = ("ranks", "rows", "ring", "keys gathered", "one rank, all rows", "memory: ring", "gathered")
+    columns = ["ranks", "rows", "ring", "keys gathered", "one rank, all rows", "memory: ring", "gathered"]
     print_table(title, columns, lines)
 
 
