@@ -59,9 +59,13 @@ def _asking_hints(decide: Decide) -> Decide:
             return decide(node, file, line)
         if _whether_few_late_rows(node):
             return bool(node.expr.xreplace(dict.fromkeys(node.expr.free_symbols, _MANY)))
-        if not in_cpp or not _whether_few_rows(node):
+        shared = _beside_few_rows(node) if in_cpp else None
+        if shared is None:
             return decide(node, file, line)
-        with _shape_env(node).suppress_guards():
+        env = _shape_env(node)
+        if not env.evaluate_expr(sympy.Ne(shared, 0)):  # 2.11 - 2.15: a guard, which all ranks share
+            return isinstance(node.expr, sympy.Eq)
+        with env.suppress_guards():
             return decide(node, file, line)
 
     return decided
@@ -82,18 +86,29 @@ def _shape_env(node: SymNode) -> ShapeEnv:
     return cast(ShapeEnv, node.shape_env)  # torch 2.15 declares it optional
 
 
-def _whether_few_rows(node: SymNode) -> bool:
-    """Whether a condition asks if extents of blocks are 0 or 1. A comparison of strides asks so, too: 3 * n == 3."""
+def _beside_few_rows(node: SymNode) -> sympy.Expr | None:
+    """What decides, beside extents of blocks, whether a count of elements is 0 or 1, where a condition asks that.
+
+    A comparison of strides asks so, too: 3 * n == 3. None for other conditions. Other factors than extents of blocks,
+    which all ranks share, decide if they are 0. Whether a count is 1 they do not, as blocks have many rows by hints.
+    """
     question = None if node.is_constant() else node.expr
     if not isinstance(question, (sympy.Eq, sympy.Ne)):
-        return False
-    symbols = question.free_symbols
-    if sympy.S.Zero not in question.args:
+        return None
+    asks_for_none = sympy.S.Zero in question.args
+    if asks_for_none:
+        count = question.lhs + question.rhs
+    else:
         parts = sympy.fraction(question.lhs / question.rhs)  # common factors do not matter
         if sympy.S.One not in parts:
-            return False
-        symbols = parts[0].free_symbols | parts[1].free_symbols
-    return all(_is_of_block(node, symbol) for symbol in symbols)
+            return None
+        count = parts[0] * parts[1]
+    factors = {f: {_is_of_block(node, symbol) for symbol in f.free_symbols} for f in sympy.Mul.make_args(count)}
+    kinds = list(factors.values())
+    if {True} not in kinds or {True, False} in kinds:
+        return None
+    shared = sympy.Mul(*(f for f, kind in factors.items() if kind == {False}))
+    return shared if asks_for_none else sympy.S.One
 
 
 def _whether_few_late_rows(node: SymNode) -> bool:

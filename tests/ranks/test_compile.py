@@ -734,3 +734,25 @@ def test_a_dim_that_a_user_marks_as_dynamic_has_one_graph(cut: bool) -> None:
     with LocalRanks(2, processes=False) as ranks:
         ranks(_same_for_every_width, cut, counter)
     assert counter.frame_count == 1
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize(("backend", "wide"), often([("inductor", 32), ("aot_eager", 32), ("inductor", 4)], 1))
+def test_columns_whose_number_is_a_formula_of_the_rows(backend: str, wide: int) -> None:
+    """A view asks whether the block has elements: its rows times the formula. Some rank has no row, or one."""
+
+    def run(x: Any) -> Any:
+        rows = x.shape[1]
+        columns = wide * ((rows + -rows % 4) // 4) // rows
+        return x[..., :1].sin().expand(-1, -1, columns).reshape(2, rows, -1, max(wide // 16, 1)).cos()
+
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    for sizes in ([7, 0, 5], [1, 8, 3], [9, 7, 0]):
+        full = torch.randn(2, sum(sizes), 3, dtype=torch.float64)
+        x = sc.distribute_tensor(full, mesh(), [Shard(1)], sharding_shapes={0: sizes}).requires_grad_()
+        plain = full.clone().requires_grad_()
+        found, expected = compiled(x), run(plain)
+        torch.testing.assert_close(found.full_tensor(), expected)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
