@@ -40,10 +40,18 @@ def _zero_(x: Tensor) -> Tensor:
 
 
 def _zero_tangent(x: Tensor, primal: Tensor, *, self_num_batch_dims: int = 0) -> Tensor:
-    """``aten._new_zeros_with_same_feature_meta``: a tangent of zeros, laid out and stored as its primal value is."""
-    if self_num_batch_dims or not isinstance(primal, Sharded):
-        return NotImplemented
-    return torch.zeros_like(primal, dtype=x.dtype, device=x.device)
+    """``aten._new_zeros_with_same_feature_meta``: a tangent of zeros, laid out as its primal value is.
+
+    Args:
+        x: a tangent, which has the dtype, and first the dims over which torch maps.
+        primal: the value.
+        self_num_batch_dims: how many such dims there are.
+    """
+    mapped = x.shape[:self_num_batch_dims]
+    if not isinstance(primal, Sharded):
+        return x.new_zeros([*mapped, *primal.shape])
+    zeros = torch.zeros_like(primal, dtype=x.dtype, device=x.device)
+    return zeros.expand([*mapped, *primal.shape]).clone(memory_format=torch.contiguous_format) if mapped else zeros
 
 
 state(aten._new_zeros_with_same_feature_meta.default, sharded=always(_zero_tangent))
