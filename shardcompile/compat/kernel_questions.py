@@ -87,10 +87,10 @@ def _shape_env(node: SymNode) -> ShapeEnv:
 
 
 def _beside_few_rows(node: SymNode) -> sympy.Expr | None:
-    """What decides, beside extents of blocks, whether a count of elements is 0 or 1, where a condition asks that.
+    """If a condition asks whether a count of a block's elements is 0 or 1: the count's factors that all ranks share.
 
-    A comparison of strides asks so, too: 3 * n == 3. None for other conditions. Other factors than extents of blocks,
-    which all ranks share, decide if they are 0. Whether a count is 1 they do not, as blocks have many rows by hints.
+    If these are 0, so is the count. Where the condition asks for 1, they do not matter, and 1 stands for them: by its
+    hint, a block has more than one row. A comparison of strides asks for 1, too: 3 * n == 3. None for other conditions.
     """
     question = None if node.is_constant() else node.expr
     if not isinstance(question, (sympy.Eq, sympy.Ne)):

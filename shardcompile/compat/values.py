@@ -219,7 +219,7 @@ def _same_elements(node: torch.fx.Node) -> torch.fx.Node:
 
 
 def _before_conversion(node: torch.fx.Node) -> torch.fx.Node:
-    """The node that conversions to the dtype that it has begin at."""
+    """The node itself, or what it converts, if that has the same dtype already."""
     while node.target is prims.convert_element_type.default and _dtype(node) is _dtype(node.args[0]):
         node = node.args[0]  # type: ignore[assignment]
     return node

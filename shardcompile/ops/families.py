@@ -19,6 +19,7 @@ from shardcompile.ops.norm import rule as norm_rule
 from shardcompile.ops.norm import sharded as norm
 from shardcompile.ops.pointwise import kernels as pointwise_kernels
 from shardcompile.ops.pointwise import rule as pointwise_rule
+from shardcompile.ops.pointwise import sharded as pointwise
 from shardcompile.ops.random import sharded as random
 from shardcompile.ops.reduce import kernels as reduce_kernels
 from shardcompile.ops.reduce import rule as reduce_rule
@@ -59,6 +60,7 @@ __all__ = [
     "norm_kernels",
     "norm_rule",
     "per_channel",
+    "pointwise",
     "pointwise_kernels",
     "pointwise_rule",
     "random",

@@ -8,7 +8,7 @@ of a reduction of the target's size, which is why larger targets are left to the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -19,8 +19,9 @@ from shardcompile import compat
 from shardcompile.collectives import Reduction
 from shardcompile.layout import Cut, IntLike, Layout, contiguous_stride
 from shardcompile.ops import Form, OpCall, TensorArg, state
-from shardcompile.ops.index.joined_numbers import linked_numbers, neighbours
+from shardcompile.ops.index.joined_numbers import linked_numbers
 from shardcompile.ops.index.linked import beside, column_of, combined, zeros_in
+from shardcompile.ops.index.rule import neighbours
 from shardcompile.ops.view.joined import in_one_piece, layout_in_one_piece
 from shardcompile.ops.view.rows import moved, reduced, wrap
 from shardcompile.sharded import Sharded, block_of
@@ -91,7 +92,7 @@ def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: boo
         return torch.where(mask[(..., *[None] * (x.ndim - mask.ndim))], values.to(x.dtype), x)
     if len(at) > 1:
         return _put_into_joined(x, indices, values, accumulate)
-    if len(at) != 1 or not indices[at[0]].ndim:
+    if not at or not indices[at[0]].ndim:
         return NotImplemented
     dim, index = at[0], indices[at[0]]
     if index.dtype in (torch.bool, torch.uint8) or values.ndim != x.ndim + index.ndim - 1:
@@ -120,7 +121,7 @@ def _put_into_joined(x: Tensor, indices: Sequence[Any], values: Tensor, accumula
     extents = [x.shape[d] for d in at]
     total = math.prod(extents)
     own = x._spec.layout.cuts[at[0] : at[-1] + 1] if isinstance(x, Sharded) else ()
-    cut = next((c for c in (*_named_rows(values._spec.layout, x.ndim, at, total), *own) if c is not None), None)
+    cut = next((c for c in (_cut_of_named(values._spec.layout, x.ndim, at, total), *own) if c is not None), None)
     numbers = linked_numbers(cut, extents, [indices[d] for d in at])
     if numbers is None:
         return NotImplemented
@@ -130,17 +131,18 @@ def _put_into_joined(x: Tensor, indices: Sequence[Any], values: Tensor, accumula
     return written if written is NotImplemented else written.unflatten(at[0], extents)
 
 
-def _named_rows(values: Layout, ndim: int, at: Sequence[int], total: IntLike) -> Iterator[Cut | None]:
-    """How rows are cut that several index tensors have named, by the values that were looked up by these.
+def _cut_of_named(values: Layout, ndim: int, at: Sequence[int], total: IntLike) -> Cut | None:
+    """How the rows are cut that values were looked up in by several index tensors; None if these did not name so many.
 
     Args:
         values: their layout.
         ndim: of the tensor that has the rows.
-        at: the indexed dims of it.
+        at: its dims that are indexed.
         total: how many rows there are, these dims being joined.
     """
     behind = ndim - 1 - at[-1]
-    yield from (c.named_rows(total) for c in values.cuts[at[0] : len(values.cuts) - behind] if c is not None)
+    named = [c.named_rows(total) for c in values.cuts[at[0] : len(values.cuts) - behind] if c is not None]
+    return next((c for c in named if c is not None), None)
 
 
 def _index_put_joined(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
@@ -228,7 +230,7 @@ def _puts_into_rows(call: OpCall) -> bool:
     if not at or not isinstance(values, TensorArg):
         return False
     total = math.prod(target.shape[d] for d in at)
-    return any(c is not None for c in _named_rows(values.layout, target.ndim, at, total))
+    return _cut_of_named(values.layout, target.ndim, at, total) is not None
 
 
 def _is_of_table(call: OpCall) -> bool:

@@ -18,18 +18,6 @@ from shardcompile.ops.index.linked import is_linked
 from shardcompile.sharded import Sharded
 
 
-def neighbours(indices: Sequence[Any]) -> list[int]:
-    """The dims that several tensors of numbers index, if they are neighbours; otherwise none.
-
-    Args:
-        indices: a tensor for each dim, or None. `shardcompile.ops.strategy.TensorArg` will do in place of tensors.
-    """
-    at = [d for d, i in enumerate(indices) if i is not None]
-    if len(at) < 2 or at[-1] - at[0] != len(at) - 1:
-        return []
-    return [] if any(indices[d].dtype in (torch.bool, torch.uint8) for d in at) else at
-
-
 def joined_numbers(extents: Sequence[IntLike], indices: Sequence[Tensor]) -> Tensor:
     """Numbers of elements in the order of the joined dims; of the shape to which the indices broadcast.
 

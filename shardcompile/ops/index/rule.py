@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor.placement_types import Partial, Shard
@@ -64,19 +65,26 @@ def _index(call: OpCall) -> Iterable[Strategy]:
     yield from (along([None, *[d] * len(at)], [at[0] + d]) for d in range(rank))
 
 
+def neighbours(indices: Sequence[Any]) -> list[int]:
+    """The dims that are indexed, if they are neighbours and all indices are numbers, not masks; otherwise none.
+
+    Args:
+        indices: for each dim a tensor, or its `shardcompile.ops.strategy.TensorArg`, or None.
+    """
+    at = [d for d, i in enumerate(indices) if i is not None]
+    if not at or at[-1] - at[0] != len(at) - 1:
+        return []
+    return [] if any(indices[d].dtype in (torch.bool, torch.uint8) for d in at) else at
+
+
 def _indexed_dims(call: OpCall) -> list[int]:
     """The dims that have an index, or none if they are no neighbours or their indices are masks or differ in shape."""
-    slots = call.args[1]
-    at = [d for d, index in enumerate(slots) if index is not None]
-    indices = [slots[d] for d in at]
-    if not indices or at != list(range(at[0], at[-1] + 1)) or any(_is_mask(i) for i in indices):
+    at = neighbours(call.args[1])
+    if not at:
         return []
+    indices = [call.args[1][d] for d in at]
     same = len({i.ndim for i in indices}) == 1 and not any(_broadcasts(i, indices[0]) for i in indices)
     return at if same else []
-
-
-def _is_mask(index: TensorArg) -> bool:
-    return index.dtype in (torch.bool, torch.uint8)
 
 
 def _broadcasts(index: TensorArg, other: TensorArg) -> bool:

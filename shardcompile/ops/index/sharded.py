@@ -22,6 +22,7 @@ from shardcompile.layout import Cut, IntLike, Layout
 from shardcompile.ops import Form, state
 from shardcompile.ops.index.joined_numbers import linked_numbers
 from shardcompile.ops.index.linked import beside, column_of, combined, filled, is_linked, taken
+from shardcompile.ops.index.rule import neighbours
 from shardcompile.ops.support.blocks import padded
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import first_row, moved, reduced, wrap
@@ -182,21 +183,21 @@ def _named(
     x: Sharded,
     indices: Sequence[Any],
     at: Sequence[int],
+    cut: Cut,
     shape: Sequence[IntLike],
     stride: Sequence[IntLike],
     op: OpOverload,
 ) -> Tensor:
     """Elements that numbers name which are cut over the same ranks; NotImplemented where they are not."""
-    cuts = x._spec.layout.cuts
-    if len(at) == 1:
-        numbers = indices[at[0]]
-        return taken(x, at[0], numbers, shape, stride, op) if is_linked(numbers, cuts[at[0]]) else NotImplemented
-    (cut,) = [cuts[d] for d in at if cuts[d] is not None]
-    joined = linked_numbers(cut, [x.shape[d] for d in at], [indices[d] for d in at])
-    rows = x if joined is None else x.flatten(at[0], at[-1])
-    if joined is None or not isinstance(rows, Sharded) or not is_linked(joined, rows._spec.layout.cuts[at[0]]):
-        return NotImplemented
-    return taken(rows, at[0], joined, shape, stride, op)
+    rows: Any = x
+    numbers = indices[at[0]]
+    if len(at) > 1:
+        numbers = linked_numbers(cut, [x.shape[d] for d in at], [indices[d] for d in at])
+        if numbers is None:
+            return NotImplemented
+        rows = x.flatten(at[0], at[-1])
+    fits = is_linked(numbers, rows._spec.layout.cuts[at[0]])
+    return taken(rows, at[0], numbers, shape, stride, op) if fits else NotImplemented
 
 
 def _look_up(x: Tensor, dim: int, index: Any, op: OpOverload, args: tuple[object, ...]) -> Tensor:
@@ -211,16 +212,15 @@ def _look_up(x: Tensor, dim: int, index: Any, op: OpOverload, args: tuple[object
 
 def _index(x: Sharded, indices: Sequence[Any], op: OpOverload, args: tuple[object, ...]) -> Tensor:
     layout = x._spec.layout
-    at = [d for d, i in enumerate(indices) if i is not None]
+    at = neighbours(indices)
     cut_dims = [d for d in at if layout.cuts[d] is not None]
-    by_mask = any(indices[d].dtype in (torch.bool, torch.uint8) for d in at)
-    if len(cut_dims) != 1 or by_mask or at != list(range(at[0], at[-1] + 1)) or layout.is_partial:
+    if len(cut_dims) != 1 or layout.is_partial:
         return NotImplemented
     (dim,) = cut_dims
     cut = layout.cut_of(dim)
     meta = global_meta(op, args, {})
     shape, stride = compat.global_extents(meta.shape), compat.retrace(meta.stride())
-    found = _named(x, indices, at, shape, stride, op)
+    found = _named(x, indices, at, cut, shape, stride, op)
     if found is not NotImplemented:
         return found
     rank = len(shape) - (x.ndim - len(at))

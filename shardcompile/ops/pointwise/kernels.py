@@ -9,10 +9,9 @@ from torch import Tensor
 
 from shardcompile.compat import OpOverload
 from shardcompile.layout import order_of
-from shardcompile.ops import always, state
+from shardcompile.ops import state
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.blocks import copy_block
-from shardcompile.sharded import Sharded
 
 aten = torch.ops.aten
 
@@ -39,22 +38,6 @@ def _zero_(x: Tensor) -> Tensor:
     return aten.zero_.default(x) if type(x) is Tensor else copy_block(x, _zeros_like(x))  # type: ignore[arg-type]
 
 
-def _zero_tangent(x: Tensor, primal: Tensor, *, self_num_batch_dims: int = 0) -> Tensor:
-    """``aten._new_zeros_with_same_feature_meta``: a tangent of zeros, laid out as its primal value is.
-
-    Args:
-        x: a tangent, which has the dtype, and first the dims over which torch maps.
-        primal: the value.
-        self_num_batch_dims: how many such dims there are.
-    """
-    mapped = x.shape[:self_num_batch_dims]
-    if not isinstance(primal, Sharded):
-        return x.new_zeros([*mapped, *primal.shape])
-    zeros = torch.zeros_like(primal, dtype=x.dtype, device=x.device)
-    return zeros.expand([*mapped, *primal.shape]).clone(memory_format=torch.contiguous_format) if mapped else zeros
-
-
-state(aten._new_zeros_with_same_feature_meta.default, sharded=always(_zero_tangent))
 state(aten.zeros_like.default, kernel=_zeros_like)
 state(aten.ones_like.default, kernel=_fill_like(aten.ones_like.default, 1))
 state(aten.zero_.default, kernel=_zero_)

@@ -125,8 +125,12 @@ def tagged_as_pointwise(op: OpOverload) -> Facts | None:
     return {"rule": _TAGGED, "elementwise": True} if torch.Tag.pointwise in op.tags and returns else None
 
 
-_PRIMS = ("convert_element_type", "where", "clone", "bessel_i0", "bessel_i0e", "bessel_i1", "bessel_i1e", "bessel_j0")
-"""Pointwise prims that are not named after a pointwise op of aten, or after one that torch tags."""
+_PRIMS = (
+    *("convert_element_type", "where", "clone", "cbrt", "erf_inv", "erfcx", "ndtri", "zeta", "spherical_bessel_j0"),
+    *("bessel_i0", "bessel_i0e", "bessel_i1", "bessel_i1e", "bessel_j0", "bessel_j1"),
+    *("shift_left", "shift_right_arithmetic"),
+)
+"""Pointwise prims whose names are not those of an op of aten that torch tags as pointwise."""
 
 
 @family

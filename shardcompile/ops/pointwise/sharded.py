@@ -1,0 +1,29 @@
+"""Tensors of one value that are made for sharded ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardcompile.ops import always, state
+from shardcompile.sharded import Sharded
+
+aten = torch.ops.aten
+
+
+def _zero_tangent(x: Tensor, primal: Tensor, *, self_num_batch_dims: int = 0) -> Tensor:
+    """``aten._new_zeros_with_same_feature_meta``: a tangent of zeros, laid out as its primal value is.
+
+    Args:
+        x: a tangent, which has the dtype, and first the dims over which torch maps.
+        primal: the value.
+        self_num_batch_dims: how many such dims there are.
+    """
+    mapped = x.shape[:self_num_batch_dims]
+    if not isinstance(primal, Sharded):
+        return x.new_zeros([*mapped, *primal.shape])
+    zeros = torch.zeros_like(primal, dtype=x.dtype, device=x.device)
+    return zeros.expand([*mapped, *primal.shape]).clone(memory_format=torch.contiguous_format) if mapped else zeros
+
+
+state(aten._new_zeros_with_same_feature_meta.default, sharded=always(_zero_tangent))
