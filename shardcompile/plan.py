@@ -75,6 +75,11 @@ class Plan:
         return sum(s.nbytes for s in self.steps)
 
     @property
+    def nominal_nbytes(self) -> int:
+        """The same, as if all shards were of one size."""
+        return sum(moved_bytes(s.kind, s.mesh_dim, s.src, s.dst, exact=False) for s in self.steps)
+
+    @property
     def communicates(self) -> bool:
         """Whether any step is more than a local slice."""
         return any(s.kind != "take_block" for s in self.steps)
@@ -308,8 +313,10 @@ def _replace(values: tuple[_T, ...], index: int, value: _T) -> tuple[_T, ...]:
     return (*values[:index], value, *values[index + 1 :])
 
 
-def moved_bytes(kind: StepKind, mesh_dim: int, src: Layout, dst: Layout) -> int:
+def moved_bytes(kind: StepKind, mesh_dim: int, src: Layout, dst: Layout, exact: bool = True) -> int:
     """Bytes that ranks send to one another in one step, all ranks of the mesh together.
+
+    Without `exact`, an exchange counts as if all shards were of one size, as it does while tracing.
 
     Each is the least that any algorithm can move: a gather brings every rank what it lacks; a reduction of n bytes
     over w ranks moves 2 n (w - 1) (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009), half of
@@ -328,7 +335,7 @@ def moved_bytes(kind: StepKind, mesh_dim: int, src: Layout, dst: Layout) -> int:
         return 2 * copies * whole * (world - 1)
     if kind == "regroup_rows":
         return copies * whole * (world - 1) // world
-    kept, of = _kept_share(kind, mesh_dim, src, dst)
+    kept, of = _kept_share(kind, mesh_dim, src, dst) if exact else (1, world)
     return copies * whole * (of - kept) // of
 
 

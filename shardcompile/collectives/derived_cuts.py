@@ -49,11 +49,7 @@ def derive(
         return _remembering(like, cut), rows[cut.block_index(compat.coordinate(mesh) or ())]
     groups = ",".join(compat.group_name_of(mesh, m) for m in like.mesh_dims)
     code = [n for c in cuts for n in _code(c)]
-    # What makes this part of a trace. For a chunk cut with a known extent that may be the block alone.
-    symbols = [
-        n for n in (*code, *numbers, *(c.block for c in cuts if isinstance(c, Cut))) if isinstance(n, torch.SymInt)
-    ]
-    key, block, row = _symbols(how, list(numbers), code, list(like.parts), groups, extent, symbols[0])
+    key, block, row = _symbols(how, list(numbers), code, list(like.parts), groups, extent)
     return _remembering(like, Cut.traced(like.mesh_dims, like.parts, extent, key, block)), row
 
 
@@ -134,15 +130,15 @@ def _decode(code: list[int], parts: list[int]) -> list[tuple[int, ...]]:
 
 
 def _symbols(
-    how: str, numbers: list[Any], code: list[Any], parts: list[int], groups: str, extent: IntLike, like: torch.SymInt
+    how: str, numbers: list[Any], code: list[Any], parts: list[int], groups: str, extent: IntLike
 ) -> tuple[IntLike, IntLike, IntLike]:
     def make() -> list[Any]:
-        with compat.unrecorded_symbols(like):
+        with compat.unrecorded_symbols():
             found = torch.ops.shardcompile.derive_cut(how, numbers, code, parts, groups)
             return [n.item() for n in found.unbind()]
 
     asked = (how, groups, *(compat.expression_of(n) for n in (*numbers, -1, *code)))
-    key, block, row = compat.once_in_trace(asked, like, make)
+    key, block, row = compat.once_in_trace(asked, make)
     for size in (block, row):
         torch._check(size >= 0)
     if isinstance(extent, int) or compat.expression_of(extent).is_symbol:

@@ -150,9 +150,7 @@ Memo = dict[tuple[object, ...], Sequence[torch.SymInt]]
 _MEMOS: weakref.WeakKeyDictionary[object, Memo] = weakref.WeakKeyDictionary()
 
 
-def once_in_trace(
-    what: tuple[object, ...], like: torch.SymInt, make: Callable[[], Sequence[torch.SymInt]]
-) -> Sequence[Any]:
+def once_in_trace(what: tuple[object, ...], make: Callable[[], Sequence[torch.SymInt]]) -> Sequence[Any]:
     """Make symbols that get their value when the graph runs once in a trace, and reuse them in all runs of the trace.
 
     Dynamo and AOTAutograd run a function several times before they record it, and make the gradients of its results
@@ -160,11 +158,10 @@ def once_in_trace(
 
     Args:
         what: the key of the symbols: strings, numbers, and formulas from `expression_of`.
-        like: any symbol of the trace.
         make: makes the symbols.
     """
-    mode = get_proxy_mode()
-    shape_env: ShapeEnv = like.node.shape_env  # type: ignore[assignment,unused-ignore]  # torch 2.15: or None
+    mode, shape_env = get_proxy_mode(), _running_shape_env()
+    assert shape_env is not None, "such symbols are made in traces alone"
     memo = _MEMOS.setdefault(shape_env if mode is None else mode.tracer, {})
     of_all = _MEMOS.setdefault(shape_env, {})
     for kept in (memo, of_all):
@@ -179,6 +176,12 @@ def once_in_trace(
         memo[what] = symbols
     first = of_all.get(what, memo[what])
     return [k if isinstance(k := _known_value(f), int) else s for s, f in zip(memo[what], first, strict=True)]
+
+
+def _running_shape_env() -> ShapeEnv | None:
+    """The shape environment of the trace that is running."""
+    mode = detect_fake_mode()
+    return None if mode is None else mode.shape_env
 
 
 def _follow_replacements(memo: Memo, what: tuple[object, ...], shape_env: ShapeEnv) -> None:
@@ -240,20 +243,17 @@ def _define_by_own_node(tracer: Tracer, size: torch.SymInt) -> None:
     dict.__setitem__(tracer.sympy_expr_tracker, size.node.expr, _SympyExprTrackerValue(proxy, size))
 
 
-def unrecorded_symbols(of: object) -> contextlib.AbstractContextManager[None]:
+def unrecorded_symbols(of: torch.Tensor | None = None) -> contextlib.AbstractContextManager[None]:
     """If no graph is recorded, symbols that are made inside the context need not be in the result of an op.
 
     In its runs on fake tensors, Dynamo looks for new symbols in the result of the op that made them. These symbols are
     internal to the op, and the run that is recorded makes them anew.
 
     Args:
-        of: a size or a tensor of the trace. For anything else the context does nothing.
+        of: a tensor of the trace, if there is one. For a tensor that is not fake the context does nothing.
     """
     if get_proxy_mode() is not None:
         return contextlib.nullcontext()
-    if isinstance(of, torch.Tensor):
-        mode = detect_fake_mode([of])
-        shape_env: Any = None if mode is None else mode.shape_env
-    else:
-        shape_env = of.node.shape_env if isinstance(of, torch.SymInt) else None
+    mode = None if of is None else detect_fake_mode([of])
+    shape_env = _running_shape_env() if of is None else None if mode is None else mode.shape_env
     return contextlib.nullcontext() if shape_env is None else shape_env.ignore_fresh_unbacked_symbols()

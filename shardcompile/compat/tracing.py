@@ -88,6 +88,11 @@ def is_transforming() -> bool:
     return torch._C._are_functorch_transforms_active()  # 2.11 - 2.15
 
 
+def below_autograd() -> contextlib.AbstractContextManager[None]:
+    """Inside the context, ops skip autograd, and with it the decompositions that torch registers there."""
+    return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-any-return,unused-ignore]  # 2.11 - 2.15
+
+
 def outside_transforms() -> contextlib.AbstractContextManager[object]:
     """Inside the context, no transform of `torch.func` is active. An active one would wrap new tensors."""
     if not is_transforming():

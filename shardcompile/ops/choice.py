@@ -1,4 +1,4 @@
-"""Choosing among the strategies of a rule: the cheapest legal one by bytes moved.
+"""Choosing among the strategies of a rule: the cheapest legal one by what the busiest rank receives and computes.
 
 Pure: works on layouts only, so that every rank chooses alike.
 """
@@ -9,10 +9,11 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
+from shardcompile.compat import size_hint
 from shardcompile.layout import Cut, IntLike, Layout
 from shardcompile.ops import Strategy, replicate_all
 from shardcompile.plan import Plan, find_plan
@@ -24,6 +25,9 @@ _STAYING = ("fetch_ranges", "regroup_rows", "take_block")
 _LEAVING = 4
 """Weight of bytes that take a tensor away from the dims by which it is cut: a gather or a change of dim is mostly
 followed by the way back, forward and backward. Chosen so that a network whose points are sharded stays so."""
+
+MAX_IMBALANCE = 1.5
+"""How many times the mean the largest shard of a dim may be that an op newly shards."""
 
 
 @dataclass(frozen=True)
@@ -175,11 +179,10 @@ def _assemble(layouts: Sequence[Layout], combination: Sequence[Strategy]) -> Ite
 
 
 def _cut_options(layouts: Sequence[Layout], strategy: Strategy, mesh_dims: tuple[int, ...]) -> list[Cut]:
-    """The cuts that inputs have along the axis; torch.chunk's if none has one over just these mesh dims.
+    """The partitions that inputs have along the axis; torch.chunk's if none has one over just these mesh dims.
 
-    Inside a trace a known extent is divided only if all blocks are equal: blocks of known, different sizes would give
-    every rank a graph of its own. AOTAutograd chooses by sizes what the forward pass saves, and with it which
-    collectives the backward pass repeats.
+    A dim is newly sharded only if it has rows for all ranks, and no rank gets more than `MAX_IMBALANCE` times the mean:
+    otherwise rows would pile up, as a batch of 1 would on one rank.
     """
     options: list[Cut] = []
     extent: IntLike = 0
@@ -195,9 +198,20 @@ def _cut_options(layouts: Sequence[Layout], strategy: Strategy, mesh_dims: tuple
         options += [c for c in map(strategy.other_cut, options) if c is not None]
     if options:  # of choices that cost the same the first is taken; what was flattened may come apart again
         return sorted(options, key=lambda c: (c.makeshift, c.rows is None, c.runs == 1))
-    if any(map(_is_of_trace, layouts)) and isinstance(extent, int) and extent % math.prod(parts):
+    chunked = Cut.chunk(mesh_dims, parts, extent)
+    if size_hint(extent) < math.prod(parts) or imbalance(chunked) > MAX_IMBALANCE:
         return []
-    return [Cut.chunk(mesh_dims, parts, extent)]
+    if any(map(_is_of_trace, layouts)) and chunked.blocks is not None and not chunked.is_even:
+        chunked = replace(chunked, blocks=None)  # shards of known, different sizes would give every rank its own graph
+    return [chunked]
+
+
+def imbalance(chunked: Cut) -> float:
+    """How many times the mean the largest shard of a chunked partition is; by the size's hint while tracing."""
+    largest = size = size_hint(chunked.extent)
+    for parts in chunked.parts:
+        largest = -(-largest // parts)
+    return largest * math.prod(chunked.parts) / size
 
 
 def _is_of_trace(layout: Layout) -> bool:
@@ -222,12 +236,21 @@ def _with_cuts(layouts: Sequence[Layout], combination: Sequence[Strategy], chose
         if cuts is None:
             return None
         outputs.append(OutputPlan(placements, cuts))
-    return Choice(tuple(plans), tuple(outputs), sum(p.nbytes for p in plans), sum(map(_cost, plans)))
+    busiest = max((imbalance(c) for c in chosen.values() if _is_new(c, layouts)), default=1.0)
+    return Choice(
+        tuple(plans), tuple(outputs), sum(p.nbytes for p in plans), math.ceil(busiest * sum(map(_cost, plans)))
+    )
+
+
+def _is_new(cut: Cut, layouts: Sequence[Layout]) -> bool:
+    """Whether it is the partition that torch.chunk makes of a dim that no input is sharded along."""
+    return cut.kind == "chunk" and not any(cut is c for layout in layouts for c in layout.cuts)
 
 
 def _cost(plan: Plan) -> int:
+    """Bytes, as if all shards were of one size: eager code chooses as compiled code does, which knows no sizes."""
     leaves = any(isinstance(a, Shard) and a != b for a, b in zip(plan.src.placements, plan.dst.placements, strict=True))
-    return plan.nbytes * (_LEAVING if leaves else 1)
+    return plan.nominal_nbytes * (_LEAVING if leaves else 1)
 
 
 def _reduction_cost(choice: Choice, produced: Callable[[], Sequence[int]] | None) -> int:

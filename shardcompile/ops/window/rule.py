@@ -5,6 +5,7 @@ Along a spatial dim windows reach over the edges of blocks; a tensor that is cut
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -112,10 +113,13 @@ def per_channel() -> list[tuple[OpOverload, int]]:
 
 
 def _windows(call: OpCall) -> Iterable[Strategy]:
-    """``im2col`` and ``col2im``: samples only, channels are mixed with the windows."""
-    batched = {"aten::im2col": 4, "aten::col2im": 3}[call.op._schema.name]
-    if call.tensors[0].ndim == batched:
+    """``im2col`` and ``col2im``: samples and channels; the windows of a channel lie next to one another."""
+    packs = call.op._schema.name == "aten::im2col"
+    channels = call.tensors[0].ndim - (3 if packs else 2)
+    if channels:
         yield along([0], [0])
+    size = math.prod(call.arg(1 if packs else 2, "kernel_size"))
+    yield along([channels], [channels], lambda cut: cut.scaled(size) if packs else cut.unscaled(size))
     yield from (partial([op], [op]) for op in ("sum", "avg"))
 
 

@@ -5,6 +5,7 @@ A window stays with the rank that has its middle row. `im2col` is two of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,7 @@ from shardcompile import compat
 from shardcompile.collectives import Reads, Window, derive_spread
 from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride
 from shardcompile.ops import state
+from shardcompile.ops.support.blocks import may_be_empty, view_block
 from shardcompile.ops.support.copied_views import follow, note_view
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.kernels import add_windows
@@ -133,7 +135,26 @@ def _col2im(
     return image
 
 
+def _im2col_kernel(x: Tensor, kernel: Sequence[int], *rest: Sequence[int]) -> Tensor:
+    """``aten.im2col`` of a local shard: channels as samples where there may be none, which torch's kernel refuses."""
+    *samples, channels, height, width = x.shape
+    if not may_be_empty(channels):
+        return aten.im2col.default(x, kernel, *rest)
+    out = aten.im2col.default(view_block(x, [math.prod(samples) * channels, 1, height, width]), kernel, *rest)
+    return view_block(out, [*samples, channels * out.shape[1], out.shape[2]])
+
+
+def _col2im_kernel(x: Tensor, size: Sequence[IntLike], kernel: Sequence[int], *rest: Sequence[int]) -> Tensor:
+    """``aten.col2im`` of a local shard, in the same way."""
+    *samples, rows, places = x.shape
+    if not may_be_empty(rows):
+        return aten.col2im.default(x, size, kernel, *rest)
+    channels = rows // math.prod(kernel)
+    windows = view_block(x, [math.prod(samples) * channels, math.prod(kernel), places])
+    return view_block(aten.col2im.default(windows, size, kernel, *rest), [*samples, channels, *size])
+
+
 state(aten.unfold.default, sharded=unfold)
 state(aten.unfold_backward.default, sharded=unfold_backward)
-state(aten.im2col.default, sharded=_im2col)
-state(aten.col2im.default, sharded=_col2im)
+state(aten.im2col.default, sharded=_im2col, kernel=_im2col_kernel)
+state(aten.col2im.default, sharded=_col2im, kernel=_col2im_kernel)
