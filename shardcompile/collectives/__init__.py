@@ -18,7 +18,7 @@ from shardcompile.collectives.derived_cuts import block_shape as block_shape
 from shardcompile.collectives.derived_cuts import block_size as block_size
 from shardcompile.collectives.derived_cuts import derive as derive
 from shardcompile.collectives.derived_cuts import derive_spread as derive_spread
-from shardcompile.collectives.derived_cuts import note_block as note_block
+from shardcompile.collectives.derived_cuts import note_partition as note_partition
 from shardcompile.collectives.functional import all_gather_even as all_gather_even
 from shardcompile.collectives.functional import all_gather_v as all_gather_v
 from shardcompile.collectives.functional import all_reduce as all_reduce

@@ -70,14 +70,14 @@ def derive_spread(cut: Cut, begin: IntLike, step: int, extent: IntLike, mesh: De
 def block_size(cut: Cut, mesh: DeviceMesh) -> IntLike:
     """Size of this rank's block of a cut; inside a trace a symbol, the same one wherever it is asked for.
 
-    That of an input, if one is cut alike, since the compiler does not know that another one is equal to it.
+    That of an input, if one is sharded identically, since the compiler does not know that another one is equal to it.
     """
     if cut.block is not None or cut.blocks is not None:
         return cut.local_size(compat.coordinate(mesh) or ())
     if cut.kind == "chunk":
-        known = compat.first_input_size(_name_of_block(cut, mesh), cut.extent)
-        if known is not None:
-            return known
+        for of_input in compat.inputs_noted(_name(cut, mesh)):
+            if of_input.kind == "chunk" or of_input.guard_chunked():
+                return compat.retrace([of_input.block])[0]  # type: ignore[no-any-return]
     block = derive("located", [replace(cut, runs=1)], [], cut.extent, mesh)[0].block
     if block is None:  # of a dim without rows the blocks are known
         return 0
@@ -89,18 +89,19 @@ def block_shape(layout: Layout) -> tuple[IntLike, ...]:
     return tuple(n if c is None else block_size(c, layout.mesh) for n, c in zip(layout.shape, layout.cuts, strict=True))
 
 
-def note_block(cut: Cut, mesh: DeviceMesh) -> None:
-    """Inside a trace: have `block_size` use the block of this chunk cut, which is that of an input.
+def note_partition(cut: Cut, mesh: DeviceMesh) -> None:
+    """Inside a trace: have `block_size` use the local shard of this partition of an input for chunked ones.
 
-    A gradient is no such input if the trace itself has made a block of its size: the forward graph comes before it.
+    A gradient is no such input if the trace itself has made a shard of its size: the forward graph comes before it.
     """
     if isinstance(cut.block, torch.SymInt) and not compat.is_unbacked(cut.block):
-        compat.note_input_size(_name_of_block(cut, mesh), cut.block)
+        compat.note_input(_name(cut, mesh), cut.block, cut)
 
 
-def _name_of_block(cut: Cut, mesh: DeviceMesh) -> tuple[Any, ...]:
+def _name(cut: Cut, mesh: DeviceMesh) -> tuple[Any, ...]:
+    """What partitions have in common that may be the same one."""
     groups = tuple(compat.group_name_of(mesh, m) for m in cut.mesh_dims)
-    return "chunk", groups, compat.expression_of(cut.extent), cut.scale
+    return groups, compat.expression_of(cut.extent), cut.scale
 
 
 def _code(cut: Cut | IntLike) -> list[IntLike]:

@@ -118,6 +118,10 @@ class _Symbols:
                 # This dim is not cut, so all ranks see the same extent, and the tensor may be broadcast along it. If
                 # the extent differed in an earlier call, Dynamo would give it a symbol.
                 kwargs["do_not_specialize_zero_one"] = False
+            if describes_block(source) and args and args[0] is DimDynamic.DUCK:
+                # Equal sizes on this rank may differ on others, and equal keys in the next call: torch would give both
+                # one symbol, and a guard.
+                args = (DimDynamic.DYNAMIC, *args[1:])
             found = (
                 self._of_block(value, source, args, kwargs) if of_block else self._make(value, source, *args, **kwargs)
             )
@@ -199,8 +203,6 @@ class _Symbols:
             if isinstance(whole, sympy.Symbol):
                 self._env.var_to_sources[whole].append(source)  # 2.11 - 2.15
             return whole
-        if args and args[0] is DimDynamic.DUCK:
-            args = (DimDynamic.DYNAMIC, *args[1:])
         return self._make(value, source, *args, **kwargs)
 
     def _value(self, size: Formula) -> int:

@@ -197,18 +197,20 @@ def _follow_replacements(memo: Memo, what: tuple[object, ...], shape_env: ShapeE
             return
 
 
-_INPUT_SIZES: weakref.WeakKeyDictionary[Any, dict[Any, torch.SymInt]] = weakref.WeakKeyDictionary()
+_INPUT_SIZES: weakref.WeakKeyDictionary[Any, dict[Any, list[Any]]] = weakref.WeakKeyDictionary()
 
 
-def note_input_size(what: object, size: torch.SymInt) -> None:
-    """Have `first_input_size` return an input's size by a name. The first size of each name is kept."""
-    _INPUT_SIZES.setdefault(size.node.shape_env, {}).setdefault(what, size)
+def note_input(what: object, size: torch.SymInt, note: object) -> None:
+    """Note something of an input under a name, in the trace that one of its sizes belongs to."""
+    notes = _INPUT_SIZES.setdefault(size.node.shape_env, {}).setdefault(what, [])
+    if note not in notes:
+        notes.append(note)
 
 
-def first_input_size(what: object, like: object) -> torch.SymInt | None:
-    """The size that `note_input_size` was given in the trace of the size `like`, or None."""
-    found = _INPUT_SIZES.get(like.node.shape_env, {}).get(what) if isinstance(like, torch.SymInt) else None
-    return None if found is None else retrace([found])[0]
+def inputs_noted(what: object) -> Sequence[Any]:
+    """What `note_input` noted under a name in the running trace."""
+    shape_env = _running_shape_env()
+    return () if shape_env is None else _INPUT_SIZES.get(shape_env, {}).get(what, ())
 
 
 def keep_own_node(size: object) -> None:

@@ -10,7 +10,6 @@ A cut is the same object on every rank: it holds the sizes of *all* blocks. Trac
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -20,7 +19,15 @@ import torch
 
 from shardcompile import compat
 from shardcompile.errors import LayoutError
-from shardcompile.layout.sizes import CHUNK_KEY, GroupCut, IntLike, chunk_sizes, key_of, known_sizes
+from shardcompile.layout.sizes import (
+    CHUNK_KEY,
+    GroupCut,
+    IntLike,
+    key_of,
+    known_sizes,
+    nested_chunk_sizes,
+    remember_key,
+)
 
 Kind = Literal["chunk", "fixed", "dynamic"]
 
@@ -69,11 +76,7 @@ class Cut:
     @staticmethod
     def chunk(mesh_dims: Sequence[int], parts: Sequence[int], extent: IntLike) -> Cut:
         """The cut of `torch.chunk`, applied to each mesh dim in turn."""
-        blocks: tuple[int, ...] | None = None
-        if isinstance(extent, int):
-            blocks = (extent,)
-            for count in parts:
-                blocks = tuple(itertools.chain.from_iterable(chunk_sizes(b, count) for b in blocks))
+        blocks = nested_chunk_sizes(extent, parts) if isinstance(extent, int) else None
         return Cut("chunk", tuple(mesh_dims), tuple(parts), extent, blocks, CHUNK_KEY)
 
     @staticmethod
@@ -92,7 +95,7 @@ class Cut:
             )
         if any(b < 0 for b in blocks):
             raise LayoutError(f"block sizes must not be negative, got {blocks}")
-        return Cut(kind, tuple(mesh_dims), tuple(parts), sum(blocks), blocks, key_of(blocks))
+        return Cut(kind, tuple(mesh_dims), tuple(parts), sum(blocks), blocks, key_of(blocks, parts))
 
     @staticmethod
     def traced(mesh_dims: Sequence[int], parts: Sequence[int], extent: IntLike, key: IntLike, block: IntLike) -> Cut:
@@ -284,16 +287,36 @@ class Cut:
             return False
         if self.kind == other.kind == "chunk":
             return self.scale == other.scale and compat.same_symbol(self.extent, other.extent)
-        if (self.inner, self.scale) != (other.inner, other.scale) or "chunk" in (self.kind, other.kind):
+        if (self.inner, self.scale) != (other.inner, other.scale):
             return False
         known, traced = (self, other) if self.blocks is not None else (other, self)
-        if known.kind == "fixed" and traced.blocks is None and isinstance(traced.key, torch.SymInt):
+        if "chunk" in (self.kind, other.kind):
+            dynamic = other if self.kind == "chunk" else self
+            if not compat.same_symbol(self.extent, other.extent) or not dynamic.guard_chunked():
+                return False
+        elif known.kind == "fixed" and traced.blocks is None and isinstance(traced.key, torch.SymInt):
             return False  # a guard would have a graph for that one cut, and another for all others
-        if not compat.same_symbol(self.key, other.key):
+        elif not compat.same_symbol(self.key, other.key):
             return False
         if known.blocks is not None and coordinate is not None:
             compat.specialise(traced.block, known.blocks[known.block_index(coordinate)])
         return True
+
+    def guard_chunked(self) -> bool:
+        """Whether the sizes of this dynamic partition are torch.chunk's; inside a trace the answer becomes a guard.
+
+        A partition whose sizes only a run gives counts as another one.
+        """
+        if self.kind != "dynamic" or self.inner > 1 or compat.is_unbacked(self.key):
+            return False
+        return bool(self.key % 2 == 1)
+
+    def as_dynamic(self) -> Cut:
+        """The same sizes as those of a dynamic partition, as which all inputs of a compiled function are traced."""
+        if self.kind != "chunk" or self.blocks is None:
+            return self
+        base = tuple(n // self.scale for n in self.blocks)
+        return replace(self, kind="dynamic", key=key_of(base, self.parts))
 
     def group_ref(self, coordinate: Sequence[int]) -> GroupCut:
         """What a collective over the innermost mesh dim needs to know, for the group at a mesh coordinate."""
@@ -319,5 +342,5 @@ class Cut:
 
 def _restore(known: tuple[int, ...] | None, *values: Any) -> Cut:
     if known is not None:
-        key_of(known)
+        remember_key(values[5], known)
     return Cut(*values)

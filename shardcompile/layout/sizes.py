@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -35,27 +36,36 @@ def chunk_sizes(extent: int, parts: int) -> tuple[int, ...]:
     return tuple(max(min(extent - i * full, full), 0) for i in range(parts))
 
 
+def nested_chunk_sizes(extent: int, parts: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of the shards that `torch.chunk` makes, applied to each mesh dim in turn, the outermost first."""
+    sizes: tuple[int, ...] = (extent,)
+    for count in parts:
+        sizes = tuple(itertools.chain.from_iterable(chunk_sizes(n, count) for n in sizes))
+    return sizes
+
+
 class _SizeTable:
     """Sizes by key, so that an op inside a compiled graph can look up the cut it is called with.
 
-    Keys are derived from the sizes themselves, so that they agree between ranks, processes and warm starts.
+    Keys are derived from the sizes themselves, so that they agree between ranks, processes and warm starts. The last
+    bit of a key says whether the sizes are torch.chunk's, so that a trace can ask a symbol for it.
     """
 
     def __init__(self) -> None:
         self._by_key: OrderedDict[int, tuple[int, ...]] = OrderedDict()
-        self._by_sizes: dict[tuple[int, ...], int] = {}
+        self._by_sizes: dict[tuple[tuple[int, ...], bool], int] = {}
         self._stored = 0
 
-    def key_of(self, sizes: tuple[int, ...]) -> int:
-        key = self._by_sizes.get(sizes)
+    def key_of(self, sizes: tuple[int, ...], chunked: bool) -> int:
+        key = self._by_sizes.get((sizes, chunked))
         if key is not None:
             self._by_key.move_to_end(key)
             return key
         digest = hashlib.blake2b(array("q", sizes).tobytes(), digest_size=8).digest()
-        key = _KEY_BASE + int.from_bytes(digest, "big") % _KEY_BASE
+        key = (_KEY_BASE + int.from_bytes(digest, "big") % _KEY_BASE) // 2 * 2 + chunked
         if self._by_key.setdefault(key, sizes) != sizes:
             raise LayoutError(f"two cuts share the key {key}: {self._by_key[key]} and {sizes}; use another cut")
-        self._by_sizes[sizes] = key
+        self._by_sizes[sizes, chunked] = key
         self._stored += len(sizes)
         self._evict()
         return key
@@ -74,21 +84,30 @@ class _SizeTable:
 
     def _evict(self) -> None:
         while self._stored > _TABLE_LIMIT and len(self._by_key) > 1:
-            _, sizes = self._by_key.popitem(last=False)
-            del self._by_sizes[sizes]
+            key, sizes = self._by_key.popitem(last=False)
+            del self._by_sizes[sizes, key % 2 == 1]
             self._stored -= len(sizes)
 
 
 _TABLE = _SizeTable()
 
 
-def key_of(sizes: tuple[int, ...]) -> int:
+def key_of(sizes: tuple[int, ...], parts: Sequence[int]) -> int:
     """The key that stands for these sizes from now on.
+
+    Args:
+        sizes: of all shards, outermost mesh dim slowest.
+        parts: extents of the mesh dims.
 
     Raises:
         LayoutError: it stands for others.
     """
-    return _TABLE.key_of(sizes)
+    return _TABLE.key_of(sizes, sizes == nested_chunk_sizes(sum(sizes), parts))
+
+
+def remember_key(key: int, sizes: tuple[int, ...]) -> None:
+    """Have a key stand for these sizes, as it did in the process that it comes from."""
+    _TABLE.key_of(sizes, key % 2 == 1)
 
 
 def known_sizes(key: int) -> tuple[int, ...] | None:

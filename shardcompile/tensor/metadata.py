@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from shardcompile import compat
-from shardcompile.collectives import note_block
+from shardcompile.collectives import note_partition
 from shardcompile.layout import Cut, IntLike, Layout, Spec, order_of, sizes_of_key
 
 CutKind = tuple[int, str, tuple[int, ...], int, int, tuple[int, ...], int]
@@ -96,6 +97,31 @@ def metadata_of(layout: Layout, copied: bool = False) -> Metadata:
     return intern_metadata(layout.mesh, layout.placements, layout.dtype, cuts, copied)
 
 
+@functools.lru_cache(maxsize=1 << 12)
+def of_input(layout: Layout) -> Layout:
+    """The layout as which an input is traced: chunked partitions are dynamic ones, so that one graph serves both."""
+    cuts = [c and c.as_dynamic() for c in layout.cuts]
+    return Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, cuts)
+
+
+compat.forget_with_world(of_input.cache_clear)
+
+
+def as_stated_by(layout: Layout, metadata: Metadata) -> Layout:
+    """The same shards, as chunked and dynamic partitions where the metadata of a graph's tensor has these."""
+    cuts = list(layout.cuts)
+    for dim, kind, _, _, scale, *_ in metadata.cuts:
+        cut = cuts[dim]
+        if cut is None:
+            continue
+        if kind == "dynamic":
+            cuts[dim] = cut.as_dynamic()
+        elif kind == "chunk" and cut.kind == "dynamic":
+            chunked = Cut.chunk(cut.mesh_dims, cut.parts, cut.extent // scale).scaled(scale)
+            cuts[dim] = chunked if chunked.same_blocks(cut) else cut
+    return Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, cuts)
+
+
 def keys_tensor(layout: Layout, metadata: Metadata, like: Tensor, with_extents: bool = False) -> Tensor:
     """An empty tensor whose shape carries the keys of the dynamic cuts into a graph.
 
@@ -165,10 +191,12 @@ def _cut_in_one_piece(metadata: Metadata, parts_of: CutKind, key: IntLike, exten
             return cut
         # Also of a known extent: with known sizes every rank would have a graph of its own.
         cut = replace(cut, block=block, blocks=None)
-        note_block(cut, metadata.mesh)
+        note_partition(cut, metadata.mesh)
         return cut
     if type(key) is not int or type(extent) is not int:
-        return replace(Cut.traced(mesh_dims, parts, extent, key, local.shape[dim]), inner=inner, scale=scale)
+        cut = replace(Cut.traced(mesh_dims, parts, extent, key, local.shape[dim]), inner=inner, scale=scale)
+        note_partition(cut, metadata.mesh)
+        return cut
     blocks = sizes_of_key(key, inner, scale)
     return Cut("dynamic", mesh_dims, tuple(parts), extent, blocks, key, inner=inner, scale=scale)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.collectives import wait
 from shardcompile.errors import RedistributeError, UnsupportedOpError
-from shardcompile.layout import IntLike, Spec
+from shardcompile.layout import IntLike, Layout, Spec
 from shardcompile.ops.support.copied_views import CopiedView, GivenCopy
 from shardcompile.ops.support.strides import in_order
 from shardcompile.plan import target_layout
@@ -20,12 +20,14 @@ from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import redistributed
 from shardcompile.tensor.metadata import (
     Metadata,
+    as_stated_by,
     block_hints,
     extent_hints,
     gaps_along_cuts,
     imbalance,
     keys_tensor,
     metadata_of,
+    of_input,
     spec_from_parts,
     stable_hash,
     with_block_symbols,
@@ -55,6 +57,7 @@ class Traced(Sharded):
     # Defaults on the class: an eager op sets only what it has to.
     _keys: Tensor | None = None
     _flat: tuple[list[str], Metadata] | None = None
+    _flat_as_static: bool = False
     _may_vary: bool = True
     _hints: dict[int, int] | None = None
     _marked: set[int] | None = None
@@ -111,7 +114,7 @@ class Traced(Sharded):
 
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
         flat = self._flat
-        if flat is None:
+        if flat is None or self._flat_as_static is not self._is_static:
             # Dynamo may come to an input as late as inside of a transform of torch.func.
             with compat.outside_transforms():
                 flat = self._flat = self._first_flattened()
@@ -147,12 +150,20 @@ class Traced(Sharded):
         """
         return getattr(self, "_is_param", False) or self._beside_parameter or compat.has_guarded_address(self)
 
+    @property
+    def _layout_in_graphs(self) -> Layout:
+        """The layout as which this tensor is an input of a graph."""
+        layout = self._spec.layout
+        return of_input(layout) if self._holds_values and not self._is_static else layout
+
     def _first_flattened(self) -> tuple[list[str], Metadata]:
         """The parts, and what is settled once for each tensor."""
         # A tensor inside a trace does not vary.
         plain = self._holds_values
         is_copy = self._copied is not None and (plain or isinstance(self._copied, GivenCopy))
-        metadata = metadata_of(self._spec.layout, is_copy)
+        self._flat_as_static = self._is_static
+        layout = self._layout_in_graphs
+        metadata = metadata_of(layout, is_copy)
         self._may_vary = plain and bool(metadata.cuts)
         if self._may_vary and not is_copy:
             self._local_tensor = compat.without_base(with_stated_strides(self._local_tensor, self._spec))
@@ -160,8 +171,8 @@ class Traced(Sharded):
             compat.give_storage(self)
         if plain and metadata.dynamic_dims and self._keys is None:
             with compat.outside_transforms():
-                self._keys = keys_tensor(self._spec.layout, metadata, self._local_tensor)
-        return ["_local_tensor", "_cut_keys"] if metadata.dynamic_dims else ["_local_tensor"], metadata
+                self._keys = keys_tensor(layout, metadata, self._local_tensor)
+        return _inner_names(metadata), metadata
 
     def _prepare_trace(self, metadata: Metadata) -> None:
         """Have a trace that is starting treat sharded extents, blocks and keys as dynamic, or as static."""
@@ -182,7 +193,7 @@ class Traced(Sharded):
     @property
     def _cut_keys(self) -> Tensor:
         if self._keys is None:
-            layout = self._spec.layout
+            layout = self._layout_in_graphs
             keys = keys_tensor(layout, metadata_of(layout), self._local_tensor, with_extents=self._holds_values)
             if self._holds_values:
                 return keys  # a graph of Dynamo's that runs as it is reads the extents here that a run gives
@@ -286,10 +297,20 @@ class Traced(Sharded):
         if expected_type is not None and expected_type is not type(self):
             return None
         layout = target_layout(self._spec.layout, metadata.placements)
-        if metadata_of(layout.with_dtype(metadata.dtype)) is not metadata:
+        expected = as_stated_by(layout.with_dtype(metadata.dtype), metadata)
+        if metadata_of(expected) is not metadata:
             raise RedistributeError(
                 f"a gradient in the layout {self._spec.layout.describe()} reached a compiled function whose output "
                 f"has placements {metadata.placements} and other blocks; redistribute the gradient to the output's "
                 "layout"
             )
-        return redistributed(self, layout)
+        out = redistributed(self, layout)
+        out = out._stand_in() if out is self else out
+        if metadata.dynamic_dims:
+            out._keys = keys_tensor(expected, metadata, out._local_tensor)
+        out._flat, out._flat_as_static = (_inner_names(metadata), metadata), out._is_static
+        return out
+
+
+def _inner_names(metadata: Metadata) -> list[str]:
+    return ["_local_tensor", "_cut_keys"] if metadata.dynamic_dims else ["_local_tensor"]
