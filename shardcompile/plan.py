@@ -103,8 +103,13 @@ class Plan:
             )
 
 
-def find_plan(src: Layout, dst: Layout) -> Plan:
+def find_plan(src: Layout, dst: Layout, *, ask_chunked: bool = True) -> Plan:
     """The plan of fewest bytes from `src` to `dst`, cached for layouts without symbols.
+
+    Args:
+        src: layout before.
+        dst: layout after.
+        ask_chunked: as in `Cut.same_blocks`; without it the plan is a price, for which a trace installs no guard.
 
     Raises:
         RedistributeError: the global shapes, dtypes or meshes differ, or no sequence of steps means anything.
@@ -114,7 +119,7 @@ def find_plan(src: Layout, dst: Layout) -> Plan:
     if has_runs(src) or has_runs(dst):
         return _plan_of_runs(src, dst)
     if src.is_traced or dst.is_traced:
-        return _search(src, dst)
+        return _search(src, dst, ask_chunked)
     return _search_cached(src, dst)
 
 
@@ -163,9 +168,9 @@ def _search_cached(src: Layout, dst: Layout) -> Plan:
 forget_with_world(_search_cached.cache_clear)
 
 
-def _search(src: Layout, dst: Layout) -> Plan:
+def _search(src: Layout, dst: Layout, ask_chunked: bool = True) -> Plan:
     _check_meaningful(src, dst)
-    planner = _Planner(src, dst)
+    planner = _Planner(src, dst, ask_chunked)
     order = itertools.count()  # ties: first found first, the same on every rank
     start = planner.start()
     frontier: list[tuple[int, int, int, _State, tuple[Step, ...]]] = [(0, 0, next(order), start, ())]
@@ -210,8 +215,8 @@ _State = tuple[tuple[tuple[int, int], ...], tuple[Placement, ...]]
 class _Planner:
     """States and moves between two layouts."""
 
-    def __init__(self, src: Layout, dst: Layout) -> None:
-        self.src, self.dst = src, dst
+    def __init__(self, src: Layout, dst: Layout, ask_chunked: bool = True) -> None:
+        self.src, self.dst, self._ask_chunked = src, dst, ask_chunked
         self._prefixes: dict[tuple[int, int, int], Cut | None] = {}
         self._layouts: dict[_State, Layout] = {}
         self._alike: dict[tuple[int, int], bool] = {}
@@ -239,7 +244,7 @@ class _Planner:
             now, target = self.cut(dim, 0, depth), self.cut(dim, 1, depth)
             known_to_one = now is not None and target is not None and now.is_traced != target.is_traced
             here = coordinate(self.src.mesh) if known_to_one else None
-            self._alike[dim, depth] = now is not None and now.same_blocks(target, here)
+            self._alike[dim, depth] = now is not None and now.same_blocks(target, here, ask_chunked=self._ask_chunked)
         return self._alike[dim, depth]
 
     def cut(self, dim: int, origin: int, depth: int) -> Cut | None:

@@ -266,7 +266,9 @@ class Cut:
             cut = cut.coarsen()
         return cut if depth else None
 
-    def same_blocks(self, other: Cut | None, coordinate: Sequence[int] | None = None) -> bool:
+    def same_blocks(
+        self, other: Cut | None, coordinate: Sequence[int] | None = None, *, ask_chunked: bool = True
+    ) -> bool:
         """Whether both divide a dim into the same blocks on the same ranks.
 
         Inside a trace the answer for two dynamic cuts compares their keys, which installs a guard. Keys that a run
@@ -276,6 +278,7 @@ class Cut:
             other: the other cut.
             coordinate: of this rank in the mesh. Inside a trace a cut may turn out to be a known one, as that of a
                 parameter. Then its block is known as well, so that both fit into one op.
+            ask_chunked: whether a trace may ask if a dynamic cut is torch.chunk's; if not, it counts as another one.
         """
         if self is other:
             return True
@@ -292,7 +295,7 @@ class Cut:
         known, traced = (self, other) if self.blocks is not None else (other, self)
         if "chunk" in (self.kind, other.kind):
             dynamic = other if self.kind == "chunk" else self
-            if not compat.same_symbol(self.extent, other.extent) or not dynamic.guard_chunked():
+            if not compat.same_symbol(self.extent, other.extent) or not (ask_chunked and dynamic.guard_chunked()):
                 return False
         elif known.kind == "fixed" and traced.blocks is None and isinstance(traced.key, torch.SymInt):
             return False  # a guard would have a graph for that one cut, and another for all others

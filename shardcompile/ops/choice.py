@@ -99,7 +99,10 @@ def choose(
         found = _cheapest(layouts, [natural], in_place)  # type: ignore[list-item]
         if found is not None and found.nbytes == 0 and not any(p.steps for p in found.plans):
             return found
-    return _cheapest(layouts, itertools.product(*_few_enough(layouts, candidates)), in_place, produced)
+    found = _cheapest(layouts, itertools.product(*_few_enough(layouts, candidates)), in_place, produced)
+    if found is None or not any(p.src.is_traced or p.dst.is_traced for p in found.plans):
+        return found
+    return replace(found, plans=tuple(find_plan(p.src, p.dst) for p in found.plans))
 
 
 def _is_natural(layouts: Sequence[Layout], strategy: Strategy, mesh_dim: int) -> bool:
@@ -228,7 +231,7 @@ def _with_cuts(layouts: Sequence[Layout], combination: Sequence[Strategy], chose
             return None
         cut_by_dim = [cuts.get(d) for d in range(layout.ndim)]
         target = Layout.of(layout.mesh, placements, layout.shape, layout.dtype, cut_by_dim)
-        plans.append(find_plan(layout, target))
+        plans.append(find_plan(layout, target, ask_chunked=False))
     outputs = []
     for index in range(len(combination[0].outputs)):
         placements = tuple(s.outputs[index] for s in combination)

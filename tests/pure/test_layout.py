@@ -316,11 +316,24 @@ def test_a_traced_cut_knows_its_own_block_only() -> None:
 
 
 def test_same_blocks_of_traced_cuts_compares_keys_and_what_was_done_to_them() -> None:
-    a, b = (Cut.traced([0], [2], 8, key, 3) for key in (5, 6))
-    assert a.same_blocks(Cut.traced([0], [2], 8, 5, 4)) and not a.same_blocks(b)
+    a, b = (Cut.traced([0], [2], 8, key, 3) for key in (4, 6))
+    assert a.same_blocks(Cut.traced([0], [2], 8, 4, 4)) and not a.same_blocks(b)
     assert not a.same_blocks(a.scaled(2))
     assert a.scaled(6).same_blocks(a.scaled(3).scaled(2))
-    assert not a.same_blocks(Cut.chunk([0], [2], 8))
+
+
+@pytest.mark.parametrize(("sizes", "parts"), [((4, 4), [2]), ((3, 2), [2]), ((2, 1, 1, 1), [2, 2])])
+def test_a_traced_partition_is_the_chunked_one_if_its_key_says_so(sizes: tuple[int, ...], parts: list[int]) -> None:
+    mesh_dims, extent = list(range(len(parts))), sum(sizes)
+    chunked, key = Cut.chunk(mesh_dims, parts, extent), Cut.of_sizes(mesh_dims, parts, sizes).key
+    assert chunked.sizes == sizes and chunked.as_dynamic().key == key and chunked.as_dynamic().sizes == sizes
+    traced = Cut.traced(mesh_dims, parts, extent, key, 3)
+    assert traced.same_blocks(dataclasses.replace(chunked, blocks=None)) and dataclasses.replace(
+        chunked, blocks=None
+    ).same_blocks(traced)
+    assert not traced.same_blocks(dataclasses.replace(chunked, blocks=None).scaled(2))
+    other = Cut.of_sizes(mesh_dims, parts, (extent, *[0] * (len(sizes) - 1)))
+    assert not Cut.traced(mesh_dims, parts, extent, other.key, 3).same_blocks(dataclasses.replace(chunked, blocks=None))
 
 
 # What a collective is told
