@@ -133,7 +133,7 @@ def fill(spec: Input, generator: torch.Generator) -> Tensor:
 # Layouts
 
 
-def _single(spec: Input) -> list[tuple[Placement, ...]]:
+def single_placements(spec: Input) -> list[tuple[Placement, ...]]:
     ways: list[tuple[Placement, ...]] = [(Shard(d),) for d in range(len(spec.shape))]
     ways.append((Replicate(),))
     if spec.can_be_term:
@@ -168,7 +168,7 @@ def _drawn(options: Sequence[Sequence[_T]], count: int, generator: random.Random
 
 def ways_of(case: Case, mesh_ndim: int, limit: int) -> list[tuple[Way | None, ...]]:
     """Layouts of all inputs: alike in all of them, a sample of the rest, one in chunks; None for a plain input."""
-    one = _single if mesh_ndim == 1 else _double
+    one = single_placements if mesh_ndim == 1 else _double
     options = [one(i) if i.sharded else [None] for i in case.inputs]
     longest = max(options, key=len)
     aligned = []
@@ -230,7 +230,7 @@ def run_sharded(
     eager = function in (None, case.run)
     inputs: list[Tensor] = []
     for n, (spec, x, way) in enumerate(zip(case.inputs, full, ways, strict=True)):
-        given = x.detach().clone() if way is None else _laid_out(x, mesh, way, seed_of(case.name, n))
+        given = x.detach().clone() if way is None else laid_out(x, mesh, way, seed_of(case.name, n))
         inputs.append(given.requires_grad_(spec.grad))
     cut = [x.numel() for x, w in zip(full, ways, strict=True) if w and any(isinstance(p, Shard) for p in w.placements)]
     watch = ServiceWatch(min(cut, default=0))
@@ -240,7 +240,7 @@ def run_sharded(
     return trial.backward(case.name).outcome()
 
 
-def _laid_out(x: Tensor, mesh: DeviceMesh, way: Way, seed: int) -> ShardTensor:
+def laid_out(x: Tensor, mesh: DeviceMesh, way: Way, seed: int) -> ShardTensor:
     sizes = "chunk" if way.style % 4 == CHUNK else sizes_in_style(x.shape, mesh, way.placements, way.style)
     return lay_out(x, mesh, way.placements, sizes, seed)
 

@@ -65,9 +65,9 @@ def _meeting(x: Any, y: Any, w: Tensor) -> Any:
     return ((x @ w).relu() - y).square().mean()
 
 
-# Where two inputs meet, equal partitions need no exchange and others do, which is a graph each. Two inputs that are
+# For each dim along which two inputs meet: equal partitions need no exchange and others do, a graph each. Two that are
 # sharded along the dim that is summed over meet in the gradient of the weight.
-GRAPHS = {_one: (1, 1), _apart: (1, 2), _meeting: (2, 2)}
+GRAPHS = {_one: (1, 1), _apart: (1, 2), _meeting: (2, 4)}
 """How many graphs there may be where rows are sharded, and where columns are as well."""
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardcompile.compat import OpOverload
+from shardcompile.layout import IntLike
 from shardcompile.ops import state
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.blocks import may_be_empty, view_block
@@ -16,7 +19,47 @@ from shardcompile.ops.window.rule import per_channel
 aten = torch.ops.aten
 
 
-def _per_channel(op: OpOverload, spatial: int) -> Run:
+_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
+_LIBRARY.define(
+    "upsample_backward(Tensor grad, str op, SymInt[] fine, SymInt[] coarse, bool[] align_corners, float[] scales) "
+    "-> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+
+
+def _upsample_backward(
+    grad: Tensor, op: str, fine: list[int], coarse: list[int], align_corners: list[bool], scales: list[float]
+) -> Tensor:
+    given = scales or [None] * len(fine)
+    out: Tensor = getattr(aten, op).default(grad, fine, coarse, *align_corners, *given)
+    return out.contiguous()
+
+
+_LIBRARY.impl("upsample_backward", _upsample_backward, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "shardcompile::upsample_backward", lambda grad, op, fine, coarse, *_: grad.new_empty(coarse), lib=_LIBRARY
+)
+
+
+def _gradient(op: OpOverload) -> Run:
+    """The gradient of an interpolation; in a trace by an op of our own: torch's (2.11 - 2.15) takes no symbols."""
+
+    def run(grad: Tensor, fine: Sequence[IntLike], coarse: Sequence[IntLike], *options: Any) -> Tensor:
+        if type(grad) is Tensor:
+            return op(grad, fine, coarse, *options)  # type: ignore[no-any-return]
+        align, scales = options[: -len(fine)], options[-len(fine) :]
+        name = op._schema.name.removeprefix("aten::")
+        stated = [s for s in scales if s is not None]
+        return torch.ops.shardcompile.upsample_backward(grad, name, fine, coarse, align, stated)  # type: ignore[no-any-return]
+
+    return run
+
+
+def _shape_of_gradient(grad: Tensor, fine: Sequence[IntLike], coarse: Sequence[IntLike], *options: object) -> Tensor:
+    return grad.new_empty(coarse)
+
+
+def _per_channel(op: Run, spatial: int) -> Run:
     """Where this rank may have no channels, which kernels refuse: all leading dims as samples of one channel."""
 
     def local(x: Tensor, *args: object, **kwargs: object) -> object:
@@ -40,4 +83,7 @@ def _per_channel(op: OpOverload, spatial: int) -> Run:
 
 
 for _op, _spatial in per_channel():
-    state(_op, kernel=_per_channel(_op, _spatial))
+    if "upsample" in _op._schema.name and "nearest" not in _op._schema.name and "backward" in _op._schema.name:
+        state(_op, kernel=_per_channel(_gradient(_op), _spatial), shape_kernel=_shape_of_gradient)
+    else:
+        state(_op, kernel=_per_channel(_op, _spatial))

@@ -1,0 +1,189 @@
+"""Layouts of results: eager and compiled code give the same, and rows do not pile up on few ranks."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.placement_types import Shard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from op_cases import FAMILIES
+from op_check import Case, fill, laid_out, single_placements
+from tiers import often
+
+import shardcompile as sc
+from shardcompile import ShardTensor
+from shardcompile.layout import Layout
+from shardcompile.testing import once
+from shardcompile.testing.arrange import CHUNK, Way, seed_of
+
+MAX_GROWTH = 1.5
+"""How much larger, against an even division, the largest shard of a result may be than those of the inputs."""
+
+ASKED_FOR = {
+    "joins/split": "a slice stays where its rows are",
+    "joins/chunk": "a slice stays where its rows are",
+    "joins/tensor_split": "a slice stays where its rows are",
+    "joins/slice": "a slice stays where its rows are",
+    "selection/x[mask]": "rows that a mask keeps stay where they are",
+    "selection/masked_select": "rows that a mask keeps stay where they are",
+    "flattened dims/flat rows sliced": "a slice stays where its rows are",
+    "scans/diff": "a difference of slices",
+    "scans/cumulative_trapezoid": "a sum of slices",
+    "without rules/conv2d": "a row of the result is where the middle of its window is",
+    "deeper/module gru": "gates are slices of a product whose columns are sharded, as there are fewer samples than ranks",
+}
+"""Op cases whose results are less balanced than their inputs, and why."""
+
+
+def imbalance(layout: Layout) -> float:
+    """How many times that of an even division the largest shard is, along the dim where that is most."""
+    sizes = [c.sizes for c in layout.cuts if c is not None and sum(c.sizes)]
+    return max((max(n) / math.ceil(sum(n) / len(n)) for n in sizes), default=1.0)
+
+
+def arranged(case: Case) -> Iterator[tuple[Way | None, ...]]:
+    """Layouts in which some input is sharded, in the partitions of torch.chunk."""
+    options = [single_placements(i) if i.sharded else [None] for i in case.inputs]
+    longest = max(options, key=len)
+    for n, wanted in enumerate(longest):
+        if wanted is not None and any(isinstance(p, Shard) for p in wanted):
+            chosen = [None if o == [None] else wanted if wanted in o else o[n % len(o)] for o in options]
+            yield tuple(None if c is None else Way(c, CHUNK) for c in chosen)
+
+
+def results(case: Case, mesh: DeviceMesh, ways: tuple[Way | None, ...], run: Callable[..., Any]) -> list[Any]:
+    """Layouts of inputs and of results; None for what is not sharded."""
+    generator = torch.Generator().manual_seed(seed_of(case.name))
+    full = [fill(i, generator) for i in case.inputs]
+    inputs = [x.clone() if w is None else laid_out(x, mesh, w, 0) for x, w in zip(full, ways, strict=True)]
+    outputs = torch.utils._pytree.tree_leaves(run(*inputs))
+    return [[x.sharding if isinstance(x, ShardTensor) else None for x in tensors] for tensors in (inputs, outputs)]
+
+
+@pytest.mark.ranks(3, processes=False, timeout=600)
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_rows_do_not_pile_up(family: str) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    found, tried, ran = [], 0, 0
+    for case in FAMILIES[family]:
+        if "error" in case.name or any(f"{family}/{case.name}".startswith(known) for known in ASKED_FOR):
+            continue
+        for ways in arranged(case):
+            tried += 1
+            try:
+                before, after = results(case, mesh, ways, copy.deepcopy(case).run)
+            except Exception:
+                continue  # test_ops compares errors with those of plain PyTorch
+            ran += 1
+            allowed = MAX_GROWTH * max((imbalance(x) for x in before if x is not None), default=1.0)
+            found += [
+                f"{case.name} {' '.join(map(str, ways))}: {x.describe()}"
+                for x in after
+                if x is not None and imbalance(x) > allowed
+            ]
+    assert not found, "\n".join(found)
+    assert 2 * ran >= tried
+
+
+@pytest.mark.ranks(3, processes=False, timeout=900)
+@pytest.mark.parametrize("part", often(list(range(24)), 1))
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_eager_and_compiled_give_the_same_layouts(family: str, part: int) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    found = []
+    for case in FAMILIES[family][part::24]:
+        if "error" in case.name:
+            continue
+        every = list(arranged(case))
+        for ways in every[seed_of(case.name) % max(len(every), 1) :][:1]:
+            once(torch._dynamo.reset)
+            compiled = torch.compile(case.run, fullgraph=True, backend="aot_eager")
+            try:
+                eager = results(case, mesh, ways, case.run)[1]
+                graph = results(case, mesh, ways, compiled)[1]
+            except Exception:
+                continue  # test_ops tells what cannot be compiled
+            texts = [[x and x.describe_placements() for x in layouts] for layouts in (eager, graph)]
+            if texts[0] != texts[1]:
+                found.append(f"{case.name} {' '.join(map(str, ways))}: eager {texts[0]}, compiled {texts[1]}")
+    assert not found, "\n".join(found)
+
+
+# What users of images and of attention write, with few samples
+
+
+def _image_cases(batch: int) -> dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], int]]:
+    rows, image = (batch, 512, 16), (batch, 8, 16, 16)
+    found: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], int]] = {
+        "bmm": (lambda q, k: torch.bmm(q, k.mT), [rows] * 2, 1),
+        "matmul": (lambda q, k: q @ k.mT, [rows] * 2, 1),
+        "einsum": (lambda q, k: torch.einsum("bid,bjd->bij", q, k), [rows] * 2, 1),
+        "einsum of three": (lambda q, k, v: torch.einsum("bid,bjd,bje->bie", q, k, v), [rows] * 3, 1),
+        "baddbmm": (lambda q, k: torch.baddbmm(q.new_zeros(1), q, k.mT), [rows] * 2, 1),
+        "cdist": (torch.cdist, [rows] * 2, 1),
+        "adaptive_avg_pool2d": (lambda x: nnf.adaptive_avg_pool2d(x, (9, 9)), [image], 2),
+        "adaptive_max_pool2d": (lambda x: nnf.adaptive_max_pool2d(x, (9, 9)), [image], 2),
+        "unfold": (lambda x: nnf.unfold(x, 3, padding=1), [image], 3),
+        "fold": (lambda x: nnf.fold(nnf.unfold(x, 3, padding=1), x.shape[-2:], 3, padding=1), [image], 3),
+        "pixel_shuffle": (lambda x: nnf.pixel_shuffle(x, 2), [image], 2),
+        "layer_norm": (lambda x: nnf.layer_norm(x, x.shape[1:]), [image], 2),
+        "group_norm": (lambda x: nnf.group_norm(x, 4), [image], 2),
+        "instance_norm": (nnf.instance_norm, [image], 2),
+        "conv2d": (lambda x: nnf.conv2d(x, x.new_ones(8, 8, 3, 3), padding=1), [image], 3),
+        "conv_transpose2d": (lambda x: nnf.conv_transpose2d(x, x.new_ones(8, 8, 2, 2), stride=2), [image], 2),
+        "max_pool2d": (lambda x: nnf.max_pool2d(x, 3, 2, 1), [image], 3),
+        "lp_pool2d": (lambda x: nnf.lp_pool2d(x, 2, 3), [image], 2),
+        "grid_sample": (
+            lambda x: nnf.grid_sample(x, x.new_zeros(len(x), 5, 5, 2), align_corners=False),
+            [image],
+            2,
+        ),
+        "attention": (lambda q: nnf.scaled_dot_product_attention(q, q, q), [(batch, 2, 512, 16)], 2),
+        "reshape to heads": (lambda q: q.unflatten(2, (2, 8)).transpose(1, 2).softmax(-1), [rows], 1),
+    }
+    for mode in ("nearest", "nearest-exact", "bilinear", "bicubic", "area"):
+        for factor in (2, 1.3, 0.7):
+            found[f"interpolate {mode} {factor}"] = (
+                lambda x, mode=mode, factor=factor: nnf.interpolate(x, scale_factor=factor, mode=mode),
+                [image],
+                2 if factor == 2 else 3,
+            )
+    return found
+
+
+@pytest.mark.ranks(4, processes=False, timeout=900)
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", list(_image_cases(1)))
+def test_few_samples_leave_rows_on_all_ranks(name: str, batch: int) -> None:
+    function, shapes, dim = _image_cases(batch)[name]
+    mesh = init_device_mesh("cpu", (4,))
+    full = once(lambda: [torch.randn(shape, dtype=torch.float64) for shape in shapes])
+    plain = [x.clone().requires_grad_() for x in full]
+    want = function(*plain)
+    want.sin().sum().backward()
+    layouts = []
+    once(torch._dynamo.reset)
+    compiled = [function] if batch > 1 else [function, torch.compile(function, fullgraph=True, backend="aot_eager")]
+    for run in compiled:
+        inputs = [sc.distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_() for x in full]
+        got = run(*inputs)
+        got.sin().sum().backward()
+        torch.testing.assert_close(got.full_tensor(), want)
+        for x, p in zip(inputs, plain, strict=True):
+            torch.testing.assert_close(x.grad.full_tensor(), p.grad)
+        layouts.append(got.sharding)
+    assert math.prod(layouts[0].local_shape(mesh.get_coordinate())) > 0
+    assert imbalance(layouts[0]) <= MAX_GROWTH
+    assert len({x.describe_placements() for x in layouts}) == 1, layouts
