@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ _LIBRARY.define(
 def _upsample_backward(
     grad: Tensor, op: str, fine: list[int], coarse: list[int], align_corners: list[bool], scales: list[float]
 ) -> Tensor:
-    given = scales or [None] * len(fine)
+    given: Sequence[float | None] = scales or [None] * len(fine)
     out: Tensor = getattr(aten, op).default(grad, fine, coarse, *align_corners, *given)
     return out.contiguous()
 
@@ -59,7 +59,7 @@ def _shape_of_gradient(grad: Tensor, fine: Sequence[IntLike], coarse: Sequence[I
     return grad.new_empty(coarse)
 
 
-def _per_channel(op: Run, spatial: int) -> Run:
+def _per_channel(op: Callable[..., Any], spatial: int) -> Run:
     """Where this rank may have no channels, which kernels refuse: all leading dims as samples of one channel."""
 
     def local(x: Tensor, *args: object, **kwargs: object) -> object:
