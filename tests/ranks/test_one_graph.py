@@ -126,3 +126,22 @@ def test_a_trace_asks_whether_an_input_is_chunked_only_where_it_matters() -> Non
 
 def _round_trip(x: Any) -> Any:
     return x + x.redistribute(placements=[Shard(1)]).sin().redistribute(placements=[Shard(0)])
+
+
+@pytest.mark.ranks(3, processes=False, timeout=600)
+def test_local_shards_of_any_size_given_to_from_local_inside() -> None:
+    """With a size that is marked as unbacked; Dynamo compiles sizes 0, 1 and others of plain tensors apart."""
+    mesh = init_device_mesh("cpu", (3,))
+    once(torch.compiler.reset)
+    before = once(graphs_compiled)
+    compiled = torch.compile(_from_local, fullgraph=True, backend="aot_eager")
+    for sizes in [[3, 4, 5], [5, 0, 2], [1, 1, 7], [0, 0, 3], [1, 0, 0]]:
+        full = torch.randn(sum(sizes), 4, dtype=torch.float64, generator=torch.Generator().manual_seed(len(sizes)))
+        local = full.split(sizes)[mesh.get_rank()].clone()
+        torch._dynamo.decorators.mark_unbacked(local, 0)
+        torch.testing.assert_close(compiled(local, mesh).full_tensor(), full.softmax(0))
+    assert once(graphs_compiled) - before == 1
+
+
+def _from_local(local: Tensor, mesh: DeviceMesh) -> Any:
+    return torch.softmax(ShardTensor.from_local(local, mesh, [Shard(0)]), 0)
