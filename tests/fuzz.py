@@ -56,7 +56,7 @@ from shardcompile.testing import LocalRanks, once
 from shardcompile.testing.arrange import lay_out, seed_of, with_bits_to_spare
 from shardcompile.testing.compare import difference
 from shardcompile.testing.meetings import MeetingError
-from shardcompile.testing.trial import block_problems, describe_value
+from shardcompile.testing.trial import block_problems, describe_value, largest_share
 from shardcompile.testing.turns import RanksWaitError
 
 RIGHT, REFUSED = "right", "refused"
@@ -423,7 +423,9 @@ def run_on_rank(mesh: DeviceMesh, program: Program, expected: Expected) -> End:
             stage = line
             if expected.refused and n == len(program.lines) - 1:
                 return _refuses(line, values)
+            known = set(values)
             run_line(line, values)
+            _check_balance(line, values, known)
         stage = "values"
         near = _nearness(program)
         for name in expected.values:
@@ -432,6 +434,23 @@ def run_on_rank(mesh: DeviceMesh, program: Program, expected: Expected) -> End:
     except Exception as error:
         return _end(stage, error)
     return End(RIGHT)
+
+
+_KEEPS_ROWS = re.compile(
+    r"\[|narrow|split|chunk|select|mask|diff|unfold|diagonal|take|index|nonzero|unique|tril|triu|unbind|conv|pool|"
+    r"trapezoid|redistribute|scatter|gather|pad|trapz|as_strided"
+)
+"""Lines whose result has rows where those of an input are: slices, masks, windows, lookups."""
+
+
+def _check_balance(line: str, values: dict[str, Any], known: set[str]) -> None:
+    """The largest shard of a new result is at most 1.5 times as large, against an even division, as those before it."""
+    if _KEEPS_ROWS.search(line):
+        return
+    before = max((largest_share(values[name]) for name in known), default=1.0)
+    for name in set(values) - known:
+        if largest_share(values[name]) > 1.5 * before:
+            raise _Wrong(f"{name}: rows pile up, {describe_value(values[name])}")
 
 
 def _refuses(line: str, values: dict[str, Any]) -> End:
@@ -508,6 +527,8 @@ def run_compiled_on_rank(
             leaves = {i.name: i.on(mesh, i.full()) for i in program.inputs}
             values = run(*leaves.values())
             near = _nearness(program)
+            if number == 0 and (text := _other_layouts(program, function, mesh, values)):
+                return End("layouts", stage, text)
             for name, got in {**values, **leaves}.items():
                 _compare_value(name, got, want, near, compiled=True)
             want = dataclasses.replace(want, second=None)
@@ -519,6 +540,20 @@ def run_compiled_on_rank(
     except Exception as error:
         return _end(stage, error)
     return End(RIGHT, "", str(counts[-1]))
+
+
+def _other_layouts(
+    program: Program, function: Callable[..., Any], mesh: DeviceMesh, compiled: dict[str, Any]
+) -> str | None:
+    """The first result whose layout eager code does not give."""
+    eager = function(*(i.on(mesh, i.full()) for i in program.inputs))
+    for name, got in compiled.items():
+        texts = [
+            x.sharding.describe_placements() if isinstance(x, ShardTensor) else "plain" for x in (eager[name], got)
+        ]
+        if texts[0] != texts[1]:
+            return f"{name}: eager {texts[0]}, compiled {texts[1]}"
+    return None
 
 
 # Judgement

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +100,14 @@ def describe_value(x: object) -> str:
     if isinstance(x, ShardTensor):
         return x.sharding.describe()
     return f"plain {x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def largest_share(x: object) -> float:
+    """How many times that of an even division the largest shard of a tensor is, along the dim where that is most."""
+    if not isinstance(x, ShardTensor):
+        return 1.0
+    sizes = [cut.sizes for cut in x.sharding.cuts if cut is not None and sum(cut.sizes)]
+    return max((max(n) / math.ceil(sum(n) / len(n)) for n in sizes), default=1.0)
 
 
 def block_problems(x: object) -> list[str]:

@@ -24,9 +24,9 @@ from tiers import often
 
 import shardcompile as sc
 from shardcompile import ShardTensor
-from shardcompile.layout import Layout
 from shardcompile.testing import once
 from shardcompile.testing.arrange import CHUNK, Way, seed_of
+from shardcompile.testing.trial import largest_share
 
 MAX_GROWTH = 1.5
 """How much larger, against an even division, the largest shard of a result may be than those of the inputs."""
@@ -47,12 +47,6 @@ ASKED_FOR = {
 """Op cases whose results are less balanced than their inputs, and why."""
 
 
-def imbalance(layout: Layout) -> float:
-    """How many times that of an even division the largest shard is, along the dim where that is most."""
-    sizes = [c.sizes for c in layout.cuts if c is not None and sum(c.sizes)]
-    return max((max(n) / math.ceil(sum(n) / len(n)) for n in sizes), default=1.0)
-
-
 def arranged(case: Case) -> Iterator[tuple[Way | None, ...]]:
     """Layouts in which some input is sharded, in the partitions of torch.chunk."""
     options = [single_placements(i) if i.sharded else [None] for i in case.inputs]
@@ -64,12 +58,12 @@ def arranged(case: Case) -> Iterator[tuple[Way | None, ...]]:
 
 
 def results(case: Case, mesh: DeviceMesh, ways: tuple[Way | None, ...], run: Callable[..., Any]) -> list[Any]:
-    """Layouts of inputs and of results; None for what is not sharded."""
+    """Sharded inputs, and results."""
     generator = torch.Generator().manual_seed(seed_of(case.name))
     full = [fill(i, generator) for i in case.inputs]
     inputs = [x.clone() if w is None else laid_out(x, mesh, w, 0) for x, w in zip(full, ways, strict=True)]
     outputs = torch.utils._pytree.tree_leaves(run(*inputs))
-    return [[x.sharding if isinstance(x, ShardTensor) else None for x in tensors] for tensors in (inputs, outputs)]
+    return [inputs, outputs]
 
 
 @pytest.mark.ranks(3, processes=False, timeout=600)
@@ -87,11 +81,11 @@ def test_rows_do_not_pile_up(family: str) -> None:
             except Exception:
                 continue  # test_ops compares errors with those of plain PyTorch
             ran += 1
-            allowed = MAX_GROWTH * max((imbalance(x) for x in before if x is not None), default=1.0)
+            allowed = MAX_GROWTH * max(map(largest_share, before), default=1.0)
             found += [
-                f"{case.name} {' '.join(map(str, ways))}: {x.describe()}"
+                f"{case.name} {' '.join(map(str, ways))}: {x.sharding.describe()}"
                 for x in after
-                if x is not None and imbalance(x) > allowed
+                if largest_share(x) > allowed
             ]
     assert not found, "\n".join(found)
     assert 2 * ran >= tried
@@ -115,7 +109,10 @@ def test_eager_and_compiled_give_the_same_layouts(family: str, part: int) -> Non
                 graph = results(case, mesh, ways, compiled)[1]
             except Exception:
                 continue  # test_ops tells what cannot be compiled
-            texts = [[x and x.describe_placements() for x in layouts] for layouts in (eager, graph)]
+            texts = [
+                [x.sharding.describe_placements() if isinstance(x, ShardTensor) else "" for x in outputs]
+                for outputs in (eager, graph)
+            ]
             if texts[0] != texts[1]:
                 found.append(f"{case.name} {' '.join(map(str, ways))}: eager {texts[0]}, compiled {texts[1]}")
     assert not found, "\n".join(found)
@@ -185,5 +182,5 @@ def test_few_samples_leave_rows_on_all_ranks(name: str, batch: int) -> None:
             torch.testing.assert_close(x.grad.full_tensor(), p.grad)
         layouts.append(got.sharding)
     assert math.prod(layouts[0].local_shape(mesh.get_coordinate())) > 0
-    assert imbalance(layouts[0]) <= MAX_GROWTH
+    assert largest_share(got) <= MAX_GROWTH
     assert len({x.describe_placements() for x in layouts}) == 1, layouts

@@ -99,6 +99,8 @@ def compare(entry: Entry, backend: str | None = None, cuts: int = 5) -> None:
             packages.known_to_einops(x)
         with steps_in_double(in_double):
             got = run(*inputs)
+        if backend is not None and sizes == _cuts(entry)[0]:
+            _same_layout(model, inputs, got)
         whole = got.full_tensor() if isinstance(got, sc.ShardTensor) else got
         told = f"rank {rank()}, blocks {sizes}"
         _close(whole, out, entry, f"{told}: output")
@@ -112,6 +114,14 @@ def compare(entry: Entry, backend: str | None = None, cuts: int = 5) -> None:
     if backend is not None:
         count = graphs_compiled() - before
         assert count <= entry.graphs, f"{count} graphs"
+
+
+def _same_layout(model: nn.Module, inputs: Sequence[Tensor], compiled: Tensor) -> None:
+    """Eager code gives the result in the layout that compiled code gives."""
+    with torch.no_grad():
+        eager = model(*inputs)
+    texts = [x.sharding.describe_placements() if isinstance(x, sc.ShardTensor) else "" for x in (eager, compiled)]
+    assert texts[0] == texts[1], f"eager {texts[0]}, compiled {texts[1]}"
 
 
 def _close(got: Tensor, want: Tensor, entry: Entry, told: str) -> None:
