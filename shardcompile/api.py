@@ -3,45 +3,36 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardcompile import compat
 from shardcompile.collectives import broadcast, receive_block, send_blocks
 from shardcompile.dispatch import clear_cache
-from shardcompile.errors import LayoutError, RuleError, UnsupportedOpError
+from shardcompile.errors import LayoutError, RuleError
+from shardcompile.factories import (
+    SizesByMeshDim,
+    allocate,
+    asked_layout,
+    coordinate_here,
+    empty,
+    full,
+    ones,
+    or_replicate,
+    rand,
+    randn,
+    zeros,
+)
 from shardcompile.layout import Cut, Layout, Spec, contiguous_stride, normalize_placements
 from shardcompile.ops import OpCall, Rule, Strategy, TensorArg, replace_rule
-from shardcompile.plan import target_layout
 from shardcompile.tensor import ShardTensor
-from shardcompile.tensor.autograd import FromLocal, redistributed
-from shardcompile.tensor.construct import agreed_metadata, stated_cuts
-
-SizesByMeshDim = Mapping[int, Sequence[Any]]
-
-
-def _layout(
-    mesh: DeviceMesh,
-    placements: Sequence[Placement] | None,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    sharding_shapes: SizesByMeshDim | None,
-) -> Layout:
-    """The layout that is asked for. Without sizes the cut is torch.chunk's."""
-    wanted = normalize_placements(_or_replicate(placements, mesh), mesh, len(shape))
-    if any(isinstance(p, Partial) for p in wanted):
-        raise LayoutError(f"Partial cannot be a target: {list(wanted)}; use Replicate or Shard")
-    whole = Layout.chunked(mesh, [Replicate()] * mesh.ndim, tuple(shape), dtype)
-    return target_layout(whole, wanted, stated_cuts(whole, wanted, sharding_shapes, fixed=False))
-
-
-def _or_replicate(placements: Sequence[Placement] | None, mesh: DeviceMesh) -> Sequence[Placement]:
-    return [Replicate()] * mesh.ndim if placements is None else placements
+from shardcompile.tensor.autograd import FromLocal
+from shardcompile.tensor.inputs import agreed_copies, agreed_metadata, as_tuple, check_kind, kind_of
 
 
 def scatter_tensor(
@@ -58,7 +49,7 @@ def scatter_tensor(
     """Spread a tensor that one rank holds. Every other rank receives its own block only.
 
     Args:
-        tensor: the whole tensor on the source rank; ignored elsewhere.
+        tensor: the whole tensor on the source rank; ignored elsewhere. One on the device meta gives local shards there.
         global_src: global rank of the source; it must be in the mesh.
         mesh: the mesh.
         placements: one for each mesh dim, no Partial.
@@ -72,30 +63,29 @@ def scatter_tensor(
             the placements or sizes do not fit.
     """
     source = _coordinate_of(mesh, global_src)
-    request = repr((list(placements), global_src, global_shape and tuple(global_shape), dtype, sharding_shapes))
-    shape, found = agreed_metadata(tensor, source, mesh, request)
+    request = repr((list(placements), global_src, as_tuple(global_shape), dtype, sharding_shapes))
+    shape, found, is_meta = agreed_metadata(tensor, source, mesh, request)
+    assert source is not None, "it has been looked up in the mesh"
     if global_shape is not None and tuple(global_shape) != tuple(shape):
         raise LayoutError(f"rank {global_src} holds shape {tuple(shape)}, not the stated {tuple(global_shape)}")
     if dtype is not None and dtype != found:
         raise LayoutError(f"rank {global_src} holds {found}, not the stated {dtype}")
-    layout = _layout(mesh, placements, shape, found, sharding_shapes)
-    local = _scatter(tensor, source, layout)
+    layout = asked_layout(mesh, placements, shape, found, sharding_shapes)
+    local = allocate(layout, "meta") if is_meta else _scatter(tensor, source, layout)
     return ShardTensor(local, Spec.of(layout, contiguous_stride(layout.shape)), requires_grad)
 
 
-def _coordinate_of(mesh: DeviceMesh, global_rank: int) -> tuple[int, ...]:
+def _coordinate_of(mesh: DeviceMesh, global_rank: int) -> tuple[int, ...] | None:
     places = (mesh.mesh == global_rank).nonzero().tolist()
-    if not places:
-        raise LayoutError(f"rank {global_rank} is not in the mesh {mesh}")
-    return tuple(places[0])
+    return tuple(places[0]) if places else None
 
 
 def _scatter(tensor: Tensor | None, source: tuple[int, ...], layout: Layout) -> Tensor:
     """Send each block to one rank, then broadcast it along the mesh dims that replicate; returns this rank's block."""
     mesh = layout.mesh
-    me = tuple(_here(mesh))
+    me = tuple(coordinate_here(mesh))
     copies = [m for m, p in enumerate(layout.placements) if isinstance(p, Replicate)]
-    local = torch.empty(layout.local_shape(me), dtype=layout.dtype, device=mesh.device_type)
+    local = allocate(layout)
     if me == source:
         assert tensor is not None, "the source holds the tensor"
         others = [c for c in _coordinates(mesh) if c != me and all(c[m] == source[m] for m in copies)]
@@ -107,13 +97,6 @@ def _scatter(tensor: Tensor | None, source: tuple[int, ...], layout: Layout) -> 
         if all(me[m] == source[m] for m in copies[i + 1 :]):
             local = broadcast(local, source[mesh_dim], mesh.get_group(mesh_dim))
     return local
-
-
-def _here(mesh: DeviceMesh) -> Sequence[int]:
-    coordinate = compat.coordinate(mesh)
-    if coordinate is None:
-        raise LayoutError(f"this rank is not in the mesh {mesh}, and holds no tensors of it")
-    return coordinate
 
 
 def _coordinates(mesh: DeviceMesh) -> list[tuple[int, ...]]:
@@ -131,7 +114,8 @@ def distribute_tensor(
     """Spread a tensor of which every rank holds a copy, as in `torch.distributed.tensor`.
 
     Args:
-        tensor: a leaf; a tensor of the same shape and dtype on every rank.
+        tensor: a leaf; a tensor of the same shape and dtype on every rank. One on the device meta stays there: it has
+            no values to send.
         device_mesh: the mesh; the current one by default.
         placements: one for each mesh dim; Replicate by default.
         src_data_rank: rank in each mesh dim whose data counts; None: every rank takes its block of its own copy,
@@ -142,26 +126,25 @@ def distribute_tensor(
         LayoutError: the placements or sizes do not fit, the ranks pass different shapes, or `tensor` is no leaf.
     """
     mesh = device_mesh or compat.current_mesh()
-    if isinstance(tensor, ShardTensor):
-        return tensor.redistribute(mesh, placements, sharding_shapes=sharding_shapes)
-    placements = _or_replicate(placements, mesh)
+    placements = or_replicate(placements, mesh)
+    sharded = tensor if isinstance(tensor, ShardTensor) else None
+    if sharded is not None and (src_data_rank is None or torch.compiler.is_compiling()):
+        return sharded.redistribute(mesh, placements, sharding_shapes=sharding_shapes)
     if src_data_rank is None or compat.is_fake_outside_traces(tensor):  # without values all copies are the same
-        _require_leaf(tensor)
-        layout = _layout(mesh, placements, tuple(tensor.shape), tensor.dtype, sharding_shapes)
-        local = tensor.detach()[layout.block_slices(_here(mesh))].clone(memory_format=torch.contiguous_format)
+        check_kind("distribute_tensor", kind_of(tensor, leaf=True))
+        layout = asked_layout(mesh, placements, tuple(tensor.shape), tensor.dtype, sharding_shapes)
+        local = tensor.detach()[layout.block_slices(coordinate_here(mesh))].clone(memory_format=torch.contiguous_format)
         return ShardTensor(local, Spec.of(layout, contiguous_stride(layout.shape)), tensor.requires_grad)
     source = tuple(src_data_rank if n > src_data_rank else 0 for n in mesh.shape)
-    request = repr((list(placements), sharding_shapes, tensor.is_leaf))
-    shape, dtype = agreed_metadata(tensor, source, mesh, request, everywhere=True)
-    _require_leaf(tensor)
-    layout = _layout(mesh, placements, shape, dtype, sharding_shapes)
-    local = _scatter(tensor, source, layout)
+    now = None if sharded is None else sharded.sharding.describe()
+    request = repr((list(placements), sharding_shapes, source, getattr(tensor, "requires_grad", None), now))
+    agreed = agreed_copies(tensor, source, mesh, request)
+    if agreed is None:
+        assert sharded is not None, "all ranks have passed one"
+        return sharded.redistribute(mesh, placements, sharding_shapes=sharding_shapes)
+    layout = asked_layout(mesh, placements, agreed.shape, agreed.dtype, sharding_shapes)
+    local = allocate(layout, "meta") if agreed.is_meta else _scatter(tensor, source, layout)
     return ShardTensor(local, Spec.of(layout, contiguous_stride(layout.shape)), tensor.requires_grad)
-
-
-def _require_leaf(tensor: Tensor) -> None:
-    if not tensor.is_leaf:
-        raise LayoutError("distribute_tensor takes leaves of the autograd graph; from_local(x, mesh) is differentiable")
 
 
 def distribute_module(
@@ -190,93 +173,6 @@ def distribute_module(
     if output_fn is not None:
         module.register_forward_hook(lambda mod, _, outputs: output_fn(mod, outputs, mesh))
     return module
-
-
-# Factories
-
-
-_FILLS: dict[str, Callable[[ShardTensor], object]] = {
-    "empty": lambda t: None,
-    "zeros": lambda t: t.zero_(),
-    "ones": lambda t: t.fill_(1),
-    "rand": lambda t: t.uniform_(),
-    "randn": lambda t: t.normal_(),
-}
-
-
-@torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
-def _make(
-    name: str,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    mesh: DeviceMesh | None,
-    placements: Sequence[Placement] | None,
-    sharding_shapes: SizesByMeshDim | None,
-) -> ShardTensor:
-    mesh = compat.mesh_itself(mesh)
-    laid_out = _layout(mesh, placements, shape, dtype, sharding_shapes)
-    with torch.no_grad():
-        tensor = _allocate_in_graph(laid_out) if laid_out.is_traced else _allocate(laid_out)
-        _FILLS[name](tensor)
-    return tensor
-
-
-def _allocate(layout: Layout) -> ShardTensor:
-    local = torch.empty(layout.local_shape(_here(layout.mesh)), dtype=layout.dtype, device=layout.mesh.device_type)
-    return ShardTensor(local, Spec.of(layout, contiguous_stride(layout.shape)))
-
-
-def _allocate_in_graph(layout: Layout) -> ShardTensor:
-    """Allocate in a graph for all extents: a step of a redistribution tells the size of the block."""
-    one = torch.empty((), dtype=layout.dtype, device=layout.mesh.device_type)
-    whole = ShardTensor(one.expand(layout.shape), Spec.of(layout.replicated(), contiguous_stride(layout.shape)))
-    taken: ShardTensor = redistributed(whole, layout)
-    return taken
-
-
-def _factory(name: str) -> Callable[..., ShardTensor]:
-    def make(
-        *size: object,
-        dtype: torch.dtype | None = None,
-        layout: torch.layout = torch.strided,
-        requires_grad: bool = False,
-        device_mesh: DeviceMesh | None = None,
-        placements: Sequence[Placement] | None = None,
-        sharding_shapes: SizesByMeshDim | None = None,
-    ) -> ShardTensor:
-        if layout is not torch.strided:
-            raise UnsupportedOpError(
-                f"a factory of sharded tensors was asked for layout={layout}; blocks are dense: leave it out, or pass "
-                "torch.strided"
-            )
-        shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(size)
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        tensor = _make(name, shape, dtype, device_mesh, placements, sharding_shapes)
-        if requires_grad:
-            tensor.requires_grad_()
-        return tensor
-
-    make.__doc__ = f"As `torch.{name}`, with device_mesh, placements and sharding_shapes."
-    return make
-
-
-empty = _factory("empty")
-zeros = _factory("zeros")
-ones = _factory("ones")
-rand = _factory("rand")
-randn = _factory("randn")
-
-
-def full(size: Sequence[int], fill_value: Any, *, dtype: torch.dtype | None = None, **kwargs: Any) -> ShardTensor:
-    """As `torch.full`, with device_mesh, placements and sharding_shapes."""
-    dtype = dtype or torch.tensor(fill_value).dtype
-    requires_grad = kwargs.pop("requires_grad", False)
-    with torch.no_grad():
-        tensor = empty(size, dtype=dtype, **kwargs)
-        tensor.fill_(fill_value)
-    if requires_grad:
-        tensor.requires_grad_()
-    return tensor
 
 
 # Extension points
@@ -412,7 +308,7 @@ def _from_block(
     wanted = normalize_placements(placements, mesh, local.ndim)
     shape: list[Any] = list(local.shape)
     cuts: list[Any] = [None] * local.ndim
-    coordinate = _here(mesh)
+    coordinate = coordinate_here(mesh)
     for dim in range(local.ndim):
         mesh_dims = tuple(m for m, p in enumerate(wanted) if isinstance(p, Shard) and p.dim == dim)
         if not mesh_dims:

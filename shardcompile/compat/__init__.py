@@ -40,13 +40,16 @@ from shardcompile.compat.inductor import (
     preserve_node_ordering,
 )
 from shardcompile.compat.memory import (
+    NO_MEMORY,
     exchange_tensors,
     flatten_together,
     follow_view,
     forbid_writes_with_gradients,
     give_storage,
+    refuse_pointer,
     share_storage,
     shares_storage,
+    torch_compares_memory,
     without_base,
 )
 from shardcompile.compat.nodes import last_repetition
@@ -88,6 +91,7 @@ from shardcompile.compat.tracing import (
     UNKNOWN_SIZE,
     annotate_nodes,
     below_autograd,
+    dispatch_is_off,
     fake_mode_like,
     imbalance_of,
     in_backward_pass,
@@ -101,6 +105,7 @@ from shardcompile.compat.tracing import (
     outside_trace,
     outside_transforms,
     refuse_unknown_shapes,
+    with_dispatch,
 )
 from shardcompile.compat.values import (
     SUPERSEDED,
@@ -115,6 +120,7 @@ from shardcompile.compat.values import (
 from shardcompile.compat.worlds import add_guard, forget_with_world, note_trace, start_epoch, world_epoch
 
 __all__ = [
+    "NO_MEMORY",
     "SUPERSEDED",
     "UNKNOWN_OUTPUT_SHAPE",
     "UNKNOWN_SIZE",
@@ -133,6 +139,7 @@ __all__ = [
     "decomposition_by_torch",
     "decomposition_of",
     "detect_fake_mode",
+    "dispatch_is_off",
     "exchange_tensors",
     "expression_of",
     "fake_mode_like",
@@ -190,6 +197,7 @@ __all__ = [
     "outside_transforms",
     "preserve_node_ordering",
     "process_group",
+    "refuse_pointer",
     "refuse_unknown_shapes",
     "register_work",
     "retrace",
@@ -204,8 +212,10 @@ __all__ = [
     "store",
     "suggest_hint",
     "supersede",
+    "torch_compares_memory",
     "trace_size_obliviously",
     "unrecorded_symbols",
+    "with_dispatch",
     "without_base",
     "without_guards",
     "world_epoch",

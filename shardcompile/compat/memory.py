@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing  # 2.11 - 2.15
@@ -45,6 +47,30 @@ def give_storage(x: torch.Tensor) -> None:
     """
     like = torch.Tensor._make_wrapper_subclass(type(x), x.shape, dtype=x.dtype, device=x.device, storage_size=1)
     share_storage(x, like)
+
+
+NO_MEMORY = ("data is not allocated yet", "Cannot access data pointer of Tensor")
+"""What stands in the error of a kernel that reads the memory of a tensor that has none, or writes there."""
+
+refuse_pointer: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr  # 2.11 - 2.15
+"""Has C++ raise where it asks for the address of a tensor's memory. A wrapper's is 0, and reading there ends the
+process.
+"""
+
+_READS_THE_ADDRESS = "torch.cuda._utils"  # 2.11 - 2.15
+"""The one module of torch that hands the address of a tensor on, to a kernel."""
+
+
+def torch_compares_memory(depth: int) -> bool:
+    """Whether torch's own Python code asks for the memory of a tensor, to compare it with other memory.
+
+    For a wrapper it expects the address 0, and a storage of its own that nothing can be read from.
+
+    Args:
+        depth: how many frames above the caller of this function the question was asked.
+    """
+    caller: Any = sys._getframe(depth + 1).f_globals.get("__name__", "")
+    return caller.startswith("torch.") and caller != _READS_THE_ADDRESS
 
 
 def follow_view(op: torch._ops.OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> None:

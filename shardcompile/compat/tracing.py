@@ -45,6 +45,16 @@ def in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1  # 2.11 - 2.15
 
 
+def dispatch_is_off() -> bool:
+    """Whether C++ has switched `__torch_dispatch__` off, as it does while it reads numbers out of a list."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded("Python")  # 2.11 - 2.15
+
+
+def with_dispatch() -> contextlib.AbstractContextManager[None]:
+    """Inside the context, `__torch_dispatch__` is on, whoever has switched it off."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Python, False)  # 2.11 - 2.15
+
+
 @contextlib.contextmanager
 def annotate_nodes(**notes: str) -> Iterator[None]:
     """Inside the context, traced nodes get these notes in ``node.meta["custom"]["shardcompile"]``.

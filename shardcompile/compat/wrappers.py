@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
+import torch.utils.dlpack
 from torch._dynamo import compiled_autograd  # 2.11 - 2.15
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._flat_param import FlatParamHandle  # 2.11 - 2.15
@@ -44,6 +45,7 @@ def check_before_wrapping(
     as_parameter: Callable[[object, str], None],
     as_input: Callable[[object, str], None],
     as_data: Callable[[torch.Tensor, object], None],
+    as_memory: Callable[[object], None],
 ) -> None:
     """Run these checks before torch's wrappers. They raise if a tensor cannot be wrapped.
 
@@ -53,6 +55,7 @@ def check_before_wrapping(
         as_parameter: gets each parameter before a wrapper flattens or buckets it, and the wrapper's name.
         as_input: gets each input of a function before a tracer traces it, and the tracer's name.
         as_data: gets a tensor, and the value that is assigned to its ``data``.
+        as_memory: gets each tensor whose memory ``to_dlpack`` hands out.
 
     The function is long because each patch states its reason.
     """
@@ -85,7 +88,19 @@ def check_before_wrapping(
         for x in tree_leaves(inputs):
             as_input(x, "torch.jit.trace")
 
+    def of_dlpack(tensor: object, *rest: object, **options: object) -> None:
+        as_memory(tensor)
+
     put_in_for_good(
+        Patch(
+            "memory_of_dlpack",
+            "torch.utils.dlpack.to_dlpack, torch.to_dlpack",
+            "to_dlpack raises an error about custom kernels, which names no way out.",
+            "to_dlpack, unlike Tensor.__dlpack__, asks no `__torch_function__`, and takes the address 0 of a wrapper "
+            "subclass for its memory: reading the capsule is a segmentation fault.",
+            "2.11 - 2.15",
+            _before((torch.utils.dlpack, "to_dlpack", of_dlpack), (torch, "to_dlpack", of_dlpack)),
+        ),
         Patch(
             "inputs_of_make_fx",
             "torch.fx.experimental.proxy_tensor.track_tensor",

@@ -73,9 +73,10 @@ class Gathered(Entry):
             return type(out)(self._wrap(cls, o) for o in out)
         if not isinstance(out, Tensor):
             return out
-        if out.layout is not torch.strided:
+        if out.layout is not torch.strided or out.is_nested:
+            kind = "nested" if out.is_nested else "sparse"
             raise UnsupportedOpError(
-                f"{self.op} gives a {out.layout} tensor, and a sparse tensor has no blocks. Of the gradient of an "
+                f"{self.op} gives a {out.layout} tensor, and a {kind} tensor has no blocks. Of the gradient of an "
                 "embedding: leave out sparse=True and take an optimizer for dense gradients; otherwise take "
                 "full_tensor() of the inputs"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardcompile import compat
-from shardcompile.collectives import all_gather_even, cut_of_sizes, symbolic_cut
+from shardcompile.collectives import cut_of_sizes, symbolic_cut
 from shardcompile.collectives.transport import as_bytes
 from shardcompile.errors import LayoutError
 from shardcompile.layout import Cut, IntLike, Layout, Spec, digest_of, normalize_placements
+from shardcompile.tensor.inputs import (
+    DTYPES,
+    Coordinate,
+    Given,
+    as_tuple,
+    check_given,
+    check_kind,
+    exchange,
+    exchange_given,
+    kind_of,
+    require_same,
+)
 
 Sizes = Sequence[Any] | Tensor
 """Sizes of all blocks along a dim: ints, whole block shapes, or a tensor of integers, the same on every rank."""
@@ -25,9 +37,6 @@ Sizes = Sequence[Any] | Tensor
 ShardingShapes = Literal["infer", "chunk"] | Mapping[int, Sizes]
 _Blocks = dict[tuple[int, ...], list[int]]
 """Shapes of blocks by mesh coordinate."""
-
-_MAX_DIMS = 16
-_DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
 
 
 def layout_of_block(
@@ -43,10 +52,13 @@ def layout_of_block(
     Raises:
         LayoutError: anything does not fit together.
     """
-    _check_block(local, mesh)
+    if compat.coordinate(mesh) is None:
+        raise LayoutError(f"rank {dist.get_rank()} is not among the ranks of {mesh}: only these can hold blocks")
     if placements is None:
         placements = [Replicate()] * mesh.ndim
     infer = isinstance(sharding_shapes, str) and sharding_shapes == "infer"
+    if compat.is_fake(local) or not (run_check or infer):
+        check_kind("from_local", kind_of(local, mesh))  # else when all ranks know of it
     blocks: _Blocks | None = None
     if compat.is_fake(local):
         compat.trace_size_obliviously()
@@ -64,23 +76,6 @@ def layout_of_block(
     if problem:
         raise LayoutError(problem)
     return layout
-
-
-def _check_block(local: Tensor, mesh: DeviceMesh) -> None:
-    """Raise, before anything is sent, if this is no block."""
-    if hasattr(local, "device_mesh"):
-        raise LayoutError(
-            f"from_local takes this rank's block as a plain tensor, got a {type(local).__name__} of shape "
-            f"{tuple(local.shape)}. A DTensor becomes a ShardTensor by ShardTensor.from_dtensor, a ShardTensor another "
-            "layout by redistribute"
-        )
-    if local.layout is not torch.strided or local.is_quantized or local.is_nested:
-        kind = "nested" if local.is_nested else "quantized" if local.is_quantized else str(local.layout)
-        raise LayoutError(f"blocks are dense tensors, got a {kind} one; first to_dense(), dequantize() or values()")
-    if local.is_meta and not compat.is_fake(local):
-        raise LayoutError("a block on the device meta has no values; make it on the mesh's device, or trace offline")
-    if compat.coordinate(mesh) is None:
-        raise LayoutError(f"rank {dist.get_rank()} is not among the ranks of {mesh}: only these can hold blocks")
 
 
 def _layout_of_symbols(
@@ -242,24 +237,6 @@ def _stated_layout(
 # Exchanging shapes
 
 
-def _row(local: Tensor | None) -> list[int]:
-    """What a rank tells the others of a tensor: dtype, number of dims, shape."""
-    if local is None:
-        return [-1] * (2 + _MAX_DIMS)
-    shape = [*local.shape, *[0] * (_MAX_DIMS - local.ndim)]
-    return [_DTYPES.index(local.dtype), local.ndim, *shape[:_MAX_DIMS]]
-
-
-def _exchange(row: list[int], mesh: DeviceMesh) -> dict[tuple[int, ...], list[int]]:
-    """The rows of all ranks, by mesh coordinate."""
-    table = torch.tensor([row], dtype=torch.int64, device=mesh.device_type)
-    for mesh_dim in reversed(range(mesh.ndim)):
-        table = all_gather_even(table, mesh.get_group(mesh_dim))
-    rows = table.tolist()
-    coordinates = torch.cartesian_prod(*[torch.arange(n) for n in mesh.shape]).view(len(rows), -1).tolist()
-    return {tuple(c): r for c, r in zip(coordinates, rows, strict=True)}
-
-
 def _agreed_blocks(
     local: Tensor,
     mesh: DeviceMesh,
@@ -268,24 +245,13 @@ def _agreed_blocks(
     global_shape: Sequence[int] | None,
 ) -> _Blocks:
     """The shapes of all blocks, after checking that all ranks ask for the same."""
-    request = repr((list(placements), sharding_shapes, None if global_shape is None else tuple(global_shape)))
-    rows = _exchange([digest_of(request), *_row(local)], mesh)
-    _require_same(rows, 2, "another number of dims", lambda r: str(r[2]))
-    _require_same(rows, 1, "another dtype", lambda r: str(_DTYPES[r[1]]))
-    _require_same(rows, 0, "other placements or sizes", lambda r: f"digest {r[0]:x}; here {request}")
-    if local.ndim > _MAX_DIMS:
-        raise LayoutError(f"the shapes of tensors of more than {_MAX_DIMS} dims cannot be exchanged")
-    return {c: r[3 : 3 + r[2]] for c, r in rows.items()}
-
-
-def _require_same(rows: dict[tuple[int, ...], list[int]], column: int, what: str, show: Any) -> None:
-    first = next(iter(rows))
-    for coordinate, row in rows.items():
-        if row[column] != rows[first][column]:
-            raise LayoutError(
-                f"the blocks do not belong together: mesh coordinate {coordinate} has {what} than {first} "
-                f"({show(row)} against {show(rows[first])})"
-            )
+    request = repr((list(placements), sharding_shapes, as_tuple(global_shape)))
+    given = exchange_given(Given.of(request, local, kind_of(local, mesh)), mesh)
+    check_given("from_local", given)
+    require_same(given, "ndim", "another number of dims", lambda g: str(g.ndim))
+    require_same(given, "dtype", "another dtype", lambda g: str(DTYPES[g.dtype]))
+    require_same(given, "request", "other placements or sizes", lambda g: f"digest {g.request:x}; here {request}")
+    return {c: list(g.sizes()) for c, g in given.items()}
 
 
 def _layout_of_shapes(
@@ -320,61 +286,40 @@ def _sizes_along(shapes: _Blocks, mesh_dims: list[int], dim: int) -> list[int]:
     return [sizes[b][0] for b in sorted(sizes)]
 
 
+class _Believed(NamedTuple):
+    """What a rank believes of a tensor: its layout, whether its block does not fit, and the block's values."""
+
+    layout: int
+    is_wrong: int
+    values: int
+
+
 def _check_ranks(local: Tensor, layout: Layout, problem: str | None) -> None:
     """Compare what the ranks believe; raise on all of them alike.
 
     Raises:
         LayoutError: layouts differ, a block does not fit on some rank, or replicated values differ.
     """
-    rows = _exchange([digest_of(layout.describe()), int(problem is not None), _checksum(local)], layout.mesh)
-    _require_same(rows, 0, "another layout", lambda r: f"digest {r[0]:x}; here {layout.describe()}")
-    bad = [c for c, r in rows.items() if r[1]]
+    mine = _Believed(digest_of(layout.describe()), int(problem is not None), _checksum(local))
+    rows = {c: _Believed(*r) for c, r in exchange(mine, layout.mesh).items()}
+    require_same(rows, "layout", "another layout", lambda r: f"digest {r.layout:x}; here {layout.describe()}")
+    bad = [c for c, r in rows.items() if r.is_wrong]
     if bad:
         raise LayoutError(problem or f"the block at mesh coordinate {bad[0]} does not fit {layout.describe()}")
     differing = [m for m, p in enumerate(layout.placements) if not isinstance(p, Replicate)]
-    groups: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {}
+    groups: dict[Coordinate, tuple[int, Coordinate]] = {}
     for coordinate, row in rows.items():
         block = tuple(coordinate[m] for m in differing)
-        value, where = groups.setdefault(block, (row[2], coordinate))
-        if value != row[2]:
+        value, where = groups.setdefault(block, (row.values, coordinate))
+        if value != row.values:
             raise LayoutError(f"replicated values differ between mesh coordinates {where} and {coordinate}")
 
 
 def _checksum(local: Tensor) -> int:
+    if local.is_meta:
+        return 0  # there are no values
     data = as_bytes(local.detach().resolve_conj().resolve_neg().contiguous().cpu())
     return int.from_bytes(hashlib.blake2b(data.numpy().tobytes(), digest_size=7).digest(), "big")
-
-
-def agreed_metadata(
-    tensor: Tensor | None, source: tuple[int, ...], mesh: DeviceMesh, request: str, everywhere: bool = False
-) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of the tensor that one rank holds, after checking that all ranks ask for the same.
-
-    Args:
-        tensor: what this rank holds.
-        source: mesh coordinate of the rank that counts.
-        mesh: the mesh.
-        request: the other arguments of the call, as text.
-        everywhere: whether every rank must hold a tensor of that shape and dtype.
-
-    Raises:
-        LayoutError: on every rank.
-    """
-    rows = _exchange([digest_of(request), *_row(tensor)], mesh)
-    _require_same(rows, 0, "other arguments", lambda r: f"digest {r[0]:x}; here {request}")
-    announced = rows[source]
-    if announced[2] < 0:
-        raise LayoutError(f"the source at mesh coordinate {source} holds no tensor")
-    if announced[2] > _MAX_DIMS:
-        raise LayoutError(f"the shapes of tensors of more than {_MAX_DIMS} dims cannot be exchanged")
-    if everywhere:
-        for coordinate, row in rows.items():
-            if row != announced:
-                raise LayoutError(
-                    f"the ranks hold different tensors: shape {row[3 : 3 + max(row[2], 0)]} at mesh coordinate "
-                    f"{coordinate}, {announced[3 : 3 + announced[2]]} at {source} (or another dtype)"
-                )
-    return tuple(announced[3 : 3 + announced[2]]), _DTYPES[announced[1]]
 
 
 # Pickling

@@ -39,6 +39,7 @@ from shardcompile.tensor.autograd import (
     redistributed,
 )
 from shardcompile.tensor.foreign import check_convertible, guard_wrappers
+from shardcompile.tensor.memory import data_ptr, explain_read, untyped_storage
 from shardcompile.tensor.traced import Traced
 
 ShardingShapes = construct.ShardingShapes
@@ -85,14 +86,22 @@ class ShardTensor(Traced):
                 if type(a) is not cls or a._align_grad:
                     break
             else:  # the common case first, and without a call for each argument
-                with _without_torch_function():
-                    return func(*args)
+                try:
+                    with _without_torch_function():
+                        return func(*args)
+                except RuntimeError as error:
+                    explain_read(error, func, args, {})
+                    raise
         kwargs = kwargs or {}
         if args and type(args[0]) is not cls and func in IN_PLACE and wants_gradient(args, kwargs):
             return write_to_plain(func, args, kwargs)
         args, kwargs = cls._prepared(func, args, kwargs)
-        with _without_torch_function():
-            return func(*args, **kwargs) if special is None else special(func, *args, **kwargs)
+        try:
+            with _without_torch_function():
+                return func(*args, **kwargs) if special is None else special(func, *args, **kwargs)
+        except RuntimeError as error:
+            explain_read(error, func, args, kwargs)
+            raise
 
     @classmethod
     def _prepared(
@@ -293,6 +302,22 @@ class ShardTensor(Traced):
         # A block that is still on its way is not waited for. One in a trace is not asked which rank it is of.
         block = layout.local_shape(compat.coordinate(layout.mesh)) if local is None else tuple(local.shape)
         return f"ShardTensor({layout.describe()}, block {block}{grad})"
+
+    def data_ptr(self) -> int:
+        """Refused: a sharded tensor has no memory of its own.
+
+        Raises:
+            UnsupportedOpError: unless torch asks whether it has any.
+        """
+        return data_ptr(self)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Refused: a sharded tensor has no memory of its own.
+
+        Raises:
+            UnsupportedOpError: unless torch asks, to tell which tensors are views of one another.
+        """
+        return untyped_storage(self)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         is_param = getattr(self, "_is_param", False)

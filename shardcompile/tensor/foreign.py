@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from shardcompile.compat.wrappers import check_before_wrapping, is_strided_shard, ranks_of
 from shardcompile.dispatch.foreign import hold_the_same_block
 from shardcompile.errors import refusal
+from shardcompile.tensor.memory import refuse_memory
 
 
 def guard_wrappers(sharded: type) -> None:
@@ -79,7 +80,11 @@ def guard_wrappers(sharded: type) -> None:
                 "sc.distribute_module do so",
             )
 
-    check_before_wrapping(as_block, as_whole, as_parameter, as_input, as_data)
+    def as_memory(tensor: object) -> None:
+        if isinstance(tensor, sharded):
+            refuse_memory("to_dlpack()", tensor)
+
+    check_before_wrapping(as_block, as_whole, as_parameter, as_input, as_data, as_memory)
 
 
 @torch.compiler.allow_in_graph  # Dynamo, which traces DTensor's functions, would fail on our layouts in its own words

@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shardcompile import compat, config
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.ops import state_function, state_named_function
-from shardcompile.sharded import Sharded
 from shardcompile.tensor import flex, masks
 from shardcompile.tensor.arguments import align_gradient
 from shardcompile.tensor.autograd import in_one_piece
@@ -25,7 +24,10 @@ from shardcompile.tensor.fourier import FOURIER_FUNCTIONS
 from shardcompile.tensor.grids import interpolate
 from shardcompile.tensor.grouped import grouped_mm, grouped_mm_fallback
 from shardcompile.tensor.higher_order import teach_higher_order_ops
+from shardcompile.tensor.memory import MEMORY_FUNCTIONS
+from shardcompile.tensor.numbers import NUMBER_FUNCTIONS, READS_NUMBER, as_number
 from shardcompile.tensor.padding import pad
+from shardcompile.tensor.recurrent import RECURRENT_FUNCTIONS
 from shardcompile.tensor.unique import unique, unique_consecutive
 
 aten = torch.ops.aten
@@ -128,34 +130,6 @@ def _tell_equal_extents(query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
         bool(query.shape[-3] % key.shape[-3] == 0)
 
 
-def _tolist(func: Callable[..., object], x: Any) -> object:
-    return x.full_tensor().tolist()
-
-
-def _format(func: Callable[..., Any], x: Any, spec: str) -> str:
-    """A number as torch formats the plain one."""
-    return func(x.detach().full_tensor() if x.ndim == 0 and x._holds_values else x, spec)
-
-
-def _no_memory(func: Callable[..., object], x: Sharded, *args: object, **kwargs: object) -> object:
-    raise UnsupportedOpError(
-        f"{func.__name__} of {x._spec.layout.describe()}: a sharded tensor has no memory of its own that others could "
-        f"read; take x.to_local() for this rank's block, or x.full_tensor()"
-    )
-
-
-def _numpy(func: Callable[..., Any], x: Any, **kwargs: Any) -> object:
-    """A number as a numpy array; larger tensors are not gathered behind the caller's back."""
-    if x.ndim > 0:
-        raise UnsupportedOpError(
-            f"numpy() of {x._spec.layout.describe()}: numpy knows no blocks. Take x.to_local().numpy() for this rank's "
-            "block, or x.full_tensor().numpy() for all of it"
-        )
-    if x.requires_grad and not kwargs.get("force"):
-        return func(torch.zeros((), requires_grad=True))  # torch's own refusal
-    return func(x.detach().full_tensor(), **kwargs)
-
-
 def _cdist(
     func: Callable[..., Any],
     x1: Tensor,
@@ -216,10 +190,9 @@ def _of_neighbours(run: Callable[..., object]) -> Callable[..., object]:
 
 
 state_function([_Tensor.data.__set__], _set_data)
-state_function([_Tensor.tolist], _tolist)
-state_function([_Tensor.__format__], _format)
-state_function([_Tensor.numpy], _numpy)
-state_function([_Tensor.share_memory_, _Tensor.__dlpack__], _no_memory)
+for _function, _run in {**MEMORY_FUNCTIONS, **NUMBER_FUNCTIONS, **RECURRENT_FUNCTIONS}.items():
+    state_function([_function], _run)
+state_function(READS_NUMBER, as_number, when=lambda _: compat.dispatch_is_off())
 state_function([_Tensor.tensor_split, torch.tensor_split], _tensor_split, aten.tensor_split)
 state_function([_Tensor.__deepcopy__], _deep_copy)
 state_function([_Tensor.grad.__get__], _gradient)

@@ -35,6 +35,7 @@ from shardcompile.tensor.metadata import (
 )
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
+_refuse_pointer = compat.refuse_pointer
 _T = TypeVar("_T", bound="Traced")
 _UNMARKED = AttributeError("no dim of this tensor may vary")
 
@@ -70,6 +71,8 @@ class Traced(Sharded):
         self._spec = spec
         if type(local) is not Tensor:
             self._carry_keys()
+        else:
+            _refuse_pointer(self)
         return self
 
     def _carry_keys(self) -> None:
@@ -269,10 +272,12 @@ class Traced(Sharded):
             if metadata.copied:
                 del self.__dict__["_local_tensor"]
                 self._copied = GivenCopy(local)
-        elif metadata.has_stated_sizes:
-            self._align_grad = True
-            if keys is not None and keys.ndim == 1 + len(metadata.dynamic_dims):
-                self._keys = keys
+        else:
+            _refuse_pointer(self)
+            if metadata.has_stated_sizes:
+                self._align_grad = True
+                if keys is not None and keys.ndim == 1 + len(metadata.dynamic_dims):
+                    self._keys = keys
         return self
 
     @classmethod

@@ -106,7 +106,7 @@ def largest_share(x: object) -> float:
     """How many times that of an even division the largest shard of a tensor is, along the dim where that is most."""
     if not isinstance(x, ShardTensor):
         return 1.0
-    sizes = [cut.sizes for cut in x.sharding.cuts if cut is not None and sum(cut.sizes)]
+    sizes = [cut.sizes for cut in x.sharding.cuts if cut is not None and any(cut.sizes)]
     return max((max(n) / math.ceil(sum(n) / len(n)) for n in sizes), default=1.0)
 
 

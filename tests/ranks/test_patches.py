@@ -620,6 +620,7 @@ SCENES: dict[str, Callable[[], str]] = {
         lambda mesh, x: FullyShardedDataParallel(with_parameter(x), mesh.get_group(), device_id=torch.device("cpu"))
     ),
     "values_of_state_dicts": values_of_state_dicts,
+    "memory_of_dlpack": Refused(lambda mesh, x: torch.utils.dlpack.to_dlpack(x), 2, "to_dlpack"),
     "data_of_plain_tensors": Alone("data_of_plain_tensors", DATA_OF_A_PLAIN_TENSOR),
     "wholes_of_dtensors": Refused(lambda mesh, x: distribute_tensor(x, mesh, [Replicate()]), 2, "distribute_tensor"),
     "parameters_of_ddp": Refused(

@@ -1,0 +1,236 @@
+"""What constructors are given as a tensor. Where ranks exchange anything, all of them learn what each was given."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcompile import compat
+from shardcompile.collectives import all_gather_even
+from shardcompile.errors import LayoutError
+from shardcompile.layout import digest_of
+from shardcompile.sharded import Sharded
+
+MAX_DIMS = 16
+"""So many sizes of a tensor can be exchanged."""
+
+_HINTS = {
+    "None": "Every rank passes a tensor; scatter_tensor spreads one that a single rank holds",
+    "no tensor": "First torch.as_tensor(values)",
+    "a DTensor": "ShardTensor.from_dtensor makes it a ShardTensor",
+    "a ShardTensor": "x.redistribute gives it another layout, and x.to_local() is this rank's local shard",
+    "a nested tensor": "Pass its values(), or torch.nested.to_padded_tensor",
+    "a sparse tensor": "First to_dense()",
+    "a quantized tensor": "First dequantize()",
+    "a tensor on another device": "First to(mesh.device_type)",
+    "a result of autograd": "distribute_tensor takes leaves of the autograd graph; from_local(x, mesh) is "
+    "differentiable",
+    f"a tensor of more than {MAX_DIMS} dims": "The shapes of such tensors cannot be exchanged",
+}
+"""What is refused, and what to do instead."""
+
+DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
+"""All element types, in one order on all ranks."""
+
+Coordinate = tuple[int, ...]
+"""Where a rank is in a mesh."""
+
+_KINDS = ["a dense tensor", *_HINTS]
+
+DENSE = 0
+"""The kind of input that every constructor takes. Kinds are numbers, so that ranks can exchange them."""
+
+SHARDED = _KINDS.index("a ShardTensor")
+"""The kind of input that only `distribute_tensor` takes, if every rank passes it."""
+
+
+def kind_of(x: object, mesh: DeviceMesh | None = None, leaf: bool = False) -> int:
+    """What an input is; `DENSE` for a dense plain tensor, also one on the device meta.
+
+    Args:
+        x: what was passed as a tensor.
+        mesh: that has to have the tensor's device; None if any device will do.
+        leaf: whether it has to be a leaf of the autograd graph.
+    """
+    if x is None:
+        return _KINDS.index("None")
+    if not isinstance(x, Tensor):
+        return _KINDS.index("no tensor")
+    # Of a nested or a sparse tensor no more may be asked than what it is.
+    found = {
+        "a ShardTensor": isinstance(x, Sharded),
+        "a DTensor": hasattr(x, "device_mesh"),
+        "a nested tensor": x.is_nested,
+        "a sparse tensor": x.layout is not torch.strided,
+        "a quantized tensor": x.is_quantized,
+        "a tensor on another device": mesh is not None
+        and not x.is_meta
+        and not compat.is_fake(x)
+        and x.device.type != mesh.device_type,
+        "a result of autograd": leaf and not x.is_leaf,
+    }
+    kind = next((_KINDS.index(name) for name, is_so in found.items() if is_so), DENSE)
+    if kind == DENSE and x.ndim > MAX_DIMS:
+        return _KINDS.index(f"a tensor of more than {MAX_DIMS} dims")
+    return kind
+
+
+def check_kind(constructor: str, kind: int, where: str = "on this rank") -> None:
+    """Refuses an input that is no dense plain tensor.
+
+    Args:
+        constructor: the function that was called.
+        kind: of its input, see `kind_of`.
+        where: which rank has passed it.
+
+    Raises:
+        LayoutError: the same on every rank, if `kind` and `where` are.
+    """
+    if kind != DENSE:
+        name = _KINDS[kind]
+        raise LayoutError(f"{constructor} takes a dense plain tensor, got {name} {where}. {_HINTS[name]}")
+
+
+class Given(NamedTuple):
+    """What a rank tells the others of its arguments: in a row of integers."""
+
+    request: int
+    kind: int
+    is_meta: int = 0
+    dtype: int = -1
+    ndim: int = -1
+    shape: tuple[int, ...] = (0,) * MAX_DIMS
+
+    @classmethod
+    def of(cls, request: str, x: object, kind: int) -> Given:
+        """Of the other arguments, as text, and of a tensor, unless it is of a kind that is refused."""
+        if kind != DENSE or not isinstance(x, Tensor):
+            return cls(digest_of(request), kind)
+        shape = (*x.shape, *[0] * (MAX_DIMS - x.ndim))
+        return cls(digest_of(request), kind, x.is_meta, DTYPES.index(x.dtype), x.ndim, shape)
+
+    def sizes(self) -> tuple[int, ...]:
+        """The shape without what it is padded by."""
+        return self.shape[: self.ndim]
+
+
+def as_tuple(shape: object) -> object:
+    """A shape as a tuple, for a request; what is none stays as it is, so that all ranks learn of it."""
+    return tuple(shape) if isinstance(shape, Sequence) else shape
+
+
+def exchange(row: Sequence[int], mesh: DeviceMesh) -> dict[Coordinate, list[int]]:
+    """The rows of all ranks, by mesh coordinate."""
+    table = torch.tensor([row], dtype=torch.int64, device=mesh.device_type)
+    for mesh_dim in reversed(range(mesh.ndim)):
+        table = all_gather_even(table, mesh.get_group(mesh_dim))
+    return dict(zip(itertools.product(*map(range, mesh.shape)), table.tolist(), strict=True))
+
+
+def exchange_given(given: Given, mesh: DeviceMesh) -> dict[Coordinate, Given]:
+    """What all ranks have been given, by mesh coordinate."""
+    *numbers, shape = given
+    rows = exchange([*numbers, *shape], mesh)
+    return {c: Given._make([*r[:-MAX_DIMS], tuple(r[-MAX_DIMS:])]) for c, r in rows.items()}
+
+
+def check_given(constructor: str, given: Mapping[Coordinate, Given]) -> None:
+    """Refuse what some rank has passed as a tensor, on all ranks alike."""
+    for coordinate, g in given.items():
+        check_kind(constructor, g.kind, f"at mesh coordinate {coordinate}")
+    require_same(given, "is_meta", "a tensor on another device", lambda g: "meta" if g.is_meta else "not meta")
+
+
+def require_same(rows: Mapping[Coordinate, Any], field: str, what: str, show: Callable[[Any], str]) -> None:
+    """Refuse rows that differ, on all ranks alike.
+
+    Args:
+        rows: named tuples, by mesh coordinate.
+        field: that has to be the same in all of them.
+        what: the words for another value.
+        show: a value in words.
+
+    Raises:
+        LayoutError: they differ.
+    """
+    first = next(iter(rows))
+    for coordinate, row in rows.items():
+        if getattr(row, field) != getattr(rows[first], field):
+            raise LayoutError(
+                f"the blocks do not belong together: mesh coordinate {coordinate} has {what} than {first} "
+                f"({show(row)} against {show(rows[first])})"
+            )
+
+
+class Agreed(NamedTuple):
+    """What all ranks know of the tensor that is to be spread.
+
+    Attributes:
+        shape: its global shape.
+        dtype: its element type.
+        is_meta: whether it is on the device meta, and has no values.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_meta: bool
+
+
+def agreed_metadata(tensor: object, source: Coordinate | None, mesh: DeviceMesh, request: str) -> Agreed:
+    """What the source of `scatter_tensor` holds, after checking that all ranks ask for the same.
+
+    Args:
+        tensor: what this rank holds; it counts on the source only.
+        source: mesh coordinate of the source; None if it is not in the mesh.
+        mesh: the mesh.
+        request: the other arguments of the call, as text.
+
+    Raises:
+        LayoutError: on every rank.
+    """
+    held = compat.coordinate(mesh) == source
+    mine = Given.of(request, tensor, kind_of(tensor)) if held else Given.of(request, None, DENSE)
+    given = exchange_given(mine, mesh)
+    _require_same_request(given, request)
+    if source is None:
+        raise LayoutError(f"the source is not in the mesh {mesh}")
+    announced = given[source]
+    check_kind("scatter_tensor", announced.kind, f"from the source at mesh coordinate {source}")
+    return Agreed(announced.sizes(), DTYPES[announced.dtype], bool(announced.is_meta))
+
+
+def agreed_copies(tensor: object, source: Coordinate, mesh: DeviceMesh, request: str) -> Agreed | None:
+    """What every rank passes to `distribute_tensor`; None if that is a ShardTensor.
+
+    Args:
+        tensor: what this rank passes.
+        source: mesh coordinate of the rank whose values count.
+        mesh: the mesh.
+        request: the other arguments of the call, as text.
+
+    Raises:
+        LayoutError: on every rank, if the ranks do not pass the same.
+    """
+    given = exchange_given(Given.of(request, tensor, kind_of(tensor, leaf=True)), mesh)
+    if all(g.kind == SHARDED for g in given.values()):
+        _require_same_request(given, request)
+        return None
+    check_given("distribute_tensor", given)
+    _require_same_request(given, request)
+    announced = given[source]
+    for coordinate, g in given.items():
+        if (g.sizes(), g.dtype) != (announced.sizes(), announced.dtype):
+            raise LayoutError(
+                f"the ranks hold different tensors: {DTYPES[g.dtype]} of shape {g.sizes()} at mesh coordinate "
+                f"{coordinate}, {DTYPES[announced.dtype]} of shape {announced.sizes()} at {source}"
+            )
+    return Agreed(announced.sizes(), DTYPES[announced.dtype], bool(announced.is_meta))
+
+
+def _require_same_request(given: Mapping[Coordinate, Given], request: str) -> None:
+    require_same(given, "request", "other arguments", lambda g: f"digest {g.request:x}; here {request}")

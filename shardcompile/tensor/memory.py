@@ -1,0 +1,118 @@
+"""Ways out of a tensor to its memory. A sharded tensor has none of its own, so each of them is refused in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from shardcompile import compat
+from shardcompile.errors import UnsupportedOpError, refusal
+from shardcompile.sharded import Sharded
+
+_Tensor: Any = torch.Tensor
+
+
+def refuse_memory(call: str, *given: object) -> NoReturn:
+    """Refuses a call that reads or hands out memory.
+
+    Args:
+        call: what was called.
+        given: the arguments, among them sharded tensors.
+
+    Raises:
+        UnsupportedOpError: always.
+    """
+    raise refusal(
+        call,
+        ", ".join(x._spec.layout.describe() for x in tree_leaves(given) if isinstance(x, Sharded)),
+        "a sharded tensor has no memory of its own that others could read",
+        "Take x.to_local() for this rank's local shard, or x.full_tensor() for all of it",
+    )
+
+
+def data_ptr(x: Sharded) -> int:
+    """The address of a tensor's memory: 0 for torch's own code, which tells wrappers by it; refused otherwise."""
+    # The frames between are this one and that of the method.
+    return 0 if compat.torch_compares_memory(2) else refuse_memory("data_ptr()", x)
+
+
+def untyped_storage(x: Sharded) -> torch.UntypedStorage:
+    """The storage of a tensor. Torch's own code gets one that can be compared, and not be read; refused otherwise."""
+    if not compat.torch_compares_memory(2):
+        refuse_memory("untyped_storage()", x)
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.Tensor.untyped_storage(x)
+
+
+def explain_read(error: RuntimeError, func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+    """Says in words what a kernel has run into that reads the memory of its arguments below dispatch.
+
+    Raises:
+        UnsupportedOpError: if this is such an error.
+    """
+    if any(text in str(error) for text in compat.NO_MEMORY):
+        name = getattr(func, "__name__", str(func))
+        try:
+            refuse_memory(f"{name}(), which reads the memory of its arguments,", args, kwargs)
+        except UnsupportedOpError as refused:
+            raise refused from error
+
+
+def _refuse(func: Callable[..., object], *args: object, **kwargs: object) -> NoReturn:
+    refuse_memory(f"{func.__name__}()", args, kwargs)
+
+
+def _numpy(func: Callable[..., Any], x: Any, **kwargs: Any) -> object:
+    """``x.numpy()``: a number as a numpy array; larger tensors are not gathered behind the caller's back."""
+    if x.ndim > 0:
+        raise refusal(
+            "numpy()",
+            x._spec.layout.describe(),
+            "numpy knows no local shards",
+            "Take x.to_local().numpy() for this rank's local shard, or x.full_tensor().numpy() for all of it. Beside "
+            "sharded tensors, write torch.from_numpy(array) for an array, and torch.sin for np.sin",
+        )
+    if x.requires_grad and not kwargs.get("force"):
+        return func(torch.zeros((), requires_grad=True))  # torch's own refusal
+    return func(x.detach().full_tensor(), **kwargs)
+
+
+def _array(_: object, x: torch.Tensor, dtype: Any = None, *, copy: bool | None = None) -> Any:
+    """``np.asarray(x)``."""
+    array: Any = _numpy(_Tensor.numpy, x)
+    return array if dtype is None else array.astype(dtype, copy=False)
+
+
+def _cuda_array_interface(func: Callable[..., object], x: Sharded) -> object:
+    """``x.__cuda_array_interface__``: an `AttributeError`, so that whoever asks goes on to another protocol."""
+    if not x.is_cuda:
+        return func(x)  # torch's own
+    try:
+        refuse_memory("__cuda_array_interface__", x)
+    except UnsupportedOpError as refused:
+        raise AttributeError(str(refused)) from None
+
+
+MEMORY_FUNCTIONS: dict[object, Callable[..., object]] = {
+    _Tensor.numpy: _numpy,
+    _Tensor.__array__: _array,
+    _Tensor.__cuda_array_interface__.__get__: _cuda_array_interface,
+    **dict.fromkeys(
+        [
+            _Tensor.__dlpack__,
+            _Tensor.share_memory_,
+            _Tensor.storage,
+            _Tensor.apply_,
+            _Tensor.map_,
+            _Tensor.map2_,
+            _Tensor.data_ptr,  # `torch.Tensor.data_ptr(x)`: of x.data_ptr() the class has its own
+            _Tensor.untyped_storage,
+            *(getattr(_Tensor, name) for name in ("const_data_ptr",) if hasattr(_Tensor, name)),  # new in some 2.x
+        ],
+        _refuse,
+    ),
+}
+"""What Python functions of torch do in place of reading memory."""
