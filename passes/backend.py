@@ -69,14 +69,9 @@ def compile_with_passes(
         mode: one of Inductor's, as for its own backend; what it stands for comes before `options`.
         options: Inductor's, as for its own backend. What is given here goes before what the passes set.
     """
-    from torch._inductor import list_mode_options  # heavy, and only needed here
-    from torch._inductor.compile_fx import compile_fx
-
     settings = {name.replace("-", "_"): value for name, value in (options or {}).items()}
-    if mode is not None:
-        settings = list_mode_options(mode) | settings
     try:
-        return compile_fx(model, inputs, config_patches={**inductor_options(), **settings})  # type: ignore[return-value]
+        return compat.compile_with_inductor(model, inputs, inductor_options(), mode, settings)
     except Exception as error:
         report_failure(error)
         raise

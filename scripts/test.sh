@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/venv.sh
+source scripts/checks.sh
 
 use_venv test
 
@@ -22,14 +23,6 @@ use_fast_linker() {
 }
 use_fast_linker
 
-checks() {
-    echo "== ruff"
-    ruff check && ruff format --check --quiet || return
-    echo "== mypy"
-    mypy || return
-    echo "== import contracts"
-    lint-imports
-}
 if (($#)); then
     checks
     echo "== pytest"

@@ -33,6 +33,8 @@ from shardcompile.graphs import RowLinks as RowLinks
 from shardcompile.graphs import link_rows as link_rows
 from shardcompile.halo import halo_map as halo_map
 from shardcompile.layout import Layout as Layout
+from shardcompile.replicas import check_replicated as check_replicated
+from shardcompile.replicas import sync_module_over_mesh as sync_module_over_mesh
 from shardcompile.reports import capture as capture
 from shardcompile.reports import explain as explain
 from shardcompile.routing import Route as Route

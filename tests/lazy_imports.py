@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shardcompile.compat.caches import source_files
+
 
 @dataclass
 class Imports:
@@ -24,7 +26,7 @@ class Imports:
 
 def imports_of(root: Path, package: str) -> dict[str, Imports]:
     """By module of a package in a folder, what it imports; what only type checkers read is left out."""
-    files = {_module(path, root): path for path in sorted((root / package).rglob("*.py"))}
+    files = {_module(path, root): path for path in source_files(root / package)}
     found = {}
     for name, path in files.items():
         found[name] = imports = Imports()

@@ -7,18 +7,15 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from sources import PACKAGE, SOURCES
 
 
-def signatures(root: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+def signatures() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """All functions and methods of the package, with the folder that each is in."""
-    for path in sorted([*(root / "shardcompile").rglob("*.py"), *(root / "passes").rglob("*.py")]):
-        if "passes" in path.relative_to(root).parts[1:]:
-            continue  # the link to the folder beside it
-        *folders, file = path.relative_to(root).parts
-        folder = "/".join(folders[1:2] or folders[:1] if folders[0] == "shardcompile" else folders[:1])
+    for path in SOURCES:
+        *folders, file = path.relative_to(PACKAGE).parts
+        folder = folders[0] if folders else PACKAGE.name
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 yield f"{folder}/{file}", node
@@ -34,11 +31,11 @@ def says_any(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 @functools.cache
-def shares(root: Path = ROOT) -> dict[str, tuple[int, int]]:
+def shares() -> dict[str, tuple[int, int]]:
     """By folder, and under ``""`` for all: how many signatures say `Any`, and how many there are."""
     many: Counter[str] = Counter()
     loose: Counter[str] = Counter()
-    for place, node in signatures(root):
+    for place, node in signatures():
         for key in ("", place.rsplit("/", 1)[0]):
             many[key] += 1
             loose[key] += says_any(node)
@@ -47,7 +44,7 @@ def shares(root: Path = ROOT) -> dict[str, tuple[int, int]]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--list"]:
-        for place, node in signatures(ROOT):
+        for place, node in signatures():
             if place.startswith(sys.argv[2]) and says_any(node):
                 print(f"{place}:{node.lineno} {node.name}")
     else:

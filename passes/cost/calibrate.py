@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from shardcompile.collectives import wait
 from shardcompile.collectives.gathers import ALL_GATHER_V, AllGatherV
 from shardcompile.collectives.reductions import ALL_REDUCE
+from shardcompile.collectives.transport import transport_of
 from shardcompile.errors import CollectiveError
 from shardcompile.layout import CHUNK_KEY, GroupCut
 from shardcompile.machines import Device, Link
@@ -75,9 +76,8 @@ def measure_link(group: ProcessGroup | None = None, sizes: Sequence[int] = SIZES
     samples = _samples(group, sizes, repeats)
     latency, per_byte = fit(samples)
     share = latency / (1 + math.log2(group.size()))
-    backend = group.name()
-    name = f"{backend}, {group.size()} ranks, measured"
-    if backend != "gloo":
+    name = f"{group.name()}, {group.size()} ranks, measured"
+    if not transport_of(group).uses_cpu:
         return Link(name, share, share, 1 / per_byte)
     host, busy = min(_host(group, repeats), latency), _busy(group, repeats)
     return Link(name, share, share, 1 / per_byte, "shared", host, busy)
@@ -100,7 +100,7 @@ def measure_device(group: ProcessGroup | None = None, repeats: int = REPEATS) ->
     link = measure_link(group, repeats=repeats)
     group = dist.group.WORLD if group is None else group
     assert group is not None
-    if group.name() == "nccl":
+    if transport_of(group).device != "cpu":
         raise CollectiveError("what GPUs compute with is not measured; take one of shardcompile.machines")
     runs = _products() | _passes_over_memory() | _layers_of_small_kernels() | _masked()
     took = _fastest(runs, group, torch.device("cpu"), repeats)
@@ -165,11 +165,11 @@ def load_device(path: Path | str) -> Device:
 
 
 def _samples(group: ProcessGroup, sizes: Sequence[int], repeats: int) -> list[Sample]:
-    device = torch.device("cuda", torch.cuda.current_device()) if group.name() == "nccl" else torch.device("cpu")
-    n = group.size()
+    transport, n = transport_of(group), group.size()
+    device = torch.device(transport.device)
     runs: dict[Hashable, Callable[[], object]] = {}
     moved: dict[Hashable, float] = {}
-    through = 1 if group.name() != "gloo" else (n - 1) / n  # broadcasts are pipelined elsewhere
+    through = (n - 1) / n if transport.uses_cpu else 1  # GPUs pipeline a broadcast
     for nbytes in sizes:
         block = max(nbytes // (4 * n), 1)
         for collective, length, share in (

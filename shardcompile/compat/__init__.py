@@ -34,6 +34,7 @@ from shardcompile.compat.groups import (
     store,
 )
 from shardcompile.compat.inductor import (
+    compile_with_inductor,
     inductor_has,
     load_inductor,
     lower_when_traced,
@@ -133,6 +134,7 @@ __all__ = [
     "add_guard",
     "annotate_nodes",
     "below_autograd",
+    "compile_with_inductor",
     "coordinate",
     "count_as_collective",
     "current_mesh",

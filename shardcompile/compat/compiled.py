@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 from torch._inductor import config  # 2.11 - 2.15
@@ -57,17 +57,17 @@ def read_notes_with(reader: Reader) -> None:
         first = reader(getattr(self, _NOTES, ()))
         finish(self, *args, **named)
         if first is not None:
-            loaded = cast(Callable[[list[Any]], Any], self.current_callable)
+            loaded = cast(Callable[[Sequence[Any]], Any], self.current_callable)
             self.current_callable = _after(first, loaded)
 
     cls.__init__, cls.post_compile = make_with_notes, read_and_finish
 
 
-def _after(first: Callable[[], None], run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], object]:
+def _after(first: Callable[[], None], run: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], object]:
     """A function that calls `first` before it calls `run` for the first time."""
     done = False
 
-    def run_after(inputs: list[Any]) -> object:
+    def run_after(inputs: Sequence[Any]) -> object:
         nonlocal done
         if not done:
             first()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -75,7 +75,7 @@ def _of_a_forward_that_has_not_run(handle: Callable[..., None]) -> Callable[...,
         call = compiled.current_callable
         assert call is not None, "a graph that was compiled"
 
-        def run(inputs: list[object]) -> object:
+        def run(inputs: Sequence[Any]) -> object:
             manager = get_manager(device, create_if_none_exists=False)
             if manager is not None:
                 manager.set_to_running_backward()

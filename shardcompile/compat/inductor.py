@@ -121,6 +121,31 @@ def load_inductor() -> None:
     importlib.import_module("torch._inductor.compile_fx")  # 2.11 - 2.15
 
 
+def compile_with_inductor(
+    model: torch.fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+    defaults: Mapping[str, object],
+    mode: str | None,
+    options: Mapping[str, object],
+) -> Callable[..., object]:
+    """Compiles with Inductor what Dynamo captured.
+
+    Args:
+        model: the captured graph.
+        inputs: its example inputs.
+        defaults: settings that `mode` and `options` override.
+        mode: one of Inductor's modes, which stands for settings that `options` override.
+        options: settings.
+    """
+    # Heavy, and only a compilation needs it.
+    from torch._inductor import list_mode_options  # 2.11 - 2.15
+    from torch._inductor.compile_fx import compile_fx  # 2.11 - 2.15
+
+    of_mode = {} if mode is None else list_mode_options(mode)
+    compiled: Any = compile_fx(model, inputs, config_patches={**defaults, **of_mode, **options})
+    return compiled
+
+
 def inductor_has(option: str) -> bool:
     """Whether the installed Inductor has a setting of this name."""
     return option in config._config  # type: ignore[attr-defined]  # 2.11 - 2.15

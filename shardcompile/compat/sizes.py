@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -78,10 +78,11 @@ def size_hint(value: IntLike, default: int = 64) -> int:
     hint, differs = value.node.hint, _DIFFERS.get()
     if hint is not None and differs is None:
         return int(hint)
-    expression, env = value.node.expr, value.node.shape_env
+    expression: sympy.Expr = value.node.expr
+    env: Any = value.node.shape_env
     nominal = [s for s in expression.free_symbols if differs(env, s)] if differs is not None else []
     if hint is None or nominal:
-        suggested = env.var_to_hint_override  # 2.11 - 2.15
+        suggested = _suggested_hints(value)
         hints = {s: suggested.get(s, env.create_symintnode(s, hint=None).node.hint) for s in expression.free_symbols}
         hints |= dict.fromkeys(nominal, NOMINAL_EXTENT)
         hint = expression.xreplace({s: sympy.Integer(default if h is None else h) for s, h in hints.items()})
@@ -124,7 +125,13 @@ def suggest_hint(size: object, number: int) -> None:
         number: the same on every rank.
     """
     if isinstance(size, torch.SymInt) and is_unbacked(size) and size.node.expr.is_symbol:
-        size.node.shape_env.var_to_hint_override[size.node.expr] = max(number, 2)  # 2.11 - 2.15
+        _suggested_hints(size)[size.node.expr] = max(number, 2)
+
+
+def _suggested_hints(size: torch.SymInt) -> dict[sympy.Expr, int]:
+    """The hints of unbacked symbols that a trace was told, by symbol."""
+    env: Any = size.node.shape_env
+    return env.var_to_hint_override  # 2.11 - 2.15
 
 
 def is_specialised(size: object) -> bool:
@@ -141,7 +148,7 @@ def has_no_hint(value: object) -> bool:
     """Whether nothing tells what a size will be when the graph runs, so that `size_hint` uses its default."""
     if not isinstance(value, torch.SymInt) or not is_unbacked(value):
         return False
-    suggested = value.node.shape_env.var_to_hint_override
+    suggested = _suggested_hints(value)
     return any(symbol not in suggested for symbol in free_unbacked_symbols(value))
 
 

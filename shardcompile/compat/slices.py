@@ -43,7 +43,8 @@ def _by_formula(slice_forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         last = extent if end is None or statically_known_true(end == sys.maxsize) else _place(extent, end)
         if first is None or last is None:
             return slice_forward(mode, op, x, dim, start, end, step)
-        shape, strides = list(x.shape), list(x.stride())
+        shape: list[Size] = list(x.shape)
+        strides = list(x.stride())
         length = last - first
         if not guard_or_false(length >= 0):
             length = torch.sym_max(length, 0)

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from shardcompile.compat import forget_with_world, size_hint, statically_known_true
+import torch
+from torch.distributed.tensor.placement_types import Placement, Shard
+
+from shardcompile.compat import coordinate, forget_with_world, size_hint, statically_known_true
+from shardcompile.errors import LayoutError, refusal
 from shardcompile.layout.layout import Layout
 from shardcompile.layout.sizes import IntLike
 
 _INTERNED: dict[Spec, Spec] = {}
 _INTERNED_LIMIT = 1 << 16
 forget_with_world(_INTERNED.clear)
+
+
+class TensorMeta(NamedTuple):
+    """Shape, strides and dtype of the global tensor, as in a spec of DTensor."""
+
+    shape: torch.Size
+    stride: tuple[IntLike, ...]
+    dtype: torch.dtype
 
 
 class Spec:
@@ -55,6 +68,73 @@ class Spec:
         if len(_INTERNED) >= _INTERNED_LIMIT:
             _INTERNED.clear()
         return _INTERNED.setdefault(spec, spec)
+
+    # What handlers of DTensor and of PhysicsNeMo's ShardTensor read.
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh of ranks."""
+        return self.layout.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One for each mesh dim."""
+        return self._layout_of_shards().placements
+
+    @property
+    def tensor_meta(self) -> TensorMeta:
+        """Shape, strides and dtype of the global tensor."""
+        return TensorMeta(torch.Size(self.shape), self.stride, self.layout.dtype)  # type: ignore[arg-type]
+
+    @property
+    def local_shape(self) -> torch.Size:
+        """Shape of this rank's shard."""
+        layout = self._layout_of_shards()
+        return torch.Size(layout.local_shape(coordinate(layout.mesh)))  # type: ignore[arg-type]
+
+    def sharding_shapes(self, mesh_dim: int | None = None) -> Any:
+        """Shapes of the shards along each mesh dim that shards, as `from_local` takes them; nothing is sent.
+
+        Shapes are those of the ranks that this rank's coordinates share but along the mesh dim. Where several mesh dims
+        shard one tensor dim, each of them has the shapes of all shards of that dim.
+
+        Args:
+            mesh_dim: gives the shapes along this one only.
+
+        Raises:
+            LayoutError: `mesh_dim` shards nothing.
+            UnsupportedOpError: inside a graph, which serves all shard sizes.
+        """
+        if any(cut is not None and cut.is_traced for cut in self.layout.cuts):
+            raise refusal(
+                "sharding_shapes()",
+                self.layout.describe(),
+                "one graph serves all shard sizes",
+                "In a graph leave them out: from_local(local, mesh, placements) has the ranks exchange them, and "
+                "local_map takes them from its inputs",
+            )
+        mine = self.local_shape
+        shapes = {
+            m: tuple((*mine[: p.dim], size, *mine[p.dim + 1 :]) for size in self.layout.sizes(p.dim))
+            for m, p in enumerate(self.placements)
+            if isinstance(p, Shard)
+        }
+        if mesh_dim is None:
+            return shapes
+        if mesh_dim not in shapes:
+            raise LayoutError(f"mesh dim {mesh_dim} shards nothing in {self.layout.describe()}")
+        return shapes[mesh_dim]
+
+    def _layout_of_shards(self) -> Layout:
+        """The layout that `to_local` gives shards of.
+
+        Raises:
+            LayoutError: to know it, the ways to bring rows together would have to be compared.
+        """
+        for cut in self.layout.cuts:
+            if cut is not None and len(cut.mesh_dims) > 1:
+                cut.check_in_one_piece()
+        return self.layout
 
     def __eq__(self, other: object) -> bool:
         if self is other:

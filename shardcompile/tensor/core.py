@@ -19,7 +19,7 @@ from shardcompile.layout import Layout, Spec, contiguous_stride, normalize_place
 from shardcompile.ops import CONDITIONS, FUNCTIONS, NAMED_FUNCTIONS
 from shardcompile.ops.view.joined import layout_in_one_piece
 from shardcompile.plan import target_layout
-from shardcompile.tensor import checkpoint, construct
+from shardcompile.tensor import checkpoint, construct, promotion
 from shardcompile.tensor.arguments import (
     IN_PLACE,
     TAKES_LEAVES,
@@ -45,6 +45,7 @@ from shardcompile.tensor.traced import Traced
 ShardingShapes = construct.ShardingShapes
 
 
+SILENT = promotion.TensorPromotionMode.SILENT
 _without_torch_function = torch._C.DisableTorchFunctionSubclass
 _FUNCTION_HANDLERS, _NAMED_HANDLERS = Handlers.functions, Handlers.names
 
@@ -108,6 +109,8 @@ class ShardTensor(Traced):
         cls, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
         """The arguments of a function with plain tensors promoted that want a gradient."""
+        if promotion.Promotion.mode is not SILENT and func not in TAKES_LEAVES:
+            promotion.tell_of_plain(func, (args, kwargs))
         mesh, plain = survey(cls, args)
         if kwargs:
             also_mesh, also_plain = survey(cls, kwargs.values())
@@ -339,6 +342,10 @@ class ShardTensor(Traced):
     def patches_enabled() -> bool:
         """Whether functions of torch know sharded tensors: always. PhysicsNeMo's ShardTensor has a switch for it."""
         return True
+
+    get_promotion_mode = staticmethod(promotion.get_promotion_mode)
+    set_promotion_mode = staticmethod(promotion.set_promotion_mode)
+    promotion_mode = staticmethod(promotion.promotion_mode)
 
     @staticmethod
     def register_dispatch_handler(op: OpOverload, handler: Callable[..., object]) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from pathlib import Path
 
 import torch
+from sources import PACKAGE, SOURCES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-import shardcompile
 from shardcompile import compat
 
 PRIVATE = re.compile(r"^\s*(from|import) torch\._|from torch\.[\w.]+ import _\w+", re.MULTILINE)
@@ -33,11 +32,9 @@ def test_a_compiled_graph_is_made_and_finished_as_notes_beside_it_need() -> None
 
 
 def test_private_modules_are_imported_in_one_place() -> None:
-    root = Path(shardcompile.__file__).parent
-    library = [p for p in root.rglob("*.py") if not {"demo", "testing"} & set(p.relative_to(root).parts)]
-    assert len(library) > 30
-    outside = [p for p in library if p.parent != root / "compat"]
-    offenders = [p.name for p in outside if PRIVATE.search(p.read_text())]
+    library = [p for p in SOURCES if not {"demo", "testing"} & set(p.relative_to(PACKAGE).parts)]
+    outside = [p for p in library if p.parent != PACKAGE / "compat"]
+    offenders = [str(p.relative_to(PACKAGE)) for p in outside if PRIVATE.search(p.read_text())]
     assert offenders == []
 
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ast
+import os
+import pkgutil
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import pytest
+from sources import PACKAGE, ROOT, SOURCES
+
+from shardcompile.compat.caches import source_files
 
 
 def test_the_workflow_runs_what_ci_runs() -> None:
@@ -32,6 +38,25 @@ def test_every_hook_runs_a_tool_of_the_tests() -> None:
     assert hooks and set(hooks) <= set(extras["test"])
 
 
+@pytest.mark.parametrize("installed, counts", [("pinned", True), ("pinned+cpu", True), ("99.0", False)])
+def test_types_are_checked_with_the_torch_of_ci(tmp_path: Path, installed: str, counts: bool) -> None:
+    """With another torch `scripts/test.sh` shows what mypy finds, and does not fail for it."""
+    (pinned,) = re.findall(r"torch==([\d.]+)", (ROOT / ".ci" / "constraints.txt").read_text())
+    tools = {"mypy": "echo an error; exit 1", "ruff": "exit 0", "lint-imports": "echo contracts"}
+    for name, script in (tools | {"python": f"echo {installed.replace('pinned', pinned)}"}).items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    run = subprocess.run(
+        ["bash", "-c", "set -euo pipefail; source scripts/checks.sh; checks"],
+        cwd=ROOT,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert "an error" in run.stdout and run.returncode == int(counts)
+    assert ("contracts" in run.stdout) is not counts and ("99.0" in run.stdout) is not counts
+
+
 LONGEST = 25
 """Words in a sentence of a docstring."""
 
@@ -53,9 +78,25 @@ def _docstrings(path: Path) -> list[str]:
 
 def test_sentences_of_docstrings_are_short() -> None:
     assert _long_sentences("One " * (LONGEST + 1)) and not _long_sentences("One " * LONGEST)
-    files = [path for folder in ("shardcompile", "passes") for path in (ROOT / folder).rglob("*.py")]
-    found = {f"{path.relative_to(ROOT)}: {s}" for path in files for d in _docstrings(path) for s in _long_sentences(d)}
+    found = {
+        f"{path.relative_to(ROOT)}: {s}" for path in SOURCES for d in _docstrings(path) for s in _long_sentences(d)
+    }
     assert not found
+
+
+def test_the_list_of_sources_is_complete() -> None:
+    """With the passes: `rglob` skips the link `shardcompile/passes`, and a test that walks by it sees none of them."""
+    named = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in SOURCES}
+    found = pkgutil.walk_packages([str(PACKAGE)], "shardcompile.")
+    assert {"shardcompile.__init__", *(m.name + ".__init__" * m.ispkg for m in found)} == named
+    assert "shardcompile.passes.graph.collective" in named
+
+
+def test_tests_read_the_list_of_sources() -> None:
+    walks = re.compile(r"""glob\(["'][*/]*\.py["']\)""")
+    lines = [(p, line) for p in (ROOT / "tests").rglob("*.py") for line in p.read_text().splitlines()]
+    assert walks.search('(ROOT / "passes").rglob("*.py")') and walks.search('folder.glob("**/*.py")')
+    assert [f"{p.name}: {line}" for p, line in lines if walks.search(line) and p != Path(__file__)] == []
 
 
 def test_passes_ask_no_extent_of_a_tensor_for_a_number() -> None:
@@ -63,7 +104,7 @@ def test_passes_ask_no_extent_of_a_tensor_for_a_number() -> None:
     asked = re.compile(r"shape\[[^\]]+\] (?:==|!=|<|>|<=|>=) \d")
     found = [
         f"{path.name}: {line.strip()}"
-        for path in sorted((ROOT / "passes").rglob("*.py"))
+        for path in source_files(PACKAGE / "passes")
         for line in path.read_text().splitlines()
         if asked.search(line)
     ]

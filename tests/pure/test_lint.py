@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from lazy_imports import hidden_circles, imports_of, without_a_reason
-
-ROOT = Path(__file__).parents[2]
+from sources import ROOT, SOURCES
 
 
 def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
@@ -64,16 +63,14 @@ def test_no_import_in_a_function_hides_a_circle(tmp_path: Path):
 
 
 def test_imports_in_functions_say_why():
-    sources = [path for path in (ROOT / "shardcompile").rglob("*.py") if "passes" not in path.relative_to(ROOT).parts]
-    sources += (ROOT / "passes").rglob("*.py")
-    assert not [f"{path}:{line}" for path in sources for line in without_a_reason(path.read_text())]
+    assert not [f"{path}:{line}" for path in SOURCES for line in without_a_reason(path.read_text())]
     assert without_a_reason("def f():\n    import heavy\n") == [2]
     assert not without_a_reason("def f():\n    # An optional package.\n    import a\n    import b\n")
 
 
 def test_files_and_functions_are_short():
     """Files have at most 450 lines; functions of more than 40 say in a docstring what they do."""
-    for path in [p for folder in ("shardcompile", "passes") for p in (ROOT / folder).rglob("*.py")]:
+    for path in SOURCES:
         text = path.read_text()
         assert len(text.splitlines()) <= 450, f"{path}: split it by purpose"
         assert not long_functions(text), path

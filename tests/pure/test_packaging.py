@@ -8,8 +8,10 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from sources import ROOT
 
-ROOT = Path(__file__).parents[2]
+from shardcompile.compat.caches import source_files
+
 BUILD_INPUTS = ["LICENSE", "README.md", "pyproject.toml", "setup.py", "passes", "shardcompile"]
 
 
@@ -57,9 +59,7 @@ def test_link_and_folder_are_one_package():
 
 
 def test_wheel_from_sdist_holds_every_module_once(checkout: Path, wheel: Path):
-    # rglob does not follow the link shardcompile/passes, so each file counts once here too.
-    expected = [path.relative_to(checkout).as_posix() for path in (checkout / "shardcompile").rglob("*.py")]
-    expected += [f"shardcompile/{path.relative_to(checkout)}" for path in (checkout / "passes").rglob("*.py")]
+    expected = [path.relative_to(checkout).as_posix() for path in source_files(checkout / "shardcompile")]
     assert "shardcompile/passes/__init__.py" in expected
 
     packed = [name for name in ZipFile(wheel).namelist() if name.endswith(".py")]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from shardcompile import config
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.glob("**/*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
@@ -88,8 +90,25 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     api = (tmp_path / "site" / "api.html").read_text()
     assert "shardcompile.ShardTensor.from_local" in api and "sharding_shapes" in api
+    shown = re.findall(r'<h\d id="(shardcompile[^"]*)"', api)
+    assert "shardcompile.Layout.describe" in shown and "shardcompile.config.patch" in shown
+    assert not [name for name in shown if "._" in name or name.endswith(".refusal")]
     assert (tmp_path / "site" / "repository" / "notebooks" / "1_uneven_shards.ipynb").exists()
     shutil.rmtree(tmp_path / "site")
+
+
+def test_the_api_page_shows_no_private_members() -> None:
+    """Also where the site is not built. `members: true` shows all of them, whatever `filters` says."""
+    options = re.findall(r"members: *(\S+)", (DOCS / "api.md").read_text())
+    assert "null}" in options and not [found for found in options if found.startswith("true")]
+    assert re.search(r'members: \[\]\n +filters: \["!\^_"\]', (ROOT / "mkdocs.yml").read_text())
+
+
+def test_the_api_page_has_every_setting() -> None:
+    (listed,) = re.findall(
+        r"^::: shardcompile\.config\n.*?members: \[(.+?)\]", (DOCS / "api.md").read_text(), re.M | re.S
+    )
+    assert listed.split(", ") == [*config.SETTINGS, "patch"]
 
 
 def test_the_api_page_has_every_public_name() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sources import PACKAGE, SOURCES
 from torch import Tensor
 
-import shardcompile
 from shardcompile.collectives import transport
 from shardcompile.collectives.transport import as_bytes, gpus, nccl, running_ends
 from shardcompile.collectives.transport.balance import even_parts, moved_to_even
@@ -94,8 +94,7 @@ STARTS_RANKS = {"plugin.py", "worker.py", "local_ranks.py", "__main__.py", "rank
 
 
 def test_backends_are_named_in_their_own_files() -> None:
-    root = Path(shardcompile.__file__).parent
-    found = {p.relative_to(root).as_posix() for p in root.rglob("*.py") if NAMED.search(p.read_text())}
+    found = {p.relative_to(PACKAGE).as_posix() for p in SOURCES if NAMED.search(p.read_text())}
     assert {p for p in found if Path(p).name not in STARTS_RANKS} == {
         "collectives/transport/gloo.py",
         "collectives/transport/nccl.py",

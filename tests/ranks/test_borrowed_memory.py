@@ -5,17 +5,16 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from sources import SOURCES
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Shard
 
 import shardcompile as sc
-from shardcompile import collectives
 from shardcompile.collectives import scratch, wait
 from shardcompile.layout import GroupCut, write_cuts
 from shardcompile.testing import mesh, once, rank, world_size
@@ -86,8 +85,7 @@ PROGRAMS: list[Callable[[], None]] = [_moved, _windows, _rolled, _periodic, _red
 
 def _places() -> set[tuple[str, int]]:
     """Where the sources borrow: file and line."""
-    files = Path(collectives.__file__).parent.rglob("*.py")
-    lines = ((f, n, text) for f in files for n, text in enumerate(f.read_text().splitlines(), 1))
+    lines = ((f, n, text) for f in SOURCES for n, text in enumerate(f.read_text().splitlines(), 1))
     return {(str(f), n) for f, n, text in lines if re.search(r"scratch\.borrow\(", text)}
 
 

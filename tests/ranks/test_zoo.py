@@ -63,8 +63,10 @@ def test_by_our_backend_equals_one_process(entry: Entry) -> None:
 @EACH_GOLDEN
 def test_sends_what_its_golden_file_says(entry: Entry) -> None:
     path = GOLDEN / f"{entry.name}.txt"
-    if not path.exists() and UPDATE not in os.environ:
-        pytest.skip(f"there is no {path.name} yet; pytest --update-snapshots writes it")
+    if entry.name in EAGER_ONLY and not path.exists():
+        pytest.skip("a model that is not compiled has no graph to tell of")
+    missing = f"there is no {path.name}; pytest -m zoo --update-snapshots writes it"
+    assert path.exists() or UPDATE in os.environ, missing
     found = check.communication(entry)
     if UPDATE in os.environ:
         path.write_text(found)
@@ -85,8 +87,11 @@ def test_every_gather_of_a_golden_file_has_a_judgement() -> None:
             assert check.gathers_without_judgement(entry, path.read_text()) == [], entry.name
 
 
-def test_every_golden_file_has_its_model() -> None:
-    assert {p.stem for p in GOLDEN.glob("*.txt")} <= {e.name for e in ENTRIES}
+def test_every_model_has_its_golden_file() -> None:
+    """Also where the packages of the models are not installed. One that is not compiled needs none."""
+    written, named = {p.stem for p in GOLDEN.glob("*.txt")}, {e.name for e in ENTRIES}
+    assert written <= named
+    assert named - written <= EAGER_ONLY.keys() or UPDATE in os.environ
     assert len({e.name for e in ENTRIES}) == len(ENTRIES)
     assert {*EAGER_ONLY, *NOT_BY_OUR_BACKEND, *IN_DOUBLE} < {e.name for e in ENTRIES}
     assert not EAGER_ONLY.keys() & NOT_BY_OUR_BACKEND.keys()

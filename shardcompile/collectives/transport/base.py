@@ -80,6 +80,7 @@ class Transport:
         tells: whether `shardcompile.watch` looks after its groups.
         agrees: whether its ranks can wait for one another by small messages before a collective of torch's.
         aborts: whether the watch ends a wait by aborting the group; otherwise it closes connections.
+        uses_cpu: whether the cores that compute also move its messages, through memory that all ranks share.
         rings: whether gathers of blocks of one size are better left to torch's own collective.
         has_all_to_all: whether `all_to_all` is there, and better than messages.
         mark: see `shardcompile.watch.backends.Backend`.
@@ -90,6 +91,7 @@ class Transport:
     tells = False
     agrees = True
     aborts = False
+    uses_cpu = False
     rings = False
     has_all_to_all = False
     mark: Callable[[], Passed] | None = None

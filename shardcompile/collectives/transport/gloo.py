@@ -17,6 +17,7 @@ class Gloo(Transport):
 
     name = "gloo"
     tells = True
+    uses_cpu = True
     has_all_to_all = True
 
     def all_to_all(

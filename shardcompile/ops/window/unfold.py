@@ -121,7 +121,7 @@ def _col2im(
     cut = x._spec.layout.cuts[-1] if isinstance(x, Sharded) else None
     if not isinstance(x, Sharded) or cut is None or not _is_in_one_piece(x, x.ndim - 1) or tuple(dilation) != (1, 1):
         return NotImplemented
-    if cut.unscaled(columns) is None:
+    if not isinstance(columns, int) or cut.unscaled(columns) is None:
         return NotImplemented
     if x.ndim == 2:
         return aten.col2im.default(x.unsqueeze(0), size, kernel, dilation, padding, stride).squeeze(0)
