@@ -16,6 +16,7 @@ from shardcompile.api import scatter_tensor as scatter_tensor
 from shardcompile.api import zeros as zeros
 from shardcompile.compat.caches import tag_compiler_caches
 from shardcompile.compat.dynamo import name_backend
+from shardcompile.compat.raised_errors import let_errors_through
 from shardcompile.contexts import context_parallel as context_parallel
 from shardcompile.contractions import einsum as einsum
 from shardcompile.contractions import tensordot as tensordot
@@ -46,3 +47,4 @@ __version__ = "0.1.0"
 
 name_backend("shardcompile", "shardcompile.passes:compile_with_passes")
 tag_compiler_caches()
+let_errors_through()

@@ -12,8 +12,9 @@ import torch
 from shardcompile.compat.caches import set_in_cache_keys
 
 fallback: Literal["replicate", "warn", "error"] = "replicate"
-"""What happens to an op that no rule knows: its inputs are gathered and it runs on full values on every rank
-(``replicate``: logged once per op; ``warn``: with a Python warning; ``error``: refused)."""
+"""What happens to an op that no sharding rule or decomposition serves: its inputs are gathered, and it runs on full
+tensors on every rank (``replicate``: logged once per op, and again where it gathers ten times as much; ``warn``: with a
+Python warning; ``error``: refused)."""
 
 attention: Literal["auto", "ring", "gather", "heads"] = "auto"
 """How `scaled_dot_product_attention` runs where the sequence is cut. ``ring``: rows stay. Keys and values come a

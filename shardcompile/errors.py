@@ -4,9 +4,28 @@ All derive from `RuntimeError`: a `TypeError` raised inside an operator's dispat
 operators (``x + y`` would then only say "unsupported operand").
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, Self
+
+
+def _as_it_is(kind: type[ShardError]) -> type[ShardError]:
+    return kind
+
 
 class ShardError(RuntimeError):
-    """Base class of every error that shardcompile raises on purpose."""
+    """Base class of every error that shardcompile raises on purpose.
+
+    Attributes:
+        class_to_raise: chooses the class of a new error: the one that was called, or a subclass of it.
+    """
+
+    class_to_raise: ClassVar[Callable[[type[ShardError]], type[ShardError]]] = _as_it_is
+
+    def __new__(cls, *args: object) -> Self:
+        """Make an error that torch's compiler does not wrap; see `compat.raised_errors`."""
+        return super().__new__(ShardError.class_to_raise(cls), *args)  # type: ignore[return-value]
 
 
 class LayoutError(ShardError):

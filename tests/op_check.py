@@ -18,10 +18,13 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 import shardcompile as sc
 from shardcompile import ShardTensor
+from shardcompile.errors import DivergenceError
 from shardcompile.testing import once
 from shardcompile.testing.arrange import CHUNK, Way, lay_out, seed_of, sizes_in_style
 from shardcompile.testing.compare import Tolerances
+from shardcompile.testing.meetings import MeetingError
 from shardcompile.testing.trial import Outcome, Trial, differences
+from shardcompile.testing.turns import RanksWaitError
 from shardcompile.testing.watch import ServiceWatch
 
 _T = TypeVar("_T")
@@ -335,9 +338,9 @@ def _check_one(
         got = run_sharded(case, full, mesh, ways, function)
     except Exception as error:
         if isinstance(want, Exception):
-            return [] if isinstance(error, _ORDERLY) else [f"{type(error).__name__}: {error}"]
-        # Dynamo wraps what an op raises, text and all.
-        refusal = isinstance(error, (sc.ShardError, torch._dynamo.exc.TorchRuntimeError))
+            orderly = isinstance(error, (*_ORDERLY, type(want))) and not isinstance(error, _APART)
+            return [] if orderly else [f"{type(error).__name__}: {error} (plain PyTorch: {want})"]
+        refusal = isinstance(error, sc.ShardError)
         if refusal and case.refuses is not None and case.refuses in str(error):
             return []
         if wrap is not None and not _works_on_plain(case, full, wrap):
@@ -352,6 +355,7 @@ def _check_one(
 
 # What torch, or its fake tensors, raise on purpose; not AttributeError, AssertionError or ZeroDivisionError.
 _ORDERLY = (RuntimeError, ValueError, IndexError, TypeError)
+_APART = (RanksWaitError, MeetingError, DivergenceError)  # one rank has raised, and the others have gone on
 RAISE = False
 
 

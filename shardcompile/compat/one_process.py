@@ -43,6 +43,7 @@ __all__ = [
     "here",
     "in_rank_threads",
     "note_rank_read",
+    "recompile_limit",
     "restore_rank_globals",
     "save_rank_globals",
     "settings_of_ranks",
@@ -259,24 +260,28 @@ def forget_graphs() -> None:
 
 
 @contextlib.contextmanager
-def settings_of_ranks(ranks: int = 1) -> Iterator[None]:
+def settings_of_ranks(recompiles: int) -> Iterator[None]:
     """Inside the context, this thread has the compiler's settings for ranks that share a process.
 
-    AOTAutograd's cache is off, since its keys do not contain the rank that a trace read. Each rank may have as many
-    graphs of a function as in its own process. On GPUs, too, backward passes run in the rank's thread, since torch's
-    own threads belong to no rank.
+    AOTAutograd's cache is off, since its keys do not contain the rank that a trace read. On GPUs, too, backward passes
+    run in the rank's thread, since torch's own threads belong to no rank.
 
-    Settings belong to a thread in torch 2.13 to 2.15, and to the process in older versions.
+    Settings are context variables in torch 2.13 to 2.15, and belong to the process in older versions.
+
+    Args:
+        recompiles: how many graphs of a function the ranks may have together.
     """
     with (
         _functorch_config.patch(enable_autograd_cache=False),
-        _dynamo_config.patch(recompile_limit=ranks * _RECOMPILES),
+        _dynamo_config.patch(recompile_limit=recompiles),
         torch.autograd.set_multithreading_enabled(False),
     ):
         yield
 
 
-_RECOMPILES = _dynamo_config.recompile_limit
+def recompile_limit() -> int:
+    """How many graphs of a function a process may have, as it is set here."""
+    return int(_dynamo_config.recompile_limit)
 
 
 class Coordinate(tuple[int, ...]):
@@ -425,7 +430,7 @@ def in_rank_threads() -> Iterator[None]:
     torch._C._ensureCUDADeviceGuardSet()  # 2.11 - 2.15; without a GPU, a first call in a later thread ends the process
     torch.set_num_threads(1)  # as in ranks that are processes
     try:
-        with settings_of_ranks():
+        with settings_of_ranks(recompile_limit()):
             yield
     finally:
         _set_thread_isolation_mode(False)

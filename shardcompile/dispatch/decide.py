@@ -18,7 +18,7 @@ from shardcompile.dispatch.foreign import check_collective
 from shardcompile.dispatch.gather import Gathered, fallback
 from shardcompile.dispatch.mutate import InPlace, InPlaceView, Written, argument, refuse_expanded, refuse_windows
 from shardcompile.dispatch.run import Checked, Composed, Direct, Entry, Local, Specs, Strides
-from shardcompile.errors import UnsupportedOpError
+from shardcompile.errors import UnsupportedOpError, refusal
 from shardcompile.layout import Layout, Spec
 from shardcompile.ops import Form, OpCall, OpRecord, TensorArg, record_of
 from shardcompile.ops.choice import Choice, OutputPlan, choose
@@ -36,15 +36,16 @@ def decide(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs:
     check_collective(op, args, kwargs)
     record = record_of(op)
     form = record.sharded
+    last_resort = functools.partial(_last_resort, cls, record)
     if any_joined([*args, *kwargs.values()]) and _needs_neighbours(cls, record, args, kwargs):
-        neighbours = Composed((view_of_neighbours if op.is_view else of_neighbours)(op))
+        neighbours = Composed((view_of_neighbours if op.is_view else of_neighbours)(op), last_resort)
         if form is None or form.joined is None:
             return neighbours
         return Composed(form.joined, lambda *_: neighbours, _strides_of_form(op, form, args, kwargs))
     if form is not None and form.always:
-        return Composed(form.run, None, _strides_of_form(op, form, args, kwargs))
+        return Composed(form.run, last_resort, _strides_of_form(op, form, args, kwargs))
     if record.is_random:
-        raise UnsupportedOpError(f"{op}: no sharded form of this random op; {tensors_text(cls, args, kwargs)}")
+        return last_resort(args, kwargs)
     call = describe(cls, op, args, kwargs)
     mutated = _find_mutated(op, args, kwargs)
     entry = (
@@ -55,6 +56,20 @@ def decide(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs:
     # An op that is gathered, or runs by its functional form, checks its indices there.
     looked_at = record.indices is not None and not isinstance(entry, (Gathered, Written))
     return Checked(record, entry) if looked_at else entry
+
+
+def _last_resort(cls: type[Sharded], record: OpRecord, args: tuple[object, ...], kwargs: dict[str, object]) -> Entry:
+    """What is done where no decomposition serves a call: the op runs on full tensors, if it can."""
+    op = record.op
+    if record.is_random or op._schema.is_mutable:
+        what = "draws random numbers" if record.is_random else "writes to its argument"
+        raise refusal(
+            str(op), tensors_text(cls, args, kwargs),
+            f"it {what}, and no sharded decomposition of it serves these arguments",
+            "Take full_tensor() of the inputs, or put a decomposition in its place: "
+            "ShardTensor.register_dispatch_handler(op, handler)",
+        )  # fmt: skip
+    return fallback(describe(cls, op, args, kwargs))
 
 
 def _needs_neighbours(
@@ -254,7 +269,7 @@ def _decide_mutation(
         return Written(call.op, functional, mutated)
     composite = _composite(record)
     if composite is not None:
-        return Composed(composite, way=_BY_TORCH)
+        return Composed(composite, functools.partial(_last_resort, cls, record), way=_BY_TORCH)
     if any(type(t) is cls for t in targets):
         raise UnsupportedOpError(f"{call.op} writes to its argument and has no functional form to run instead")
     return fallback(call)

@@ -1,4 +1,4 @@
-"""The last resort: inputs are gathered, and the op runs on full values on every rank."""
+"""The last resort: inputs are gathered, and the op runs on full tensors on every rank."""
 
 from __future__ import annotations
 
@@ -15,43 +15,72 @@ from shardcompile.dispatch.calls import plain_layout
 from shardcompile.dispatch.run import Entry, follow_all, localize
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout, Spec
-from shardcompile.ops import OpCall
+from shardcompile.ops import OpCall, OpRecord, record_of
 from shardcompile.ops.choice import whole_plan
 from shardcompile.plan import Plan
 from shardcompile.sharded import Sharded, first_sharded
 
 log = logging.getLogger("shardcompile")
-_FELL_BACK: set[OpOverload] = set()
+_LOGGED_BYTES: dict[OpOverload, int] = {}
+"""By op, the most bytes of a gather that was logged."""
+_WORTH_ANOTHER_LINE = 10
+"""A gather of so many times the bytes of those logged before is logged, too."""
 
 
 def fallback(call: OpCall) -> Entry:
-    """Gather, and say so once for each op; raises where `config.fallback` is "error"."""
+    """Gather, and log it; raises where `config.fallback` is "error"."""
+    record = record_of(call.op)
     plans = tuple(whole_plan(t.layout) for t in call.tensors)
-    nbytes = sum(p.nbytes for p in plans)
+    if not record.reads_value:
+        _tell(call, sum(p.nbytes for p in plans), _why(record))
+    return Gathered(call.op, plans, call.tensors[0].layout, noted=not record.reads_value)
+
+
+def _why(record: OpRecord) -> str:
+    if record.rule is None and record.sharded is None:
+        return "it has no sharding rule"
+    return "no sharding rule or decomposition of it serves this call"
+
+
+def _tell(call: OpCall, nbytes: int, why: str) -> None:
+    """Log a gather: the first one of an op, and later ones that move far more.
+
+    Raises:
+        UnsupportedOpError: `config.fallback` is "error".
+    """
     inputs = "; ".join(f"input {i}: {t.layout.describe()}" for i, t in enumerate(call.tensors))
-    text = f"{call.op} has no rule: run on full values on every rank, {nbytes} B moved ({inputs})"
+    text = f"{call.op} runs on full tensors on every rank, {nbytes} B gathered: {why} ({inputs})"
     if config.fallback == "error":
         raise UnsupportedOpError(f"{text}; shardcompile.config.fallback is 'error'. Register a rule: register_sharding")
-    if call.op not in _FELL_BACK and any(p.steps for p in plans):  # whole values that are there cost nothing
-        _FELL_BACK.add(call.op)
-        log.info(text)
-        if config.fallback == "warn":
-            warnings.warn(text, stacklevel=2)
-    return Gathered(call.op, plans, call.tensors[0].layout)
+    logged = _LOGGED_BYTES.get(call.op)
+    if not nbytes or (logged is not None and nbytes < _WORTH_ANOTHER_LINE * logged):
+        return
+    _LOGGED_BYTES[call.op] = nbytes
+    log.info(text)
+    if config.fallback == "warn":
+        warnings.warn(text, stacklevel=3)
 
 
 class Gathered(Entry):
-    """Gather all inputs, run the op on full values, keep the results replicated."""
+    """Gather all inputs, run the op on full tensors, keep the results replicated.
 
-    way = "on full values"
+    Args:
+        op: the op.
+        plans: for each input.
+        like: the layout of one of them.
+        noted: whether reports are told that the collectives are for this op.
+    """
 
-    def __init__(self, op: OpOverload, plans: Sequence[Plan], like: Layout) -> None:
+    way = "on full tensors"
+
+    def __init__(self, op: OpOverload, plans: Sequence[Plan], like: Layout, noted: bool = True) -> None:
         self.op = op
+        self.noted = noted
         self.plans = [p if p.steps else None for p in plans]
         self.mesh = like.mesh
 
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        if compat.is_traced():
+        if self.noted and compat.is_traced():
             with compat.annotate_nodes(gathered_for=str(self.op)):
                 return self._run(cls, args, kwargs)
         return self._run(cls, args, kwargs)

@@ -50,8 +50,9 @@ class Composed(Entry):
 
     Args:
         function: the op in terms of others.
-        otherwise: what is done with arguments for which the function returns NotImplemented, as some of torch's do. It
-            is kept, so it must not hold on to the arguments of the first call.
+        otherwise: what is done with arguments for which the function returns NotImplemented, as some of torch's do: an
+            entry, or an error. NotImplemented would end up in other ops as an argument. It is kept, so it must not
+            hold on to the arguments of the first call.
         strides: that the results of the op have; empty if they are not known, or are views.
         way: as in `Entry`.
     """
@@ -59,7 +60,7 @@ class Composed(Entry):
     def __init__(
         self,
         function: Callable[..., object],
-        otherwise: Callable[[tuple[object, ...], dict[str, object]], Entry] | None = None,
+        otherwise: Callable[[tuple[object, ...], dict[str, object]], Entry],
         strides: Strides = (),
         way: str = "its form",
     ) -> None:
@@ -71,7 +72,7 @@ class Composed(Entry):
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         with torch._C.DisableTorchFunctionSubclass():
             out = self.function(*args, **kwargs)
-        if self.otherwise is None or out is not NotImplemented:
+        if out is not NotImplemented:
             return self._stored(cls, out)
         return self.otherwise(args, kwargs).run(cls, args, kwargs)
 

@@ -124,7 +124,9 @@ def _facts(record: OpRecord) -> Iterator[tuple[str, str]]:
 
 
 def _without_rule(record: OpRecord) -> Iterator[tuple[str, str]]:
-    if record.not_decomposed:
+    if record.reads_value:
+        yield "reads a value", "it runs on the full tensor of one element on every rank"
+    elif record.not_decomposed:
         yield "not decomposed", record.not_decomposed
     elif record.op._can_decompose():
         parts = _parts(record.op)
@@ -132,7 +134,7 @@ def _without_rule(record: OpRecord) -> Iterator[tuple[str, str]]:
     elif compat.decomposition_of(record.op) is not None:
         yield "no rule", "torch's decomposition into other ops"
     else:
-        yield "no rule", "inputs are gathered, and every rank runs it on full values"
+        yield "no rule", "inputs are gathered, and it runs on full tensors on every rank"
 
 
 class _Seen(TorchDispatchMode):

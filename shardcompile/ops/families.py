@@ -24,6 +24,7 @@ from shardcompile.ops.random import sharded as random
 from shardcompile.ops.reduce import kernels as reduce_kernels
 from shardcompile.ops.reduce import rule as reduce_rule
 from shardcompile.ops.reduce import sharded as reduce
+from shardcompile.ops.reduce import values
 from shardcompile.ops.scan import kernels as scan_kernels
 from shardcompile.ops.scan import rule as scan_rule
 from shardcompile.ops.scan import sharded as scan
@@ -76,6 +77,7 @@ __all__ = [
     "sort_rule",
     "strided",
     "unfold",
+    "values",
     "view_kernels",
     "view_rule",
     "window",

@@ -127,6 +127,8 @@ class OpRecord:
         copies_block: whether its view of a block has to be a copy.
         is_same: of a view op: whether autograd takes its result for the tensor itself, and not for a view of it.
         one_value: whether it writes one value everywhere, in whatever order.
+        reads_value: whether it reads the value of a tensor of one element. It runs on the full tensor then, by what it
+            is, and not for want of a rule.
         spatial: trailing dims of an image, if it treats all other dims as samples.
         functions: Python functions of torch that do something of their own above autograd before they call it.
         not_decomposed: why torch's decomposition is of no use; empty if it is.
@@ -150,6 +152,7 @@ class OpRecord:
     copies_block: bool = False
     is_same: bool = False
     one_value: bool = False
+    reads_value: bool = False
     spatial: int = 0
     functions: tuple[object, ...] = ()
     not_decomposed: str = ""
@@ -180,6 +183,7 @@ class Facts(TypedDict, total=False):
     copies_block: bool
     is_same: bool
     one_value: bool
+    reads_value: bool
     spatial: int
     functions: tuple[object, ...]
     not_decomposed: str

@@ -57,7 +57,7 @@ def _on_gathering(report: ReportData) -> Iterator[str]:
             moved[c.gathered_for] += c.global_bytes
     for op, nbytes in moved.most_common():
         yield (
-            f"{op} has no rule: its inputs are gathered, {nbytes} B, and every rank computes all of it. Register one "
+            f"{op} runs on full tensors on every rank, {nbytes} B gathered: no sharding rule serves it. Register one "
             'with shardcompile.register_sharding; config.fallback = "error" finds such ops'
         )
 

@@ -25,7 +25,7 @@ class TracedCollective:
         most_bytes: the bytes of the largest payload of a rank.
         redistribution: the placements before and after, such as ``S(0)[3,5] -> R``, or an empty text.
         op: the op that needed it.
-        gathered_for: the op without a rule that needed full values, or an empty text.
+        gathered_for: the op that runs on full tensors, as no sharding rule serves it, or an empty text.
         source: the user's line that led to it, or an empty text.
         module: the path of the module that it was traced in, or an empty text.
         fate: what the passes did to it, in words; empty if they did nothing.

@@ -120,7 +120,7 @@ def _first_of(texts: Sequence[str]) -> str:
 def reason_of(c: TracedCollective) -> str:
     """The purpose of a collective, in few words."""
     if c.gathered_for and not c.written_to:
-        return f"{c.gathered_for} has no rule"
+        return f"{c.gathered_for} runs on full tensors"
     return _SIZES.sub(_short_sizes, c.redistribution) or c.op
 
 

@@ -15,7 +15,7 @@ from shardcompile import compat
 from shardcompile.compat import OpOverload, OpOverloadPacket
 from shardcompile.dispatch import Handlers, clear_cache, dispatch
 from shardcompile.errors import LayoutError, RedistributeError, UnsupportedOpError
-from shardcompile.layout import Layout, Spec, contiguous_stride, normalize_placements
+from shardcompile.layout import Layout, Spec, contiguous_stride, has_runs, normalize_placements
 from shardcompile.ops import CONDITIONS, FUNCTIONS, NAMED_FUNCTIONS
 from shardcompile.ops.view.joined import layout_in_one_piece
 from shardcompile.plan import target_layout
@@ -302,9 +302,15 @@ class ShardTensor(Traced):
         if self.grad_fn is not None:
             grad = f", grad_fn=<{self.grad_fn.name()}>"
         layout, local = self._spec.layout, self.__dict__.get("_local_tensor")
+        segments = "" if not has_runs(layout) else ", in segments"
+        if not layout.is_traced:  # in a trace the graph would get nodes
+            layout = layout_in_one_piece(layout)
         # A block that is still on its way is not waited for. One in a trace is not asked which rank it is of.
-        block = layout.local_shape(compat.coordinate(layout.mesh)) if local is None else tuple(local.shape)
-        return f"ShardTensor({layout.describe()}, block {block}{grad})"
+        if local is None or (segments and not layout.is_traced):
+            block = layout.local_shape(compat.coordinate(layout.mesh))
+        else:
+            block = tuple(local.shape)
+        return f"ShardTensor({layout.describe()}, block {block}{segments}{grad})"
 
     def data_ptr(self) -> int:
         """Refused: a sharded tensor has no memory of its own.

@@ -92,6 +92,8 @@ def _fits(indices: Any, table: Any, offsets: Any, mode: str, weights: Any, paddi
             return False
     elif indices.ndim != 1 or offsets.ndim != 1 or offsets.is_floating_point() or offsets.shape[0] in (0, 1):
         return False
+    if isinstance(offsets, Tensor) and isinstance(indices.shape[0], int) and indices.shape[0] == 0:
+        return False  # no row would tell of offsets that torch refuses
     if padding_idx is not None and not -table.shape[0] <= padding_idx < table.shape[0]:
         return False
     return weights is None or (mode == "sum" and weights.shape == indices.shape and weights.dtype == table.dtype)

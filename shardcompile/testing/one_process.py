@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import pdb
 import queue
@@ -185,9 +186,10 @@ class RankThreads:
         self._world_size = world_size
         # Each `init_process_group` wraps the hook, to print the rank before each line.
         excepthook = sys.excepthook
+        caller = _Caller()
         with rank_state.in_rank_threads():
             self._threads = [_RankThread(rank, world_size, self._rooms) for rank in range(world_size)]
-            ends = self._on_all(self._join, None)
+            ends = self._on_all(self._join, None, caller)
         sys.excepthook = excepthook
         for end in ends:
             if end.error is not None:
@@ -208,7 +210,8 @@ class RankThreads:
         """Call a function on every rank.
 
         Args:
-            function: takes the rank.
+            function: takes the rank. It starts with the context variables of this thread, so with the settings of
+                torch's compiler that are in force here.
             timeout: seconds after which ranks that still run are abandoned. The threads cannot be used again then. Time
                 in a debugger does not count.
             mesh_shape: the shape of `shardcompile.testing.mesh`.
@@ -227,10 +230,11 @@ class RankThreads:
 
         outer, _SHARED = _SHARED, _Shared()
         set_mesh_shape(mesh_shape)
+        caller = _Caller()  # before settings for ranks are in place
         try:
             with rank_state.in_rank_threads():
                 seed()  # every rank starts with this thread's random numbers
-                ends = self._on_all(one_test, timeout, first)
+                ends = self._on_all(one_test, timeout, caller, first)
                 self._forget()
         finally:
             set_mesh_shape(None)
@@ -257,14 +261,16 @@ class RankThreads:
         rank_state.forget_graphs()
         compat.start_epoch()
 
-    def _on_all(self, function: Callable[[int], object], timeout: float | None, first: int = 0) -> list[RankEnd]:
-        kept = rank_state.save_rank_globals()
+    def _on_all(
+        self, function: Callable[[int], object], timeout: float | None, caller: _Caller, first: int = 0
+    ) -> list[RankEnd]:
+        caller.rank_globals = rank_state.save_rank_globals()
         turns = self._rooms.turns = Turns(
             self._world_size, rank_state.save_rank_globals, rank_state.restore_rank_globals, _refuse_while_compiling
         )
         ends = [RankEnd() for _ in self._threads]
         for rank, thread in enumerate(self._threads):
-            thread.call(function, turns, ends[rank], kept)
+            thread.call(function, turns, ends[rank], caller)
         ended = False
         try:
             with _debugging_stops_the_clock(turns, timeout) as over:
@@ -285,6 +291,21 @@ class RankThreads:
         self._threads = []
 
 
+@dataclass
+class _Caller:
+    """What ranks take over from the thread that calls a function on them.
+
+    Attributes:
+        context: its context variables, among them the settings of torch's compiler (`torch._dynamo.config`).
+        recompiles: how many graphs of a function it may have.
+        rank_globals: those of `save_rank_globals`.
+    """
+
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    recompiles: int = field(default_factory=rank_state.recompile_limit)
+    rank_globals: list[Any] = field(default_factory=list)
+
+
 class _RankThread(threading.Thread):
     """The thread of one rank."""
 
@@ -295,9 +316,10 @@ class _RankThread(threading.Thread):
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.start()
 
-    def call(self, function: Callable[[int], object], turns: Turns, end: RankEnd, kept: list[Any]) -> None:
+    def call(self, function: Callable[[int], object], turns: Turns, end: RankEnd, caller: _Caller) -> None:
         """Have this rank call a function at its turn."""
-        self._calls.put((function, turns, end, kept))
+        # A copy for each rank: threads cannot be in one context at the same time.
+        self._calls.put((function, turns, end, caller, caller.context.copy()))
 
     def leave(self) -> None:
         """Have this thread end after its pending calls."""
@@ -312,18 +334,21 @@ class _RankThread(threading.Thread):
         rank_state.enter_rank(self._state)
         rank = self._state.rank
         while (call := self._calls.get()) is not None:
-            function, turns, end, kept = call
+            function, turns, end, caller, context = call
             try:
                 turns.begin(rank)
-                rank_state.restore_rank_globals(kept)
-                with rank_state.settings_of_ranks(self._ranks):
-                    end.result = function(rank)
+                rank_state.restore_rank_globals(caller.rank_globals)
+                end.result = context.run(self._with_settings, function, self._ranks * caller.recompiles)
             except RankEnded:
                 return
             except BaseException as error:
                 end.error = error
             turns.end(rank, _how(end.error))
-            del call, function, turns, end, kept
+            del call, function, turns, end, caller, context
+
+    def _with_settings(self, function: Callable[[int], object], recompiles: int) -> object:
+        with rank_state.settings_of_ranks(recompiles):
+            return function(self._state.rank)
 
 
 def _how(error: BaseException | None) -> str:

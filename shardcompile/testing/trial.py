@@ -14,6 +14,7 @@ from shardcompile.compat.testing import tree_flatten
 from shardcompile.tensor import ShardTensor
 from shardcompile.testing.arrange import seed_of
 from shardcompile.testing.compare import Tolerances, difference
+from shardcompile.testing.watch import CollectiveWatch
 
 
 @dataclass
@@ -111,7 +112,7 @@ def largest_share(x: object) -> float:
 
 
 def block_problems(x: object) -> list[str]:
-    """How a sharded tensor's block does not fit its layout; empty if it fits."""
+    """How a sharded tensor's block does not fit its layout, or what it tells of it; empty if it fits."""
     if not isinstance(x, ShardTensor):
         return []
     layout, local = x._spec.layout, x._local_tensor
@@ -121,6 +122,34 @@ def block_problems(x: object) -> list[str]:
         problems.append(f"the block is {local.dtype} {tuple(local.shape)}, its layout {layout.describe()}")
     if isinstance(local, ShardTensor):
         problems.append("the block is a sharded tensor itself")
+    return problems + _differing_answers(x)
+
+
+class _Sent(CollectiveWatch):
+    """The names of collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def saw(self, name: str, x: object, out: object) -> None:
+        self.names.append(name)
+
+
+def _differing_answers(x: ShardTensor) -> list[str]:
+    """How `repr`, `sharding`, `placements` and `to_local` tell of different layouts; empty if they do not."""
+    layout, text = x.sharding, repr(x)
+    problems = []
+    if x.placements != layout.placements or layout.describe() not in text:
+        problems.append(f"its sharding is {layout.describe()}, its placements are {x.placements}, its text is {text}")
+    if layout.is_partial:
+        return problems
+    with torch.no_grad(), _Sent() as sent:
+        local = x.to_local()
+    if tuple(local.shape) != layout.local_shape(layout.mesh.get_coordinate()):
+        problems.append(f"to_local() has shape {tuple(local.shape)}, its sharding is {layout.describe()}")
+    if sent.names and "in segments" not in text:
+        problems.append(f"to_local() of {text} runs {', '.join(sent.names)}")
     return problems
 
 

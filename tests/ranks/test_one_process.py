@@ -353,6 +353,34 @@ def test_settings_and_random_numbers_are_a_ranks_own(ranks: LocalRanks, processe
     assert state == (config.fallback, torch.get_default_dtype())
 
 
+def test_ranks_have_the_compilers_settings_of_the_caller(ranks: LocalRanks) -> None:
+    def settings(mesh: DeviceMesh) -> tuple[object, ...]:
+        limit = torch._dynamo.config.recompile_limit
+        return limit, torch._dynamo.config.error_on_recompile, torch._functorch.config.donated_buffer, emulated()
+
+    def emulated() -> object:
+        return torch._inductor.config.emulate_precision_casts
+
+    def graphs_of_two_sizes(mesh: DeviceMesh) -> None:
+        step = torch.compile(lambda x: x * 2, backend="eager", fullgraph=True, dynamic=False)
+        for rows in (3, 4):
+            step(torch.ones(rows))
+
+    limit, count = torch._dynamo.config.recompile_limit, len(ranks(lambda _: None))
+    before = ranks(settings)
+    assert before == [(count * limit, False, True, False)] * count
+    with (
+        torch._dynamo.config.patch(error_on_recompile=True, recompile_limit=3),
+        torch._functorch.config.patch(donated_buffer=False),
+        torch._inductor.config.patch(emulate_precision_casts=True),
+    ):
+        assert ranks(settings) == [(count * 3, True, False, True)] * count
+        with pytest.raises(torch._dynamo.exc.RecompileError):
+            ranks(graphs_of_two_sizes)
+    ranks(graphs_of_two_sizes)
+    assert ranks(settings) == before
+
+
 def test_once_acts_on_one_rank_and_shares_what_it_raises(ranks: LocalRanks) -> None:
     def shared(mesh: DeviceMesh, calls: list[int]) -> tuple[int, str]:
         value = once(lambda: calls.append(rank()) or len(calls))  # type: ignore[func-returns-value]

@@ -87,7 +87,7 @@ def group_norm(
 
 
 def _is_usual(x: Tensor, samples: IntLike, channels: IntLike, inner: IntLike) -> bool:
-    """Whether the sizes that the op is given are the extents of its input, as they are when `group_norm` calls it."""
+    """Whether the sizes that the op is given are the sizes of its input, as they are when `group_norm` calls it."""
     if x.ndim < 2 or has_known_blocks(x):
         return False
     given = zip(x.shape, (samples, channels), strict=False)
@@ -115,6 +115,8 @@ def group_norm_backward(
     spread_scale = _of_channels(scale, channels, x.ndim)
     normal = (widened(x) - _of_channels(mean, channels, x.ndim)) * spread_scale
     grad_bias, grad_weight = _channel_sums(wide_grad), _channel_sums(wide_grad * normal)
+    if compat.statically_known_true(inner == 0):  # the mean of nothing is NaN, and so is this gradient of the kernel
+        grad_weight = grad_weight + 0 * _of_channels(mean * scale, channels, 2)
     grad_x = None
     if wanted[0]:
         scaled = [s if weight is None else s * weight for s in (grad_bias, grad_weight)]

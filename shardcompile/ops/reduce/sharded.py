@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardcompile import compat
+from shardcompile.compat import OpOverload
 from shardcompile.layout import IntLike
 from shardcompile.ops import state
+from shardcompile.ops.record import Run
 from shardcompile.ops.support.logsumexp import is_nothing, largest, logsumexp
 from shardcompile.ops.support.precision import wide_dtype, widened
 
@@ -227,6 +230,19 @@ def _reduce(x: Tensor, reduction: int) -> Tensor:
     return x.mean() if reduction == 1 else x.sum()
 
 
+def _loss_backward(op: OpOverload) -> Run:
+    """The gradient of a loss by torch's decomposition, which divides by the number of elements, also if that is 0."""
+    decomposition = compat.decomposition_by_torch(op)
+
+    def run(grad: Tensor, x: Tensor, target: Tensor, *args: object) -> object:
+        empty = isinstance(x.numel(), int) and x.numel() == 0
+        return aten.sub.Tensor(x, target) if empty else decomposition(grad, x, target, *args)
+
+    return run
+
+
+for _op in (aten.mse_loss_backward.default, aten.huber_loss_backward.default, aten.smooth_l1_loss_backward.default):
+    state(_op, sharded=_loss_backward(_op))
 state(aten.mean.dim, sharded=_mean_dim)
 state(aten.mean.default, sharded=_mean)
 state(aten.var.correction, sharded=_var)

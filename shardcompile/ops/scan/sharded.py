@@ -25,7 +25,7 @@ from shardcompile.ops.scan.kernels import running_maximum, running_minimum
 from shardcompile.ops.support.blocks import Scalar, highest, lowest
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.precision import wide_dtype
-from shardcompile.ops.view.rows import cat, first_row, reduced, slice_rows, with_cut, wrap
+from shardcompile.ops.view.rows import first_row, reduced, slice_rows, with_cut, wrap
 from shardcompile.plan import find_plan
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded
@@ -186,7 +186,7 @@ def flip(x: Sharded, dims: Sequence[int]) -> Tensor:
 def roll(x: Any, shifts: Sequence[IntLike], dims: Sequence[int] = ()) -> Tensor:
     """``aten.roll`` along cut dims: rows go to the rank that holds their new place, in one exchange for each dim."""
     if not dims and x.ndim > 1 and any(x._spec.layout.cuts):  # torch rolls all elements, one after the other
-        return aten.view.default(roll(aten.reshape.default(x, [-1]), shifts, [0]), list(x.shape))
+        return aten.view.default(aten.roll.default(aten.reshape.default(x, [-1]), shifts, [0]), list(x.shape))
     dims = [d % max(x.ndim, 1) for d in dims] or [0]
     if not any(_is_cut(x, d) for d in dims):
         return NotImplemented
@@ -218,7 +218,7 @@ def _rolled_over_mesh_dims(x: Sharded, shift: IntLike, dim: int) -> Sharded:
         rows = torch.arange(begin, count + begin, device=x.device) % torch.sym_max(count, 1)
         return aten.index_select.default(x, dim, rows)  # type: ignore[no-any-return]
     start = -shift % count if count != 0 else 0
-    return cat([slice_rows(x, dim, start), slice_rows(x, dim, 0, start)], dim)  # type: ignore[return-value]
+    return aten.cat.default([slice_rows(x, dim, start), slice_rows(x, dim, 0, start)], dim)  # type: ignore[no-any-return]
 
 
 _repeat_by_views = compat.decomposition_by_torch(aten.repeat.default)
@@ -233,7 +233,7 @@ def repeat(x: Any, repeats: Sequence[IntLike]) -> Tensor:
     if not known:
         return NotImplemented
     for d in known:
-        x = cat([x] * repeats[new + d], d)
+        x = aten.cat.default([x] * repeats[new + d], d)
     return aten.repeat.default(x, [1 if i - new in known else n for i, n in enumerate(repeats)])
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcompile import compat
 from shardcompile.collectives import derive
 from shardcompile.compat import is_one
-from shardcompile.layout import Cut, IntLike, in_stretches
+from shardcompile.layout import Cut, IntLike, Layout, in_stretches
 from shardcompile.ops.pointwise.rule import _REDUCE_OPS as REDUCE_OPS
 from shardcompile.ops.registry import register
 from shardcompile.ops.strategy import OnCut, OpCall, Strategy, along, partial
@@ -95,6 +95,8 @@ def _view(call: OpCall) -> Iterable[Strategy]:
         return
     if any(isinstance(e, int) and e == -1 for e in dst):
         dst = resolved_shape(dst, _numel(src))
+    if any(isinstance(e, int) and e == 0 for e in dst):
+        return  # the view does not fit, and torch says so
     for ins, outs in _joined_ones(match_dims(src, dst)):
         if is_one(src[ins[0]]):
             # Any would do. A view to the same shape keeps its layout. Cut dims keep their order: the fake kernel of a
@@ -141,7 +143,8 @@ def _view_group(call: OpCall, dst: Sequence[IntLike], ins: list[int], outs: list
     layout = call.tensors[0].layout
     src = layout.shape
     joins = call.op is not aten.reshape.default  # of which a copy is made where rows are no neighbours
-    for i, o in itertools.product(range(len(ins)), range(len(outs))):
+    pairs = itertools.product(range(len(ins)), range(len(outs)))
+    for i, o in sorted(pairs, key=lambda pair: _leaves_segments(layout, dst, ins, outs, *pair)):
         around = _numel([src[d] for d in ins[:i]]), _numel([src[d] for d in ins[i + 1 :]])
         within = _numel([dst[d] for d in outs[:o]]), _numel([dst[d] for d in outs[o + 1 :]])
         if (joins or i == o == 0) and all(isinstance(n, int) for n in (*around, *within)):
@@ -153,6 +156,16 @@ def _view_group(call: OpCall, dst: Sequence[IntLike], ins: list[int], outs: list
                 whole = _WholeRows.of(src[ins[0]], dst[outs[0]], int(around[1]), int(within[1]))
                 into = functools.partial(whole.cut_like, through, layout.mesh)
             yield along([ins[i]], [outs[o]], through, into)
+
+
+def _leaves_segments(
+    layout: Layout, dst: Sequence[IntLike], ins: Sequence[int], outs: Sequence[int], i: int, o: int
+) -> bool:
+    """Whether an output dim, sharded for an input dim, has shards of rows of several segments, or none at all."""
+    cut = layout.cuts[ins[i]]
+    segments = _numel([layout.shape[d] for d in ins[:i]]) * (1 if cut is None else cut.runs)
+    before = _numel([dst[d] for d in outs[:o]])
+    return not (isinstance(segments, int) and isinstance(before, int) and segments == before)
 
 
 @dataclass(frozen=True)

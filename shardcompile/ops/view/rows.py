@@ -134,15 +134,17 @@ def row_of(index: IntLike, extent: IntLike) -> IntLike:
 def slice_rows(
     x: Sharded, dim: int = 0, start: IntLike | None = None, end: IntLike | None = None, step: int = 1
 ) -> Sharded:
-    """``aten.slice`` along a cut dim."""
+    """``aten.slice`` along a sharded dim."""
     dim = dim % x.ndim
-    if x._spec.layout.cuts[dim] is None:
-        return NotImplemented
     args = (x, dim, start, end, step)
     meta = global_meta(aten.slice.Tensor, args, {})
     shape, stride = compat.global_extents(meta.shape), compat.retrace(meta.stride())
     begin = begin_of(start, x.shape[dim])
     return _view(x, aten.slice.Tensor, args, dim, begin, step, shape[dim], stride)
+
+
+def _slice(x: Sharded, dim: int = 0, start: IntLike | None = None, end: IntLike | None = None, step: int = 1) -> Tensor:
+    return NotImplemented if x._spec.layout.cuts[dim % x.ndim] is None else slice_rows(x, dim, start, end, step)
 
 
 def _view(
@@ -435,7 +437,7 @@ def _common_frame(
     return placements, cuts
 
 
-state(aten.slice.Tensor, sharded=slice_rows)
+state(aten.slice.Tensor, sharded=_slice)
 state(aten.slice_backward.default, sharded=slice_backward)
 state(aten.slice_scatter.default, sharded=slice_scatter)
 state(aten.select.int, sharded=select)
