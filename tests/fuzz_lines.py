@@ -498,6 +498,30 @@ def _reshape_itself(d: Draw) -> str:
     return d.rng.choice([f"{x}.unsqueeze_(0)", f"{x}.squeeze_()", f"{x}.transpose_(0, 1)"])
 
 
+# Random numbers: what is drawn is certain, or a check of what was drawn
+
+
+def _write_drawn(d: Draw) -> str:
+    """Random numbers of which there is one."""
+    x = _target(d)
+    return x + d.rng.choice([".normal_(1.5, 0.0)", ".uniform_(0.5, 0.5)", ".bernoulli_(1.0)",
+                             f".bernoulli_(torch.zeros_like({x}))"])  # fmt: skip
+
+
+def _copies(d: Draw) -> str:
+    """Zeros, if all copies of what was drawn are the same: shards are cut out of one after the other."""
+    x, draw = d.x(1), d.rng.choice(["torch.rand_like(R)", "torch.poisson(R.detach().exp())", "torch.randn_like(R)",
+                                    "F.rrelu(R.detach(), training=True)", "F.dropout(R.detach())"])  # fmt: skip
+    placements = " ".join(["S(0)"] * len(d.mesh))
+    return f"(lambda r: whole(to(r, {placements!r})) - whole(r))({draw.replace('R', x)})"
+
+
+def _permuted(d: Draw) -> str:
+    """Samples of all categories without replacement, in order."""
+    x = d.x(1, lambda t: t.ndim <= 2 and 0 not in t.shape and t.dtype is torch.float64)
+    return f"torch.multinomial({x}.detach().sigmoid(), {x}.shape[-1]).sort(-1)[0]"
+
+
 # Layouts
 
 
@@ -563,6 +587,11 @@ OPS: list[tuple[str, list[Maker]]] = [
     ("products", [_matmul, _matmul, _linear, _outer, _attention, _conv]),
     ("windows", [_columns_of_windows, _along("X.roll(1, D) - X.roll(-2, D)"), _along("X.unfold(D, 2, 1).mean(-1)", 2), _along("torch.gradient(X, dim=D)[0]", 2)]),
     ("writes", [_write_number, _write_other, _write_view, _write_view, _write_view, _set_item, _write_rows, _reshape_itself]),
+    ("random", [_copies, _copies, _permuted, _write_drawn, *[_unary(t) for t in [
+        "torch.bernoulli(torch.gt(X, 0).to(torch.float64))  # if away(X, 0)", "F.rrelu(X, 0.25, 0.25, True)  # if away(X, 0)",
+        "torch.normal(X.detach(), torch.zeros_like(X))", "F.dropout(X, 1.0)", "torch.poisson(torch.zeros_like(X))",
+        "torch.randint_like(X, 3, 4)", "torch.rand_like(X).ge(0)", "torch._standard_gamma(X.detach().exp()).gt(0)",
+    ]]]),
     ("layouts", [_to, _to, lambda d: f"whole({d.pick()})"]),
 ]  # fmt: skip
 """How to draw a line, by family; a family is drawn first."""

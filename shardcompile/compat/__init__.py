@@ -83,9 +83,11 @@ from shardcompile.compat.symbols import (
 from shardcompile.compat.torch_ops import (
     decomposition_by_torch,
     decomposition_of,
+    factory_arguments,
     functional_variant,
     is_written,
     kernel_of,
+    written_by_results,
 )
 from shardcompile.compat.tracing import (
     UNKNOWN_OUTPUT_SHAPE,
@@ -144,6 +146,7 @@ __all__ = [
     "dispatch_is_off",
     "exchange_tensors",
     "expression_of",
+    "factory_arguments",
     "fake_mode_like",
     "flatten_together",
     "follow_view",
@@ -221,4 +224,5 @@ __all__ = [
     "without_base",
     "without_guards",
     "world_epoch",
+    "written_by_results",
 ]

@@ -30,18 +30,45 @@ def is_written(argument: torch.Argument) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
+_OF_FACTORIES = {"dtype", "layout", "device", "pin_memory"}
+"""Arguments that an op has to make its result, and the op that is given the result has not."""
+
+
 def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """The op that returns what `op` writes to its argument, or None."""
     namespace, name = op._schema.name.split("::")
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
-    for candidate in (name, name.removesuffix("_")):
+    names = {a for a, _ in wanted}
+    plain = name.removesuffix("_")
+    for candidate in (name, plain, f"{plain}_functional"):
         packet = getattr(getattr(torch.ops, namespace), candidate, None)
         for overload in packet.overloads() if packet is not None else ():
             found = getattr(packet, overload)
-            arguments = [(a.name, str(a.type)) for a in found._schema.arguments]
+            arguments = [
+                (a.name, str(a.type)) for a in found._schema.arguments if a.name in names or a.name not in _OF_FACTORIES
+            ]
             if arguments == wanted and not found._schema.is_mutable:
                 return found
     return None
+
+
+def factory_arguments(op: torch._ops.OpOverload, functional: torch._ops.OpOverload) -> set[str]:
+    """The arguments of a functional variant that the op itself has not."""
+    return {a.name for a in functional._schema.arguments} - {a.name for a in op._schema.arguments}
+
+
+def written_by_results(op: torch._ops.OpOverload) -> list[str | None]:
+    """For each result of the functional variant the argument that `op` writes it to, or None if it returns it.
+
+    The results of `op` come first, then the arguments that it writes to and does not return.
+    """
+
+    def aliases(x: Any) -> frozenset[str]:
+        return frozenset() if x.alias_info is None else frozenset(x.alias_info.before_set)
+
+    written = {aliases(a): a.name for a in op._schema.arguments if is_written(a)}
+    returned = [written.get(aliases(r)) for r in op._schema.returns]
+    return returned + [name for name in written.values() if name not in returned]
 
 
 def kernel_of(op: torch._ops.OpOverload) -> Callable[..., object]:

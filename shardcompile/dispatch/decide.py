@@ -44,8 +44,6 @@ def decide(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs:
         return Composed(form.joined, lambda *_: neighbours, _strides_of_form(op, form, args, kwargs))
     if form is not None and form.always:
         return Composed(form.run, last_resort, _strides_of_form(op, form, args, kwargs))
-    if record.is_random:
-        return last_resort(args, kwargs)
     call = describe(cls, op, args, kwargs)
     mutated = _find_mutated(op, args, kwargs)
     entry = (
@@ -61,11 +59,10 @@ def decide(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs:
 def _last_resort(cls: type[Sharded], record: OpRecord, args: tuple[object, ...], kwargs: dict[str, object]) -> Entry:
     """What is done where no decomposition serves a call: the op runs on full tensors, if it can."""
     op = record.op
-    if record.is_random or op._schema.is_mutable:
-        what = "draws random numbers" if record.is_random else "writes to its argument"
+    if op._schema.is_mutable:
         raise refusal(
             str(op), tensors_text(cls, args, kwargs),
-            f"it {what}, and no sharded decomposition of it serves these arguments",
+            "it writes to its argument, and no sharded decomposition of it serves these arguments",
             "Take full_tensor() of the inputs, or put a decomposition in its place: "
             "ShardTensor.register_dispatch_handler(op, handler)",
         )  # fmt: skip
@@ -258,9 +255,11 @@ def _decide_mutation(
         return InPlaceView(call.op, functional)
     written = [t._spec for t in targets if type(t) is cls]
     refuse_expanded(record, written)
-    _check_shapes(call.op, args, kwargs)
+    if not record.is_random:  # fake kernels with an out argument take no generator; the functional variant is checked
+        _check_shapes(call.op, args, kwargs)
     rule = record.rule
-    if mutated == [0] and type(targets[0]) is cls and rule is not None:
+    drawn_anew = record.is_random and functional is not None  # a graph knows the seeded op, which writes to nothing
+    if mutated == [0] and type(targets[0]) is cls and rule is not None and not drawn_anew:
         choice = choose(_layouts(call), rule.ways(call), len(call.op._schema.returns), in_place=True)
         if choice is not None:
             return InPlace(record, choice)

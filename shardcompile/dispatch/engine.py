@@ -109,6 +109,8 @@ def _extend_key(key: list[Any], cls: type[Sharded], a: Any) -> None:
             _extend_key(key, cls, b)
     elif isinstance(a, Tensor):
         key.extend((tuple(a.shape), a.stride(), a.dtype, a.device))
+    elif kind is torch.Generator:  # any one decides alike
+        return
     else:
         key.append([] if kind is torch.SymFloat or kind is torch.SymBool else a)  # not to be hashed, as a `SymInt`
 

@@ -17,6 +17,7 @@ from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout, Spec
 from shardcompile.ops import OpCall, OpRecord, record_of
 from shardcompile.ops.choice import whole_plan
+from shardcompile.ops.random.streams import kernel_on_shards
 from shardcompile.plan import Plan
 from shardcompile.sharded import Sharded, first_sharded
 
@@ -78,6 +79,7 @@ class Gathered(Entry):
         self.noted = noted
         self.plans = [p if p.steps else None for p in plans]
         self.mesh = like.mesh
+        self.function = kernel_on_shards(op, like.mesh, ())
 
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if self.noted and compat.is_traced():
@@ -95,7 +97,7 @@ class Gathered(Entry):
         plans = iter(self.plans)
         local_args = [localize(cls, a, plans, keep_order=True) for a in args]
         local_kwargs = {k: localize(cls, a, plans, keep_order=True) for k, a in kwargs.items()}
-        return self.op(*local_args, **local_kwargs)
+        return self.function(*local_args, **local_kwargs)
 
     def _wrap(self, cls: type[Sharded], out: object) -> object:
         if isinstance(out, (list, tuple)):

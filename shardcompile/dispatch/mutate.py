@@ -18,6 +18,7 @@ from shardcompile.errors import UnsupportedOpError, refusal
 from shardcompile.layout import Layout, Spec, may_overlap
 from shardcompile.ops import OpRecord
 from shardcompile.ops.choice import Choice, whole_plan
+from shardcompile.ops.random.streams import kernel_on_shards
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.blocks import copy_block
 from shardcompile.ops.support.copied_views import (
@@ -81,7 +82,7 @@ class InPlace(Local):
             copied.write_back(target)
         if WATCHED:
             note_write(target)
-        return target
+        return target if self.op._schema.returns else None
 
 
 def _apart(blocks: list[object]) -> list[object]:
@@ -148,29 +149,52 @@ class Written(Entry):
     def __init__(self, op: OpOverload, functional: OpOverload, mutated: list[int | str]) -> None:
         self.op = op
         self.functional = functional
-        self.mutated = mutated
         self.outs = {a.name for a in op._schema.arguments if a.is_out}
+        names = [a.name for a in op._schema.arguments]
+        self.mutated = {names[m] if isinstance(m, int) else m: m for m in mutated}
+        self.by_results = compat.written_by_results(op)
+        self.factory = compat.factory_arguments(op, functional)
+        own = {a.name for a in functional._schema.arguments if a.has_default_value()}
+        self.defaults = [
+            (i, a.name, a.default_value)
+            for i, a in enumerate(op._schema.arguments)
+            if a.has_default_value() and a.name not in own
+        ]
 
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        targets = [argument(m, args, kwargs) for m in self.mutated]
-        for target in targets:
+        targets = {name: argument(m, args, kwargs) for name, m in self.mutated.items()}
+        for target in targets.values():
             if type(target) is not cls:
                 continue
             if TURNED:
                 _refuse_gradients_of_turned(self.op, target, args)
             if target._copied is not None:
                 target._copied.check_writable(self.op)
-        into_plain = compat.is_traced() and any(type(target) is not cls for target in targets)
+        into_plain = compat.is_traced() and any(type(target) is not cls for target in targets.values())
         with compat.annotate_nodes(written_to="plain") if into_plain else contextlib.nullcontext():
-            self._compute_and_write(targets, args, kwargs)
-        return targets[0] if len(targets) == 1 else tuple(targets)
+            out = self._compute_and_write(targets, args, kwargs)
+        return None if not out else out[0] if len(out) == 1 else tuple(out)
 
-    def _compute_and_write(self, targets: Sequence[Any], args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def _compute_and_write(
+        self, targets: dict[str, Any], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Sequence[object]:
+        """Returns what the op returns: arguments that were written to, and results that are no arguments."""
+        given = {name: value for i, name, value in self.defaults if i >= len(args)}
+        given |= {k: v for k, v in kwargs.items() if k not in self.outs}
+        function: Run = self.functional
+        if self.factory:
+            target = next(iter(targets.values()))
+            given |= {k: getattr(target, k) for k in ("dtype", "device") if k in self.factory}
+            if not any(isinstance(a, Sharded) for a in (*args, *given.values())):
+                function = kernel_on_shards(self.functional, target._spec.layout.mesh, ())
         with torch._C.DisableTorchFunctionSubclass():
-            result = self.functional(*args, **{k: v for k, v in kwargs.items() if k not in self.outs})
+            result = function(*args, **given)
         results = result if isinstance(result, (list, tuple)) else [result]
-        for target, value in zip(targets, results, strict=True):
-            _write(self.op, target, value)
+        for name, value in zip(self.by_results, results, strict=True):
+            if name in targets:
+                _write(self.op, targets[name], value)
+        found = [targets.get(name, value) for name, value in zip(self.by_results, results, strict=True)]  # type: ignore[arg-type]
+        return found[: len(self.op._schema.returns)]
 
 
 def refuse_expanded(record: OpRecord, targets: Sequence[Spec]) -> None:

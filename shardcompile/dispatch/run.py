@@ -17,6 +17,7 @@ from shardcompile.layout import IntLike, Layout, Spec, contiguous_stride, dense_
 from shardcompile.ops import OpRecord
 from shardcompile.ops.choice import Choice
 from shardcompile.ops.index.in_range import check_indices
+from shardcompile.ops.random.streams import drawn
 from shardcompile.ops.support.copied_views import (
     follow,
     note_view,
@@ -148,7 +149,9 @@ class Local(Entry):
         self.strides_like = strides_like
         self.whole = self.fresh and self.single and _is_whole(specs)
         self.sized_by_run = self.fresh and torch.Tag.dynamic_output_shape in op.tags
-        if self.fresh and op.namespace == "aten" and _may_refuse_empty_blocks(specs):
+        if record.is_random:
+            self.function = drawn(op, choice.plans[0].src.mesh, choice.sharded_mesh_dims)
+        elif self.fresh and op.namespace == "aten" and _may_refuse_empty_blocks(specs):
             self.function = _unless_empty(self.function, specs)
 
     def run(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -170,7 +173,8 @@ class Local(Entry):
 
     def _blocks(self, cls: type[Sharded], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         plans = iter(self.plans)
-        ordered = self.moved or (self.whole and not compat.is_traced())  # kernels decide by strides how results are
+        # Kernels decide by strides how results are stored, and in which order elements are drawn.
+        ordered = self.moved or (self.whole and (self.record.is_random or not compat.is_traced()))
         local_args = tuple([localize(cls, a, plans, ordered) for a in args])
         local_kwargs = {k: localize(cls, a, plans, ordered) for k, a in kwargs.items()} if kwargs else kwargs
         if self.arguments is not None:

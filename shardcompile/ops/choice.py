@@ -74,6 +74,14 @@ class Choice:
         """Whether more is sent than what brings tensors to other blocks along the dims that they are cut along."""
         return any(s.kind not in _STAYING for p in self.plans for s in p.steps)
 
+    @property
+    def sharded_mesh_dims(self) -> list[int]:
+        """The mesh dims along which ranks compute different things: an input or an output is sharded by them."""
+        placements = [p.dst.placements for p in self.plans] + [o.placements for o in self.outputs]
+        return [
+            m for m, of_dim in enumerate(zip(*placements, strict=True)) if any(isinstance(p, Shard) for p in of_dim)
+        ]
+
 
 def choose(
     layouts: Sequence[Layout],

@@ -20,6 +20,8 @@ from shardcompile.ops.norm import sharded as norm
 from shardcompile.ops.pointwise import kernels as pointwise_kernels
 from shardcompile.ops.pointwise import rule as pointwise_rule
 from shardcompile.ops.pointwise import sharded as pointwise
+from shardcompile.ops.random import kernels as random_kernels
+from shardcompile.ops.random import rule as random_rule
 from shardcompile.ops.random import sharded as random
 from shardcompile.ops.reduce import kernels as reduce_kernels
 from shardcompile.ops.reduce import rule as reduce_rule
@@ -65,6 +67,8 @@ __all__ = [
     "pointwise_kernels",
     "pointwise_rule",
     "random",
+    "random_kernels",
+    "random_rule",
     "reduce",
     "reduce_kernels",
     "reduce_rule",

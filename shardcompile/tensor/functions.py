@@ -27,6 +27,7 @@ from shardcompile.tensor.higher_order import teach_higher_order_ops
 from shardcompile.tensor.memory import MEMORY_FUNCTIONS
 from shardcompile.tensor.numbers import NUMBER_FUNCTIONS, READS_NUMBER, as_number
 from shardcompile.tensor.padding import pad
+from shardcompile.tensor.random import FUNCTIONS as RANDOM_FUNCTIONS
 from shardcompile.tensor.recurrent import RECURRENT_FUNCTIONS
 from shardcompile.tensor.unique import unique, unique_consecutive
 
@@ -224,7 +225,7 @@ state_function([torch.matmul, _Tensor.matmul, _Tensor.__matmul__], _product, ate
 state_function([torch.einsum, torch._C._VariableFunctions.einsum], einsum, aten.einsum.default)  # type: ignore[attr-defined]
 state_function([torch._grouped_mm], _of_neighbours(grouped_mm), aten._grouped_mm.default)  # what F.grouped_mm calls
 state_named_function("transformers.grouped_mm_fallback", _of_neighbours(grouped_mm_fallback))
-for _function, _run in FOURIER_FUNCTIONS.items():
+for _function, _run in (FOURIER_FUNCTIONS | RANDOM_FUNCTIONS).items():
     state_function([_function], _run)
 state_function([torch.ops.higher_order.flex_attention], flex.attend)
 for _op, _refuse in teach_higher_order_ops(ShardTensor).items():

@@ -91,7 +91,7 @@ def _quotient(call: OpCall) -> Iterable[Strategy]:
     yield from _scale(call) if len(call.tensors) == 1 else pointwise(call)
 
 
-def _value_free(call: OpCall) -> Iterable[Strategy]:
+def value_free(call: OpCall) -> Iterable[Strategy]:
     """Ops whose result does not depend on the values: a partial input need not be reduced."""
     yield from pointwise(call)
     for op in _REDUCE_OPS:
@@ -165,7 +165,7 @@ register(
     [
         *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default),
     ],
-    _value_free,
+    value_free,
 )
 _BY_NAME = (
     *(aten.fill_.Scalar, aten.fill_.Tensor, aten.fill.Scalar, aten.fill.Tensor),

@@ -73,6 +73,8 @@ def _key(a: object) -> object:
         return tuple(_key(b) for b in a)
     if isinstance(a, (torch.SymInt, torch.SymFloat)):  # to compare them would be a guard
         return type(a), a.node.expr
+    if isinstance(a, torch.Generator):
+        return type(a)
     return type(a), a
 
 
@@ -102,7 +104,7 @@ def _work_out(
             return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=device)
         if isinstance(a, (list, tuple)):
             return [fake(b) for b in a]
-        return a
+        return None if isinstance(a, torch.Generator) else a  # shapes are of another device
 
     record = record_of(op)
     known = compat.refuse_unknown_shapes(mode, op)

@@ -1,0 +1,57 @@
+"""Rules of random ops: which dims may be sharded. `streams` says from which numbers local shards are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from shardcompile.compat import OpOverload, OpOverloadPacket
+from shardcompile.ops.pointwise.rule import pointwise, value_free
+from shardcompile.ops.registry import overloads, register
+from shardcompile.ops.strategy import OpCall, Strategy, along
+
+aten = torch.ops.aten
+
+
+def _of_rows(call: OpCall) -> Iterable[Strategy]:
+    """Dims but the last along which the input is sharded stay so: a row of the last one is one distribution."""
+    for dim, cut in enumerate(call.tensors[0].layout.cuts[:-1]):
+        if cut is not None:
+            yield along([dim], [dim])
+
+
+def _below(call: OpCall) -> Iterable[Strategy]:
+    """`randint_like` below a bound that is a tensor of one element."""
+    for dim in range(call.tensors[0].ndim):
+        yield along([dim, None], [dim])
+
+
+def _functional(packet: OpOverloadPacket) -> list[OpOverload]:
+    return [op for op in overloads(packet) if not op._schema.is_mutable]
+
+
+def _is_below_tensor(op: OpOverload) -> bool:
+    return str(op._schema.arguments[1].type) == "Tensor"
+
+
+register(
+    [
+        *(aten.poisson.default, aten.binomial.default, aten._standard_gamma.default, aten.bernoulli.default),
+        *(aten.bernoulli.Tensor, aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor),
+        *(aten.native_dropout.default, aten._fused_dropout.default, aten.rrelu_with_noise_functional.default),
+    ],
+    pointwise,
+)
+register(
+    [
+        *(aten.uniform.default, aten.normal_functional.default, aten.log_normal.default, aten.exponential.default),
+        *(aten.cauchy.default, aten.geometric.default, aten.bernoulli.p),
+        *(op for packet in (aten.random, aten.rand_like, aten.randn_like) for op in _functional(packet)),
+        *(op for op in _functional(aten.randint_like) if not _is_below_tensor(op)),
+    ],
+    value_free,
+)
+register([op for op in _functional(aten.randint_like) if _is_below_tensor(op)], _below)
+register([aten._dirichlet_grad.default, aten._standard_gamma_grad.default], pointwise)
+register([aten.multinomial.default, aten._sample_dirichlet.default], _of_rows)

@@ -1,0 +1,149 @@
+"""Streams of random numbers: how one random op runs on local shards, whatever op it is.
+
+The default CPU generator, or the generator of the call, gives one seed per call on every rank. Along mesh dims that
+replicate the seed of the first rank is broadcast. Along mesh dims that shard the coordinate of the rank is mixed in.
+The op then draws from a generator of this seed, so that the generators of the ranks advance alike, however many
+elements the local shards have.
+
+In a graph a random op is an op of the namespace ``shardcompile`` that takes the seed as a tensor. It is defined from
+the schema of the op when the op is first called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcompile import compat
+from shardcompile.collectives import wait
+from shardcompile.compat import OpOverload
+from shardcompile.ops.registry import record_of
+from shardcompile.ops.support.global_meta import tensors_of
+
+_LIBRARY = torch.library.Library("shardcompile", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)  # the seed is read on the CPU
+_MIX = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits: neighbouring coordinates give unrelated seeds
+_GENERATOR = re.compile(r"Generator\? \w+(=None)?(, )?")
+
+
+def drawn(op: OpOverload, mesh: DeviceMesh, sharded: Sequence[int]) -> Callable[..., object]:
+    """Returns the function that runs a random op on local shards, with the arguments of the op.
+
+    Args:
+        op: the op.
+        mesh: the mesh of ranks.
+        sharded: mesh dims along which ranks draw independently; along the others they draw the same.
+    """
+    place = next((i for i, a in enumerate(op._schema.arguments) if _is_generator(a)), None)
+    name = None if place is None else op._schema.arguments[place].name
+    seeded = _seeded(op)
+
+    def run(*args: object, **kwargs: object) -> object:
+        generator = None
+        if place is not None and name is not None:
+            generator = kwargs.pop(name, None)
+            if len(args) > place:
+                generator, args = args[place], args[:place] + args[place + 1 :]
+        assert generator is None or isinstance(generator, torch.Generator)
+        seed = _agreed_seed(mesh, sharded, _device(args, kwargs), generator)
+        return seeded(seed, [compat.group_name_of(mesh, m) for m in sharded], *args, **kwargs)
+
+    return run
+
+
+def kernel_on_shards(op: OpOverload, mesh: DeviceMesh, sharded: Sequence[int]) -> Callable[..., object]:
+    """Returns what runs on local shards for an op of any kind."""
+    return drawn(op, mesh, sharded) if record_of(op).is_random else op
+
+
+def _agreed_seed(
+    mesh: DeviceMesh, sharded: Sequence[int], device: torch.device, generator: torch.Generator | None
+) -> Tensor:
+    """A seed that all ranks along the replicating mesh dims share."""
+    where = "cpu" if generator is None else generator.device
+    seed = torch.randint(0, 1 << 62, (1,), dtype=torch.int64, generator=generator, device=where)
+    groups = [compat.group_name_of(mesh, m) for m in range(mesh.ndim) if m not in sharded]
+    if not groups:
+        return seed
+    seed = seed.to(device)
+    for group in groups:
+        seed = wait(torch.ops._c10d_functional.broadcast(seed, 0, group))
+    return seed
+
+
+@functools.cache
+def _seeded(op: OpOverload) -> OpOverload:
+    """The op that does what a random op does, by a seed: the seed and the groups that shard come first."""
+    name = "seeded_" + re.sub(r"\W", "_", op.name())
+    arguments, returns = str(op._schema).split("(", 1)[1].rsplit(" -> ", 1)
+    arguments = _GENERATOR.sub("", arguments.rsplit(")", 1)[0]).rstrip(" ,*")
+    _LIBRARY.define(f"{name}(Tensor seed, str[] group_names, {arguments}) -> {returns}", tags=_TAGS)
+    takes_generator = next((a.name for a in op._schema.arguments if _is_generator(a)), None)
+    record = record_of(op)
+    kernel = record.kernel or op
+
+    def run(seed: Tensor, group_names: list[str], *args: object, **kwargs: object) -> object:
+        coordinate = 0
+        for group_name in group_names:
+            group = compat.process_group(group_name)
+            coordinate = coordinate * group.size() + group.rank()
+        number = (int(seed.item()) + coordinate * _MIX) % (1 << 63)
+        device = _device(args, kwargs)
+        if takes_generator is not None:
+            generator = torch.Generator(device)
+            generator.manual_seed(number)
+            return _apart(kernel(*args, **kwargs, **{takes_generator: generator}), args)
+        with _default_generators_seeded(device, number):
+            return _apart(kernel(*args, **kwargs), args)
+
+    def fake(seed: Tensor, group_names: list[str], *args: object, **kwargs: object) -> object:
+        shape_kernel: Callable[..., object] = record.shape_kernel or op
+        return _apart(shape_kernel(*args, **kwargs), args)
+
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardcompile::{name}", fake, lib=_LIBRARY)
+    found: OpOverload = getattr(torch.ops.shardcompile, name).default
+    return found
+
+
+def _is_generator(argument: torch._C.Argument) -> bool:
+    return "Generator" in str(argument.type)
+
+
+def _device(args: Sequence[object], kwargs: dict[str, object]) -> torch.device:
+    """The device on which an op draws."""
+    named = kwargs.get("device")
+    if isinstance(named, (str, torch.device)):
+        return torch.device(named)
+    found = next(tensors_of([*args, *kwargs.values()]), None)
+    return torch.device("cpu") if found is None else found.device
+
+
+def _apart(out: object, args: Sequence[object]) -> object:
+    """The results of an op, none of them one of its arguments."""
+    if isinstance(out, Tensor):
+        return out.clone() if any(out is a for a in args) else out
+    return type(out)(_apart(o, args) for o in out) if isinstance(out, (list, tuple)) else out
+
+
+@contextlib.contextmanager
+def _default_generators_seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Inside the context an op that takes no generator draws by a seed. After it the generators are as before."""
+    generators = [torch.default_generator]
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        generators.append(module.default_generators[module.current_device() if device.index is None else device.index])
+    states = [g.get_state() for g in generators]
+    try:
+        for g in generators:
+            g.manual_seed(seed)
+        yield
+    finally:
+        for g, state in zip(generators, states, strict=True):
+            g.set_state(state)
