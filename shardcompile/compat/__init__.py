@@ -18,6 +18,7 @@ from shardcompile.compat.dynamo import (
     has_guarded_address,
     keep_from_dynamo,
     keep_protocol_from_dynamo,
+    make_known_to_einops,
     mark_static,
     mark_weakly_dynamic,
 )
@@ -187,6 +188,7 @@ __all__ = [
     "load_inductor",
     "lower_when_traced",
     "made_for_value",
+    "make_known_to_einops",
     "mark_static",
     "mark_weakly_dynamic",
     "memo_of",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint
 
 import torch
+from torch._dynamo import trace_rules  # 2.11 - 2.15
 from torch._dynamo.backends import registry  # 2.11 - 2.15
 from torch._dynamo.eval_frame import set_code_exec_strategy  # 2.11 - 2.15
 from torch._dynamo.types import (
@@ -55,6 +57,23 @@ def mark_static(x: torch.Tensor) -> None:
 def has_guarded_address(x: torch.Tensor) -> bool:
     """Whether a graph is guarded by the address of this tensor, as Dynamo does for an optimizer's state."""
     return getattr(x, "_dynamo_static_input_type", None) == "guarded"  # 2.11 - 2.15
+
+
+def make_known_to_einops(cls: type[torch.Tensor]) -> None:
+    """Have einops meet a class of tensors before Dynamo traces the first call of it.
+
+    einops keeps a table of the types that it has met, and Dynamo guards the table. A type that is met in a trace has
+    the next call compiled again. For plain tensors torch does the same, at the same time.
+    """
+
+    def meet() -> None:
+        for x in (torch.empty(1), torch.nn.Parameter(torch.empty(1)), torch.Tensor._make_wrapper_subclass(cls, (1,))):
+            sys.modules["einops"].parse_shape(x, "_")
+
+    if "einops" in trace_rules._lazy_module_init or "einops" not in sys.modules:  # 2.11 - 2.15
+        trace_rules._lazy_module_init["einops"].append(meet)
+    else:  # Dynamo has traced a call
+        meet()
 
 
 def keep_from_dynamo(function: Callable[..., object]) -> None:

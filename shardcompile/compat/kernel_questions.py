@@ -23,6 +23,7 @@ from shardcompile import errors
 from shardcompile.compat.block_symbols import describes_block, describes_plain_value
 from shardcompile.compat.patch import replace, replace_entry
 from shardcompile.compat.sizes import IntLike, statically_known_true
+from shardcompile.compat.tracing import UNKNOWN_SIZE
 
 _COMPARED_IN_CPP = "c10/core/SymInt.h"
 """The file that is named when a C++ kernel compares sizes. Python code names another file."""
@@ -53,15 +54,23 @@ def _asking_hints(decide: Decide) -> Decide:
     Where only a run gives the number of rows, kernels and torch's formulas in Python get the answer for many rows.
     """
 
+    def answered(node: SymNode, file: str, line: int) -> bool:
+        try:
+            return decide(node, file, line)
+        except UNKNOWN_SIZE:
+            if not _guard_several(node):
+                raise
+        return decide(node, file, line)
+
     def decided(node: SymNode, file: str, line: int) -> bool:
         in_cpp = file.endswith(_COMPARED_IN_CPP)
         if not in_cpp and not (file == "" and _is_asked_by_formulas()):
-            return decide(node, file, line)
+            return answered(node, file, line)
         if _whether_few_late_rows(node):
             return bool(node.expr.xreplace(dict.fromkeys(node.expr.free_symbols, _MANY)))
         shared = _beside_few_rows(node) if in_cpp else None
         if shared is None:
-            return decide(node, file, line)
+            return answered(node, file, line)
         env = _shape_env(node)
         if not env.evaluate_expr(sympy.Ne(shared, 0)):  # 2.11 - 2.15: a guard, which all ranks share
             return isinstance(node.expr, sympy.Eq)
@@ -69,6 +78,21 @@ def _asking_hints(decide: Decide) -> Decide:
             return decide(node, file, line)
 
     return decided
+
+
+def _guard_several(node: SymNode) -> bool:
+    """Guard that the sizes that a condition is about and that all ranks share are at least 2. Returns whether it did.
+
+    Without the switch torch takes every size for at least 2 that is so in this call: rows that only a run gives,
+    together with those of a tensor, are not 0 then.
+    """
+    env, guarded = _shape_env(node), False
+    for symbol in () if node.is_constant() else node.expr.free_symbols:
+        known = env.backed_var_to_val.get(symbol)  # 2.12 - 2.15
+        if known is None or known < 2 or env.bound_sympy(symbol).lower >= 2 or _is_of_block(node, symbol):
+            continue
+        guarded = env.evaluate_expr(sympy.Ge(symbol, 2)) is sympy.true or guarded
+    return guarded
 
 
 def _is_asked_by_formulas() -> bool:

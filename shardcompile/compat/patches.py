@@ -214,7 +214,8 @@ OF_A_COMPILATION = (
         "ones_in_kernels_by_hint",
         "torch.fx.experimental.sym_node.SymNode.guard_bool",
         "C++ kernels ask whether a block has one row, to find out whether it is contiguous. The answer becomes a guard "
-        "that some ranks fail.",
+        "that some ranks fail. A branch of the program on an unbacked size and a global one has no answer with the "
+        "switch, which lets a global size be 0: it gets a guard that the global size is at least 2.",
         "Comparisons of SymInts with 0 and 1 in C++ (SymInt::operator==) guard with backed_size_oblivious too, which "
         "guard_or_false does not: contiguous() of an expanded tensor, in the decomposition of log_softmax.",
         "2.11 - 2.15",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import sympy
@@ -15,8 +15,12 @@ from torch.fx.experimental.proxy_tensor import (
     _GraphAppendingTracerEx,  # 2.11 - 2.15
     _SympyExprTrackerValue,  # 2.11 - 2.15
     get_proxy_mode,  # 2.11 - 2.15
+    py_sym_types,  # 2.11 - 2.15
 )
-from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11 - 2.15
+from torch.fx.experimental.symbolic_shapes import (
+    ShapeEnv,  # 2.11 - 2.15
+    free_unbacked_symbols,  # 2.11 - 2.15
+)
 from torch.utils._sympy.interp import sympy_interp  # 2.11 - 2.15
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # 2.11 - 2.15
 
@@ -46,8 +50,13 @@ def retrace(sizes: Sequence[IntLike]) -> tuple[Any, ...]:
     mode = get_proxy_mode()
     if mode is None or not any(isinstance(s, torch.SymInt) for s in sizes):
         return tuple(sizes)
-    known: dict[Formula, Any] = {e: entry.value for e, entry in mode.tracer.sympy_expr_tracker.items()}  # 2.11 - 2.15
-    known.update((kept.node.expr, kept) for kept in _KEPT_SYMBOLS.get(mode.tracer, ()))  # they may be renamed
+    tracer = mode.tracer
+    kept: dict[Formula, Any] = {size.node.expr: size for size in _KEPT_SYMBOLS.get(tracer, ())}  # they may be renamed
+
+    def known(expression: Formula) -> IntLike | None:
+        entry = tracer.sympy_expr_tracker.get(expression)  # 2.11 - 2.15
+        return kept.get(expression, None if entry is None else entry.value)
+
     return tuple(_retrace_size(known, s) if isinstance(s, torch.SymInt) else s for s in sizes)
 
 
@@ -66,14 +75,29 @@ class _FirstKept(dict[Any, Any]):
     """A dict that keeps the first value of each key, but finds what `keep_symbol` has kept in its place.
 
     A kept size may have got its symbol after it was kept, as that of a gradient, which is an input of the joint graph.
+    An unbacked size, too: AOTAutograd (2.11 - 2.15) runs an op, and then gives the sizes that it made the symbols that
+    they had in the trace before. Gradients of results have these symbols already, but the forward graph cannot read
+    sizes off them: an unbacked size is found there only if nothing else has it.
     """
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self._tracer = weakref.ref(tracer)
+        self._unbacked: list[_SympyExprTrackerValue] = []
+        self._of_inputs = _unbacked_symbols_of_inputs(tracer)
+        self._of_gradients: dict[Any, Any] = {}
+        self._begun = False
 
-    def __setitem__(self, key: object, value: object) -> None:
-        self.setdefault(key, value)
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if key in self:
+            return
+        if not (isinstance(value.value, torch.SymInt) and is_unbacked(value.value)):
+            super().__setitem__(key, value)
+        elif key in self._of_inputs or self._has_begun():
+            super().__setitem__(key, value)
+            self._unbacked.append(value)
+        else:
+            self._of_gradients.setdefault(key, value)
 
     def get(self, key: object, default: Any = None) -> Any:
         tracer = self._tracer()
@@ -82,7 +106,26 @@ class _FirstKept(dict[Any, Any]):
         for size in _KEPT_SYMBOLS.get(tracer, ()):
             if size.node.expr == key and size in tracer.symnode_tracker:
                 return _SympyExprTrackerValue(tracer.symnode_tracker[size], size)
-        return super().get(key, default)
+        for entry in self._unbacked:
+            if entry.value.node.expr == key:
+                return entry
+        return super().get(key, self._of_gradients.get(key, default))
+
+    def _has_begun(self) -> bool:
+        """Whether the trace has come to the first op. Before that it looks at the inputs, and computes their sizes."""
+        tracer = self._tracer()
+        if not self._begun and tracer is not None:
+            ops = (node for node in tracer.graph.nodes if node.op == "call_function")
+            self._begun = any(not isinstance(node.meta.get("val"), py_sym_types) for node in ops)
+        return self._begun
+
+
+def _unbacked_symbols_of_inputs(tracer: Tracer) -> set[sympy.Symbol]:
+    """The unbacked symbols in the sizes of a graph's inputs, but for the gradients that a joint graph gets."""
+    inputs = tracer.graph.find_nodes(op="placeholder")
+    values = [node.meta.get("val") for node in inputs if "tangents" not in str(node.target)]  # 2.11 - 2.15
+    sizes = [size for v in values for size in (v.shape if isinstance(v, torch.Tensor) else (v,))]
+    return {symbol for size in sizes if is_unbacked(size) for symbol in free_unbacked_symbols(size)}
 
 
 def keep_symbol(size: float | torch.SymInt) -> IntLike:
@@ -109,9 +152,9 @@ def keep_first_proxies() -> None:
     mode = get_proxy_mode()
     if mode is None or type(mode.tracer.sympy_expr_tracker) is not dict:
         return
-    tracker = _FirstKept(mode.tracer)
     # This includes the inputs of a joint graph. The tracer has visited them by now, the gradients last.
     nodes: dict[Any, Any] = mode.tracer.symnode_tracker.sym_node_dict  # type: ignore[assignment]  # 2.11 - 2.15
+    tracker = _FirstKept(mode.tracer)
     for node, proxy in list(nodes.items()):
         if node.pytype is int and node.is_symbolic() and node.expr.is_symbol:
             size = torch.SymInt(node)
@@ -123,16 +166,17 @@ def keep_first_proxies() -> None:
     mode.tracer.sympy_expr_tracker = tracker
 
 
-def _retrace_size(known: Mapping[Formula, IntLike], size: torch.SymInt) -> IntLike:
+def _retrace_size(known: Callable[[Formula], IntLike | None], size: torch.SymInt) -> IntLike:
     if not size.node.is_symbolic():
         return size
     expression = size.node.expr
     if expression.is_number:  # the symbol was specialised
         return int(expression)
-    if expression in known:
-        return known[expression]
-    symbols = {s: known[s] for s in expression.free_symbols if s in known}
-    if len(symbols) < len(expression.free_symbols):
+    found = known(expression)
+    if found is not None:
+        return found
+    symbols = {s: known(s) for s in expression.free_symbols}
+    if None in symbols.values():
         return size
     return cast(IntLike, sympy_interp(_Arithmetic, symbols, expression))
 

@@ -95,6 +95,8 @@ def _decide_functional(
             try:
                 return _local_entry(record, call, choice, args, kwargs)
             except compat.UNKNOWN_OUTPUT_SHAPE:
+                if op.is_view:  # a slice whose bounds are unbacked: Dynamo breaks the graph, or says that it cannot
+                    raise
                 return fallback(call)
 
         if form is None or not (choice.leaves_dims or (form.preferred is not None and form.preferred(call))):

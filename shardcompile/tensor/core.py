@@ -413,3 +413,4 @@ for _called_by_torch in (Traced, ShardTensor, FromLocal, Promote, Redistribute, 
     compat.keep_protocol_from_dynamo(_called_by_torch)
 compat.keep_from_dynamo(laid_out)
 compat.keep_from_dynamo(dispatch)
+compat.make_known_to_einops(ShardTensor)

@@ -17,7 +17,6 @@ from shardcompile.compat import UNKNOWN_OUTPUT_SHAPE
 from shardcompile.compat.testing import graphs_compiled
 from shardcompile.reports import GraphReport, Report, explain
 from shardcompile.testing import once, rank
-from zoo import packages
 from zoo.double_steps import IN_DOUBLE, steps_in_double
 from zoo.entry import Entry, Reading
 
@@ -95,8 +94,6 @@ def compare(entry: Entry, backend: str | None = None, cuts: int = 5) -> None:
         out, gradients = once(lambda n=n: _expected(entry, n, in_double))
         model.zero_grad()
         inputs = _sharded(entry, _full(entry, n), sizes, mesh)
-        for x in inputs:
-            packages.known_to_einops(x)
         with steps_in_double(in_double):
             got = run(*inputs)
         if backend is not None and sizes == _cuts(entry)[0]:

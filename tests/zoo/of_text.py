@@ -233,6 +233,6 @@ OF_TEXT = [
         gathers=(KEYS,),
     ),
     _x("x-decoder"),
-    _x("x-rotary", graphs=2, rotary_pos_emb=True, ff_glu=True),
+    _x("x-rotary", rotary_pos_emb=True, ff_glu=True),
     _x("x-encoder", causal=False, use_rmsnorm=True),
 ]  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -40,16 +39,3 @@ def of(module: str, name: str) -> Any:
     """
     _torchvision_without_kernels()
     return getattr(importlib.import_module(module), name)
-
-
-def known_to_einops(x: Any) -> None:
-    """Have einops, where a model uses it, meet a tensor of this type before anything is compiled.
-
-    It keeps a list of the types that it has met, and Dynamo guards the length: a type that is met in a compilation has
-    the next call compiled again. So it is with plain tensors.
-
-    Args:
-        x: the tensor.
-    """
-    if "einops" in sys.modules:
-        sys.modules["einops"].parse_shape(x, "...")
