@@ -243,7 +243,8 @@ class _Planner:
         if (dim, depth) not in self._alike:
             now, target = self.cut(dim, 0, depth), self.cut(dim, 1, depth)
             known_to_one = now is not None and target is not None and now.is_traced != target.is_traced
-            here = coordinate(self.src.mesh) if known_to_one else None
+            # A price needs no block's size, and a graph that read the rank's place would serve this rank alone.
+            here = coordinate(self.src.mesh) if known_to_one and self._ask_chunked else None
             self._alike[dim, depth] = now is not None and now.same_blocks(target, here, ask_chunked=self._ask_chunked)
         return self._alike[dim, depth]
 

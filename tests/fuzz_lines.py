@@ -442,6 +442,30 @@ def _columns_of_windows(d: Draw) -> str:
     return d.rng.choice([windows, windows, windows, fold])
 
 
+def _fourier(d: Draw) -> str:
+    """Real transforms of one or several dims, longer or shorter than the value; the result has real numbers."""
+    x = d.x(1, lambda t: t.dtype is torch.float64 and 0 not in t.shape)
+    shape = d.values[x].shape
+    dim, norm = d.dim(x), f"norm={d.rng.choice([None, 'ortho', 'forward'])!r}"
+    n = d.rng.choice([shape[dim], shape[dim], d.int(1, shape[dim] + 3)])
+    dims = d.rng.sample(range(len(shape)), d.int(1, min(len(shape), 3)))
+    sizes = [d.rng.choice([shape[i], shape[i], d.int(1, shape[i] + 2)]) for i in dims]
+    one, several = f"dim={dim}, {norm}", f"dim={dims}, {norm}"
+    modes = f"torch.fft.rfft({x}, n={n}, {one})"
+    kept = f"{modes}.narrow({dim}, 0, {d.int(1, n // 2 + 1)})"
+    choices = [
+        *(f"torch.fft.irfft({z}, n={n}, {one})" for z in (modes, kept, x)),
+        *(f"torch.fft.irfftn(torch.fft.rfftn({x}, {s}{several}), s={[shape[i] for i in dims]}, {several})"
+          for s in ("", f"s={sizes}, ")),
+        f"torch.fft.hfft({x}, n={n}, {one})", f"torch.fft.ihfft({x}, n={n}, {one}).real * 2",
+        f"torch.fft.ifft({x}, n={n}, {one}).imag * 2", f"torch.fft.fftn({x}, s={sizes}, {several}).real * 2",
+        f"torch.fft.fftshift(torch.fft.fft({x}, {one})).imag * 2",
+    ]  # fmt: skip
+    if len(shape) < MOST_DIMS:
+        choices += [f"torch.view_as_real({modes})", f"torch.view_as_real(torch.fft.rfftn({x}, s={sizes}, {several}))"]
+    return d.rng.choice(choices)
+
+
 # Writes
 
 
@@ -585,6 +609,7 @@ OPS: list[tuple[str, list[Maker]]] = [
     ("joins", [_cat, _stack, _pad, _cat]),
     ("rows", [_rows, _rows, _embedding, _gather, _index_add, _where, _mask, _mask]),
     ("products", [_matmul, _matmul, _linear, _outer, _attention, _conv]),
+    ("transforms", [_fourier]),
     ("windows", [_columns_of_windows, _along("X.roll(1, D) - X.roll(-2, D)"), _along("X.unfold(D, 2, 1).mean(-1)", 2), _along("torch.gradient(X, dim=D)[0]", 2)]),
     ("writes", [_write_number, _write_other, _write_view, _write_view, _write_view, _set_item, _write_rows, _reshape_itself]),
     ("random", [_copies, _copies, _permuted, _write_drawn, *[_unary(t) for t in [

@@ -67,7 +67,7 @@ def _asking_hints(decide: Decide) -> Decide:
         if not in_cpp and not (file == "" and _is_asked_by_formulas()):
             return answered(node, file, line)
         if _whether_few_late_rows(node):
-            return bool(node.expr.xreplace(dict.fromkeys(node.expr.free_symbols, _MANY)))
+            return _for_many_rows(node)
         shared = _beside_few_rows(node) if in_cpp else None
         if shared is None:
             return answered(node, file, line)
@@ -136,11 +136,11 @@ def _beside_few_rows(node: SymNode) -> sympy.Expr | None:
 
 
 def _whether_few_late_rows(node: SymNode) -> bool:
-    """Whether a condition compares with 0 or 1 a count of elements whose number of rows only a run gives.
+    """Whether a condition compares with 0 or 1 a count of elements with an unbacked size among its factors.
 
     Kernels and gradients that ask have a shorter way for few rows, as that of `cumsum`: 3 * u <= 1. The longer one
     gives the same for any number, or raises when the graph runs. A difference, or a number that may be negative, is no
-    count: torch raises for it.
+    count: torch raises for it. Other factors may be backed, as in s * u == 0, where another dim has a dynamic size.
     """
     question = None if node.is_constant() else node.expr
     if not isinstance(question, sympy.core.relational.Relational):
@@ -153,8 +153,15 @@ def _whether_few_late_rows(node: SymNode) -> bool:
     return (
         all(term.as_coeff_Mul()[0].is_positive for term in terms)
         and all(lower >= 0 for lower in bounds)
-        and all(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in counts[0].free_symbols)
+        and any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in counts[0].free_symbols)
     )
+
+
+def _for_many_rows(node: SymNode) -> bool:
+    """Decides a condition for many rows of all shards; a guard decides what remains of global sizes."""
+    differing = [s for s in node.expr.free_symbols if symbol_is_type(s, SymT.UNBACKED_INT) or _is_of_block(node, s)]
+    rest = node.expr.xreplace(dict.fromkeys(differing, _MANY))
+    return bool(_shape_env(node).evaluate_expr(rest) if rest.free_symbols else rest)  # 2.11 - 2.15
 
 
 def _is_of_block(node: SymNode, symbol: sympy.Symbol) -> bool:

@@ -127,8 +127,8 @@ def begin_of(start: IntLike | None, extent: IntLike) -> IntLike:
 
 
 def row_of(index: IntLike, extent: IntLike) -> IntLike:
-    """The row that a number names, which counts from the end if it is negative."""
-    return index + extent if isinstance(index, int) and index < 0 else index
+    """The row that an index names, which counts from the end if it is negative; a guard decides that of a formula."""
+    return index + extent if compat.guard_or_false(index < 0) else index
 
 
 def slice_rows(
@@ -145,6 +145,17 @@ def slice_rows(
 
 def _slice(x: Sharded, dim: int = 0, start: IntLike | None = None, end: IntLike | None = None, step: int = 1) -> Tensor:
     return NotImplemented if x._spec.layout.cuts[dim % x.ndim] is None else slice_rows(x, dim, start, end, step)
+
+
+def _decide_signs(op: OpOverload, given: Sequence[Any]) -> None:
+    """Decides by a guard whether a bound of a slice counts from the end, such as ``n - n // 2``.
+
+    Torch's fake kernel of a slice makes an unbacked size where it cannot tell the sign, as it traces sizes obliviously.
+    Bounds are formulas of global sizes, so the guard is rank-invariant.
+    """
+    for bound in given[2:4]:
+        if isinstance(bound, torch.SymInt):
+            compat.guard_or_false(bound < 0)
 
 
 def _view(
@@ -437,7 +448,7 @@ def _common_frame(
     return placements, cuts
 
 
-state(aten.slice.Tensor, sharded=_slice)
+state(aten.slice.Tensor, sharded=_slice, check=_decide_signs)
 state(aten.slice_backward.default, sharded=slice_backward)
 state(aten.slice_scatter.default, sharded=slice_scatter)
 state(aten.select.int, sharded=select)
