@@ -401,6 +401,65 @@ def _mask(d: Draw) -> str:
     return f"{x}.masked_fill({m}, -0.5)"
 
 
+# Masks
+
+
+def _mask_of(d: Draw, x: str) -> tuple[str, str, str]:
+    """An index with a mask of some neighbouring dims of a value, the mask alone, and the condition that keeps it exact."""
+    value = d.values[x]
+    first = d.rng.randrange(value.ndim)
+    shape = tuple(value.shape[first : d.int(first + 1, value.ndim)])
+    others = [n for n in range(value.ndim) if not first <= n < first + len(shape)]
+    known = [n for n, y in d.values.items() if y.dtype is torch.bool and tuple(y.shape) == shape]
+    condition = ""
+    if known and d.rng.random() < 0.5:
+        mask = d.rng.choice(known)
+    elif d.rng.random() < 0.4:
+        mask = f"(weight{shape if len(shape) > 1 else f'({shape[0]})'} > {d.rng.choice([-2, 0, 0.2, 2])})"
+    else:
+        of = f"{x}.detach().amax({others})" if others else f"{x}.detach()"
+        mask, condition = f"({of} > 0.1)", f"  # if away({of}, 0.1)"
+    front = [str(d.rng.randrange(-n, n)) if n and d.rng.random() < 0.2 else ":" for n in value.shape[:first]]
+    if d.rng.random() < 0.1:
+        front.insert(0, "None")
+    behind = value.shape[first + len(shape) :]
+    back = [d.rng.choice([":", "0", "1:"])] if behind and behind[0] and d.rng.random() < 0.3 else []
+    if front and len(behind) == len(back) and d.rng.random() < 0.2 and "None" not in front:
+        front = ["..."] if all(item == ":" for item in front) else front
+    return ", ".join([*front, mask, *back]), mask, condition
+
+
+def _kept(d: Draw) -> str:
+    x = d.x(1)
+    index, mask, condition = _mask_of(d, x)
+    choices = [f"{x}[{index}]", f"{x}[{index}].mul(2)"]
+    shape = d.values[x].shape
+    if tuple(eval(mask, {**CALLS, **d.values}).shape) == tuple(shape[-1:]):
+        choices += [f"{x}.masked_select({mask})"]
+    if "[" not in mask:
+        choices += [f"{mask}.nonzero()", f"torch.where({mask})[0] + 1", f"torch.argwhere({mask})"]
+    return d.rng.choice(choices) + condition
+
+
+def _scattered(d: Draw) -> str:
+    x = d.x(1)
+    y = d.like(x, lambda a, b: b.numel() > 0 and a.dtype is b.dtype)
+    _, mask, condition = _mask_of(d, x)
+    value, kept = d.values[x], eval(mask, {**CALLS, **d.values})
+    places = [n for n in range(value.ndim) if tuple(value.shape[n : n + kept.ndim]) == tuple(kept.shape)]
+    if not places:
+        raise NoFit
+    wide = f"{mask}[(..., *[None] * {value.ndim - kept.ndim - places[0]})]"
+    return f"{x}.masked_scatter({wide}, {y}.repeat({value.numel() // max(d.values[y].numel(), 1) + 1}, *[1] * {d.values[y].ndim - 1}) if {y}.ndim else {x}){condition}"
+
+
+def _write_kept(d: Draw) -> str:
+    x = _target(d, 1)
+    index, _, condition = _mask_of(d, x)
+    return d.rng.choice([f"{x}[{index}] = 0.75", f"{x}[{index}] = {x}.cos()[{index}]", f"{x}[{index}] += 1.5",
+                         f"{x}[{index}] += weight(1).to({x}.dtype)"]) + condition  # fmt: skip
+
+
 # Products
 
 
@@ -608,6 +667,7 @@ OPS: list[tuple[str, list[Maker]]] = [
     ("more views", [*VIEWS, _expanded, _expanded, _parted]),
     ("joins", [_cat, _stack, _pad, _cat]),
     ("rows", [_rows, _rows, _embedding, _gather, _index_add, _where, _mask, _mask]),
+    ("masks", [_kept, _kept, _scattered, _write_kept]),
     ("products", [_matmul, _matmul, _linear, _outer, _attention, _conv]),
     ("transforms", [_fourier]),
     ("windows", [_columns_of_windows, _along("X.roll(1, D) - X.roll(-2, D)"), _along("X.unfold(D, 2, 1).mean(-1)", 2), _along("torch.gradient(X, dim=D)[0]", 2)]),

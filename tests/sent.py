@@ -19,14 +19,17 @@ class Sent(CollectiveWatch):
 
     Attributes:
         names: of their ops, without the namespace.
+        nbytes: of this rank's payloads.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.nbytes = 0
 
     def saw(self, name: str, x: object, out: object) -> None:
         self.names.append(name.partition("::")[2])
+        self.nbytes += sum(t.nbytes for t in (x if isinstance(x, (list, tuple)) else [x]) if isinstance(t, Tensor))
 
 
 class Run(NamedTuple):

@@ -58,6 +58,8 @@ from shardcompile.collectives.routes import exchange_rows as exchange_rows
 from shardcompile.collectives.routes import first_rows as first_rows
 from shardcompile.collectives.routes import gather_counts as gather_counts
 from shardcompile.collectives.routes import rows_from as rows_from
+from shardcompile.collectives.segments import SegmentOrder as SegmentOrder
+from shardcompile.collectives.segments import order_of_segments as order_of_segments
 from shardcompile.collectives.sorting import sort_rows as sort_rows
 from shardcompile.collectives.sorting import top_rows as top_rows
 from shardcompile.collectives.spans import documents_of as documents_of

@@ -168,7 +168,7 @@ def _makes_zeros(node: torch.fx.Node) -> bool:
     return node.target in _ZEROS
 
 
-def once_for_tensor(x: torch.Tensor, what: tuple[object, ...], make: Callable[[], _T]) -> _T:
+def once_for_tensor(x: torch.Tensor, what: tuple[object, ...], make: Callable[[], _T], keep: bool = True) -> _T:
     """Compute what follows from a tensor, in each run of a trace once for this tensor.
 
     Unlike `once_for_value` it may make sizes that the results of a function have: Dynamo, which runs functions one by
@@ -178,13 +178,18 @@ def once_for_tensor(x: torch.Tensor, what: tuple[object, ...], make: Callable[[]
         x: the tensor.
         what: the key of the result.
         make: computes the result.
+        keep: whether the results of the function have the sizes. If not, a run of Dynamo's, which notes none, does not
+            keep what it has made.
     """
     mode = get_proxy_mode()
     run = _NOT_RECORDED if mode is None else mode.tracer
     made = _OF_TENSORS.setdefault(x, weakref.WeakKeyDictionary()).setdefault(run, {})
-    if what not in made:
-        made[what] = make()
-    return made[what]  # type: ignore[no-any-return]
+    if what in made:
+        return made[what]  # type: ignore[no-any-return]
+    found = make()
+    if keep or mode is not None:
+        made[what] = found
+    return found
 
 
 def _is_of_known_size(x: object) -> bool:

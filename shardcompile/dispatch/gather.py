@@ -38,7 +38,7 @@ def fallback(call: OpCall) -> Entry:
 
 
 def _why(record: OpRecord) -> str:
-    if record.rule is None and record.sharded is None:
+    if record.rule is None and record.sharded is None and not record.functions:
         return "it has no sharding rule"
     return "no sharding rule or decomposition of it serves this call"
 

@@ -24,6 +24,7 @@ from shardcompile.tensor.fourier import FOURIER_FUNCTIONS
 from shardcompile.tensor.grids import interpolate
 from shardcompile.tensor.grouped import grouped_mm, grouped_mm_fallback
 from shardcompile.tensor.higher_order import teach_higher_order_ops
+from shardcompile.tensor.masked_index import has_mask
 from shardcompile.tensor.memory import MEMORY_FUNCTIONS
 from shardcompile.tensor.numbers import NUMBER_FUNCTIONS, READS_NUMBER, as_number
 from shardcompile.tensor.padding import pad
@@ -210,11 +211,16 @@ state_function(
 state_function([torch.nn.functional.embedding_bag], _of_neighbours(embedding_bag), aten._embedding_bag.default)
 state_function([torch.nn.functional.pad, _OF_MODULES.pad], _of_neighbours(pad), aten.pad.default)
 state_function([torch.nn.functional.interpolate], interpolate)
-state_function([_Tensor.__getitem__], _of_neighbours(masks.getitem), when=lambda args: masks.is_mask(args[1]))
-state_function(
-    [_Tensor.masked_select, torch.masked_select], _of_neighbours(masks.masked_select), aten.masked_select.default
-)
-state_function([_Tensor.nonzero, torch.nonzero], _of_neighbours(masks.nonzero), aten.nonzero.default)
+state_function([_Tensor.__getitem__], masks.getitem, when=lambda args: has_mask(args[1]))
+state_function([_Tensor.__setitem__], masks.setitem, when=lambda args: has_mask(args[1]))
+state_function([_Tensor.index_put, torch.index_put], masks.index_put)
+state_function([_Tensor.index_put_, torch.index_put_], masks.index_put_)
+state_function([_Tensor.masked_select, torch.masked_select], masks.masked_select, aten.masked_select.default)
+state_function([_Tensor.masked_scatter, torch.masked_scatter], masks.masked_scatter, aten.masked_scatter.default)
+state_function([_Tensor.masked_scatter_], masks.masked_scatter_, aten.masked_scatter_.default)
+state_function([_Tensor.nonzero, torch.nonzero], masks.nonzero, aten.nonzero.default)
+state_function([_Tensor.argwhere, torch.argwhere], masks.argwhere, aten.argwhere.default)
+state_function([torch.where], masks.where, when=lambda args: len(args) == 1)
 state_function([torch.unique, _Tensor.unique], unique, aten._unique2.default)
 state_function(
     [torch.unique_consecutive, _Tensor.unique_consecutive], unique_consecutive, aten.unique_consecutive.default

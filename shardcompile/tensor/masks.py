@@ -1,110 +1,457 @@
-"""Rows that a mask keeps. They stay on their ranks; how many each rank keeps is the cut of the result.
+"""Indexing by masks: rows that a mask keeps stay on their ranks, and what is written to them goes there.
 
-One small collective tells the counts. Only a cut by one mesh dim along dim 0 is served here: there the order of the
-blocks is the order of the rows. All else is left to the op itself.
+Along the masked dims the tensor and the mask have one partition: that of the tensor, or, if it has none there, that of
+the mask. The counts of the kept rows, which a small collective tells, are the partition of the result (`kept_rows`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor.placement_types import Shard
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
-from shardcompile.collectives import cut_of_sizes, first_rows, gather_counts
-from shardcompile.layout import Layout, Spec, contiguous_stride
-from shardcompile.ops.view.rows import first_row, has_known_blocks
-from shardcompile.sharded import Sharded
-from shardcompile.tensor.autograd import FromLocal, ToLocal, redistributed
+from shardcompile.layout import IntLike, Layout, contiguous_stride, dense_stride
+from shardcompile.ops.support.global_meta import global_meta
+from shardcompile.ops.view.rows import first_row, has_known_blocks, moved
+from shardcompile.sharded import Sharded, first_sharded
+from shardcompile.tensor.autograd import Promote, ToLocal, in_one_piece, redistributed
+from shardcompile.tensor.core import ShardTensor
+from shardcompile.tensor.kept_rows import KeptRows, can_be_ordered, kept_rows
+from shardcompile.tensor.masked_index import is_mask, masked_index
+from shardcompile.tensor.of_rows import wrapped
+
+aten = torch.ops.aten
 
 
-def is_mask(index: object) -> bool:
-    """Whether an index of ``x[index]`` is a mask."""
-    return isinstance(index, Tensor) and index.dtype is torch.bool and index.ndim > 0
+def getitem(func: Callable[..., Any], x: Tensor, index: object) -> object:
+    """``x[index]``, where the index has a mask."""
+    found = masked_index(index, x.ndim)
+    if found is None:
+        return func(x, _with_indices(index))
+    view = x if found.view is None else func(x, found.view)
+    if not _serves(view, found.mask, found.dim):
+        return func(view, found.of_view)
+    return _keep_rows(view, found.mask, found.dim)
 
 
-def getitem(func: Callable[..., object], x: Tensor, mask: Tensor) -> object:
-    """``x[mask]``."""
-    return _keep_rows(x, mask) if _serves(x, mask) else func(x, mask)
+def setitem(func: Callable[..., Any], x: Tensor, index: object, value: Any) -> None:
+    """``x[index] = value``, where the index has a mask."""
+    found = masked_index(index, x.ndim)
+    if found is None:
+        func(x, _with_indices(index), value)
+        return
+    view = x if found.view is None else torch.Tensor.__getitem__(x, found.view)
+    if _is_one_value(value) or value.dtype is not x.dtype or not _fits(view, found.mask, found.dim):
+        func(view, found.of_view, value)
+        return
+    view.copy_(_put(view, found.mask, value, found.dim, False))
+
+
+def index_put(
+    func: Callable[..., Any], x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False
+) -> object:
+    """``torch.index_put``, where the indices have a mask."""
+    found = _put_by_mask(x, indices, values, accumulate)
+    return func(x, _with_indices(tuple(indices)), values, accumulate) if found is None else found
+
+
+def index_put_(
+    func: Callable[..., Any], x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False
+) -> object:
+    """``x.index_put_``, where the indices have a mask."""
+    found = _put_by_mask(x, indices, values, accumulate)
+    return func(x, _with_indices(tuple(indices)), values, accumulate) if found is None else x.copy_(found)
 
 
 def masked_select(func: Callable[..., object], input: Tensor, mask: Tensor, **options: object) -> object:
-    """``torch.masked_select``; what is broadcast is left to torch."""
-    if options or not is_mask(mask) or tuple(mask.shape) != tuple(input.shape) or not _serves(input, mask):
+    """``torch.masked_select``."""
+    if options or not _is_bool(mask) or not _any_sharded(input, mask):
         return func(input, mask, **options)
-    return _keep_rows(input, mask)
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    x, mask = _expanded(input, shape), _expanded(mask, shape)
+    return _keep_elements(x, mask) if _serves(x, mask, 0) else func(input, mask)
+
+
+def masked_scatter(func: Callable[..., object], input: Tensor, mask: Tensor, source: Tensor) -> object:
+    """``torch.masked_scatter``."""
+    if not _is_bool(mask) or input.dtype is not source.dtype or not _any_sharded(input, mask):
+        return func(input, mask, source)
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    x, wide = _expanded(input, shape), _expanded(mask, shape)
+    return _scatter_elements(x, wide, source) if _serves(x, wide, 0) else func(input, mask, source)
+
+
+def masked_scatter_(func: Callable[..., object], input: Tensor, mask: Tensor, source: Tensor) -> object:
+    """``x.masked_scatter_``."""
+    if not isinstance(input, Sharded) or not _is_bool(mask) or input.dtype is not source.dtype:
+        return func(input, mask, source)
+    wide = _expanded(mask, input.shape)
+    return input.copy_(_scatter_elements(input, wide, source)) if _serves(input, wide, 0) else func(input, mask, source)
 
 
 def nonzero(func: Callable[..., object], input: Tensor, *, out: Tensor | None = None, as_tuple: bool = False) -> object:
     """``torch.nonzero``."""
-    if out is not None or not _serves(input, input):
+    if out is not None or not _serves(input, input, 0):
         options = {} if out is None else {"out": out}
         return func(input, as_tuple=as_tuple, **options)
-    numbers = _numbers(input)
-    return numbers.unbind(1) if as_tuple else numbers
+    indices = _indices(input)
+    return indices.unbind(1) if as_tuple else indices
 
 
-def _serves(x: Tensor, mask: Tensor) -> bool:
+def argwhere(func: Callable[..., object], input: Tensor) -> object:
+    """``torch.argwhere``."""
+    return _indices(input) if _serves(input, input, 0) else func(input)
+
+
+def where(func: Callable[..., object], condition: Tensor) -> object:
+    """``torch.where`` of a condition alone."""
+    return _indices(condition).unbind(1) if _serves(condition, condition, 0) else func(condition)
+
+
+# What is served
+
+
+def _any_sharded(*tensors: Tensor) -> bool:
+    return any(isinstance(t, Sharded) for t in tensors)
+
+
+def _is_bool(mask: Tensor) -> bool:
+    return is_mask(mask) and mask.dtype is torch.bool
+
+
+def _serves(x: Tensor, mask: Tensor, dim: int) -> bool:
+    """Whether a tensor or its mask is sharded, and the mask fits."""
     layouts = [t._spec.layout for t in (x, mask) if isinstance(t, Sharded)]
-    if not isinstance(x, Sharded) or not 0 < mask.ndim <= x.ndim:
+    return any(cut is not None for layout in layouts for cut in layout.cuts) and _fits(x, mask, dim)
+
+
+def _fits(x: Tensor, mask: Tensor, dim: int) -> bool:
+    """Whether a mask fits to what it masks; torch says what is wrong with one that does not."""
+    if not 0 < mask.ndim <= x.ndim - dim or has_known_blocks(x) or has_known_blocks(mask):
         return False
-    if not all(compat.same_symbol(a, b) for a, b in zip(mask.shape, x.shape, strict=False)):
+    if not all(compat.same_symbol(a, b) for a, b in zip(mask.shape, x.shape[dim : dim + mask.ndim], strict=True)):
         return False
-    cut, *inner = x._spec.layout.cuts[: mask.ndim]
-    if cut is None or len(cut.mesh_dims) > 1 or any(c is not None for c in inner) or has_known_blocks(x):
-        return False
-    return not any(layout.is_partial for layout in layouts) and layouts[0].mesh == layouts[-1].mesh
+    meshes = [t._spec.layout.mesh for t in (x, mask) if isinstance(t, Sharded)]
+    return bool(meshes) and meshes[0] == meshes[-1]
+
+
+def _with_indices(index: object) -> object:
+    """An index of several tensors, masks being written as the indices of what they keep, which stay on their ranks."""
+    if not isinstance(index, tuple):
+        return index
+    sizes = [i.shape[-1] for i in index if isinstance(i, Tensor) and i.ndim > 0 and not is_mask(i)]
+    size = next((n for n in sizes if compat.is_unbacked(n)), None)
+    items: list[Any] = []
+    for item in index:
+        if not is_mask(item) or not _serves(item, item, 0):
+            items.append(item)
+            continue
+        # The result has the other size, since torch does not take one that only a run tells for a 1 that is broadcast.
+        with contextlib.nullcontext() if size is None else compat.unrecorded_symbols():
+            indices = _indices(item, keep=size is None)
+        if size is not None:
+            torch._check(indices.shape[0] == size)
+        items.extend(indices.unbind(1))
+    return tuple(items)
+
+
+def _is_one_value(value: object) -> bool:
+    """Whether it is one number, which is written where the mask says without an exchange, and has no gradient."""
+    return not isinstance(value, Tensor) or (value.ndim == 0 and not value.requires_grad)
+
+
+def _put_by_mask(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool) -> Any:
+    """`x` with the values, if there is one mask and it is served; otherwise None."""
+    found = masked_index(tuple([slice(None) if i is None else i for i in indices]), x.ndim)
+    if found is None or values.dtype is not x.dtype or not _fits(x, found.mask, found.dim):
+        return None
+    return _put(x, found.mask, values, found.dim, accumulate)
+
+
+def _expanded(x: Tensor, shape: Sequence[IntLike]) -> Tensor:
+    return x if tuple(x.shape) == tuple(shape) else x.expand(shape)  # type: ignore[arg-type]
+
+
+# One partition for a tensor and its mask
+
+
+class _Masked(NamedTuple):
+    """A tensor in the partition of its mask, and the rows that this keeps.
+
+    Attributes:
+        x: the tensor; perhaps with masked dims flattened.
+        dim: its first masked dim.
+        ndim: of the mask.
+        kept: the rows.
+        flattened: whether masked dims were flattened.
+    """
+
+    x: Any
+    dim: int
+    ndim: int
+    kept: KeptRows
+    flattened: bool
+
+    @property
+    def layout(self) -> Layout:
+        """That of the tensor."""
+        return self.x._spec.layout  # type: ignore[no-any-return]
+
+    def rows(self) -> Tensor:
+        """This rank's shard, with the masked dims flattened."""
+        return ToLocal.apply(self.x, None).flatten(self.dim, self.dim + self.ndim - 1)  # type: ignore[no-any-return]
+
+    def layout_of_kept(self) -> Layout:
+        """That of what is kept."""
+        layout, first, end = self.layout, self.dim, self.dim + self.ndim
+        shape = [*layout.shape[:first], self.kept.size, *layout.shape[end:]]
+        return Layout.of_cuts(
+            layout.mesh, shape, layout.dtype, [*layout.cuts[:first], self.kept.cut, *layout.cuts[end:]]
+        )
+
+
+def _on_mesh(x: Tensor, mesh: DeviceMesh) -> Any:
+    """A sharded tensor in shards of neighbouring rows; a plain one counts as the same value on every rank."""
+    return in_one_piece(x) if isinstance(x, Sharded) else Promote.apply(x, ShardTensor, mesh)
+
+
+def _masked(x: Any, mask: Any, dim: int, keep: bool = True) -> _Masked:
+    """A tensor and the rows that a mask keeps of it. Where their order needs it, masked dims are flattened first.
+
+    Args:
+        x: the tensor.
+        mask: the mask.
+        dim: the first masked dim.
+        keep: whether what the caller returns has as many rows.
+    """
+    given, mesh = mask, first_sharded((x, mask))._spec.layout.mesh
+    x, mask = _on_mesh(x, mesh), _on_mesh(mask, mesh)
+    x, count = redistributed(x, _common_layout(x._spec.layout, mask, dim)), mask.ndim
+    flattened = False
+    while True:
+        layout = x._spec.layout
+        of_mask = Layout.of_cuts(mesh, layout.shape[dim : dim + count], torch.bool, layout.cuts[dim : dim + count])
+        if can_be_ordered(of_mask):
+            kept = _kept_by(mask, of_mask, given, keep)
+            return _Masked(x, dim, count, kept, flattened)
+        first = next(d for d, cut in enumerate(of_mask.cuts) if cut is not None)
+        last = first or count - 1
+        x, mask = (
+            in_one_piece(t.flatten(d, d + last)) for t, d in ((x, dim), (wrapped(moved(mask, of_mask), of_mask), 0))
+        )
+        count, flattened = count - last, True
+
+
+def _kept_by(mask: Any, layout: Layout, given: Tensor, keep: bool) -> KeptRows:
+    """The rows that a mask keeps, in a trace worked out once for it: ``x[mask] + y[mask]`` has one partition.
+
+    Args:
+        mask: the mask.
+        layout: in which it is needed.
+        given: the mask as it was given.
+        keep: whether what the caller returns has as many rows.
+    """
+    if not compat.is_fake(mask._local_tensor):
+        return kept_rows(moved(mask, layout), layout)
+    cuts = [
+        None if c is None else (c.kind, c.blocks, *map(compat.expression_of, (c.key, c.extent, c.inner, c.scale)))
+        for c in layout.cuts
+    ]
+    what = ("kept rows", layout.placements, *cuts, 0 if given.is_inference() else given._version)
+    return compat.once_for_tensor(given, what, lambda: kept_rows(moved(mask, layout), layout), keep)
+
+
+def _common_layout(layout: Layout, mask: Any, dim: int) -> Layout:
+    """A layout of a tensor without pending reductions; sharded like its mask where it is not sharded there."""
+    layout, cuts = layout.reduced(), list(layout.cuts)
+    used = {m for cut in cuts if cut is not None for m in cut.mesh_dims}
+    if all(cut is None for cut in cuts[dim : dim + mask.ndim]):
+        for d, cut in enumerate(mask._spec.layout.cuts):
+            if cut is not None and not used & set(cut.mesh_dims):
+                cuts[dim + d] = cut
+    return Layout.of_cuts(layout.mesh, layout.shape, layout.dtype, cuts)
+
+
+# Rows that are kept
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
-def _keep_rows(x: Any, mask: Any) -> object:
-    """``x[mask]`` where dim 0 of `x` is cut by one mesh dim, and no other dim of the mask's."""
-    layout = x._spec.layout
-    if not isinstance(mask, Sharded):
-        mask = FromLocal.apply(mask, type(x), Spec.of(Layout.whole(layout.mesh, mask.shape, mask.dtype), mask.stride()))
-    keep = ToLocal.apply(redistributed(mask, _first_dims(layout, mask)), None)
-    cut, numbers = chosen(keep.reshape(-1), layout)
-    rows = ToLocal.apply(x, None).flatten(0, mask.ndim - 1).index_select(0, numbers)
-    placements = [Shard(p.dim - mask.ndim + 1) if p.is_shard() and p.dim else p for p in layout.placements]
-    shape = (cut.extent, *layout.shape[mask.ndim :])
-    result = Layout.of(layout.mesh, placements, shape, rows.dtype, [cut, *layout.cuts[mask.ndim :]])
-    return FromLocal.apply(rows, type(x), Spec.of(result, contiguous_stride(shape)))
+def _keep_rows(x: Any, mask: Any, dim: int) -> Any:
+    """``x[:, ..., mask]``."""
+    return _kept(x, mask, dim)
 
 
 @torch.compiler.allow_in_graph
-def _numbers(x: Any) -> Any:
-    """``x.nonzero()`` where dim 0 alone is cut."""
-    layout = x._spec.layout
-    keep = ToLocal.apply(x.detach(), None) != 0
-    cut, numbers = chosen(keep.reshape(-1), layout)
-    places = []
-    for extent in reversed(layout.shape[1:]):
-        places.append(numbers % extent)
-        numbers = numbers // extent
-    first: Any = first_row(layout.cut_of(0), layout)
-    rows = torch.stack([numbers + first, *reversed(places)], 1)
-    shape = (cut.extent, x.ndim)
-    result = Layout.of_cuts(layout.mesh, shape, rows.dtype, [cut, None])
-    return FromLocal.apply(rows, type(x), Spec.of(result, contiguous_stride(shape)))
+def _keep_elements(x: Any, mask: Any) -> Any:
+    """``torch.masked_select`` of a tensor and a mask of its shape."""
+    repeated = _repeated_dims(x, mask)
+    kept = _kept(x, _without_last(mask, repeated), 0)
+    return kept.flatten() if repeated else kept
 
 
-def _first_dims(layout: Layout, mask: Tensor) -> Layout:
-    """The layout that a mask needs to fit what it masks."""
-    cut = layout.cut_of(0)
-    cuts = [cut, *[None] * (mask.ndim - 1)]
-    return Layout.of_cuts(layout.mesh, layout.shape[: mask.ndim], mask.dtype, cuts)
+def _kept(x: Any, mask: Any, dim: int) -> Any:
+    masked = _masked(x, mask, dim)
+    rows = masked.kept.taken(masked.rows(), dim)
+    return wrapped(rows, masked.layout_of_kept(), _stride_of_kept(x, mask.ndim, masked))
 
 
-def chosen(keep: Tensor, layout: Layout) -> tuple[Any, Tensor]:
-    """The cut of what all ranks keep, and the numbers of what this rank keeps: where a flat mask is true."""
-    (mesh_dim,) = layout.cut_of(0).mesh_dims
-    group_name = compat.group_name_of(layout.mesh, mesh_dim)
-    sizes = gather_counts(keep.sum().view(1), group_name).view(-1)
-    cut = cut_of_sizes(sizes, layout.mesh, [mesh_dim], about=compat.size_hint(layout.shape[0]))
-    block, extent = cut.local_size(compat.coordinate(layout.mesh)), keep.shape[0]
-    place = torch.where(keep, keep.cumsum(0) - 1, extent)
-    numbers = torch.arange(extent, device=keep.device)
-    return cut, first_rows(place.new_zeros([extent + 1]).scatter(0, place, numbers), block)
+def _stride_of_kept(x: Tensor, ndim: int, masked: _Masked) -> Sequence[IntLike]:
+    """The strides of ``x[:, ..., mask]``, those of the other dims being in the order of `x`.
+
+    Args:
+        x: the tensor.
+        ndim: of the mask.
+        masked: as `_masked` gives it.
+    """
+    stride = contiguous_stride(masked.layout_of_kept().shape)
+    if all(compat.statically_known_true(a == b) for a, b in zip(x.stride(), contiguous_stride(x.shape), strict=True)):
+        return stride
+    index = [masked.kept.indices.new_empty([masked.kept.size])] * ndim  # type: ignore[list-item]
+    with contextlib.suppress(*compat.UNKNOWN_OUTPUT_SHAPE):
+        meta = global_meta(aten.index.Tensor, (x, [*[None] * masked.dim, *index]), {})
+        return compat.retrace(meta.stride())  # type: ignore[no-any-return]
+    return stride
+
+
+def _repeated_dims(x: Tensor, mask: Tensor) -> int:
+    """Over how many trailing dims a mask was expanded, of which none is sharded."""
+    cuts = [t._spec.layout.cuts for t in (x, mask) if isinstance(t, Sharded)]
+    count = 0
+    for d in reversed(range(1, mask.ndim)):
+        size, step = mask.shape[d], mask.stride(d)
+        is_repeated = isinstance(size, int) and (size == 1 or (size > 1 and isinstance(step, int) and step == 0))
+        if not is_repeated or any(c[d] is not None for c in cuts):
+            break
+        count += 1
+    return count
+
+
+def _without_last(mask: Tensor, count: int) -> Tensor:
+    """A mask without its last dims, over which it was expanded."""
+    for _ in range(count):
+        mask = mask.select(-1, 0)
+    return mask
+
+
+@torch.compiler.allow_in_graph
+def _indices(x: Any, keep: bool = True) -> Any:
+    """``x.nonzero()``."""
+    if x.dtype is not torch.bool:
+        x = redistributed(x, x._spec.layout.reduced()).detach() != 0
+    masked = _masked(x, x, 0, keep)
+    layout, indices = masked.layout, masked.kept.indices
+    columns = _unravelled(indices, masked.x._local_tensor.shape)
+    for d, cut in enumerate(layout.cuts):
+        if cut is not None:
+            first: Any = first_row(cut, layout)
+            columns[d] = columns[d] + first
+    if masked.flattened:
+        linear: Any = 0
+        for size, column in zip(layout.shape, columns, strict=True):
+            linear = linear * size + column
+        columns = _unravelled(linear, x.shape)
+    rows = masked.kept.in_order(torch.stack(columns, 1))
+    size = masked.kept.size
+    found = Layout.of_cuts(layout.mesh, [size, x.ndim], rows.dtype, [masked.kept.cut, None])
+    return wrapped(rows, found, (1, max(size, 1) if isinstance(size, int) else size))  # one column after the other
+
+
+def _unravelled(indices: Tensor, shape: Sequence[IntLike]) -> list[Tensor]:
+    """The indices along each dim of elements in row-major order."""
+    columns: list[Tensor] = []
+    for size in reversed(shape[1:]):
+        # Of a dim without elements there are no indices, and compilers take no guard of it.
+        divisor: Any = indices.new_full([], size).clamp(min=1)  # type: ignore[arg-type]
+        columns.append(indices % divisor)
+        indices = indices.div(divisor, rounding_mode="floor")
+    return [indices, *reversed(columns)]
+
+
+# Rows that are written
+
+
+def _put(x: Any, mask: Any, values: Any, dim: int, accumulate: bool) -> Any:
+    """``index_put`` by a mask of neighbouring dims."""
+    behind = x.ndim - dim - mask.ndim
+    at = values.ndim - behind - 1  # the dim of the kept rows
+    if at < 0 or _is_one(values.shape[at]):
+        wide = mask[(..., *[None] * behind)]
+        if at >= 0:
+            values = values.reshape([*values.shape[:at], *[1] * mask.ndim, *values.shape[at + 1 :]])
+        return torch.where(wide, x + values if accumulate else values, x)
+    return _put_rows(x, mask, values, dim, accumulate)
+
+
+def _is_one(size: object) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+@torch.compiler.allow_in_graph
+def _put_rows(x: Any, mask: Any, values: Any, dim: int, accumulate: bool) -> Any:
+    """``index_put`` of a value for each row that is kept."""
+    with compat.unrecorded_symbols(first_sharded((x, mask))._local_tensor):
+        masked = _masked(x, mask, dim, keep=False)
+        _check_count(masked, values)
+        return _written(x, masked, values, accumulate, dense_stride(x.shape, x.stride()))
+
+
+def _check_count(masked: _Masked, values: Tensor) -> None:
+    at = values.ndim - (masked.layout.ndim - masked.dim - masked.ndim) - 1
+    count, size = values.shape[at], masked.kept.size
+    if not isinstance(count, int) or not isinstance(size, int):
+        torch._check(count == size, lambda: f"a mask keeps {size} rows, and there are values for {count}")
+    elif count != size:
+        raise RuntimeError(
+            f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to indexing result of "
+            f"shape {list(masked.layout_of_kept().shape)}"
+        )
+
+
+def _written(x: Any, masked: _Masked, values: Any, accumulate: bool, stride: Sequence[IntLike]) -> Any:
+    """`x`, with a value for each row that is kept, stored as strides say. Values that other ranks have are fetched."""
+    layout, wanted = masked.layout, masked.layout_of_kept()
+    values = _on_mesh(values, layout.mesh)
+    outer = wanted.ndim - values.ndim
+    at = masked.dim - outer
+    sizes = [wanted.shape[at + outer] if d == at else n for d, n in enumerate(values.shape)]
+    cuts = [None if d != at and _is_one(n) else wanted.cuts[d + outer] for d, n in enumerate(sizes)]
+    local = ToLocal.apply(redistributed(values, Layout.of_cuts(layout.mesh, sizes, values.dtype, cuts)), None)
+    rows = masked.rows()
+    shape = [masked.kept.indices.shape[0] if d == masked.dim else n for d, n in enumerate(rows.shape)]
+    rows = masked.kept.written(rows, local.expand(shape), masked.dim, accumulate)
+    rows = rows.view(masked.x._local_tensor.shape)
+    return wrapped(rows, layout).view(x.shape) if masked.flattened else wrapped(rows, layout, stride)
+
+
+@torch.compiler.allow_in_graph
+def _scatter_elements(x: Any, mask: Any, source: Any) -> Any:
+    """``torch.masked_scatter`` of a tensor and a mask of its shape."""
+    with compat.unrecorded_symbols(first_sharded((x, mask))._local_tensor):
+        repeated = _repeated_dims(x, mask)
+        masked = _masked(x, _without_last(mask, repeated), 0, keep=False)
+        trailing = x.shape[x.ndim - repeated :]
+        width = math.prod(trailing)
+        total: Any = masked.kept.size * width  # type: ignore[operator]
+        _check_source(total, source)
+        flat = _on_mesh(source, masked.layout.mesh).reshape(-1).narrow(0, 0, total)
+        cut = masked.kept.cut
+        wanted = Layout.of_cuts(masked.layout.mesh, [total], flat.dtype, [None if cut is None else cut.scaled(width)])
+        values = redistributed(flat, wanted).view(masked.kept.size, *trailing)
+        return _written(x, masked, values, False, contiguous_stride(x.shape))
+
+
+def _check_source(total: Any, source: Tensor) -> None:
+    count = source.numel()
+    if not isinstance(total, int) or not isinstance(count, int):
+        torch._check(total <= count, lambda: f"masked_scatter: the mask keeps {total} elements of {count}")
+    elif total > count:
+        raise RuntimeError(
+            f"masked_scatter: expected self and source to have same dtypes, and number of elements of source ({count}) "
+            f"to be at least the number of ones in mask ({total})"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -80,10 +81,11 @@ def _same(a: IntLike, b: IntLike) -> bool:
     return compat.same_symbol(a, b)
 
 
-def wrapped(local: Tensor, layout: Layout) -> Any:
-    """A block as a tensor of a layout but for its dtype, differentiably."""
+def wrapped(local: Tensor, layout: Layout, stride: Sequence[IntLike] | None = None) -> Any:
+    """A block as a tensor of a layout but for its dtype, differentiably; contiguous if no strides are given."""
     layout = layout.with_dtype(local.dtype)
-    return FromLocal.apply(local, ShardTensor, Spec.of(layout, contiguous_stride(layout.shape)))
+    stride = contiguous_stride(layout.shape) if stride is None else tuple(stride)
+    return FromLocal.apply(local, ShardTensor, Spec.of(layout, stride))
 
 
 def layout_of_column(layout: Layout) -> Layout:

@@ -17,7 +17,7 @@ from shardcompile.layout import IntLike, Layout, is_cut_once
 from shardcompile.ops.view.rows import first_row, has_known_blocks, positions
 from shardcompile.sharded import Sharded
 from shardcompile.tensor.autograd import in_one_piece
-from shardcompile.tensor.masks import chosen
+from shardcompile.tensor.kept_rows import kept_rows
 from shardcompile.tensor.of_rows import one_or_all, wrapped
 
 aten = torch.ops.aten
@@ -76,17 +76,17 @@ def _distinct(x: Any, by_order: bool, inverse: bool, counts: bool) -> tuple[Any,
         start: Any = first_row(layout.cut_of(0), layout)
         block = rows._local_tensor
         heads = (positions(block, start, 1, block.shape[0]) == 0) | (block != before._local_tensor)
-    cut, numbers = chosen(heads, layout)
+    kept = kept_rows(heads, layout)
     with compat.unrecorded_symbols(x._local_tensor):
-        found = Layout.of_cuts(layout.mesh, [cut.extent], layout.dtype, [cut])
-        results = [wrapped(block.index_select(0, numbers), found)]
+        found = Layout.of_cuts(layout.mesh, [kept.size], layout.dtype, [kept.cut])
+        results = [wrapped(kept.taken(block, 0), found)]
         if inverse:
             number = aten.cumsum.default(wrapped(heads, layout), 0) - 1
             if order is not None:
                 number = aten.index_put.default(torch.empty_like(order), [order], number)
             results.append(number.view(x.shape))
         if counts:
-            results.append(_lengths(numbers + start, found, layout.shape[0]))
+            results.append(_lengths(kept.indices + start, found, layout.shape[0]))
     return tuple(results)
 
 

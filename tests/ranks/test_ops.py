@@ -33,6 +33,7 @@ COMPILED = {
     "softmax and norms": 5,
     "joins": 6,
     "views": 6,
+    "masks": 7,
     "selection": 11,
     "losses": 17,
     "attention": 15,

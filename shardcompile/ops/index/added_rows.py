@@ -85,11 +85,12 @@ def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: boo
     """``aten.index_put`` by numbers of one dim, or that writes one value where a mask says."""
     indices = beside(indices, x)
     at = [d for d, index in enumerate(indices) if index is not None]
-    if at == [0] and indices[0].dtype is torch.bool and values.ndim == 0 and not accumulate and indices[0].ndim:
-        mask = indices[0]
-        if mask.ndim > x.ndim or not _same(mask.shape, x.shape[: mask.ndim]):
+    if len(at) == 1 and indices[at[0]].dtype is torch.bool and values.ndim == 0 and indices[at[0]].ndim:
+        mask, behind = indices[at[0]], x.ndim - at[0] - indices[at[0]].ndim
+        if behind < 0 or not _same(mask.shape, x.shape[at[0] : x.ndim - behind]):
             return NotImplemented
-        return torch.where(mask[(..., *[None] * (x.ndim - mask.ndim))], values.to(x.dtype), x)
+        value = values.to(x.dtype)
+        return torch.where(mask[(..., *[None] * behind)], x + value if accumulate else value, x)
     if len(at) > 1:
         return _put_into_joined(x, indices, values, accumulate)
     if not at or not indices[at[0]].ndim:
