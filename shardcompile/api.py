@@ -28,7 +28,7 @@ from shardcompile.factories import (
     randn,
     zeros,
 )
-from shardcompile.layout import Cut, Layout, Spec, contiguous_stride, normalize_placements
+from shardcompile.layout import Cut, Layout, Spec, carrier_of, contiguous_stride, normalize_placements
 from shardcompile.ops import OpCall, Rule, Strategy, TensorArg, replace_rule
 from shardcompile.tensor import ShardTensor
 from shardcompile.tensor.autograd import FromLocal
@@ -84,19 +84,23 @@ def _scatter(tensor: Tensor | None, source: tuple[int, ...], layout: Layout) -> 
     """Send each block to one rank, then broadcast it along the mesh dims that replicate; returns this rank's block."""
     mesh = layout.mesh
     me = tuple(coordinate_here(mesh))
+    carrier = carrier_of(layout.dtype)
     copies = [m for m, p in enumerate(layout.placements) if isinstance(p, Replicate)]
-    local = allocate(layout)
+    local = allocate(layout.with_dtype(carrier))
     if me == source:
         assert tensor is not None, "the source holds the tensor"
+        held = tensor.detach()
+        if carrier is not held.dtype:
+            held = held.view(carrier)
         others = [c for c in _coordinates(mesh) if c != me and all(c[m] == source[m] for m in copies)]
-        send_blocks({int(mesh.mesh[c]): tensor.detach()[layout.block_slices(c)] for c in others})
-        local.copy_(tensor.detach()[layout.block_slices(me)])
+        send_blocks({int(mesh.mesh[c]): held[layout.block_slices(c)] for c in others})
+        local.copy_(held[layout.block_slices(me)])
     elif all(me[m] == source[m] for m in copies):
         receive_block(local, int(mesh.mesh[source]))
     for i, mesh_dim in enumerate(copies):
         if all(me[m] == source[m] for m in copies[i + 1 :]):
             local = broadcast(local, source[mesh_dim], mesh.get_group(mesh_dim))
-    return local
+    return local if carrier is layout.dtype else local.view(layout.dtype)
 
 
 def _coordinates(mesh: DeviceMesh) -> list[tuple[int, ...]]:

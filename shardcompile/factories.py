@@ -16,7 +16,7 @@ from shardcompile.layout import Layout, Spec, contiguous_stride, normalize_place
 from shardcompile.plan import target_layout
 from shardcompile.tensor import ShardTensor
 from shardcompile.tensor.autograd import redistributed
-from shardcompile.tensor.construct import stated_cuts
+from shardcompile.tensor.construct import refuse_quantized, stated_cuts
 
 SizesByMeshDim = Mapping[int, Sequence[Any]]
 """Sizes of all shards along a dim, by the mesh dim that shards it."""
@@ -31,6 +31,7 @@ def asked_layout(
 ) -> Layout:
     """The layout that is asked for. Without sizes the cut is torch.chunk's."""
     wanted = normalize_placements(or_replicate(placements, mesh), mesh, len(shape))
+    refuse_quantized(dtype)
     if any(isinstance(p, Partial) for p in wanted):
         raise LayoutError(f"Partial cannot be a target: {list(wanted)}; use Replicate or Shard")
     whole = Layout.chunked(mesh, [Replicate()] * mesh.ndim, tuple(shape), dtype)

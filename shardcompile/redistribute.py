@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile import compat
 from shardcompile.collectives import Decoded, Pending, block_shape, block_size, reductions
+from shardcompile.collectives.blocks import dense_copy
 from shardcompile.collectives.gathers import ALL_GATHER_V, REDUCE_SCATTER_V, AllGatherV, ReduceScatterV
 from shardcompile.collectives.own_blocks import TAKE_BLOCK, TakeBlock
 from shardcompile.collectives.ranges import FETCH_RANGES, Ranges
@@ -58,7 +59,7 @@ def _run_apart(plan: Plan, apart: Apart, local: Tensor) -> Tensor:
 
 def _reshape(x: Tensor, shape: Sequence[int | torch.SymInt]) -> Tensor:
     """In a trace `reshape` asks for the sizes of blocks."""
-    return torch.ops.aten.view.default(x.clone(memory_format=torch.contiguous_format), list(shape))
+    return torch.ops.aten.view.default(dense_copy(x), list(shape))
 
 
 def _run_with_note(step: Step, x: Tensor) -> Pending | Decoded:

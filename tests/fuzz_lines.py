@@ -76,6 +76,13 @@ def whole(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format if rows else torch.preserve_format)
 
 
+def rounds_alike(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether rounding to a dtype gives the same for all values that are about those of a tensor, and no NaN."""
+    x = x.detach().double()
+    near = [(x + f * _near(x) * x.abs()).to(dtype).double() for f in (-1, 0, 1)]
+    return all(torch.equal(n, near[1]) for n in near)
+
+
 def weight(*shape: int) -> Tensor:
     """A plain tensor of fixed values."""
     count = math.prod(shape)
@@ -94,7 +101,8 @@ def placements_of(text: str) -> list[Any]:
     return [one(word) for word in text.split()]
 
 
-CALLS = {"torch": torch, "F": nnf, "to": to, "whole": whole, "weight": weight, "apart": apart, "away": away}
+CALLS = {"torch": torch, "F": nnf, "to": to, "whole": whole, "weight": weight, "apart": apart, "away": away,
+         "rounds_alike": rounds_alike}  # fmt: skip
 
 
 # A line
@@ -205,6 +213,21 @@ def _broadcasts(a: Tensor, b: Tensor) -> bool:
 
 
 Maker = Callable[[Draw], str]
+
+NUMBERS = sorted(
+    str(d)
+    for d in {v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+    if not re.search("bits|q[ui]*nt|int[1-7]$|x2$|complex", str(d)) and not (DEVICE != "cpu" and "fnuz" in str(d))
+)
+"""The dtypes of real numbers: torch casts to them and back."""
+
+
+def _cast(d: Draw) -> str:
+    """A value through another dtype, perhaps moved as one."""
+    x, dtype = d.x(), d.rng.choice(NUMBERS)
+    whole = "" if getattr(torch, dtype.removeprefix("torch.")).is_floating_point else ".abs().clamp(max=100)"
+    moved = d.rng.choice(["", "", ".clone()", ".flip(0)", "[1:]"]) if d.values[x].ndim else ""
+    return f"{x}{whole}.to({dtype}){moved}.to(torch.float64)  # if rounds_alike({x}{whole}, {dtype})"
 
 
 def _unary(text: str) -> Maker:
@@ -677,6 +700,7 @@ OPS: list[tuple[str, list[Maker]]] = [
         "torch.normal(X.detach(), torch.zeros_like(X))", "F.dropout(X, 1.0)", "torch.poisson(torch.zeros_like(X))",
         "torch.randint_like(X, 3, 4)", "torch.rand_like(X).ge(0)", "torch._standard_gamma(X.detach().exp()).gt(0)",
     ]]]),
+    ("dtypes", [_cast]),
     ("layouts", [_to, _to, lambda d: f"whole({d.pick()})"]),
 ]  # fmt: skip
 """How to draw a line, by family; a family is drawn first."""

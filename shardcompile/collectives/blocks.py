@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardcompile.collectives import transport
 from shardcompile.collectives.transport import Range
 from shardcompile.errors import CollectiveError
-from shardcompile.layout import GroupCut
+from shardcompile.layout import GroupCut, carrier_of
 
 
 def blocks_of(total: int, dim: int, cut: GroupCut, ranks: int, what: str) -> list[Range]:
@@ -49,6 +50,14 @@ def check_block(shape: Sequence[int], dim: int, block: Range, rank: int, what: s
 def new_rows(x: Tensor, dim: int, extent: Any) -> Tensor:
     """An uninitialised flat tensor for `x` with another extent of `dim`."""
     return x.new_empty([math.prod([extent, *(s for d, s in enumerate(x.shape) if d != dim)])])
+
+
+def dense_copy(x: Tensor) -> Tensor:
+    """A contiguous copy, also of elements that torch copies as integers only."""
+    carrier = carrier_of(x.dtype)
+    if carrier is x.dtype:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x.view(carrier).clone(memory_format=torch.contiguous_format).view(x.dtype)
 
 
 def as_rows(flat: Tensor, x: Tensor, dim: int, extent: int) -> Tensor:

@@ -22,7 +22,7 @@ from shardcompile import compat, watch
 from shardcompile.collectives.arguments import A, Signature
 from shardcompile.collectives.pending import Pending
 from shardcompile.collectives.traffic import Load, Member, Traffic, nbytes_of
-from shardcompile.layout import GroupCut
+from shardcompile.layout import GroupCut, carrier_of
 from shardcompile.watch import Call
 
 _LIBRARY = torch.library.Library("shardcompile", "DEF")
@@ -80,6 +80,7 @@ class Descriptor(Generic[A]):
             each.
         told: whether its arguments tell the bytes of the whole, not the payload alone.
         moves_rows: whether rows go from one rank to others.
+        as_integers: whether it only copies elements: those of a dtype that kernels hardly know go as integers.
         returns: type of what it returns.
         overloads: the ops that are of this kind; ours, if there is one, is the first.
     """
@@ -101,6 +102,7 @@ class Descriptor(Generic[A]):
     of_one_rank: bool = False
     told: bool = False
     moves_rows: bool = True
+    as_integers: bool = False
     returns: str = "Tensor"
     overloads: Sequence[Any] = ()
 
@@ -217,7 +219,8 @@ def _define(descriptor: Descriptor[A]) -> object:
     # CUDA graphs cannot hold these: which rows move is decided on the host, at run time.
     tags = [torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout]
     _LIBRARY.define(f"{name}({signature.schema}) -> {descriptor.returns}", tags=tags)
-    _LIBRARY.impl(name, lambda *args: run(signature.read(args)), "CompositeExplicitAutograd")
+    start = _carried(run) if descriptor.as_integers else run
+    _LIBRARY.impl(name, lambda *args: start(signature.read(args)), "CompositeExplicitAutograd")
     op = getattr(torch.ops.shardcompile, name).default
     on_fakes = descriptor.fake or _fake(descriptor)
 
@@ -235,6 +238,19 @@ def _define(descriptor: Descriptor[A]) -> object:
     else:
         compat.note_local(op)
     return op
+
+
+def _carried(run: Callable[[A], Tensor]) -> Callable[[A], Tensor]:
+    """A collective that moves elements which are not ordinary as integers of their size."""
+
+    def start(arguments: A) -> Tensor:
+        payload: Tensor = arguments[0]
+        carrier = carrier_of(payload.dtype)
+        if carrier is payload.dtype:
+            return run(arguments)
+        return run(type(arguments)(payload.view(carrier), *arguments[1:])).view(payload.dtype)
+
+    return start
 
 
 def _context_saver(descriptor: Descriptor[A]) -> Callable[..., None]:

@@ -111,6 +111,7 @@ ALL_GATHER_V = Descriptor(
     joins=Joins("all_gather_bucket", _cuts, uneven=True),
     states=("dim", "in blocks of", "other extents"),
     told=True,
+    as_integers=True,
 )
 
 REDUCE_SCATTER_V = Descriptor(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
+UNSIGNED = {*_WIDER, torch.uint64}
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
@@ -19,6 +21,20 @@ def encode(x: Tensor, reduce_op: str) -> Tensor:
     # Negative floats are stored as sign and magnitude: all but the sign bit turns round.
     ordered = torch.where(bits < 0, bits ^ limits.max, bits)
     return torch.where(x.isnan(), limits.max if reduce_op == "max" else limits.min, ordered)
+
+
+def signed(x: Tensor) -> Tensor:
+    """Signed integers in the order of unsigned ones: torch compares and selects hardly any of these."""
+    if x.dtype in _WIDER:
+        return x.to(_WIDER[x.dtype])
+    return x.view(torch.int64) ^ torch.iinfo(torch.int64).min
+
+
+def unsigned(ordered: Tensor, dtype: torch.dtype) -> Tensor:
+    """Inverse of `signed`."""
+    if dtype in _WIDER:
+        return ordered.to(dtype)
+    return (ordered ^ torch.iinfo(torch.int64).min).view(dtype)
 
 
 def decode(ordered: Tensor, dtype: torch.dtype) -> Tensor:

@@ -83,6 +83,7 @@ TAKE_BLOCK = Descriptor(
     adjoint=_take_adjoint,
     members=lambda a, n: [scattered(a.input, a.dim, a.block, a.cut, n)],
     communicates=False,
+    as_integers=True,
 )
 
 PLACE_BLOCK = Descriptor(
@@ -93,4 +94,5 @@ PLACE_BLOCK = Descriptor(
     adjoint=_place_adjoint,
     members=lambda a, n: [gathered(a.input, a.dim, a.total, a.cut, n)],
     communicates=False,
+    as_integers=True,
 )

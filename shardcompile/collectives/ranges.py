@@ -296,6 +296,7 @@ FETCH_RANGES: Descriptor[Ranges] = Descriptor(
     joins=JOINS,
     states=("dim", "in blocks of", "to dim", "in", "other extents"),
     told=True,
+    as_integers=True,
 )
 
 RETURN_RANGES: Descriptor[Ranges] = Descriptor(

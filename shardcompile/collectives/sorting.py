@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
+from shardcompile.collectives import ordered_ints
 from shardcompile.collectives.derived_cuts import derive
 from shardcompile.collectives.gathers import ALL_GATHER_V, AllGatherV
 from shardcompile.collectives.routes import cut_of_sizes, exchange_rows, gather_counts
@@ -34,6 +35,9 @@ def sort_rows(block: Tensor, cut: Cut, mesh: DeviceMesh, descending: bool) -> tu
         This rank's part of the sorted rows, the numbers that these had, and how the sorted rows are cut then: into
         parts that are about equal.
     """
+    if block.dtype in ordered_ints.UNSIGNED:
+        rows, numbers, sorted_cut = sort_rows(ordered_ints.signed(block), cut, mesh, descending)
+        return ordered_ints.unsigned(rows, block.dtype), numbers, sorted_cut
     (mesh_dim,) = cut.mesh_dims
     group_name, ranks = compat.group_name_of(mesh, mesh_dim), mesh.shape[mesh_dim]
     rows, order = block.sort(stable=True, descending=descending)

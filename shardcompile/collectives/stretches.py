@@ -175,6 +175,7 @@ REGROUP_ROWS: Descriptor[Regroup] = Descriptor(
     source=lambda a: (a.total, a.src),
     states=("dim", "in blocks of", "to blocks of", "stretches held", "stretches wanted", "other extents"),
     told=True,
+    as_integers=True,
 )
 
 

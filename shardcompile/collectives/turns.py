@@ -86,4 +86,5 @@ ALL_TO_ALL_V = Descriptor(
     joins=Joins("all_to_all_bucket", lambda a: [a.src, a.dst], Load.of_exchange, uneven=True),
     states=("dim", "in blocks of", "to dim", "in", "other extents"),
     told=True,
+    as_integers=True,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -45,6 +46,7 @@ def _common_mesh(cls: type[Sharded], op: OpOverload, args: Sequence[object], kwa
     for x in tensors_of([*args, *kwargs.values()]):
         if type(x) is not cls:
             _refuse_foreign(op, x)
+            _refuse_unlike_shards(op, x)
         elif mesh is None:
             mesh = x._spec.layout.mesh
         elif x._spec.layout.mesh is not mesh and x._spec.layout.mesh != mesh:
@@ -62,6 +64,15 @@ def _refuse_foreign(op: OpOverload, x: Tensor) -> None:
         raise UnsupportedOpError(
             f"{op} mixes a ShardTensor and a DTensor ({x.placements}); convert one: ShardTensor.from_dtensor(x) or "
             "y.to_dtensor()"
+        )
+
+
+def _refuse_unlike_shards(op: OpOverload, x: Tensor) -> None:
+    kind = "quantized" if x.is_quantized else "" if x.layout is torch.strided else str(x.layout)
+    if kind:
+        raise UnsupportedOpError(
+            f"{op} mixes a ShardTensor and a plain {kind} tensor of shape {tuple(x.shape)}; take x.full_tensor() of "
+            "the sharded one, or make the other one dense"
         )
 
 

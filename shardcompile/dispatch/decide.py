@@ -16,13 +16,15 @@ from shardcompile.compat import OpOverload
 from shardcompile.dispatch.calls import describe, tensors_text
 from shardcompile.dispatch.foreign import check_collective
 from shardcompile.dispatch.gather import Gathered, fallback
+from shardcompile.dispatch.implemented import refuse_on_all_ranks
 from shardcompile.dispatch.mutate import InPlace, InPlaceView, Written, argument, refuse_expanded, refuse_windows
 from shardcompile.dispatch.run import Checked, Composed, Direct, Entry, Local, Specs, Strides
 from shardcompile.errors import UnsupportedOpError, refusal
-from shardcompile.layout import Layout, Spec
+from shardcompile.layout import QUANTIZED, Layout, Spec
 from shardcompile.ops import Form, OpCall, OpRecord, TensorArg, record_of
 from shardcompile.ops.choice import Choice, OutputPlan, choose
 from shardcompile.ops.record import Run
+from shardcompile.ops.support.as_integers import moved_dtype, moves_as_integers
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.strides import may_misstate_strides
 from shardcompile.ops.view.joined import any_joined, of_neighbours, view_of_neighbours
@@ -37,6 +39,16 @@ def decide(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs:
     record = record_of(op)
     form = record.sharded
     last_resort = functools.partial(_last_resort, cls, record)
+    asked = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype) and a in QUANTIZED), None)
+    if asked is not None:
+        raise UnsupportedOpError(
+            f"{op} gives a quantized tensor ({asked}), and shards are dense ones ({tensors_text(cls, args, kwargs)}); "
+            "take it of x.to_local(), with a scale that all ranks share"
+        )
+    moved = moved_dtype(record, args, kwargs)
+    if moved is not None:
+        return Composed(moves_as_integers(record, moved), last_resort)
+    refuse_on_all_ranks(record, args, kwargs)
     if any_joined([*args, *kwargs.values()]) and _needs_neighbours(cls, record, args, kwargs):
         neighbours = Composed((view_of_neighbours if op.is_view else of_neighbours)(op), last_resort)
         if form is None or form.joined is None:

@@ -143,7 +143,7 @@ class Local(Entry):
         self.mutates = op._schema.is_mutable
         self.aliases = op.is_view
         self.exchanges = any(p is not None for p in self.plans)
-        self.moved = self.aliases and (self.exchanges or record.copies_block)
+        self.moved = self.aliases and (self.exchanges or _copies_shard(record, choice, specs))
         self.fresh = not self.mutates and not self.aliases
         self.single = len(op._schema.returns) == 1 and not isinstance(specs[0], list) if specs else True
         self.strides_like = strides_like
@@ -198,6 +198,14 @@ class Local(Entry):
         for out in outs:
             compat.share_storage(out, args[0])
         return wrapped
+
+
+def _copies_shard(record: OpRecord, choice: Choice, specs: Specs) -> bool:
+    """Whether the local shard of a view has to be a copy."""
+    if not callable(record.copies_block):
+        return record.copies_block
+    assert isinstance(specs[0], Spec), "such a view is one tensor"
+    return record.copies_block(choice.plans[0].dst, specs[0].layout)
 
 
 _RUN_ON_EMPTY_BLOCKS = {"cpu"}

@@ -6,6 +6,9 @@ from shardcompile.layout.arguments import write_cut as write_cut
 from shardcompile.layout.arguments import write_cuts as write_cuts
 from shardcompile.layout.cut import Cut as Cut
 from shardcompile.layout.derived import DERIVATIONS as DERIVATIONS
+from shardcompile.layout.dtypes import QUANTIZED as QUANTIZED
+from shardcompile.layout.dtypes import carrier_of as carrier_of
+from shardcompile.layout.dtypes import is_ordinary as is_ordinary
 from shardcompile.layout.layout import Layout as Layout
 from shardcompile.layout.layout import normalize_placements as normalize_placements
 from shardcompile.layout.layout import short_dtype as short_dtype

@@ -114,7 +114,8 @@ def _facts(record: OpRecord) -> Iterator[tuple[str, str]]:
     if record.order is not Order.TOLD:
         yield "stored", record.order.value
     if record.op.is_view:
-        yield "a view", "a copy of the block" if record.copies_block else "of the block where that holds its rows"
+        copies = record.copies_block is True
+        yield "a view", "a copy of the block" if copies else "of the block where that holds its rows"
     if record.way_back is not None:
         yield "written to", f"a copied view is written back: {_place(record.way_back)}"
     if record.becomes is not None:

@@ -32,7 +32,7 @@ from shardcompile.ops.scan import rule as scan_rule
 from shardcompile.ops.scan import sharded as scan
 from shardcompile.ops.sort import rule as sort_rule
 from shardcompile.ops.sort import sharded as sort
-from shardcompile.ops.view import diagonals, memory, reshape, rows, strided
+from shardcompile.ops.view import diagonals, dtypes, memory, reshape, rows, strided
 from shardcompile.ops.view import kernels as view_kernels
 from shardcompile.ops.view import rule as view_rule
 from shardcompile.ops.window import interpolation, per_channel, unfold
@@ -44,6 +44,7 @@ __all__ = [
     "attention",
     "counts",
     "diagonals",
+    "dtypes",
     "foreach",
     "fourier",
     "group_norm",

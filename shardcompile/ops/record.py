@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 import torch
-from torch.distributed.tensor.placement_types import Shard
+from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile.compat import OpOverload
 from shardcompile.errors import RuleError
-from shardcompile.layout import Layout
+from shardcompile.layout import Layout, is_ordinary
 from shardcompile.ops.strategy import OpCall, Strategy
 
 Strategies = Callable[[OpCall], Iterable[Strategy]]
@@ -45,9 +45,12 @@ class Rule:
         Raises:
             RuleError: one of them does not fit the call.
         """
+        # torch adds up no such elements. Where an input has others, the result is taken to have those.
+        whole_sums = bool(call.tensors) and not any(is_ordinary(t.dtype) for t in call.tensors)
         for strategy in self.strategies(call):
             self._check(call, strategy)
-            yield strategy
+            if not (whole_sums and any(isinstance(p, Partial) for p in strategy.outputs)):
+                yield strategy
 
     def _check(self, call: OpCall, strategy: Strategy) -> None:
         inputs, outputs = len(call.tensors), len(call.op._schema.returns)
@@ -124,11 +127,14 @@ class OpRecord:
         becomes: of an op that gives a tensor other memory: the tensor that its argument becomes.
         way_back: of a view op: how a write to a copied view gets back into what is viewed. Takes what is viewed, the
             new value of the view, the number of the result, and the op's other arguments.
-        copies_block: whether its view of a block has to be a copy.
+        copies_block: whether its view of a block has to be a copy; or a function that tells it from the layout of what
+            is viewed and that of the view.
         is_same: of a view op: whether autograd takes its result for the tensor itself, and not for a view of it.
         one_value: whether it writes one value everywhere, in whatever order.
         reads_value: whether it reads the value of a tensor of one element. It runs on the full tensor then, by what it
             is, and not for want of a rule.
+        moves: of an op whose result holds copies of elements of its tensors, and zeros: given its arguments, those
+            tensors.
         spatial: trailing dims of an image, if it treats all other dims as samples.
         functions: Python functions of torch that do something of their own above autograd before they call it.
         not_decomposed: why torch's decomposition is of no use; empty if it is.
@@ -149,10 +155,11 @@ class OpRecord:
     instead: str = ""
     becomes: Run | None = None
     way_back: Run | None = None
-    copies_block: bool = False
+    copies_block: bool | Callable[[Layout, Layout], bool] = False
     is_same: bool = False
     one_value: bool = False
     reads_value: bool = False
+    moves: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     spatial: int = 0
     functions: tuple[object, ...] = ()
     not_decomposed: str = ""
@@ -180,10 +187,11 @@ class Facts(TypedDict, total=False):
     instead: str
     becomes: Run
     way_back: Run
-    copies_block: bool
+    copies_block: bool | Callable[[Layout, Layout], bool]
     is_same: bool
     one_value: bool
     reads_value: bool
+    moves: Callable[[Sequence[Any]], Sequence[Any]]
     spatial: int
     functions: tuple[object, ...]
     not_decomposed: str

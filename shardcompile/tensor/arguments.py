@@ -97,6 +97,12 @@ def wants_gradient(args: Sequence[object], kwargs: Mapping[str, object]) -> bool
     return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values()))
 
 
+def not_in_place(func: Callable[..., object]) -> Callable[..., Any] | None:
+    """The method that gives what one of `IN_PLACE` writes; None if there is none."""
+    name = func.__name__
+    return getattr(torch.Tensor, name.replace("__i", "__") if name in _IN_PLACE_OPERATORS else name[:-1], None)
+
+
 def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
     """Write what depends on sharded values, and has a gradient, into a plain tensor: the full value, on every rank.
 
@@ -110,8 +116,7 @@ def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
 
 
 def _write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
-    target, name = args[0], func.__name__
-    functional = getattr(torch.Tensor, name.replace("__i", "__") if name in _IN_PLACE_OPERATORS else name[:-1], None)
+    target, name, functional = args[0], func.__name__, not_in_place(func)
     if functional is None:
         whole = torch.utils._pytree.tree_map_only(Sharded, _whole, (tuple(args), dict(kwargs)))
         return func(*whole[0], **whole[1])

@@ -17,7 +17,7 @@ from shardcompile import compat
 from shardcompile.collectives import cut_of_sizes, symbolic_cut
 from shardcompile.collectives.transport import as_bytes
 from shardcompile.errors import LayoutError
-from shardcompile.layout import Cut, IntLike, Layout, Spec, digest_of, normalize_placements
+from shardcompile.layout import QUANTIZED, Cut, IntLike, Layout, Spec, digest_of, normalize_placements
 from shardcompile.tensor.inputs import (
     DTYPES,
     Coordinate,
@@ -76,6 +76,19 @@ def layout_of_block(
     if problem:
         raise LayoutError(problem)
     return layout
+
+
+def refuse_quantized(dtype: torch.dtype) -> None:
+    """Raise for elements that mean something with a scale beside them only.
+
+    Raises:
+        LayoutError: the dtype is one of these.
+    """
+    if dtype in QUANTIZED:
+        raise LayoutError(
+            f"shards are dense tensors, asked for a quantized one ({dtype}); first dequantize(), or take int_repr() "
+            "and keep the scale beside it"
+        )
 
 
 def _layout_of_symbols(

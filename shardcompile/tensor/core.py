@@ -40,6 +40,7 @@ from shardcompile.tensor.autograd import (
 )
 from shardcompile.tensor.foreign import check_convertible, guard_wrappers
 from shardcompile.tensor.memory import data_ptr, explain_read, untyped_storage
+from shardcompile.tensor.sparse_operands import any_sparse, with_sparse_operands
 from shardcompile.tensor.traced import Traced
 
 ShardingShapes = construct.ShardingShapes
@@ -96,6 +97,8 @@ class ShardTensor(Traced):
         kwargs = kwargs or {}
         if args and type(args[0]) is not cls and func in IN_PLACE and wants_gradient(args, kwargs):
             return write_to_plain(func, args, kwargs)
+        if any_sparse(func, (*args, *kwargs.values())):
+            return with_sparse_operands(cls, func, args, kwargs)
         args, kwargs = cls._prepared(func, args, kwargs)
         try:
             with _without_torch_function():

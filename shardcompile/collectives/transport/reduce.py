@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shardcompile.errors import CollectiveError
+from shardcompile.layout import is_ordinary
 from shardcompile.layout.layout import REDUCE_OPS
 
 _WIDER = {
@@ -30,7 +31,7 @@ def check_reduction(reduce_op: str, dtype: torch.dtype) -> None:
     """
     known = reduce_op in REDUCE_OPS
     ordered, divisible = not dtype.is_complex, dtype.is_floating_point or dtype.is_complex
-    if (dtype.is_floating_point and dtype.itemsize == 1) or dtype is torch.uint64:
+    if not is_ordinary(dtype):
         raise CollectiveError(f"there is no reduction {reduce_op} of {dtype}; convert the terms to another dtype first")
     if not known or (reduce_op == "avg" and not divisible) or (reduce_op in ("max", "min") and not ordered):
         raise CollectiveError(f"there is no reduction {reduce_op} of {dtype}")

@@ -15,6 +15,9 @@ from shardcompile.ops.registry import family, register, state
 from shardcompile.ops.strategy import OpCall, Strategy, along, partial
 
 aten = torch.ops.aten
+_PROMOTED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+"""The dtypes of terms, among which torch promotes: it knows no promotion of others, such as float8."""
+
 _REDUCE_OPS = ("sum", "avg", "product", "max", "min")
 
 
@@ -110,7 +113,7 @@ def _to_copy(call: OpCall) -> Iterable[Strategy]:
     yield from pointwise(call)
     now = call.tensors[0].dtype
     dtype = call.kwargs.get("dtype") or now
-    if now.is_floating_point and torch.promote_types(now, dtype) is dtype:
+    if now is dtype or ({now, dtype} <= _PROMOTED and torch.promote_types(now, dtype) is dtype):
         for op in ("sum", "avg"):
             yield partial([op], [op])
 

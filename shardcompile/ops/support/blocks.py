@@ -21,14 +21,21 @@ def lowest(dtype: torch.dtype) -> Scalar:
     """The value that never wins a maximum."""
     if dtype is torch.bool:
         return False
-    return -float("inf") if dtype.is_floating_point else torch.iinfo(dtype).min
+    return -float("inf") if dtype.is_floating_point else _limits(dtype).min
 
 
 def highest(dtype: torch.dtype) -> Scalar:
     """The value that never wins a minimum."""
     if dtype is torch.bool:
         return True
-    return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
+    return float("inf") if dtype.is_floating_point else _limits(dtype).max
+
+
+def _limits(dtype: torch.dtype) -> torch.iinfo:
+    try:
+        return torch.iinfo(dtype)
+    except TypeError:
+        raise NotImplementedError(f"{dtype} has no order") from None
 
 
 def may_be_empty(extent: int | torch.SymInt) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.compat import OpOverload
 from shardcompile.errors import refusal
-from shardcompile.layout import contiguous_stride
+from shardcompile.layout import contiguous_stride, is_ordinary
 from shardcompile.ops import Order, record_of, state
 from shardcompile.ops.support.copied_views import block_as_held
 from shardcompile.sharded import Sharded
@@ -127,7 +127,10 @@ def _work_out(
             if mode is _EAGER.mode and as_inputs and record.elementwise and not record.keeps_strides:
                 out = _in_rows_if_all_are(op, out, given)
             return out
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:
+            strange = next((x.dtype for x in tensors_of([*args, *kwargs.values()]) if not is_ordinary(x.dtype)), None)
+            if strange is not None and not isinstance(error, RuntimeError):  # fake kernels stumble over such dtypes
+                raise NotImplementedError(f"{op} not implemented for {strange}: {error}") from None
             if not record.instead or not _NO_VIEW.search(str(error)):
                 raise
             # Also where plain PyTorch has a view: a result along a cut dim may have that dim first in memory.
@@ -190,6 +193,12 @@ def _refuse_integers(op: OpOverload, given: Sequence[Any]) -> None:
         raise RuntimeError(f"{op}: std and var only support floating point and complex dtypes, not {x.dtype}")
 
 
+def _refuse_whole_numbers(op: OpOverload, given: Sequence[Any]) -> None:
+    x = given[0]
+    if not (x.is_floating_point() or x.is_complex()):
+        raise NotImplementedError(f"{op} not implemented for {x.dtype}")
+
+
 def _in_rows_if_all_are(op: OpOverload, out: Tensor, given: Sequence[object]) -> Tensor:
     """The result of an elementwise op, its strides those of rows if all operands are contiguous and of its shape.
 
@@ -237,6 +246,7 @@ state(
     check=_check_rows,
 )
 state([aten.max.default, aten.min.default], check=_refuse_nothing)
+state([aten._softmax.default, aten._log_softmax.default], check=_refuse_whole_numbers)
 state([aten.argmax.default, aten.argmin.default], check=_refuse_bools)
 state([packet.correction for packet in (aten.std, aten.var, aten.std_mean, aten.var_mean)], check=_refuse_integers)
 state(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardcompile import compat
-from shardcompile.layout import IntLike, contiguous_stride, dense_stride, order_of
+from shardcompile.layout import IntLike, carrier_of, contiguous_stride, dense_stride, order_of
 from shardcompile.ops import OpRecord, Order, state
 
 aten = torch.ops.aten
@@ -77,6 +77,9 @@ def _in_order(local: Tensor, wanted: tuple[IntLike, ...]) -> Tensor:
     if local.numel() == 0 or _same(local.shape, local.stride(), wanted):
         # Strides of extents of 1 and of empty blocks mean nothing, but there are kernels that read them.
         return local.as_strided(local.shape, wanted)
+    carrier = carrier_of(local.dtype)
+    if carrier is not local.dtype:  # which torch may not even copy
+        return _in_order(local.view(carrier), wanted).view(local.dtype)
     return local.new_empty_strided(local.shape, wanted).copy_(local)
 
 

@@ -21,7 +21,8 @@ def _triangle(keeps: Callable[[Tensor, int], Tensor]) -> Run:
         if x.ndim < 2:
             return NotImplemented
         rows = torch.arange(x.shape[-2], device=x.device).unsqueeze(-1)
-        return torch.where(keeps(torch.arange(x.shape[-1], device=x.device) - rows, diagonal), x, 0)
+        none = torch.zeros((), dtype=x.dtype, device=x.device)  # a number would make ints of bools
+        return torch.where(keeps(torch.arange(x.shape[-1], device=x.device) - rows, diagonal), x, none)
 
     return decomposed
 

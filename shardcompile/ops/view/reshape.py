@@ -153,7 +153,7 @@ def _view_group(call: OpCall, dst: Sequence[IntLike], ins: list[int], outs: list
             if i == 0 and within[0] > 1:
                 into = functools.partial(in_stretches, int(within[0]))
             elif i == o == 0:
-                whole = _WholeRows.of(src[ins[0]], dst[outs[0]], int(around[1]), int(within[1]))
+                whole = WholeRows.of(src[ins[0]], dst[outs[0]], int(around[1]), int(within[1]))
                 into = functools.partial(whole.cut_like, through, layout.mesh)
             yield along([ins[i]], [outs[o]], through, into)
 
@@ -169,7 +169,7 @@ def _leaves_segments(
 
 
 @dataclass(frozen=True)
-class _WholeRows:
+class WholeRows:
     """How the first dim of a view's input is cut so that no row of the first dim of its output is divided.
 
     Attributes:
@@ -181,10 +181,10 @@ class _WholeRows:
     count: IntLike
 
     @staticmethod
-    def of(extent: IntLike, out: IntLike, behind: int, behind_out: int) -> _WholeRows:
+    def of(extent: IntLike, out: IntLike, behind: int, behind_out: int) -> WholeRows:
         """For a dim of `extent` and one of `out` rows, with as many elements in a row of each as is behind them."""
         rows = behind_out // max(math.gcd(behind, behind_out), 1)
-        return _WholeRows(rows, out if behind * rows == behind_out else extent // max(rows, 1))
+        return WholeRows(rows, out if behind * rows == behind_out else extent // max(rows, 1))
 
     def cut_like(self, through: OnCut, mesh: DeviceMesh, cut: Cut) -> Cut | None:
         """The cut that gives each rank those rows together of which the first one is in its block.

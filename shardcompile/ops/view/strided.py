@@ -10,7 +10,7 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.compat import OpOverload
 from shardcompile.errors import UnsupportedOpError
-from shardcompile.layout import IntLike, Layout, Spec
+from shardcompile.layout import IntLike, Layout, Spec, carrier_of
 from shardcompile.ops import state
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.copied_views import follow, note_view
@@ -143,7 +143,9 @@ def _strided_whole(
             return local
         for dim in expanded:
             local = local.narrow(dim, 0, 1)
-        stored = torch.empty_strided(local.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(local)
+        carrier = carrier_of(x.dtype)
+        stored = torch.empty_strided(local.shape, x.stride(), dtype=carrier, device=x.device)
+        stored = stored.copy_(local.view(carrier)).view(x.dtype) if carrier is not x.dtype else stored.copy_(local)
         return stored.expand(x.shape) if expanded else stored
 
     def strided(local: Tensor) -> Tensor:

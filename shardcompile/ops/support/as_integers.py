@@ -1,0 +1,69 @@
+"""Ops that only move elements, on elements of a dtype that kernels hardly know: they move as integers of their size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardcompile.compat import OpOverload
+from shardcompile.layout import carrier_of, is_ordinary
+from shardcompile.ops.record import OpRecord
+from shardcompile.ops.registry import state
+
+aten = torch.ops.aten
+
+
+def moved_dtype(record: OpRecord, args: Sequence[object], kwargs: Mapping[str, object]) -> torch.dtype | None:
+    """The dtype of the elements that a call moves and does nothing else with; None if that is an ordinary one."""
+    if record.moves is None:
+        return None
+    asked = kwargs.get("dtype")
+    dtypes = {asked if isinstance(asked, torch.dtype) else x.dtype for x in record.moves(args)}
+    moved = dtypes.pop() if len(dtypes) == 1 else None  # torch promotes several, or refuses to
+    return None if moved is None or is_ordinary(moved) else moved
+
+
+def moves_as_integers(record: OpRecord, moved: torch.dtype) -> Callable[..., object]:
+    """An op that only moves elements, on views of its tensors as integers.
+
+    Args:
+        record: of the op.
+        moved: see `moved_dtype`.
+    """
+    op: OpOverload = record.op
+
+    def run(*args: Any, **kwargs: Any) -> object:
+        assert record.moves is not None, "it was asked before"
+        theirs = [id(x) for x in record.moves(args)]
+
+        def carried(a: Any) -> Any:
+            if isinstance(a, (list, tuple)):
+                return [carried(b) for b in a]
+            return aten.view.dtype(a, carrier_of(a.dtype)) if id(a) in theirs else a
+
+        asked = {"dtype": carrier_of(moved)} if kwargs.get("dtype") is not None else {}
+        out = op(*map(carried, args), **{**kwargs, **asked})
+        return args[0] if op._schema.is_mutable else aten.view.dtype(out, moved)
+
+    return run
+
+
+def _first(args: Sequence[Tensor]) -> Sequence[Tensor]:
+    return args[:1]
+
+
+state(
+    [
+        *(aten.clone.default, aten.flip.default, aten.roll.default, aten.repeat.default, aten.index_select.default),
+        *(aten.index.Tensor, aten.embedding.default, aten.gather.default, aten.take.default),
+        *(aten.masked_select.default, aten.tril.default, aten.triu.default, aten.zero_.default),
+        *(aten.zeros_like.default, aten.new_zeros.default),
+    ],
+    moves=_first,
+)
+state([aten.cat.default, aten.stack.default], moves=lambda args: args[0])
+state([aten.slice_scatter.default, aten.select_scatter.default], moves=lambda args: args[:2])
+state(aten.where.self, moves=lambda args: args[1:])

@@ -1,0 +1,70 @@
+"""Views of the same memory as elements of another dtype."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardcompile.layout import Cut, IntLike, Layout
+from shardcompile.ops.registry import register, state
+from shardcompile.ops.strategy import OpCall, Strategy, along
+from shardcompile.ops.view.reshape import WholeRows
+from shardcompile.ops.view.rule import LocalShape
+
+aten = torch.ops.aten
+
+
+def _view(call: OpCall) -> Iterable[Strategy]:
+    """Any dim may be sharded; along the last one a rank needs all bytes of each of its new elements."""
+    layout = call.tensors[0].layout
+    ndim, last = layout.ndim, layout.ndim - 1
+    now, wanted = layout.dtype.itemsize, call.args[1].itemsize
+    yield from (along([d], [d]) for d in range(ndim if now == wanted else last))
+    if now > wanted:
+        yield along([last], [last], lambda cut: cut.scaled(now // wanted))
+    if now < wanted:
+        count = wanted // now
+        whole = WholeRows(count, layout.shape[last] // count)
+        into = functools.partial(whole.cut_like, functools.partial(_joined, count), layout.mesh)
+        yield along([last], [last], functools.partial(_joined, count), into)
+
+
+def _joined(count: int, cut: Cut) -> Cut | None:
+    """The partition of a dim of which `count` neighbouring elements become one; None if they lie on several ranks."""
+    return cut.unscaled(count)
+
+
+def _kernel(x: Tensor, dtype: torch.dtype, shape: Sequence[IntLike]) -> Tensor:
+    """A view of the local shard; a copy where that begins within an element of the dtype, or has rows that do.
+
+    Where rows begin follows from the partition. It is no fault of the program.
+    """
+    count = dtype.itemsize // x.itemsize
+    if count < 2:
+        return aten.view.dtype(x, dtype)
+    starts = [] if type(x) is not Tensor else [x.storage_offset(), *x.stride()[:-1]]  # a trace knows none of them
+    if any(n % count for n in starts):
+        x = x.clone(memory_format=torch.contiguous_format)
+    return aten.squeeze.dim(aten.view.dtype(aten.view.default(x, [*shape, count]), dtype), -1)
+
+
+def _with_shape(
+    call: OpCall, args: tuple[object, ...], outputs: Sequence[Layout], shape: LocalShape
+) -> tuple[object, ...]:
+    return (*args[:2], list(shape(outputs[0])))
+
+
+def _may_copy(now: Layout, then: Layout) -> bool:
+    """Whether a shard may begin within an element of the result's dtype on some rank."""
+    return then.dtype.itemsize > now.dtype.itemsize and now.cuts[-1] is not None
+
+
+def _back(parent: Tensor, value: Tensor, _: object, dtype: torch.dtype) -> Tensor:
+    return aten.view.dtype(value, parent.dtype)
+
+
+register(aten.view.dtype, _view, _with_shape)
+state(aten.view.dtype, kernel=_kernel, copies_block=_may_copy, way_back=_back)

@@ -1,0 +1,207 @@
+"""Functions of a plain sparse tensor, the same on every rank, and sharded dense ones.
+
+A product keeps the dims of the dense operand sharded that are not summed over. Everything else runs on full tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Shard
+
+from shardcompile import config
+from shardcompile.collectives import all_reduce
+from shardcompile.errors import UnsupportedOpError
+from shardcompile.layout import Layout, Spec, contiguous_stride
+from shardcompile.sharded import Sharded
+from shardcompile.tensor.arguments import IN_PLACE, TAKES_LEAVES, not_in_place
+from shardcompile.tensor.autograd import FromLocal, Promote, ToLocal, redistributed
+
+log = logging.getLogger("shardcompile")
+
+_PRODUCTS = ("matmul", "__matmul__", "mm", "mv", "bmm", "_sparse_mm", "linear")
+_SUMS = ("addmm", "_sparse_addmm", "addmv")
+_PROPERTIES = ("__get__", "__set__", "__delete__")
+_LOGGED: set[str] = set()
+
+
+def is_sparse(a: object) -> bool:
+    """Whether an argument is a plain tensor that is not stored densely."""
+    return isinstance(a, Tensor) and not isinstance(a, Sharded) and a.layout is not torch.strided
+
+
+def any_sparse(func: Callable[..., object], args: Iterable[object]) -> bool:
+    """Whether a function gets a sparse tensor as a value."""
+    return func not in TAKES_LEAVES and func.__name__ not in _PROPERTIES and any(map(is_sparse, _leaves(args)))
+
+
+def _leaves(args: Iterable[object]) -> Iterable[object]:
+    for a in args:
+        if isinstance(a, (list, tuple)):
+            yield from _leaves(a)
+        else:
+            yield a
+
+
+def with_sparse_operands(
+    cls: type[Sharded], func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> object:
+    """A function whose arguments hold plain sparse and sharded tensors.
+
+    Args:
+        cls: the class of sharded tensors.
+        func: as `__torch_function__` gets it.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Raises:
+        UnsupportedOpError: the result is sparse.
+    """
+    name = func.__name__
+    out: Any = NotImplemented
+    if name == "__rmatmul__":
+        func, args, name = torch.matmul, (args[1], args[0]), "matmul"
+    if name in _PRODUCTS and not kwargs and len(args) == 2:
+        out = _product(cls, func, *args)
+    elif name in _SUMS and len(args) == 3 and set(kwargs) <= {"alpha", "beta"}:
+        out = _sum(name, *args, **kwargs)
+    if out is NotImplemented:
+        out = _on_full(cls, func, args, kwargs)
+    return out
+
+
+def _product(cls: type[Sharded], func: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
+    """A product of which one operand is sparse: each rank multiplies its local shard of the other one."""
+    sparse, dense = (a, b) if is_sparse(a) else (b, a)
+    if not isinstance(dense, Sharded):
+        return NotImplemented
+    layout = dense._spec.layout.reduced()
+    summed = dense.ndim - 1 if sparse is b or dense.ndim == 1 else dense.ndim - 2
+    # Several sparse matrices are whole on every rank, and so are those that they are multiplied with.
+    gone = {summed, *(range(dense.ndim - 2) if sparse.ndim > 2 else ())}
+    cuts = [None if d in gone else c for d, c in enumerate(layout.cuts)]
+    needed = Layout.of_cuts(layout.mesh, layout.shape, layout.dtype, cuts)
+    if any(c is not layout.cuts[d] for d, c in enumerate(cuts)):
+        _say_gathered(func, (a, b), f"dim {summed} of the dense one is summed over")
+    local = ToLocal.apply(redistributed(dense, needed), None)
+    if sparse.requires_grad and torch.is_grad_enabled():
+        terms = [m for m, p in enumerate(needed.placements) if isinstance(p, Shard)]
+        sparse = CompleteGradient.apply(sparse, layout.mesh, terms)
+    empty = [d for d, n in enumerate(local.shape) if n == 0 and cuts[d] is not None]
+    for d in empty:  # kernels of sparse tensors need a column
+        local = torch.cat([local, local.new_zeros([1 if e == d else n for e, n in enumerate(local.shape)])], d)
+    out = func(sparse, local) if is_sparse(a) else func(local, sparse)
+    for d in empty:
+        out = out.narrow(d, 0, 0)
+    shape = [n if c is None else needed.shape[d] for d, (n, c) in enumerate(zip(out.shape, cuts, strict=True))]
+    result = Layout.of_cuts(layout.mesh, shape, out.dtype, cuts)
+    return FromLocal.apply(out.contiguous(), cls, Spec.of(result, contiguous_stride(result.shape)))
+
+
+def _sum(name: str, x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """A tensor and a product, each with a factor."""
+    if is_sparse(x) or not (is_sparse(a) or is_sparse(b)):
+        return NotImplemented
+    multiply: Callable[..., Tensor] = torch.sparse.mm if name == "_sparse_addmm" else torch.matmul
+    product = multiply(a, b)
+    if alpha != 1:
+        product = product * alpha
+    if beta == 0:  # what is not finite counts for nothing either
+        return product + x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
+    return product + (x if beta == 1 else x * beta)
+
+
+def _on_full(
+    cls: type[Sharded], func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> object:
+    """A function on full tensors. What is dense of its results is replicated."""
+    given = [*_leaves(args), *_leaves(kwargs.values())]
+    sharded = [x for x in given if isinstance(x, Sharded)]
+    mesh, text = sharded[0]._spec.layout.mesh, _describe(func, given)
+    if isinstance(kwargs.get("out"), Tensor):
+        raise UnsupportedOpError(f"{text} with out=; leave it out, and copy the result")
+    target: Any = None
+    run: Callable[..., Any] | None = func
+    if func in IN_PLACE and isinstance(args[0], Sharded):
+        target, run = args[0], not_in_place(func)
+        if run is None:
+            raise UnsupportedOpError(f"{text} writes to a sharded tensor; write to_dense() of the sparse one")
+    assert run is not None, "there is a function to run"
+    _say_gathered(func, given, "it has no rule for sparse tensors")
+    full = torch.utils._pytree.tree_map_only(Sharded, lambda x: x.full_tensor(), (tuple(args), dict(kwargs)))
+
+    def wrapped(out: object) -> object:
+        if isinstance(out, (list, tuple)):
+            return type(out)(map(wrapped, out))
+        if is_sparse(out):
+            raise UnsupportedOpError(
+                f"{text} gives a {out.layout} tensor, and shards are dense. Take x.full_tensor() of the sharded "  # type: ignore[attr-defined]
+                "operands first: then the result is a plain sparse tensor, the same on every rank"
+            )
+        return Promote.apply(out, cls, mesh) if isinstance(out, Tensor) else out
+
+    out = wrapped(run(*full[0], **full[1]))
+    return out if target is None else target.copy_(out)  # type: ignore[arg-type]
+
+
+class CompleteGradient(torch.autograd.Function):
+    """A plain sparse tensor whose gradient is a term on each rank: the terms are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, sparse: Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Tensor:
+        """The tensor itself."""
+        ctx.groups = [mesh.get_group(m) for m in mesh_dims]
+        return sparse.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Add the terms up; their elements are in the same places on every rank, those of the tensor."""
+        if grad.layout is torch.sparse_coo:
+            grad = grad.coalesce()
+        values = grad if grad.layout is torch.strided else grad.values()
+        for group in ctx.groups:
+            values = all_reduce(values.contiguous(), group)  # type: ignore[assignment]
+        return _with_values(grad, values), None, None
+
+
+def _with_values(x: Tensor, values: Tensor) -> Tensor:
+    """A tensor of the same layout with other values in the same places."""
+    if x.layout is torch.strided:
+        return values
+    if x.layout is torch.sparse_coo:
+        return torch.sparse_coo_tensor(x.indices(), values, x.shape, is_coalesced=True, check_invariants=False)
+    by_rows = x.layout in (torch.sparse_csr, torch.sparse_bsr)
+    places = (x.crow_indices(), x.col_indices()) if by_rows else (x.ccol_indices(), x.row_indices())
+    return torch.sparse_compressed_tensor(*places, values, x.shape, layout=x.layout, check_invariants=False)
+
+
+def _describe(func: Callable[..., object], given: Sequence[object]) -> str:
+    operands = [
+        x._spec.layout.describe() if isinstance(x, Sharded) else f"plain {x.layout} {tuple(x.shape)}"
+        for x in given
+        if isinstance(x, Tensor)
+    ]
+    return f"{func.__name__} of {'; '.join(operands)}"
+
+
+def _say_gathered(func: Callable[..., object], given: Sequence[object], why: str) -> None:
+    """Tell, once for each function, that sharded operands are gathered; refuse where that is an error.
+
+    Raises:
+        UnsupportedOpError: `config.fallback` is "error".
+    """
+    text = f"{_describe(func, given)}: sharded operands are gathered, as {why}"
+    if config.fallback == "error":
+        raise UnsupportedOpError(f"{text}; shardcompile.config.fallback is 'error'. Redistribute them first")
+    if func.__name__ not in _LOGGED:
+        _LOGGED.add(func.__name__)
+        log.info(text)
+        if config.fallback == "warn":
+            warnings.warn(text, stacklevel=2)
