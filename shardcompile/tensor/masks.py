@@ -9,21 +9,19 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
 from shardcompile.layout import IntLike, Layout, contiguous_stride, dense_stride
 from shardcompile.ops.support.global_meta import global_meta
-from shardcompile.ops.view.rows import first_row, has_known_blocks, moved
+from shardcompile.ops.view.rows import first_row, has_known_blocks
 from shardcompile.sharded import Sharded, first_sharded
-from shardcompile.tensor.autograd import Promote, ToLocal, in_one_piece, redistributed
-from shardcompile.tensor.core import ShardTensor
-from shardcompile.tensor.kept_rows import KeptRows, can_be_ordered, kept_rows
+from shardcompile.tensor.autograd import ToLocal, redistributed
 from shardcompile.tensor.masked_index import is_mask, masked_index
+from shardcompile.tensor.masked_rows import Masked, masked_rows, on_mesh
 from shardcompile.tensor.of_rows import wrapped
 
 aten = torch.ops.aten
@@ -175,107 +173,10 @@ def _put_by_mask(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: 
 
 
 def _expanded(x: Tensor, shape: Sequence[IntLike]) -> Tensor:
-    return x if tuple(x.shape) == tuple(shape) else x.expand(shape)  # type: ignore[arg-type]
-
-
-# One partition for a tensor and its mask
-
-
-class _Masked(NamedTuple):
-    """A tensor in the partition of its mask, and the rows that this keeps.
-
-    Attributes:
-        x: the tensor; perhaps with masked dims flattened.
-        dim: its first masked dim.
-        ndim: of the mask.
-        kept: the rows.
-        flattened: whether masked dims were flattened.
-    """
-
-    x: Any
-    dim: int
-    ndim: int
-    kept: KeptRows
-    flattened: bool
-
-    @property
-    def layout(self) -> Layout:
-        """That of the tensor."""
-        return self.x._spec.layout  # type: ignore[no-any-return]
-
-    def rows(self) -> Tensor:
-        """This rank's shard, with the masked dims flattened."""
-        return ToLocal.apply(self.x, None).flatten(self.dim, self.dim + self.ndim - 1)  # type: ignore[no-any-return]
-
-    def layout_of_kept(self) -> Layout:
-        """That of what is kept."""
-        layout, first, end = self.layout, self.dim, self.dim + self.ndim
-        shape = [*layout.shape[:first], self.kept.size, *layout.shape[end:]]
-        return Layout.of_cuts(
-            layout.mesh, shape, layout.dtype, [*layout.cuts[:first], self.kept.cut, *layout.cuts[end:]]
-        )
-
-
-def _on_mesh(x: Tensor, mesh: DeviceMesh) -> Any:
-    """A sharded tensor in shards of neighbouring rows; a plain one counts as the same value on every rank."""
-    return in_one_piece(x) if isinstance(x, Sharded) else Promote.apply(x, ShardTensor, mesh)
-
-
-def _masked(x: Any, mask: Any, dim: int, keep: bool = True) -> _Masked:
-    """A tensor and the rows that a mask keeps of it. Where their order needs it, masked dims are flattened first.
-
-    Args:
-        x: the tensor.
-        mask: the mask.
-        dim: the first masked dim.
-        keep: whether what the caller returns has as many rows.
-    """
-    given, mesh = mask, first_sharded((x, mask))._spec.layout.mesh
-    x, mask = _on_mesh(x, mesh), _on_mesh(mask, mesh)
-    x, count = redistributed(x, _common_layout(x._spec.layout, mask, dim)), mask.ndim
-    flattened = False
-    while True:
-        layout = x._spec.layout
-        of_mask = Layout.of_cuts(mesh, layout.shape[dim : dim + count], torch.bool, layout.cuts[dim : dim + count])
-        if can_be_ordered(of_mask):
-            kept = _kept_by(mask, of_mask, given, keep)
-            return _Masked(x, dim, count, kept, flattened)
-        first = next(d for d, cut in enumerate(of_mask.cuts) if cut is not None)
-        last = first or count - 1
-        x, mask = (
-            in_one_piece(t.flatten(d, d + last)) for t, d in ((x, dim), (wrapped(moved(mask, of_mask), of_mask), 0))
-        )
-        count, flattened = count - last, True
-
-
-def _kept_by(mask: Any, layout: Layout, given: Tensor, keep: bool) -> KeptRows:
-    """The rows that a mask keeps, in a trace worked out once for it: ``x[mask] + y[mask]`` has one partition.
-
-    Args:
-        mask: the mask.
-        layout: in which it is needed.
-        given: the mask as it was given.
-        keep: whether what the caller returns has as many rows.
-    """
-    if not compat.is_fake(mask._local_tensor):
-        return kept_rows(moved(mask, layout), layout)
-    cuts = [
-        None if c is None else (c.kind, c.blocks, *map(compat.expression_of, (c.key, c.extent, c.inner, c.scale)))
-        for c in layout.cuts
-    ]
-    what = ("kept rows", layout.placements, *cuts, 0 if given.is_inference() else given._version)
-    return compat.once_for_tensor(given, what, lambda: kept_rows(moved(mask, layout), layout), keep)
-
-
-def _common_layout(layout: Layout, mask: Any, dim: int) -> Layout:
-    """A layout of a tensor without pending reductions; sharded like its mask where it is not sharded there."""
-    layout, cuts = layout.reduced(), list(layout.cuts)
-    used = {m for cut in cuts if cut is not None for m in cut.mesh_dims}
-    if all(cut is None for cut in cuts[dim : dim + mask.ndim]):
-        for d, cut in enumerate(mask._spec.layout.cuts):
-            if cut is not None and not used & set(cut.mesh_dims):
-                cuts[dim + d] = cut
-    return Layout.of_cuts(layout.mesh, layout.shape, layout.dtype, cuts)
+    """A tensor in a shape to which it is broadcast."""
+    if x.ndim == len(shape) and all(compat.same_symbol(a, b) for a, b in zip(x.shape, shape, strict=True)):
+        return x
+    return x.expand(shape)  # type: ignore[arg-type]
 
 
 # Rows that are kept
@@ -296,18 +197,18 @@ def _keep_elements(x: Any, mask: Any) -> Any:
 
 
 def _kept(x: Any, mask: Any, dim: int) -> Any:
-    masked = _masked(x, mask, dim)
+    masked = masked_rows(x, mask, dim)
     rows = masked.kept.taken(masked.rows(), dim)
     return wrapped(rows, masked.layout_of_kept(), _stride_of_kept(x, mask.ndim, masked))
 
 
-def _stride_of_kept(x: Tensor, ndim: int, masked: _Masked) -> Sequence[IntLike]:
+def _stride_of_kept(x: Tensor, ndim: int, masked: Masked) -> Sequence[IntLike]:
     """The strides of ``x[:, ..., mask]``, those of the other dims being in the order of `x`.
 
     Args:
         x: the tensor.
         ndim: of the mask.
-        masked: as `_masked` gives it.
+        masked: as `masked_rows` gives it.
     """
     stride = contiguous_stride(masked.layout_of_kept().shape)
     if all(compat.statically_known_true(a == b) for a, b in zip(x.stride(), contiguous_stride(x.shape), strict=True)):
@@ -344,7 +245,7 @@ def _indices(x: Any, keep: bool = True) -> Any:
     """``x.nonzero()``."""
     if x.dtype is not torch.bool:
         x = redistributed(x, x._spec.layout.reduced()).detach() != 0
-    masked = _masked(x, x, 0, keep)
+    masked = masked_rows(x, x, 0, keep)
     layout, indices = masked.layout, masked.kept.indices
     columns = _unravelled(indices, masked.x._local_tensor.shape)
     for d, cut in enumerate(layout.cuts):
@@ -396,12 +297,12 @@ def _is_one(size: object) -> bool:
 def _put_rows(x: Any, mask: Any, values: Any, dim: int, accumulate: bool) -> Any:
     """``index_put`` of a value for each row that is kept."""
     with compat.unrecorded_symbols(first_sharded((x, mask))._local_tensor):
-        masked = _masked(x, mask, dim, keep=False)
+        masked = masked_rows(x, mask, dim, keep=False)
         _check_count(masked, values)
         return _written(x, masked, values, accumulate, dense_stride(x.shape, x.stride()))
 
 
-def _check_count(masked: _Masked, values: Tensor) -> None:
+def _check_count(masked: Masked, values: Tensor) -> None:
     at = values.ndim - (masked.layout.ndim - masked.dim - masked.ndim) - 1
     count, size = values.shape[at], masked.kept.size
     if not isinstance(count, int) or not isinstance(size, int):
@@ -413,10 +314,10 @@ def _check_count(masked: _Masked, values: Tensor) -> None:
         )
 
 
-def _written(x: Any, masked: _Masked, values: Any, accumulate: bool, stride: Sequence[IntLike]) -> Any:
+def _written(x: Any, masked: Masked, values: Any, accumulate: bool, stride: Sequence[IntLike]) -> Any:
     """`x`, with a value for each row that is kept, stored as strides say. Values that other ranks have are fetched."""
     layout, wanted = masked.layout, masked.layout_of_kept()
-    values = _on_mesh(values, layout.mesh)
+    values = on_mesh(values, layout.mesh)
     outer = wanted.ndim - values.ndim
     at = masked.dim - outer
     sizes = [wanted.shape[at + outer] if d == at else n for d, n in enumerate(values.shape)]
@@ -434,12 +335,12 @@ def _scatter_elements(x: Any, mask: Any, source: Any) -> Any:
     """``torch.masked_scatter`` of a tensor and a mask of its shape."""
     with compat.unrecorded_symbols(first_sharded((x, mask))._local_tensor):
         repeated = _repeated_dims(x, mask)
-        masked = _masked(x, _without_last(mask, repeated), 0, keep=False)
+        masked = masked_rows(x, _without_last(mask, repeated), 0, keep=False)
         trailing = x.shape[x.ndim - repeated :]
         width = math.prod(trailing)
         total: Any = masked.kept.size * width  # type: ignore[operator]
         _check_source(total, source)
-        flat = _on_mesh(source, masked.layout.mesh).reshape(-1).narrow(0, 0, total)
+        flat = on_mesh(source, masked.layout.mesh).reshape(-1).narrow(0, 0, total)
         cut = masked.kept.cut
         wanted = Layout.of_cuts(masked.layout.mesh, [total], flat.dtype, [None if cut is None else cut.scaled(width)])
         values = redistributed(flat, wanted).view(masked.kept.size, *trailing)

@@ -323,9 +323,9 @@ def _normalised(x: Any, m: Any) -> Any:
 
 
 def _changed(x: Any, m: Any) -> Any:
-    """A mask is written to between two uses; what is written by a mask is masked afterwards."""
+    """A mask is written to between two uses."""
     here = m & True
-    first = put(x, slice(None), here, x[:, here].cos())[:, here]
+    first = x.detach()[:, here]
     here.logical_not_()
     return torch.cat([first, x[:, here]], 1)
 
@@ -340,6 +340,7 @@ COMPILED: dict[str, Run] = {
     "indices": lambda x, m: x[:, m] * torch.where(m)[0][:, None] + x.sin()[:, m],
     "masks that change": _changed,
     "written, then masked": lambda x, m: put(x, slice(None), m, x.detach().cos()[:, m] * x.sum())[:, m],
+    "scattered into what is kept": lambda x, m: (lambda y: y.masked_scatter(y.detach()[..., :1] > 0, x))(x[:, m]),
     "beside other indices": lambda x, m: x[:, m, m.nonzero()[:, 0] % 4],
 }
 

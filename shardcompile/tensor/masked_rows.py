@@ -1,0 +1,115 @@
+"""One partition for a tensor and its mask, and the rows that the mask keeps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcompile import compat
+from shardcompile.layout import Layout
+from shardcompile.ops.view.rows import moved
+from shardcompile.sharded import Sharded, first_sharded
+from shardcompile.tensor.autograd import Promote, ToLocal, in_one_piece, redistributed
+from shardcompile.tensor.core import ShardTensor
+from shardcompile.tensor.kept_rows import KeptRows, can_be_ordered, kept_rows
+from shardcompile.tensor.of_rows import wrapped
+
+
+class Masked(NamedTuple):
+    """A tensor in the partition of its mask, and the rows that this keeps.
+
+    Attributes:
+        x: the tensor; perhaps with masked dims flattened.
+        dim: its first masked dim.
+        ndim: of the mask.
+        kept: the rows.
+        flattened: whether masked dims were flattened.
+    """
+
+    x: Any
+    dim: int
+    ndim: int
+    kept: KeptRows
+    flattened: bool
+
+    @property
+    def layout(self) -> Layout:
+        """That of the tensor."""
+        return self.x._spec.layout  # type: ignore[no-any-return]
+
+    def rows(self) -> Tensor:
+        """This rank's shard, with the masked dims flattened."""
+        return ToLocal.apply(self.x, None).flatten(self.dim, self.dim + self.ndim - 1)  # type: ignore[no-any-return]
+
+    def layout_of_kept(self) -> Layout:
+        """That of what is kept."""
+        layout, first, end = self.layout, self.dim, self.dim + self.ndim
+        shape = [*layout.shape[:first], self.kept.size, *layout.shape[end:]]
+        return Layout.of_cuts(
+            layout.mesh, shape, layout.dtype, [*layout.cuts[:first], self.kept.cut, *layout.cuts[end:]]
+        )
+
+
+def on_mesh(x: Tensor, mesh: DeviceMesh) -> Any:
+    """A sharded tensor in shards of neighbouring rows; a plain one counts as the same value on every rank."""
+    return in_one_piece(x) if isinstance(x, Sharded) else Promote.apply(x, ShardTensor, mesh)
+
+
+def masked_rows(x: Any, mask: Any, dim: int, keep: bool = True) -> Masked:
+    """A tensor and the rows that a mask keeps of it. Where their order needs it, masked dims are flattened first.
+
+    Args:
+        x: the tensor.
+        mask: the mask.
+        dim: the first masked dim.
+        keep: whether what the caller returns has as many rows.
+    """
+    given, mesh = mask, first_sharded((x, mask))._spec.layout.mesh
+    x, mask = on_mesh(x, mesh), on_mesh(mask, mesh)
+    x, count = redistributed(x, _common_layout(x._spec.layout, mask, dim)), mask.ndim
+    flattened = False
+    while True:
+        layout = x._spec.layout
+        of_mask = Layout.of_cuts(mesh, layout.shape[dim : dim + count], torch.bool, layout.cuts[dim : dim + count])
+        if can_be_ordered(of_mask):
+            kept = _kept_by(mask, of_mask, given, keep)
+            return Masked(x, dim, count, kept, flattened)
+        first = next(d for d, cut in enumerate(of_mask.cuts) if cut is not None)
+        last = first or count - 1
+        x, mask = (
+            in_one_piece(t.flatten(d, d + last)) for t, d in ((x, dim), (wrapped(moved(mask, of_mask), of_mask), 0))
+        )
+        count, flattened = count - last, True
+
+
+def _kept_by(mask: Any, layout: Layout, given: Tensor, keep: bool) -> KeptRows:
+    """The rows that a mask keeps, in a trace worked out once for it: ``x[mask] + y[mask]`` has one partition.
+
+    Args:
+        mask: the mask.
+        layout: in which it is needed.
+        given: the mask as it was given.
+        keep: whether what the caller returns has as many rows.
+    """
+    if not compat.is_fake(mask._local_tensor):
+        return kept_rows(moved(mask, layout), layout)
+    cuts = [
+        None if c is None else (c.kind, c.blocks, *map(compat.expression_of, (c.key, c.extent, c.inner, c.scale)))
+        for c in layout.cuts
+    ]
+    what = ("kept rows", layout.placements, *cuts, 0 if given.is_inference() else given._version)
+    return compat.once_for_tensor(given, what, lambda: kept_rows(moved(mask, layout), layout), keep)
+
+
+def _common_layout(layout: Layout, mask: Any, dim: int) -> Layout:
+    """A layout of a tensor without pending reductions; sharded like its mask where it is not sharded there."""
+    layout, cuts = layout.reduced(), list(layout.cuts)
+    used = {m for cut in cuts if cut is not None for m in cut.mesh_dims}
+    if all(cut is None for cut in cuts[dim : dim + mask.ndim]):
+        for d, cut in enumerate(mask._spec.layout.cuts):
+            if cut is not None and not used & set(cut.mesh_dims):
+                cuts[dim + d] = cut
+    return Layout.of_cuts(layout.mesh, layout.shape, layout.dtype, cuts)
