@@ -287,6 +287,15 @@ def _sliced(d: Draw) -> str:
     return f"{x}[{', '.join(parts)}]"
 
 
+def _sliced_by_formula(d: Draw) -> str:
+    """A slice whose bound is a formula of the size, of which a trace may not know the sign."""
+    x = d.x(1)
+    dim = d.int(0, d.values[x].ndim - 1)
+    n = f"{x}.shape[{dim}]"
+    bound = d.rng.choice([f"{n} - {n} // 2", f"-({n} // 3)", f"{n} // 2 - {n}", f"{n} // 3"])
+    return f"{x}[{':, ' * dim}{d.rng.choice([f'{bound}:', f':{bound}', f'{bound}::2'])}]"
+
+
 def _permuted(d: Draw) -> str:
     x = d.x(2)
     ndim = d.values[x].ndim
@@ -354,7 +363,17 @@ def _expanded(d: Draw) -> str:
     return f"{x}.expand({shape})"
 
 
-VIEWS: list[Maker] = [_sliced, _sliced, _permuted, _reshaped, _dims_joined, _dim_split, _small_view, _small_view]
+VIEWS: list[Maker] = [
+    _sliced,
+    _sliced,
+    _sliced_by_formula,
+    _permuted,
+    _reshaped,
+    _dims_joined,
+    _dim_split,
+    _small_view,
+    _small_view,
+]
 
 
 # Joins, rows by number

@@ -451,7 +451,7 @@ def _common_frame(
 state(aten.slice.Tensor, sharded=_slice, check=_decide_signs)
 state(aten.slice_backward.default, sharded=slice_backward)
 state(aten.slice_scatter.default, sharded=slice_scatter)
-state(aten.select.int, sharded=select)
+state(aten.select.int, sharded=select, check=_decide_signs)
 state(aten.select_scatter.default, sharded=select_scatter)
 state(aten.split.Tensor, sharded=split)
 state(aten.split_with_sizes.default, sharded=split_with_sizes)
