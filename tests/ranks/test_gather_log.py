@@ -73,7 +73,7 @@ def test_nothing_is_sent_by_one_rank_and_nothing_logged(log: _Lines) -> None:
     assert not log.lines
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, processes=False)
 def test_a_gather_is_logged_once_and_again_where_it_is_far_larger(log: _Lines) -> None:
     for count in (3, 4, 50, 40, 600, 7):
         torch.pdist(rows(count))

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from sent import Sent
 from tiers import often
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Shard
 
@@ -20,6 +21,7 @@ import shardcompile as sc
 from shardcompile.collectives.stretches import REGROUP_ROWS, Regroup
 from shardcompile.layout import GroupCut
 from shardcompile.testing import mesh, once, rank, world_size
+from shardcompile.testing.trial import block_problems
 
 CUTS = [[3, 0, 1], [1, 1, 1], [0, 5, 0], [2, 3, 2], [0, 0, 1]]
 
@@ -65,6 +67,18 @@ def check(function: Callable[..., Any], batch: int, backend: str | None, cuts: l
         (expected * expected.detach().cos()).sum().backward()
         (found * found.detach().cos()).sum().backward()
         torch.testing.assert_close(x.grad.full_tensor(), plain.grad)  # type: ignore[union-attr]
+
+
+@pytest.mark.ranks(4, processes=False)
+def test_a_dim_that_is_split_again_has_no_segments() -> None:
+    ranks = init_device_mesh("cpu", (2, 2))
+    full = torch.randn(2, 2, 2)
+    x = sc.distribute_tensor(full, ranks, [Shard(1), Shard(1)], sharding_shapes={1: [0, 0, 2, 0]})
+    for out, expected in ((F.instance_norm(x), F.instance_norm(full)), (x.view(1, 4, 2).view(2, 2, 2), full)):
+        assert out.sharding == x.sharding and not block_problems(out)
+        torch.testing.assert_close(out.full_tensor(), expected)
+    flat = x.view(1, 4, 2)
+    assert repr(flat).endswith("in segments)") and flat.sharding.describe() in repr(flat) and not block_problems(flat)
 
 
 @pytest.mark.ranks(3, processes=False)
