@@ -12,7 +12,7 @@ import pytest
 import stated_calls
 import torch
 from op_cases import FAMILIES
-from op_check import Case
+from op_check import Case, F, P
 from tiers import often
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
@@ -82,6 +82,17 @@ def test_a_roll_of_nothing_runs_by_another_way() -> None:
     x = sc.distribute_tensor(full, mesh(), [Shard(0)])
     rolled = torch.roll(x.norm(dim=-1, keepdim=True), 1)
     assert torch.equal(rolled.full_tensor(), torch.roll(full.norm(dim=-1, keepdim=True), 1))
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("samples", [0, 2])
+def test_a_convolution_without_channels(samples: int) -> None:
+    names = ["conv1d", "conv2d", "conv3d"]
+    for spatial, name in enumerate(names, 1):
+        inputs = (F(samples, 0, *[5] * spatial), P(4, 0, *[3] * spatial), P(4))
+        run = getattr(torch.nn.functional, name)
+        failures = op_check.check(op_check.case(name, lambda *args, run=run: run(*args, padding=1), *inputs), mesh())
+        assert not (everyone := op_check.agree(failures)), "\n".join(everyone)
 
 
 # A decomposition that serves no call

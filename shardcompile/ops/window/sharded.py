@@ -178,12 +178,17 @@ def _rows_in_front(windows: Windows, options: Sequence[Any]) -> list[IntLike]:
     return rows
 
 
+def _has_no_channels(x: Tensor) -> bool:
+    """Whether an image has none, so that nothing is sent for it. The kernel of torch gives no channels then, either."""
+    return isinstance(x.shape[1], int) and x.shape[1] == 0
+
+
 def convolution(x: Tensor, weight: Tensor, bias: Tensor, *options: object) -> Tensor:
     """``aten.convolution`` of images of which a spatial dim is cut."""
     spatial = x.ndim - 2
     meta = global_meta(aten.convolution.default, (x, weight, bias, *options), {})
     windows = Windows.of(x, _convolution_windows(weight, options, spatial), compat.global_extents(meta.shape), False)
-    if windows is None:
+    if windows is None or _has_no_channels(x):
         return NotImplemented
     stride = compat.retrace(meta.stride())
     local = window_blocks.convolution(
@@ -206,7 +211,7 @@ def convolution_backward(
     *options_, wanted = options
     options, spatial = tuple(options_), x.ndim - 2
     windows = Windows.of(x, _convolution_windows(weight, options, spatial), tuple(grad.shape), False)
-    if windows is None:
+    if windows is None or _has_no_channels(x):
         return NotImplemented
     metas = global_meta(aten.convolution_backward.default, (grad, x, weight, bias_sizes, *options, wanted), {})
     stride = x._spec.stride if metas[0] is None else compat.retrace(metas[0].stride())
