@@ -135,6 +135,7 @@ state(aten._scaled_dot_product_flash_attention_for_cpu.default, example="2x4x6x8
 state(aten.nll_loss_forward.default, example="6x4 i6x None 1 -100")
 state(aten.randint_like.default, example="6x4 10")
 state(aten.native_dropout.default, example="6x4 0.5 True")
+state(aten.multinomial.default, example="6x4 2")
 state(aten._foreach_add.List, example="6x4+6x4 6x4+6x4")
 
 

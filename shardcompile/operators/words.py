@@ -121,7 +121,7 @@ def _facts(record: OpRecord) -> Iterator[tuple[str, str]]:
     if record.becomes is not None:
         yield "other memory", f"the tensor becomes: {_place(record.becomes)}"
     if record.is_random:
-        yield "random", "seeds are agreed on along mesh dims that replicate; blocks are independent"
+        yield "random", "ranks agree on seeds along mesh dims that replicate; shards draw independently"
 
 
 def _without_rule(record: OpRecord) -> Iterator[tuple[str, str]]:

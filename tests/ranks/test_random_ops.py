@@ -192,6 +192,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "xavier_normal_": lambda x: nn.init.xavier_normal_(x.detach().clone()),
     "trunc_normal_": lambda x: nn.init.trunc_normal_(x.detach().clone()),
     "orthogonal_": lambda x: nn.init.orthogonal_(x.detach().clone()),
+    "next token": lambda x: torch.multinomial(x.expand(2, 7, 4)[:, -1].softmax(-1), 1),
     "Categorical": lambda x: distributions.Categorical(logits=x).sample(),
     "Categorical, many": lambda x: distributions.Categorical(logits=x).sample((5,)),
     "Multinomial": lambda x: distributions.Multinomial(10, logits=x).sample(),

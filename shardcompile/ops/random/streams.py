@@ -2,8 +2,8 @@
 
 The default CPU generator, or the generator of the call, gives one seed per call on every rank. Along mesh dims that
 replicate the seed of the first rank is broadcast. Along mesh dims that shard the coordinate of the rank is mixed in.
-The op then draws from a generator of this seed, so that the generators of the ranks advance alike, however many
-elements the local shards have.
+The op then draws from a generator of this seed. So the generators of the ranks advance alike, whatever the sizes of the
+local shards.
 
 In a graph a random op is an op of the namespace ``shardcompile`` that takes the seed as a tensor. It is defined from
 the schema of the op when the op is first called.
