@@ -40,7 +40,9 @@ def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | Non
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
     names = {a for a, _ in wanted}
     plain = name.removesuffix("_")
-    for candidate in (name, plain, f"{plain}_functional"):
+    # Those of batch norms are left to decompositions, which say more of them.
+    functional = [f"{plain}_functional"] if torch.Tag.nondeterministic_seeded in op.tags else []
+    for candidate in (name, plain, *functional):
         packet = getattr(getattr(torch.ops, namespace), candidate, None)
         for overload in packet.overloads() if packet is not None else ():
             found = getattr(packet, overload)

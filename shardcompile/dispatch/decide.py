@@ -269,7 +269,8 @@ def _decide_mutation(
         return InPlaceView(call.op, functional)
     written = [t._spec for t in targets if type(t) is cls]
     refuse_expanded(record, written)
-    if not record.is_random:  # fake kernels with an out argument take no generator; the functional variant is checked
+    makes = functional is not None and compat.factory_arguments(call.op, functional)
+    if not (makes or record.is_random):  # fake kernels with `out` refuse arguments of these; the functional one checks
         _check_shapes(call.op, args, kwargs)
     rule = record.rule
     drawn_anew = record.is_random and functional is not None  # a graph knows the seeded op, which writes to nothing

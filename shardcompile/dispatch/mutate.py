@@ -235,6 +235,9 @@ def _write(op: OpOverload, target: Tensor, value: Tensor) -> None:
         raise UnsupportedOpError(
             f"{op}: result type {value.dtype} can't be cast to the desired output type {target.dtype}"
         )
+    if not isinstance(target, Sharded) and not isinstance(value, Sharded):
+        target.copy_(value)
+        return
     mesh = first_sharded((target, value))._spec.layout.mesh
     source = value._spec.layout if isinstance(value, Sharded) else plain_layout(mesh, value)
     local = block_of(value)

@@ -168,7 +168,7 @@ class OpRecord:
 
     @property
     def is_random(self) -> bool:
-        """Whether it draws random numbers: what runs on local shards in its place is in `shardcompile.ops.random.streams`."""
+        """Whether it draws random numbers. What runs on local shards then is in `shardcompile.ops.random.streams`."""
         return torch.Tag.nondeterministic_seeded in self.op.tags
 
 
