@@ -40,7 +40,11 @@ ELSEWHERE: dict[str, str] = {
             *("aten::miopen_rnn.out", "aten::_lstm_mps", "aten::_lstm_mps.out", "aten::_fused_dropout"),
             *("aten::_fused_dropout.out", "aten::_fill_mem_eff_dropout_mask_", "aten::_efficient_attention_forward"),
             *("aten::_flash_attention_forward", "aten::_flash_attention_forward.quantized"),
-            *("aten::_flash_attention_forward_no_dropout_inplace", "aten::_triton_scaled_dot_attention"),
+            *(
+                "aten::_flash_attention_forward_no_dropout_inplace",
+                "aten::_cudnn_attention_forward_no_dropout_inplace",
+                "aten::_triton_scaled_dot_attention",
+            ),
             *("aten::_triton_scaled_dot_attention.out", "aten::_scaled_dot_product_flash_attention.quantized"),
             *("aten::_scaled_dot_product_attention_math_for_mps", "aten::_nested_tensor_softmax_with_shape"),
             *("aten::_scaled_dot_product_fused_attention_overrideable", "rngprims::philox_rand"),

@@ -489,6 +489,23 @@ def test_random_factories():
     assert torch.equal(sc.rand(8, device_mesh=mesh, placements=[S0]).full_tensor(), first)
 
 
+@pytest.mark.ranks(3, processes=False)
+def test_factories_of_torch_write_into_sharded_tensors():
+    sizes = SIZES[3]
+    numbers = ShardTensor.from_local(torch.full((sizes[rank()],), -1), mesh_1d(), [S0], {0: sizes})
+    total = sum(sizes)
+    for write, expected in (
+        (lambda x: torch.arange(total, out=x), torch.arange(total)),
+        (lambda x: torch.arange(2, 2 + total, out=x), torch.arange(2, 2 + total)),
+        (lambda x: torch.full((total,), 3, out=x), torch.full((total,), 3)),
+        (lambda x: torch.ones(total, out=x), torch.ones(total, dtype=torch.int64)),
+        (lambda x: torch.ops.aten.zeros_like.out(x, out=x), torch.zeros(total, dtype=torch.int64)),
+        (lambda x: torch.randperm(total, out=x).sort()[0], torch.arange(total)),
+    ):
+        assert torch.equal(write(numbers).full_tensor(), expected)
+        assert numbers.sharding.describe_placements() == "S(0)[4,0,2]"
+
+
 # Text
 
 
