@@ -246,6 +246,13 @@ def _find_mutated(op: OpOverload, args: Sequence[object], kwargs: dict[str, obje
     return [w for w in written if argument(w, args, kwargs) is not None]
 
 
+def _checks_better(record: OpRecord, functional: OpOverload) -> bool:
+    """Whether shapes are left to the functional variant: fake kernels with `out` refuse a generator, and options of
+    factories.
+    """
+    return record.is_random or bool(compat.factory_arguments(record.op, functional))
+
+
 def _decide_mutation(
     cls: type[Sharded],
     record: OpRecord,
@@ -269,8 +276,7 @@ def _decide_mutation(
         return InPlaceView(call.op, functional)
     written = [t._spec for t in targets if type(t) is cls]
     refuse_expanded(record, written)
-    makes = functional is not None and compat.factory_arguments(call.op, functional)
-    if not (makes or record.is_random):  # fake kernels with `out` refuse arguments of these; the functional one checks
+    if functional is None or not _checks_better(record, functional):
         _check_shapes(call.op, args, kwargs)
     rule = record.rule
     drawn_anew = record.is_random and functional is not None  # a graph knows the seeded op, which writes to nothing
