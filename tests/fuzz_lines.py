@@ -226,7 +226,7 @@ def _cast(d: Draw) -> str:
     """A value through another dtype, perhaps moved as one."""
     x, dtype = d.x(), d.rng.choice(NUMBERS)
     whole = "" if getattr(torch, dtype.removeprefix("torch.")).is_floating_point else ".abs().clamp(max=100)"
-    moved = d.rng.choice(["", "", ".clone()", ".flip(0)", "[1:]"]) if d.values[x].ndim else ""
+    moved = d.rng.choice(["", "", ".clone()", "[1:]"]) if d.values[x].ndim else ""
     return f"{x}{whole}.to({dtype}){moved}.to(torch.float64)  # if rounds_alike({x}{whole}, {dtype})"
 
 

@@ -63,11 +63,13 @@ def read_notes_with(reader: Reader) -> None:
     cls.__init__, cls.post_compile = make_with_notes, read_and_finish
 
 
-def _after(first: Callable[[], None], run: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], object]:
+def _after(
+    first: Callable[[], None], run: Callable[[Sequence[object]], object]
+) -> Callable[[Sequence[object]], object]:
     """A function that calls `first` before it calls `run` for the first time."""
     done = False
 
-    def run_after(inputs: Sequence[Any]) -> object:
+    def run_after(inputs: Sequence[object]) -> object:
         nonlocal done
         if not done:
             first()

@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from shardcompile.compat import coordinate, forget_with_world, size_hint, statically_known_true
 from shardcompile.errors import LayoutError, refusal
 from shardcompile.layout.layout import Layout
+from shardcompile.layout.mesh import Mesh
 from shardcompile.layout.sizes import IntLike
 
 _INTERNED: dict[Spec, Spec] = {}
@@ -72,7 +73,7 @@ class Spec:
     # What handlers of DTensor and of PhysicsNeMo's ShardTensor read.
 
     @property
-    def mesh(self) -> Any:
+    def mesh(self) -> Mesh:
         """The mesh of ranks."""
         return self.layout.mesh
 

@@ -106,11 +106,16 @@ def choose(
     if all(s is not None for s in natural):
         found = _cheapest(layouts, [natural], in_place)  # type: ignore[list-item]
         if found is not None and found.nbytes == 0 and not any(p.steps for p in found.plans):
-            return found
+            return _settled(found)
     found = _cheapest(layouts, itertools.product(*_few_enough(layouts, candidates)), in_place, produced)
-    if found is None or not any(p.src.is_traced or p.dst.is_traced for p in found.plans):
-        return found
-    return replace(found, plans=tuple(find_plan(p.src, p.dst) for p in found.plans))
+    return None if found is None else _settled(found)
+
+
+def _settled(priced: Choice) -> Choice:
+    """A choice whose plans a trace may ask about partitions for, which a price must not."""
+    if not any(p.src.is_traced or p.dst.is_traced for p in priced.plans):
+        return priced
+    return replace(priced, plans=tuple(find_plan(p.src, p.dst) for p in priced.plans))
 
 
 def _is_natural(layouts: Sequence[Layout], strategy: Strategy, mesh_dim: int) -> bool:

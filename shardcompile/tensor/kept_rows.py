@@ -18,6 +18,9 @@ from shardcompile import compat
 from shardcompile.collectives import SegmentOrder, cut_of_sizes, first_rows, gather_counts, order_of_segments
 from shardcompile.layout import Cut, IntLike, Layout
 
+_WITHOUT_INDEX_SELECT = (torch.uint16, torch.uint32, torch.uint64)
+"""Dtypes for which torch has no kernel of `index_select`, but one of `index`."""
+
 
 class KeptRows(NamedTuple):
     """The rows that a mask keeps.
@@ -36,6 +39,8 @@ class KeptRows(NamedTuple):
 
     def taken(self, rows: Tensor, dim: int) -> Tensor:
         """The kept ones of this rank's rows, in their order. Differentiable."""
+        if rows.dtype in _WITHOUT_INDEX_SELECT:
+            return self.in_order(torch.ops.aten.index.Tensor(rows, [None] * dim + [self.indices]), dim)
         return self.in_order(rows.index_select(dim, self.indices), dim)
 
     def in_order(self, rows: Tensor, dim: int = 0) -> Tensor:

@@ -36,6 +36,8 @@ ASKED_FOR = {
     "joins/chunk": "a slice stays where its rows are",
     "joins/tensor_split": "a slice stays where its rows are",
     "joins/slice": "a slice stays where its rows are",
+    "masks/": "rows that a mask keeps stay where they are",
+    "selection/nonzero": "rows that a mask keeps stay where they are",
     "selection/x[mask]": "rows that a mask keeps stay where they are",
     "selection/masked_select": "rows that a mask keeps stay where they are",
     "flattened dims/flat rows sliced": "a slice stays where its rows are",
