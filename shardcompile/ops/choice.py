@@ -57,12 +57,14 @@ class Choice:
         outputs: how each output is laid out.
         nbytes: what the plans move.
         cost: the same, weighted by what it will entail.
+        imbalance: how many times the mean the largest shard is of a dim that the op newly shards; 1 if it shards none.
     """
 
     plans: tuple[Plan, ...]
     outputs: tuple[OutputPlan, ...]
     nbytes: int
     cost: int
+    imbalance: float
 
     @property
     def communicates(self) -> bool:
@@ -253,9 +255,8 @@ def _with_cuts(layouts: Sequence[Layout], combination: Sequence[Strategy], chose
             return None
         outputs.append(OutputPlan(placements, cuts))
     busiest = max((imbalance(c) for c in chosen.values() if _is_new(c, layouts)), default=1.0)
-    return Choice(
-        tuple(plans), tuple(outputs), sum(p.nbytes for p in plans), math.ceil(busiest * sum(map(_cost, plans)))
-    )
+    cost = math.ceil(busiest * sum(map(_cost, plans)))
+    return Choice(tuple(plans), tuple(outputs), sum(p.nbytes for p in plans), cost, busiest)
 
 
 def _is_new(cut: Cut, layouts: Sequence[Layout]) -> bool:

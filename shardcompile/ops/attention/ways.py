@@ -59,6 +59,8 @@ class Way:
         plans: how each input gets to where it is needed.
         ring: the mesh dim along which blocks of keys come one after the other, or None.
         nbytes: what ranks send to one another, all together.
+        cost: the same, as if all shards were of one size, times the imbalance of a dim that the way newly shards: eager
+            code chooses as compiled code does, which knows no sizes.
         held: bytes that a rank holds at once of what has come, or waits to be sent.
         seconds: predicted, on every rank.
         reason: why it was taken, in words; empty if nothing is sent.
@@ -69,6 +71,7 @@ class Way:
     plans: tuple[Plan, ...]
     ring: int | None
     nbytes: int
+    cost: float
     held: float
     seconds: float
     reason: str = ""
@@ -128,9 +131,9 @@ def _decided(question: Question, settings: tuple[str, int, int]) -> Way:
     ways = list(_ways(question))
     others = [w for w in ways if w.kind == wanted != "auto"]
     if others:
-        return _because(min(others, key=_bytes), f"config.attention is {wanted!r}")
-    best = min((w for w in ways if w.ring is None), key=_bytes)
-    ring = min((w for w in ways if w.ring is not None), key=_bytes, default=None)
+        return _because(min(others, key=_cost), f"config.attention is {wanted!r}")
+    best = min((w for w in ways if w.ring is None), key=_cost)
+    ring = min((w for w in ways if w.ring is not None), key=_cost, default=None)
     impossible = "" if wanted == "auto" else f"config.attention is {wanted!r}, which is not possible here; "
     if ring is None:
         return _because(best, f"{impossible}it sends the fewest bytes")
@@ -148,8 +151,8 @@ _cached = functools.lru_cache(maxsize=1024)(_decided)
 compat.forget_with_world(_cached.cache_clear)
 
 
-def _bytes(way: Way) -> int:
-    return way.nbytes
+def _cost(way: Way) -> float:
+    return way.cost
 
 
 def _because(way: Way, why: str) -> Way:
@@ -261,13 +264,14 @@ def _priced(
     mesh, at = question.query.mesh, question.at
     device = machines.device_of(mesh.device_type)
     nbytes = sum(p.nbytes for p in (*plans, *returns))
+    cost = sum(p.nominal_nbytes for p in (*plans, *returns)) * choice.imbalance
     seconds = _rounds(mesh, plans) + _rounds(mesh, returns)
     held = sum(_local_bytes(p.dst) for p in plans if p.communicates)
     held += sum(_local_bytes(p.src) for p in returns if p.communicates)
-    work, dtype = _work(question, plans), question.query.dtype
+    work, dtype = _work(question, plans) * choice.imbalance, question.query.dtype
     if ring is None:
         seconds += device.compute_seconds(work, 0, dtype)
-        return Way(_kind(question, choice), choice, plans, None, nbytes, held, seconds)
+        return Way(_kind(question, choice), choice, plans, None, nbytes, cost, held, seconds)
     ranks = mesh.shape[ring]
     block = _local_bytes(plans[at + 1].dst) + _local_bytes(plans[at + 2].dst)
     times = 2 if question.backward else 1  # blocks come, and their gradients go home
@@ -278,7 +282,7 @@ def _priced(
     merged = 3 * _local_bytes(plans[at].dst.with_dtype(torch.float32))  # two are read and one is written
     more = merged / (device.memory * device.share) + _KERNELS_OF_A_STEP * device.kernel
     seconds += step + (ranks - 1) * (max(transfer, step) + more)
-    return Way(_RING, choice, plans, ring, nbytes + sent, held + 2 * times * block, seconds)
+    return Way(_RING, choice, plans, ring, nbytes + sent, cost + sent, held + 2 * times * block, seconds)
 
 
 def _work(question: Question, plans: Sequence[Plan]) -> float:
