@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from every_dtype import DENSE, DTYPES, NUMBERS, QUANTIZED, SHELLS, as_integers, bits, values
-from tiers import needs_compiler
+from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
@@ -314,7 +314,7 @@ def _trained(full: Tensor, weight: Tensor) -> list[Any]:
     return [y.detach(), x.grad, w.grad]
 
 
-@pytest.mark.parametrize("backend", ["eager mode", "aot_eager", pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize("backend", often(["eager mode", "aot_eager", "inductor"], 2))
 @pytest.mark.ranks(3, processes=False)
 def test_float8_casts_forward_and_backward(backend: str):
     run: Any = (

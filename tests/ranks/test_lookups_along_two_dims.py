@@ -100,8 +100,14 @@ def step(run: Any, program: Any, of_rows: list[int], of_places: list[int]) -> No
 
 
 @pytest.mark.ranks(3, timeout=600, processes=False)
-@pytest.mark.parametrize("backend", ["", *often(["aot_eager", "inductor"], 1)])
-@pytest.mark.parametrize("program", ALL, ids=lambda p: p.__name__)
+@pytest.mark.parametrize(
+    ("backend", "program"),
+    [
+        *(("", program) for program in ALL),
+        *often([(backend, program) for backend in ("aot_eager", "inductor") for program in ALL], 4),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_values_and_gradients_in_one_graph(program: Callable[..., Any], backend: str) -> None:
     run = torch.compile(program, fullgraph=True, backend=backend) if backend else program
     for sizes in CUTS[:3]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import often
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
@@ -167,8 +168,9 @@ def expected_within(points: Tensor, queries: Tensor, radius: float, most: int) -
 
 
 @pytest.mark.ranks(3, processes=False)
-@pytest.mark.parametrize("batch", [(), (1,), (2,)], ids=str)
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("compiled", "batch"), often([(False, ()), (False, (1,)), (False, (2,)), (True, (1,)), (True, ()), (True, (2,))], 4)
+)
 def test_radius_search_is_that_of_one_process(batch: tuple[int, ...], compiled: bool) -> None:
     points, queries = points_and_queries(batch)
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as nnf
 from random_cases import ELSEWHERE, RandomOp, call_of, random_ops
+from tiers import often, spread
 from torch import Tensor, distributions, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
@@ -284,8 +285,10 @@ def _drop_twice(x: Any) -> Any:
 
 
 @pytest.mark.ranks(3, processes=False, timeout=240)
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize(
+    ("compiled", "name"),
+    [*((False, name) for name in GRADIENTS), *often([(True, name) for name in spread(GRADIENTS, 3)], 4)],
+)
 def test_gradients_are_those_of_what_was_drawn(name: str, compiled: bool) -> None:
     function, expected = GRADIENTS[name]
     run = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function

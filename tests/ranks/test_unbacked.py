@@ -180,7 +180,7 @@ _CASES = [(program, backend) for backend in ("aot_eager", "inductor") for progra
 @pytest.mark.ranks(3, timeout=300, processes=False)
 @pytest.mark.parametrize(
     ("program", "backend"),
-    often([*_CASES[:6], (attention, "shardcompile"), *_CASES[6:]], 7),
+    often(_CASES, 6),
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_one_graph(program: Run, backend: str) -> None:
@@ -248,7 +248,7 @@ torch._dynamo.utils.counters.clear()
 """
 
 
-@pytest.mark.parametrize("before", ["", _AFTER_DYNAMO], ids=["first", "after Dynamo has traced a call"])
+@pytest.mark.parametrize("before", often([_AFTER_DYNAMO, ""], 1), ids=["after Dynamo has traced a call", "first"])
 def test_a_call_of_einops_compiles_once(before: str) -> None:
     pytest.importorskip("einops")
     program = [sys.executable, "-c", before + _WITH_EINOPS]
