@@ -6,7 +6,6 @@ import bisect
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +75,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 @torch.compiler.allow_in_graph
-def _on_blocks(query: Any, key: Any, value: Any, cu_seqlens: Any, causal: bool, scale: float) -> Any:
+def _on_blocks(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, causal: bool, scale: float) -> Tensor:
     mesh = next(x for x in (query, key, value) if isinstance(x, ShardTensor))._spec.layout.mesh
     query, key, value = (on_mesh(x, mesh) for x in (query, key, value))
     layout = _rows_and_heads(query, key)

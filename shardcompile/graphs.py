@@ -18,6 +18,7 @@ from shardcompile import compat
 from shardcompile.collectives import add_rows, block_size, find_links, rows_travel, take_rows
 from shardcompile.errors import LayoutError
 from shardcompile.layout import Layout
+from shardcompile.tensor import ShardTensor
 from shardcompile.tensor.autograd import ToLocal, redistributed
 from shardcompile.tensor.of_rows import (
     cut_alike,
@@ -93,7 +94,7 @@ def link_rows(x: Tensor, index: Tensor) -> RowLinks:
     return RowLinks(*_link(x, index))
 
 
-def _cut_along(index: Any, mesh_dim: int, layout: Layout) -> Any:
+def _cut_along(index: Tensor, mesh_dim: int, layout: Layout) -> ShardTensor:
     """An index in blocks along dim 0 by a mesh dim, and by no other."""
     index = on_mesh(index, layout.mesh)
     now = index._spec.layout
@@ -107,7 +108,7 @@ def _cut_along(index: Any, mesh_dim: int, layout: Layout) -> Any:
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
-def _link(x: Any, index: Any) -> tuple[Any, ...]:
+def _link(x: ShardTensor, index: Tensor) -> tuple[Tensor, ...]:
     """The parts of a `RowLinks`."""
     mesh_dim = mesh_dim_of_rows(x, "link_rows")
     if index.dtype.is_floating_point or index.dtype.is_complex or index.dtype is torch.bool or not index.ndim:
@@ -154,7 +155,9 @@ def _of_entries(entries: Layout, of: Layout, dims: int) -> Layout:
 
 
 @torch.compiler.allow_in_graph
-def _take(degree: Any, asked: Tensor, wanted: Any, sent: Any, place: Any, *xs: Any) -> tuple[Any, ...]:
+def _take(
+    degree: ShardTensor, asked: Tensor, wanted: ShardTensor, sent: Tensor, place: ShardTensor, *xs: Tensor
+) -> tuple[Tensor, ...]:
     home, entries = degree._spec.layout, place._spec.layout
     mesh_dim = mesh_dim_of_rows(degree, "RowLinks.take")
     given = [cut_alike(x, home, "RowLinks.take") for x in xs]
@@ -175,7 +178,9 @@ def _take(degree: Any, asked: Tensor, wanted: Any, sent: Any, place: Any, *xs: A
 
 
 @torch.compiler.allow_in_graph
-def _add(degree: Any, asked: Tensor, wanted: Any, sent: Any, place: Any, *values: Any) -> tuple[Any, ...]:
+def _add(
+    degree: ShardTensor, asked: Tensor, wanted: ShardTensor, sent: Tensor, place: ShardTensor, *values: Tensor
+) -> tuple[Tensor, ...]:
     home, entries = degree._spec.layout, place._spec.layout
     mesh_dim, dims = mesh_dim_of_rows(degree, "RowLinks.add"), entries.ndim
     given = []

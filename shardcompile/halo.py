@@ -188,7 +188,7 @@ def _check_rows(out: Tensor, dim: int, rows: IntLike) -> None:
         )
 
 
-def _lay_out(reach: Sequence[tuple[int, int, int]], fill: Fill, xs: Sequence[object]) -> tuple[Layout, Any]:
+def _lay_out(reach: Sequence[tuple[int, int, int]], fill: Fill, xs: Sequence[Tensor]) -> tuple[Layout, list[_Reach]]:
     """The layout of the first tensor that is sharded, without pending sums, and what is given along each dim."""
     layout = next(x for x in xs if isinstance(x, ShardTensor))._spec.layout.reduced()
     found = []
@@ -203,7 +203,7 @@ def _lay_out(reach: Sequence[tuple[int, int, int]], fill: Fill, xs: Sequence[obj
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; what follows, the user's function, it traces as if it stood alone
-def _extend(reach: Sequence[tuple[int, int, int]], fill: Fill, *xs: object) -> tuple[Tensor, ...]:
+def _extend(reach: Sequence[tuple[int, int, int]], fill: Fill, *xs: Tensor) -> tuple[Tensor, ...]:
     layout, found = _lay_out(reach, fill, xs)
     blocks = []
     for x in xs:
@@ -214,7 +214,7 @@ def _extend(reach: Sequence[tuple[int, int, int]], fill: Fill, *xs: object) -> t
     return tuple(blocks)
 
 
-def _in_layout(x: Any, layout: Layout) -> Any:
+def _in_layout(x: Tensor, layout: Layout) -> ShardTensor:
     """A tensor in the cuts of a layout, which has as many rows along all dims that are cut."""
     x = on_mesh(x, layout.mesh)
     dims = [d for d, c in enumerate(layout.cuts) if c is not None]
@@ -225,12 +225,13 @@ def _in_layout(x: Any, layout: Layout) -> Any:
 
 
 @torch.compiler.allow_in_graph
-def _crop(reach: Sequence[tuple[int, int, int]], fill: Fill, crop: bool, out: Tensor, *xs: object) -> Any:
+def _crop(reach: Sequence[tuple[int, int, int]], fill: Fill, crop: bool, out: Tensor, *xs: Tensor) -> Tensor:
     layout, found = _lay_out(reach, fill, xs)
     for r in found:
         block = layout.shape[r.dim] if r.cut is None else block_size(r.cut, layout.mesh)
         outside = r.before + r.after if r.fill is not None else 0
-        whole = r.shown if r.cut is not None else layout.shape[r.dim] + outside
+        shown = r.shown
+        whole = layout.shape[r.dim] + outside if shown is None else shown
         _check_rows(out, r.dim, whole if crop else block)
         if crop:
             out = take_rows(out, r.dim, r.ahead, 1, block)

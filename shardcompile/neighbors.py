@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Shard
 
 from shardcompile import compat
@@ -99,7 +100,7 @@ class _InPlaceOf(torch.autograd.Function):
         return None, grad
 
 
-def _check(queries: Any, points: Any, count: int, reach: float, what: str) -> None:
+def _check(queries: Tensor, points: Tensor, count: int, reach: float, what: str) -> None:
     if queries.ndim != 2 or points.ndim != 2 or not compat.same_symbol(queries.shape[1], points.shape[1]):
         raise LayoutError(
             f"{what} takes queries [n, dims] and points [m, dims], got {tuple(queries.shape)} and {tuple(points.shape)}"
@@ -111,7 +112,7 @@ def _check(queries: Any, points: Any, count: int, reach: float, what: str) -> No
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
-def _search(queries: Any, points: Any, count: int, reach: float, what: str) -> tuple[object, ...]:
+def _search(queries: Tensor, points: Tensor, count: int, reach: float, what: str) -> tuple[Tensor, ...]:
     _check(queries, points, count, reach, what)
     given = next((x for x in (queries, points) if isinstance(x, ShardTensor)), None)
     if given is None:
@@ -143,7 +144,7 @@ def _search(queries: Any, points: Any, count: int, reach: float, what: str) -> t
     return tuple(_for_each_query(x, layout) for x in (distances, *found[1:]))
 
 
-def _rows_only(x: Any, mesh: Any, what: str) -> object:
+def _rows_only(x: Tensor, mesh: DeviceMesh, what: str) -> ShardTensor:
     """A tensor that is cut along dim 0 at most."""
     x = on_mesh(x, mesh)
     layout = x._spec.layout.reduced()
@@ -152,13 +153,15 @@ def _rows_only(x: Any, mesh: Any, what: str) -> object:
     return redistributed(x, layout if layout.cuts[1] is None else layout.gathered(1))
 
 
-def _for_each_query(local: Tensor, rows: Layout) -> object:
+def _for_each_query(local: Tensor, rows: Layout) -> Tensor:
     """Results of each query, cut as the queries."""
     shape = (rows.shape[0], *local.shape[1:])
     return wrapped(local, Layout.of(rows.mesh, rows.placements, shape, local.dtype, rows.cuts[: local.ndim]))
 
 
-def _differentiable(queries: Tensor, points: Tensor, found: Any, cut: tuple[Cut, Layout] | None) -> Tensor:
+def _differentiable(
+    queries: Tensor, points: Tensor, found: tuple[Tensor, Tensor, Tensor], cut: tuple[Cut, Layout] | None
+) -> Tensor:
     """Distances with their gradients, which need the neighbours themselves.
 
     Args:
@@ -169,7 +172,7 @@ def _differentiable(queries: Tensor, points: Tensor, found: Any, cut: tuple[Cut,
     """
     distances, numbers, _ = found
     if not (torch.is_grad_enabled() and (queries.requires_grad or points.requires_grad)):
-        return distances  # type: ignore[no-any-return]
+        return distances
     flat = numbers.reshape(-1)
     if cut is None:
         near = torch.cat([points, points.new_zeros([1, points.shape[1]])]).index_select(0, flat)
@@ -186,4 +189,4 @@ def _differentiable(queries: Tensor, points: Tensor, found: Any, cut: tuple[Cut,
     # A point at distance 0 has gradient 0, as in torch; of a norm at 0 the second gradient would not be a number.
     still = distances.isinf() | (distances == 0)
     length = torch.linalg.vector_norm(torch.where(still.unsqueeze(2), 1.0, apart), dim=2)
-    return _InPlaceOf.apply(distances, torch.where(still, distances, length))  # type: ignore[no-any-return]
+    return _InPlaceOf.apply(distances, torch.where(still, distances, length))

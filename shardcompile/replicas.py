@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardcompile import compat
-from shardcompile.collectives import all_gather_even, broadcast
-from shardcompile.collectives.transport import as_bytes
+from shardcompile.collectives import broadcast
 from shardcompile.errors import LayoutError, UnsupportedOpError
 from shardcompile.layout import digest_of
 from shardcompile.tensor import ShardTensor
+from shardcompile.tensor.inputs import checksum, gather_rows
 
 _MOST_NAMED = 5
 
@@ -41,11 +39,11 @@ def check_replicated(module: nn.Module, mesh: DeviceMesh | None = None) -> None:
     state = _plain_state(module)
     if any(compat.is_fake_outside_traces(x) for _, x in state):
         return  # there is one process, and there are no values
-    names, values = [_metadata(*entry) for entry in state], [_digest_of_values(x) for _, x in state]
-    rows = _gather([_digest_of_all(names), _digest_of_all(values), len(state)], mesh)
+    names, values = [_metadata(*entry) for entry in state], [0 if _has_no_values(x) else checksum(x) for _, x in state]
+    rows = gather_rows([_digest_of_all(names), _digest_of_all(values), len(state)], mesh)
     _require_same_names(state, names, [(same, count) for same, _, count in rows], mesh)
     if len({value for _, value, _ in rows}) > 1:
-        _raise_for_different(state, _gather(values, mesh), mesh, "differ between the ranks")
+        _raise_for_different(state, gather_rows(values, mesh), mesh, "differ between the ranks")
 
 
 def sync_module_over_mesh(module: nn.Module, mesh: DeviceMesh, src_mesh_rank: int = 0, verify: bool = False) -> None:
@@ -72,10 +70,10 @@ def sync_module_over_mesh(module: nn.Module, mesh: DeviceMesh, src_mesh_rank: in
     if any(compat.is_fake_outside_traces(x) for _, x in state):
         return
     names, empty = [_metadata(*entry) for entry in state], [int(_has_no_values(x)) for _, x in state]
-    rows = _gather([_digest_of_all(names), len(state), sum(empty)], mesh)
+    rows = gather_rows([_digest_of_all(names), len(state), sum(empty)], mesh)
     _require_same_names(state, names, [(same, count) for same, count, _ in rows], mesh)
     if any(lacking for _, _, lacking in rows):
-        table = _gather(empty, mesh)
+        table = gather_rows(empty, mesh)
         raise LayoutError(
             f"sync_module_over_mesh: {_listed([n for i, (n, _) in enumerate(state) if any(r[i] for r in table)])} have "
             "no values yet on some rank (device meta, or lazy); first to_empty() and initialize, or a forward pass"
@@ -113,24 +111,8 @@ def _metadata(name: str, x: Tensor) -> int:
     return digest_of(repr((name, None if nn.parameter.is_lazy(x) else tuple(x.shape), x.dtype)))
 
 
-def _digest_of_values(x: Tensor) -> int:
-    if _has_no_values(x):
-        return 0
-    data = as_bytes(x.detach().resolve_conj().resolve_neg().contiguous().cpu())
-    return int.from_bytes(hashlib.blake2b(data.numpy().tobytes(), digest_size=7).digest(), "big")
-
-
 def _digest_of_all(digests: Sequence[int]) -> int:
     return digest_of(repr(digests))
-
-
-def _gather(row: Sequence[int], mesh: DeviceMesh) -> list[list[int]]:
-    """The rows of all ranks of a mesh, in its order."""
-    table = torch.tensor([row], dtype=torch.int64, device=mesh.device_type)
-    for mesh_dim in reversed(range(mesh.ndim)):
-        table = all_gather_even(table, mesh.get_group(mesh_dim))
-    rows: list[list[int]] = table.tolist()
-    return rows
 
 
 def _require_same_names(state: _State, names: Sequence[int], rows: Sequence[tuple[int, int]], mesh: DeviceMesh) -> None:
@@ -146,7 +128,7 @@ def _require_same_names(state: _State, names: Sequence[int], rows: Sequence[tupl
         return
     most = max(count for _, count in rows)
     lacking = [("(none)", torch.empty(0))] * (most - len(state))
-    table = _gather([*names, *[0] * len(lacking)], mesh)
+    table = gather_rows([*names, *[0] * len(lacking)], mesh)
     _raise_for_different([*state, *lacking], table, mesh, "have another name, shape or dtype on some ranks")
 
 
@@ -169,7 +151,7 @@ def _raise_for_different(state: _State, table: Sequence[Sequence[int]], mesh: De
     )
 
 
-def _listed(names: Sequence[Any]) -> str:
+def _listed(names: Sequence[str]) -> str:
     rest = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 

@@ -183,7 +183,7 @@ def _route(x: Any, destination: Any) -> tuple[Any, ...]:
     return destination, *_straight(asked.reshape(-1), layout.mesh, mesh_dims[0], about, flat)
 
 
-def _straight(asked: Tensor, mesh: DeviceMesh, mesh_dim: int, about: int, flat: Layout) -> tuple[Any, ...]:
+def _straight(asked: Tensor, mesh: DeviceMesh, mesh_dim: int, about: int, flat: Layout) -> tuple[Tensor, ...]:
     """Counts, order and source of a route along one mesh dim."""
     ranks, group_name = mesh.shape[mesh_dim], compat.group_name_of(mesh, mesh_dim)
     bad = (asked < -1) | (asked >= ranks)

@@ -447,7 +447,8 @@ def _check_balance(line: str, values: dict[str, Any], known: set[str]) -> None:
     """The largest shard of a new result is at most 1.5 times as large, against an even division, as those before it."""
     if _KEEPS_ROWS.search(line):
         return
-    before = max((largest_share(values[name], of_mean=True) for name in known), default=1.0)
+    sharded = [x for name in known if isinstance(x := values[name], ShardTensor)]
+    before = max((x.sharding.imbalance for x in sharded), default=1.0)
     for name in set(values) - known:
         if largest_share(values[name]) > 1.5 * before:
             raise _Wrong(f"{name}: rows pile up, {describe_value(values[name])}")

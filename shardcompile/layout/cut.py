@@ -137,6 +137,21 @@ class Cut:
         """Whether all blocks have the same size."""
         return len(set(self.sizes)) == 1
 
+    @property
+    def imbalance(self) -> float:
+        """How many times the mean the largest shard is; 1 where nobody knows.
+
+        Inside a trace that of a chunked partition is known by the hint of the size.
+        """
+        if self.blocks is not None:
+            largest, size = max(self.blocks), sum(self.blocks)
+        elif self.kind == "chunk":
+            size = compat.size_hint(self.extent) // self.scale
+            largest = -(-size // math.prod(self.parts))
+        else:
+            return 1.0
+        return largest * math.prod(self.parts) / size if size else 1.0
+
     def block_index(self, coordinate: Sequence[int]) -> int:
         """Position in `sizes` of the block at a mesh coordinate."""
         index = 0

@@ -207,6 +207,11 @@ class Layout:
         return tuple(slice(o, o + int(s)) for o, s in zip(self.offsets(coordinate), shape, strict=True))
 
     @property
+    def imbalance(self) -> float:
+        """How many times the mean the largest shard is, along the dim where that is most; see `Cut.imbalance`."""
+        return max((cut.imbalance for cut in self.cuts if cut is not None), default=1.0)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the global tensor."""
         return math.prod(int(s) for s in self.shape) * self.dtype.itemsize

@@ -217,19 +217,11 @@ def _cut_options(layouts: Sequence[Layout], strategy: Strategy, mesh_dims: tuple
     if options:  # of choices that cost the same the first is taken; what was flattened may come apart again
         return sorted(options, key=lambda c: (c.makeshift, c.rows is None, c.runs == 1))
     chunked = Cut.chunk(mesh_dims, parts, extent)
-    if size_hint(extent) < math.prod(parts) or imbalance(chunked) > MAX_IMBALANCE:
+    if size_hint(extent) < math.prod(parts) or chunked.imbalance > MAX_IMBALANCE:
         return []
     if any(map(_is_of_trace, layouts)) and chunked.blocks is not None and not chunked.is_even:
         chunked = replace(chunked, blocks=None)  # shards of known, different sizes would give every rank its own graph
     return [chunked]
-
-
-def imbalance(chunked: Cut) -> float:
-    """How many times the mean the largest shard of a chunked partition is; by the size's hint while tracing."""
-    largest = size = size_hint(chunked.extent)
-    for parts in chunked.parts:
-        largest = -(-largest // parts)
-    return largest * math.prod(chunked.parts) / size
 
 
 def _is_of_trace(layout: Layout) -> bool:
@@ -254,7 +246,7 @@ def _with_cuts(layouts: Sequence[Layout], combination: Sequence[Strategy], chose
         if cuts is None:
             return None
         outputs.append(OutputPlan(placements, cuts))
-    busiest = max((imbalance(c) for c in chosen.values() if _is_new(c, layouts)), default=1.0)
+    busiest = max((c.imbalance for c in chosen.values() if _is_new(c, layouts)), default=1.0)
     cost = math.ceil(busiest * sum(map(_cost, plans)))
     return Choice(tuple(plans), tuple(outputs), sum(p.nbytes for p in plans), cost, busiest)
 

@@ -84,10 +84,11 @@ def laid_out(grad: object, layout: Layout, cls: type[Sharded]) -> object:
     """A gradient in a layout; a plain one is the whole value, the same on every rank."""
     if not isinstance(grad, Tensor):
         return grad  # there is none
-    whole: Tensor = grad
-    if not isinstance(grad, Sharded):
-        if compat.is_compiling() or grad.shape != layout.shape:
-            return grad  # torch says what is wrong with it
+    if isinstance(grad, Sharded):
+        whole = grad
+    elif compat.is_compiling() or grad.shape != layout.shape:
+        return grad  # torch says what is wrong with it
+    else:
         whole = Promote.apply(grad, cls, layout.mesh)
     return redistributed(whole, layout.with_dtype(whole.dtype))
 

@@ -8,7 +8,7 @@ and is redistributed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from shardcompile.ops.view.joined import layout_in_one_piece
 from shardcompile.plan import find_plan, target_layout
 from shardcompile.redistribute import run_plan
 from shardcompile.sharded import Sharded
+
+S = TypeVar("S", bound=Sharded)
 
 
 def brought_to(x: Sharded, layout: Layout, async_op: bool = False) -> Sharded:
@@ -58,14 +60,14 @@ class Redistribute(torch.autograd.Function):
         return grad.to(ctx.dtype), None, None, None
 
 
-def redistributed(x: Any, layout: Layout, async_op: bool = False, backward_dtype: torch.dtype | None = None) -> Any:
+def redistributed(x: S, layout: Layout, async_op: bool = False, backward_dtype: torch.dtype | None = None) -> S:
     """`x` in another layout, of the dtype that this has, differentiably; `x` itself if it has that layout."""
     if x._spec.layout == layout:
         return x
     return Redistribute.apply(x, layout, async_op, backward_dtype)
 
 
-def in_one_piece(x: Any) -> Any:
+def in_one_piece(x: S) -> S:
     """A tensor in blocks of neighbouring rows, differentiably; itself if it has these."""
     layout = x._spec.layout
     return redistributed(x, layout_in_one_piece(layout)) if has_runs(layout) else x

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -15,7 +14,6 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardcompile import compat
 from shardcompile.collectives import cut_of_sizes, symbolic_cut
-from shardcompile.collectives.transport import as_bytes
 from shardcompile.errors import LayoutError
 from shardcompile.layout import QUANTIZED, Cut, IntLike, Layout, Spec, digest_of, normalize_placements
 from shardcompile.tensor.inputs import (
@@ -25,6 +23,7 @@ from shardcompile.tensor.inputs import (
     as_tuple,
     check_given,
     check_kind,
+    checksum,
     exchange,
     exchange_given,
     kind_of,
@@ -65,7 +64,7 @@ def layout_of_block(
         if run_check:
             raise LayoutError("from_local(run_check=True) compares the ranks, which a trace cannot; call it outside")
         if infer or _has_symbols(sharding_shapes):
-            return _layout_of_symbols(local, mesh, placements, None if infer else sharding_shapes, global_shape)
+            return _layout_of_symbols(local, mesh, placements, sharding_shapes, global_shape)
     elif run_check or infer:
         # Before anything that may fail on one rank alone: the others would wait for it.
         blocks = _agreed_blocks(local, mesh, placements, sharding_shapes, global_shape)
@@ -92,13 +91,17 @@ def refuse_quantized(dtype: torch.dtype) -> None:
 
 
 def _layout_of_symbols(
-    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shapes: object, global_shape: Sequence[int] | None
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shapes: ShardingShapes,
+    global_shape: Sequence[int] | None,
 ) -> Layout:
     """Inside a trace, where nothing can be sent: sizes to infer, or that are no constants, become known at run time."""
     if mesh.ndim > 1 or global_shape is not None:
         raise LayoutError(
             "inside a compiled function from_local takes block sizes that are not constants on 1-D meshes only, and "
-            f"without global_shape; here sharding_shapes={'infer' if shapes is None else shapes!r} on {mesh}. "
+            f"without global_shape; here sharding_shapes={shapes!r} on {mesh}. "
             "Call it outside"
         )
     stated = normalize_placements(placements, mesh, local.ndim)
@@ -106,7 +109,7 @@ def _layout_of_symbols(
     cuts: list[Cut | None] = [None] * local.ndim
     if isinstance(stated[0], Shard):
         dim = stated[0].dim
-        sizes = None if shapes is None else _sizes_stated(shapes, stated, dim)
+        sizes = None if isinstance(shapes, str) else _sizes_stated(shapes, stated, dim)
         shape[dim], key = symbolic_cut(local, dim, sizes, compat.group_name_of(mesh, 0))
         cuts[dim] = Cut.traced([0], mesh.shape, shape[dim], key, local.shape[dim])
     return Layout.of(mesh, stated, shape, local.dtype, cuts)
@@ -116,7 +119,7 @@ def _has_symbols(sharding_shapes: ShardingShapes) -> bool:
     return any(isinstance(v, torch.SymInt) for v in torch.utils._pytree.tree_leaves(sharding_shapes))
 
 
-def _sizes_stated(shapes: Any, placements: Sequence[Placement], dim: int) -> list[IntLike]:
+def _sizes_stated(shapes: Mapping[int, Sizes], placements: Sequence[Placement], dim: int) -> list[IntLike]:
     for mesh_dim in shapes:
         _require_shard(placements, mesh_dim)
     return [v[dim] if isinstance(v, (tuple, list)) else v for v in shapes[0]]
@@ -313,7 +316,7 @@ def _check_ranks(local: Tensor, layout: Layout, problem: str | None) -> None:
     Raises:
         LayoutError: layouts differ, a block does not fit on some rank, or replicated values differ.
     """
-    mine = _Believed(digest_of(layout.describe()), int(problem is not None), _checksum(local))
+    mine = _Believed(digest_of(layout.describe()), int(problem is not None), checksum(local))
     rows = {c: _Believed(*r) for c, r in exchange(mine, layout.mesh).items()}
     require_same(rows, "layout", "another layout", lambda r: f"digest {r.layout:x}; here {layout.describe()}")
     bad = [c for c, r in rows.items() if r.is_wrong]
@@ -328,25 +331,27 @@ def _check_ranks(local: Tensor, layout: Layout, problem: str | None) -> None:
             raise LayoutError(f"replicated values differ between mesh coordinates {where} and {coordinate}")
 
 
-def _checksum(local: Tensor) -> int:
-    if local.is_meta:
-        return 0  # there are no values
-    data = as_bytes(local.detach().resolve_conj().resolve_neg().contiguous().cpu())
-    return int.from_bytes(hashlib.blake2b(data.numpy().tobytes(), digest_size=7).digest(), "big")
-
-
 # Pickling
 
 
-def plain_parts(spec: Spec) -> tuple[object, ...]:
+PlainCut = tuple[str, Sequence[int], Sequence[int]]
+"""Kind, mesh dims and sizes."""
+
+PlainParts = tuple[DeviceMesh, Sequence[Placement], Sequence[IntLike], Sequence[IntLike], Sequence[PlainCut | None]]
+"""Mesh, placements, shape, strides and cuts."""
+
+
+def plain_parts(spec: Spec) -> PlainParts:
     """A spec as a mesh, placements and numbers, which `torch.load` reads without trusting the file."""
     layout = spec.layout
     for c in layout.cuts:
         if c is not None:
             c.check_in_one_piece()
     # torch.chunk's cut of rows of which each became several elements is told by its sizes.
-    kinds = ["dynamic" if c and c.kind == "chunk" and c.scale > 1 else c and c.kind for c in layout.cuts]
-    cuts = [None if c is None else (kind, c.mesh_dims, c.sizes) for kind, c in zip(kinds, layout.cuts, strict=True)]
+    cuts = [
+        None if c is None else ("dynamic" if c.kind == "chunk" and c.scale > 1 else c.kind, c.mesh_dims, c.sizes)
+        for c in layout.cuts
+    ]
     return layout.mesh, list(layout.placements), layout.shape, spec.stride, cuts
 
 
@@ -354,9 +359,9 @@ def spec_of_plain_parts(
     dtype: torch.dtype,
     mesh: DeviceMesh,
     placements: Sequence[Placement],
-    shape: Sequence[int],
-    stride: Sequence[int],
-    cuts: Sequence[Any],
+    shape: Sequence[IntLike],
+    stride: Sequence[IntLike],
+    cuts: Sequence[PlainCut | None],
 ) -> Spec:
     """Inverse of `plain_parts`."""
 

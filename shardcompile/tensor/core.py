@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ from shardcompile.tensor.foreign import check_convertible, guard_wrappers
 from shardcompile.tensor.memory import data_ptr, explain_read, untyped_storage
 from shardcompile.tensor.sparse_operands import any_sparse, with_sparse_operands
 from shardcompile.tensor.traced import Traced
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
 
 ShardingShapes = construct.ShardingShapes
 
@@ -109,7 +112,7 @@ class ShardTensor(Traced):
 
     @classmethod
     def _prepared(
-        cls, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]
+        cls, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
         """The arguments of a function with plain tensors promoted that want a gradient."""
         if promotion.Promotion.mode is not SILENT and func not in TAKES_LEAVES:
@@ -342,7 +345,7 @@ class ShardTensor(Traced):
     def __create_chunk_list__(self) -> list[object]:
         return list(checkpoint.chunks(self))
 
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         return checkpoint.block(self, index)
 
     # Extension points
@@ -386,14 +389,14 @@ def _from_local(local: Tensor, mesh: DeviceMesh | None, *asked: Any) -> ShardTen
 
 
 @torch.compiler.allow_in_graph
-def _from_dtensor(x: Any) -> ShardTensor:
+def _from_dtensor(x: DTensor) -> ShardTensor:
     check_convertible(x, ShardTensor)
     placements = normalize_placements(x.placements, x.device_mesh, x.ndim)
     layout = Layout.chunked(x.device_mesh, placements, tuple(x.shape), x.dtype)
     return FromLocal.apply(x.to_local(), ShardTensor, Spec.of(layout, tuple(x.stride())))
 
 
-def rebuild(local: Tensor, parts: tuple[Any, ...], requires_grad: bool, is_param: bool, saver: int) -> Tensor:
+def rebuild(local: Tensor, parts: construct.PlainParts, requires_grad: bool, is_param: bool, saver: int) -> Tensor:
     """Inverse of pickling, on the rank that has pickled.
 
     Raises:

@@ -39,7 +39,7 @@ class _CumulativeProduct(torch.autograd.Function):
         return _gradient(grad, redistributed(x, out._spec.layout), out, ctx.dim), None
 
 
-def _gradient(grad: Any, x: Any, out: Any, dim: int) -> Tensor:
+def _gradient(grad: Tensor, x: Tensor, out: Tensor, dim: int) -> Tensor:
     """In front of the first zero sums of products, divided by the factor that is left out.
 
     At the first zero itself the products are those with a one in its place; behind it all of them hold that zero.
@@ -54,8 +54,8 @@ def _gradient(grad: Any, x: Any, out: Any, dim: int) -> Tensor:
 
 
 def cumprod(
-    func: Callable[..., object], input: Any, dim: int, *, dtype: torch.dtype | None = None, out: Any = None
-) -> object:
+    func: Callable[..., Tensor], input: Tensor, dim: int, *, dtype: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
     """``torch.cumprod``."""
     options = {} if out is None else {"out": out}
     if out is not None or not isinstance(dim, int) or not _wants_gradient(input, dim):

@@ -22,19 +22,19 @@ from shardcompile.tensor.autograd import redistributed
 
 
 def embedding_bag(
-    func: Callable[..., Any],
-    indices: Any,
-    table: Any,
-    offsets: Any = None,
+    func: Callable[..., Tensor],
+    indices: Tensor,
+    table: Tensor,
+    offsets: Tensor | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     mode: str = "mean",
     sparse: bool = False,
-    per_sample_weights: Any = None,
+    per_sample_weights: Tensor | None = None,
     include_last_offset: bool = False,
     padding_idx: int | None = None,
-) -> Any:
+) -> Tensor:
     """``torch.nn.functional.embedding_bag``; what has no form of its own, and what torch refuses, is left to torch."""
     simple = max_norm is None and not (scale_grad_by_freq or sparse)
     if not simple or not _fits(indices, table, offsets, mode, per_sample_weights, padding_idx):
@@ -59,7 +59,7 @@ def embedding_bag(
     return total.to(table.dtype)
 
 
-def _adder(offsets: Any, indices: Any, include_last: bool) -> Callable[[Any], Any]:
+def _adder(offsets: Tensor, indices: Tensor, include_last: bool) -> Callable[[Tensor], Tensor]:
     """What adds up rows [indices, columns] by bags, to [bags, columns].
 
     Offsets that torch would refuse lead to bags that are not there, which the addition refuses.
@@ -75,7 +75,9 @@ def _adder(offsets: Any, indices: Any, include_last: bool) -> Callable[[Any], An
     return lambda rows: rows.new_zeros([bags, rows.shape[1]]).index_add(0, bag, rows)
 
 
-def _fits(indices: Any, table: Any, offsets: Any, mode: str, weights: Any, padding_idx: int | None) -> bool:
+def _fits(
+    indices: Tensor, table: Tensor, offsets: Tensor | None, mode: str, weights: Tensor | None, padding_idx: int | None
+) -> bool:
     """Whether something is cut, and the arguments are what torch accepts."""
     tensors = [x for x in (indices, table, weights) if isinstance(x, Tensor)]
     if not any(c is not None for x in tensors if isinstance(x, Sharded) for c in x._spec.layout.cuts):
@@ -99,7 +101,7 @@ def _fits(indices: Any, table: Any, offsets: Any, mode: str, weights: Any, paddi
     return weights is None or (mode == "sum" and weights.shape == indices.shape and weights.dtype == table.dtype)
 
 
-def _largest(rows: Any, counts: Any) -> object:
+def _largest(rows: Any, counts: Tensor) -> Tensor:
     """The largest row of each bag by columns: the first of equal ones, and a NaN if it is the first of all."""
     rows = redistributed(rows, rows._spec.layout.reduced())
     values, extent = rows.detach(), rows.shape[1]

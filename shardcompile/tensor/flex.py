@@ -96,7 +96,7 @@ def _layout_to_keep(query: ShardTensor, key: ShardTensor) -> Layout:
     return Layout.of(now.mesh, placements, now.shape, now.dtype, kept)
 
 
-def _block(x: Tensor, layout: Layout, parts: Sequence[int] = ()) -> Tensor:
+def _block(x: ShardTensor, layout: Layout, parts: Sequence[int] = ()) -> Tensor:
     """This rank's block of a tensor in a layout.
 
     Args:
@@ -106,7 +106,7 @@ def _block(x: Tensor, layout: Layout, parts: Sequence[int] = ()) -> Tensor:
     """
     wanted = Layout.of(layout.mesh, layout.placements, tuple(x.shape), x.dtype, layout.cuts)
     placements = [Partial() if m in parts else p for m, p in enumerate(layout.placements)]
-    return ToLocal.apply(redistributed(x, wanted), gradient_layout(wanted, placements))  # type: ignore[no-any-return]
+    return ToLocal.apply(redistributed(x, wanted), gradient_layout(wanted, placements))
 
 
 def _keys(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
 from shardcompile.compat.wrappers import check_before_wrapping, is_strided_shard, ranks_of
 from shardcompile.dispatch.foreign import hold_the_same_block
 from shardcompile.errors import refusal
+from shardcompile.sharded import Sharded
 from shardcompile.tensor.memory import refuse_memory
 
 
@@ -88,7 +88,7 @@ def guard_wrappers(sharded: type) -> None:
 
 
 @torch.compiler.allow_in_graph  # Dynamo, which traces DTensor's functions, would fail on our layouts in its own words
-def _refuse_as_whole(tensor: Any) -> None:
+def _refuse_as_whole(tensor: Sharded) -> None:
     raise refusal(
         "DTensor's distribute_tensor",
         tensor._spec.layout.describe(),
@@ -97,7 +97,7 @@ def _refuse_as_whole(tensor: Any) -> None:
     )
 
 
-def check_convertible(x: Any, sharded: type) -> None:
+def check_convertible(x: DTensor, sharded: type) -> None:
     """Refuse a DTensor that no sharded tensor stands for.
 
     Raises:

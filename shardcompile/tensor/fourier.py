@@ -38,19 +38,40 @@ class _RealTransform(torch.autograd.Function):
         return torch.real(aten._fft_c2c.default(whole, ctx.dims, ctx.normalization, False)), None, None
 
 
-def _of_one(func: Any, x: Any, n: Any = None, dim: int = -1, norm: Any = None, **options: Any) -> Tensor:
+def _of_one(
+    func: Callable[..., Tensor],
+    x: Tensor,
+    n: int | None = None,
+    dim: int = -1,
+    norm: str | None = None,
+    **options: object,
+) -> Tensor:
     if not isinstance(dim, int) or options or not _is_ours(x, [dim], None if n is None else [n], norm):
         return func(x, n, dim, norm, **options)
     return _transform(x, None if n is None else [n], [dim], norm)
 
 
-def _of_two(func: Any, x: Any, s: Any = None, dim: Any = (-2, -1), norm: Any = None, **options: Any) -> Tensor:
+def _of_two(
+    func: Callable[..., Tensor],
+    x: Tensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] = (-2, -1),
+    norm: str | None = None,
+    **options: object,
+) -> Tensor:
     if options or not _is_ours(x, dim, s, norm):
         return func(x, s, dim, norm, **options)
     return _transform(x, s, dim, norm)
 
 
-def _of_several(func: Any, x: Any, s: Any = None, dim: Any = None, norm: Any = None, **options: Any) -> Tensor:
+def _of_several(
+    func: Callable[..., Tensor],
+    x: Tensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] | None = None,
+    norm: str | None = None,
+    **options: object,
+) -> Tensor:
     dims = dim if dim is not None else range(-(x.ndim if s is None else len(s)), 0)
     if options or not _is_ours(x, dims, s, norm):
         return func(x, s, dim, norm, **options)

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shardcompile import compat, config
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.ops import state_function, state_named_function
+from shardcompile.sharded import Sharded
 from shardcompile.tensor import flex, masks
 from shardcompile.tensor.arguments import align_gradient
 from shardcompile.tensor.autograd import in_one_piece
@@ -44,7 +45,7 @@ def _set_data(_: object, x: object, value: object) -> None:
     x._keys = x._flat = x._hints = x._marked = x._copied = None
 
 
-def _require_grad(func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _require_grad(func: Callable[..., Tensor], x: Tensor, *args: object, **kwargs: object) -> Tensor:
     """``x.requires_grad_()`` and ``x.requires_grad = True``."""
     wanted_before = x.requires_grad
     out = func(x, *args, **kwargs)
@@ -53,7 +54,7 @@ def _require_grad(func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any
     return out
 
 
-def _gradient(func: Callable[..., object], x: Any) -> object:
+def _gradient(func: Callable[..., object], x: Sharded) -> object:
     """``x.grad``; Dynamo, which reads it of parameters while it compiles an optimizer's step, is told what it is of."""
     grad = func(x)
     if type(grad) is ShardTensor and compat.is_compiling() and getattr(x, "_is_param", False):
@@ -61,7 +62,7 @@ def _gradient(func: Callable[..., object], x: Any) -> object:
     return grad
 
 
-def _deep_copy(func: Callable[..., Any], x: Tensor, memo: Any) -> Tensor:
+def _deep_copy(func: Callable[..., Sharded], x: Tensor, memo: dict[int, object]) -> Tensor:
     known = id(x) in memo
     out = func(x, memo)
     if not known and out.is_leaf:
@@ -69,7 +70,7 @@ def _deep_copy(func: Callable[..., Any], x: Tensor, memo: Any) -> Tensor:
     return out
 
 
-def _product(func: Callable[..., Any], x: object, weight: object, *args: Any, **kwargs: Any) -> object:
+def _product(func: Callable[..., Tensor], x: object, weight: object, *args: object, **kwargs: object) -> Tensor:
     """`linear` and `matmul`, which flatten all leading dims of `x` into one.
 
     A cut dim can only be flattened as the leading one, so it is moved there first. The result is stored as that of
@@ -133,7 +134,7 @@ def _tell_equal_extents(query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
 
 
 def _cdist(
-    func: Callable[..., Any],
+    func: Callable[..., object],
     x1: Tensor,
     x2: Tensor,
     p: float = 2.0,
@@ -145,12 +146,12 @@ def _cdist(
     return func(x1, x2, p, compute_mode)
 
 
-def _sgn(func: Callable[..., Any], x: object, **kwargs: Any) -> object:
+def _sgn(func: Callable[..., object], x: object, **kwargs: Tensor | None) -> object:
     """`sgn`, which of real numbers is `sign`; its gradient is a kind of tensor that has no symbolic size."""
     return func(x, **kwargs) if not isinstance(x, Tensor) or x.is_complex() else torch.sign(x, **kwargs)
 
 
-def _unsafe_view(func: Callable[..., Any], x: Tensor, *args: Any) -> Tensor:
+def _unsafe_view(func: Callable[..., Sharded], x: Sharded, *args: object) -> Tensor:
     """A view that AOTAutograd returns in place of a compiled function's output, before that has a gradient."""
     out = func(x, *args)
     if type(x) is ShardTensor and not x.requires_grad:

@@ -9,7 +9,7 @@ in a trace.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -36,33 +36,33 @@ def grouped_mm(
     out_dtype: torch.dtype | None = None,
 ) -> object:
     """``torch.nn.functional.grouped_mm``: [s, k] times the matrix of each row's group, of [e, k, n]."""
-    if bias is not None or offs is None or not _serves(x, mats):
+    if bias is not None or offs is None or not _serves(mats, x):
         return func(x, mats, offs=offs, bias=bias, out_dtype=out_dtype)
     return _of_aten(x, mats, offs, out_dtype)
 
 
 def grouped_mm_fallback(func: Callable[..., object], x: Tensor, mats: Tensor, offs: Tensor) -> object:
     """What `transformers` calls in its place in compiled functions, for all dtypes but bfloat16."""
-    return _of_transformers(x, mats, offs) if _serves(x, mats) else func(x, mats, offs)
+    return _of_transformers(x, mats, offs) if _serves(mats, x) else func(x, mats, offs)
 
 
-def _serves(x: Tensor, mats: Tensor) -> bool:
+def _serves(mats: Tensor, x: Tensor) -> TypeGuard[Sharded]:
     if x.ndim != 2 or mats.ndim != 3 or not isinstance(mats, Sharded):
         return False
     return is_cut_once(mats._spec.layout.cuts[0])
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
-def _of_aten(x: Any, mats: Any, offs: Any, out_dtype: torch.dtype | None) -> Any:
+def _of_aten(x: Tensor, mats: Sharded, offs: Tensor, out_dtype: torch.dtype | None) -> Tensor:
     return _multiplied(lambda *given: aten._grouped_mm.default(*given, None, out_dtype), x, mats, offs)
 
 
 @torch.compiler.allow_in_graph
-def _of_transformers(x: Any, mats: Any, offs: Any) -> Any:
+def _of_transformers(x: Tensor, mats: Sharded, offs: Tensor) -> Tensor:
     return _multiplied(torch.ops.transformers.grouped_mm_fallback.default, x, mats, offs)
 
 
-def _multiplied(product: Callable[..., Tensor], x: Any, mats: Any, offs: Any) -> Any:
+def _multiplied(product: Callable[..., Tensor], x: Tensor, mats: Sharded, offs: Tensor) -> Tensor:
     of_mats = mats._spec.layout
     mesh, experts = of_mats.mesh, of_mats.cut_of(0)
     x, groups = on_mesh(x, mesh), on_mesh(offs, mesh)
@@ -81,7 +81,7 @@ def _multiplied(product: Callable[..., Tensor], x: Any, mats: Any, offs: Any) ->
     return wrapped(out, Layout.of_cuts(mesh, shape, out.dtype, [rows, None]))
 
 
-def _at_experts(x: Any, rows: Cut) -> Any:
+def _at_experts(x: Sharded, rows: Cut) -> Sharded:
     """Rows in another cut. In a trace rows that were looked up are looked up there: so they travel once, not twice."""
     layout = x._spec.layout
     taken = rows_taken(x)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
 from shardcompile.compat.higher_order import control_flow_ops, run_regions_in_line, use_block_storages
 from shardcompile.errors import UnsupportedOpError, refusal
+from shardcompile.sharded import Sharded
 
 
-def control_flow_refusal(name: str, x: Any) -> UnsupportedOpError:
+def control_flow_refusal(name: str, x: Sharded) -> UnsupportedOpError:
     """The error for control flow on a sharded tensor."""
     way_out = {
         "cond": "torch.where computes both branches; a Python `if` on a plain value that is the same on every rank is "
@@ -29,7 +29,7 @@ def control_flow_refusal(name: str, x: Any) -> UnsupportedOpError:
     )
 
 
-def teach_higher_order_ops(sharded: type) -> dict[object, Callable[..., object]]:
+def teach_higher_order_ops(sharded: type[Sharded]) -> dict[object, Callable[..., object]]:
     """Have Dynamo and AOTAutograd treat sharded tensors in higher-order ops as said above.
 
     Args:

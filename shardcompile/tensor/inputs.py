@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcompile import compat
 from shardcompile.collectives import all_gather_even
+from shardcompile.collectives.transport import as_bytes
 from shardcompile.errors import LayoutError
 from shardcompile.layout import digest_of
 from shardcompile.sharded import Sharded
@@ -37,6 +39,7 @@ _HINTS = {
 DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
 """All element types, in one order on all ranks."""
 
+Row = TypeVar("Row")
 Coordinate = tuple[int, ...]
 """Where a rank is in a mesh."""
 
@@ -124,12 +127,26 @@ def as_tuple(shape: object) -> object:
     return tuple(shape) if isinstance(shape, Sequence) else shape
 
 
-def exchange(row: Sequence[int], mesh: DeviceMesh) -> dict[Coordinate, list[int]]:
-    """The rows of all ranks, by mesh coordinate."""
+def gather_rows(row: Sequence[int], mesh: DeviceMesh) -> list[list[int]]:
+    """The rows of all ranks of a mesh, in its order."""
     table = torch.tensor([row], dtype=torch.int64, device=mesh.device_type)
     for mesh_dim in reversed(range(mesh.ndim)):
         table = all_gather_even(table, mesh.get_group(mesh_dim))
-    return dict(zip(itertools.product(*map(range, mesh.shape)), table.tolist(), strict=True))
+    rows: list[list[int]] = table.tolist()
+    return rows
+
+
+def exchange(row: Sequence[int], mesh: DeviceMesh) -> dict[Coordinate, list[int]]:
+    """The rows of all ranks, by mesh coordinate."""
+    return dict(zip(itertools.product(*map(range, mesh.shape)), gather_rows(row, mesh), strict=True))
+
+
+def checksum(x: Tensor) -> int:
+    """56 bits that are the same for the same values in every process; 0 for a tensor without values."""
+    if x.is_meta:
+        return 0
+    data = as_bytes(x.detach().resolve_conj().resolve_neg().contiguous().cpu())
+    return int.from_bytes(hashlib.blake2b(data.numpy().tobytes(), digest_size=7).digest(), "big")
 
 
 def exchange_given(given: Given, mesh: DeviceMesh) -> dict[Coordinate, Given]:
@@ -146,7 +163,7 @@ def check_given(constructor: str, given: Mapping[Coordinate, Given]) -> None:
     require_same(given, "is_meta", "a tensor on another device", lambda g: "meta" if g.is_meta else "not meta")
 
 
-def require_same(rows: Mapping[Coordinate, Any], field: str, what: str, show: Callable[[Any], str]) -> None:
+def require_same(rows: Mapping[Coordinate, Row], field: str, what: str, show: Callable[[Row], str]) -> None:
     """Refuse rows that differ, on all ranks alike.
 
     Args:

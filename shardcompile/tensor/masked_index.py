@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from types import EllipsisType
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
+
+ViewItem = slice | int | torch.SymInt | None
+"""An item of an index that gives a view."""
 
 
 class MaskedIndex(NamedTuple):
@@ -17,17 +21,17 @@ class MaskedIndex(NamedTuple):
         mask: the mask.
     """
 
-    view: tuple[Any, ...] | None
+    view: tuple[ViewItem, ...] | None
     dim: int
     mask: Tensor
 
     @property
-    def of_view(self) -> tuple[Any, ...]:
+    def of_view(self) -> tuple[slice | Tensor, ...]:
         """The index of the view."""
         return (*[slice(None)] * self.dim, self.mask)
 
 
-def is_mask(item: object) -> bool:
+def is_mask(item: object) -> TypeGuard[Tensor]:
     """Whether an item of an index is a mask."""
     return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) and item.ndim > 0
 
@@ -45,7 +49,8 @@ def masked_index(index: object, ndim: int) -> MaskedIndex | None:
         ndim: of the tensor.
     """
     items = index if isinstance(index, tuple) else (index,)
-    mask: Any = None
+    mask: Tensor | None = None
+    known: list[ViewItem | EllipsisType | Tensor] = []
     given = 0  # dims of the tensor that the items take
     for item in items:
         if is_mask(item):
@@ -55,14 +60,15 @@ def masked_index(index: object, ndim: int) -> MaskedIndex | None:
             given += item.ndim
         elif isinstance(item, slice) or (isinstance(item, (int, torch.SymInt)) and not isinstance(item, bool)):
             given += 1
-        elif item is not None and item is not Ellipsis:
+        elif item is not None and not isinstance(item, EllipsisType):
             return None
+        known.append(item)
     if mask is None or given > ndim:
         return None
-    view: list[Any] = []
+    view: list[ViewItem] = []
     dims = dim = 0  # of the view so far; in front of the mask
-    for item in items:
-        if item is Ellipsis:
+    for item in known:
+        if isinstance(item, EllipsisType):
             view.extend([slice(None)] * (ndim - given))
             dims += ndim - given
             given = ndim  # a second ellipsis stands for nothing

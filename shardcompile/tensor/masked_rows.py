@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class Masked(NamedTuple):
         flattened: whether masked dims were flattened.
     """
 
-    x: Any
+    x: Sharded
     dim: int
     ndim: int
     kept: KeptRows
@@ -38,11 +38,11 @@ class Masked(NamedTuple):
     @property
     def layout(self) -> Layout:
         """That of the tensor."""
-        return self.x._spec.layout  # type: ignore[no-any-return]
+        return self.x._spec.layout
 
     def rows(self) -> Tensor:
         """This rank's shard, with the masked dims flattened."""
-        return ToLocal.apply(self.x, None).flatten(self.dim, self.dim + self.ndim - 1)  # type: ignore[no-any-return]
+        return ToLocal.apply(self.x, None).flatten(self.dim, self.dim + self.ndim - 1)
 
     def layout_of_kept(self) -> Layout:
         """That of what is kept."""
@@ -53,12 +53,12 @@ class Masked(NamedTuple):
         )
 
 
-def on_mesh(x: Tensor, mesh: DeviceMesh) -> Any:
+def on_mesh(x: Tensor, mesh: DeviceMesh) -> Sharded:
     """A sharded tensor in shards of neighbouring rows; a plain one counts as the same value on every rank."""
     return in_one_piece(x) if isinstance(x, Sharded) else Promote.apply(x, ShardTensor, mesh)
 
 
-def masked_rows(x: Any, mask: Any, dim: int, keep: bool = True) -> Masked:
+def masked_rows(x: Tensor, mask: Tensor, dim: int, keep: bool = True) -> Masked:
     """A tensor and the rows that a mask keeps of it. Where their order needs it, masked dims are flattened first.
 
     Args:
@@ -67,25 +67,23 @@ def masked_rows(x: Any, mask: Any, dim: int, keep: bool = True) -> Masked:
         dim: the first masked dim.
         keep: whether what the caller returns has as many rows.
     """
-    given, mesh = mask, first_sharded((x, mask))._spec.layout.mesh
-    x, mask = on_mesh(x, mesh), on_mesh(mask, mesh)
-    x, count = redistributed(x, _common_layout(x._spec.layout, mask, dim)), mask.ndim
+    mesh, count = first_sharded((x, mask))._spec.layout.mesh, mask.ndim
+    rows, keeps = on_mesh(x, mesh), on_mesh(mask, mesh)
+    rows = redistributed(rows, _common_layout(rows._spec.layout, keeps, dim))
     flattened = False
     while True:
-        layout = x._spec.layout
+        layout = rows._spec.layout
         of_mask = Layout.of_cuts(mesh, layout.shape[dim : dim + count], torch.bool, layout.cuts[dim : dim + count])
         if can_be_ordered(of_mask):
-            kept = _kept_by(mask, of_mask, given, keep)
-            return Masked(x, dim, count, kept, flattened)
+            return Masked(rows, dim, count, _kept_by(keeps, of_mask, mask, keep), flattened)
         first = next(d for d, cut in enumerate(of_mask.cuts) if cut is not None)
         last = first or count - 1
-        x, mask = (
-            in_one_piece(t.flatten(d, d + last)) for t, d in ((x, dim), (wrapped(moved(mask, of_mask), of_mask), 0))
-        )
+        rows = on_mesh(rows.flatten(dim, dim + last), mesh)
+        keeps = on_mesh(wrapped(moved(keeps, of_mask), of_mask).flatten(0, last), mesh)
         count, flattened = count - last, True
 
 
-def _kept_by(mask: Any, layout: Layout, given: Tensor, keep: bool) -> KeptRows:
+def _kept_by(mask: Sharded, layout: Layout, given: Tensor, keep: bool) -> KeptRows:
     """The rows that a mask keeps, in a trace worked out once for it: ``x[mask] + y[mask]`` has one partition.
 
     Args:
@@ -104,7 +102,7 @@ def _kept_by(mask: Any, layout: Layout, given: Tensor, keep: bool) -> KeptRows:
     return compat.once_for_tensor(given, what, lambda: kept_rows(moved(mask, layout), layout), keep)
 
 
-def _common_layout(layout: Layout, mask: Any, dim: int) -> Layout:
+def _common_layout(layout: Layout, mask: Sharded, dim: int) -> Layout:
     """A layout of a tensor without pending reductions; sharded like its mask where it is not sharded there."""
     layout, cuts = layout.reduced(), list(layout.cuts)
     used = {m for cut in cuts if cut is not None for m in cut.mesh_dims}

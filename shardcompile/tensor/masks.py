@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from shardcompile.tensor.of_rows import wrapped
 aten = torch.ops.aten
 
 
-def getitem(func: Callable[..., Any], x: Tensor, index: object) -> object:
+def getitem(func: Callable[..., Tensor], x: Tensor, index: object) -> Tensor:
     """``x[index]``, where the index has a mask."""
     found = masked_index(index, x.ndim)
     if found is None:
@@ -38,30 +38,30 @@ def getitem(func: Callable[..., Any], x: Tensor, index: object) -> object:
     return _keep_rows(view, found.mask, found.dim)
 
 
-def setitem(func: Callable[..., Any], x: Tensor, index: object, value: Any) -> None:
+def setitem(func: Callable[..., object], x: Tensor, index: object, value: object) -> None:
     """``x[index] = value``, where the index has a mask."""
     found = masked_index(index, x.ndim)
     if found is None:
         func(x, _with_indices(index), value)
         return
     view = x if found.view is None else torch.Tensor.__getitem__(x, found.view)
-    if _is_one_value(value) or value.dtype is not x.dtype or not _fits(view, found.mask, found.dim):
+    if not _has_rows(value) or value.dtype is not x.dtype or not _fits(view, found.mask, found.dim):
         func(view, found.of_view, value)
         return
     view.copy_(_put(view, found.mask, value, found.dim, False))
 
 
 def index_put(
-    func: Callable[..., Any], x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False
-) -> object:
+    func: Callable[..., Tensor], x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Tensor:
     """``torch.index_put``, where the indices have a mask."""
     found = _put_by_mask(x, indices, values, accumulate)
     return func(x, _with_indices(tuple(indices)), values, accumulate) if found is None else found
 
 
 def index_put_(
-    func: Callable[..., Any], x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False
-) -> object:
+    func: Callable[..., Tensor], x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Tensor:
     """``x.index_put_``, where the indices have a mask."""
     found = _put_by_mask(x, indices, values, accumulate)
     return func(x, _with_indices(tuple(indices)), values, accumulate) if found is None else x.copy_(found)
@@ -95,7 +95,7 @@ def masked_scatter_(func: Callable[..., object], input: Tensor, mask: Tensor, so
 
 def nonzero(func: Callable[..., object], input: Tensor, *, out: Tensor | None = None, as_tuple: bool = False) -> object:
     """``torch.nonzero``."""
-    if out is not None or not _serves(input, input, 0):
+    if out is not None or not _is_served(input):
         options = {} if out is None else {"out": out}
         return func(input, as_tuple=as_tuple, **options)
     indices = _indices(input)
@@ -104,12 +104,12 @@ def nonzero(func: Callable[..., object], input: Tensor, *, out: Tensor | None = 
 
 def argwhere(func: Callable[..., object], input: Tensor) -> object:
     """``torch.argwhere``."""
-    return _indices(input) if _serves(input, input, 0) else func(input)
+    return _indices(input) if _is_served(input) else func(input)
 
 
 def where(func: Callable[..., object], condition: Tensor) -> object:
     """``torch.where`` of a condition alone."""
-    return _indices(condition).unbind(1) if _serves(condition, condition, 0) else func(condition)
+    return _indices(condition).unbind(1) if _is_served(condition) else func(condition)
 
 
 # What is served
@@ -129,6 +129,11 @@ def _serves(x: Tensor, mask: Tensor, dim: int) -> bool:
     return any(cut is not None for layout in layouts for cut in layout.cuts) and _fits(x, mask, dim)
 
 
+def _is_served(x: Tensor) -> TypeGuard[Sharded]:
+    """Whether the indices of what is not zero are found here."""
+    return isinstance(x, Sharded) and _serves(x, x, 0)
+
+
 def _fits(x: Tensor, mask: Tensor, dim: int) -> bool:
     """Whether a mask fits to what it masks; torch says what is wrong with one that does not."""
     if not 0 < mask.ndim <= x.ndim - dim or has_known_blocks(x) or has_known_blocks(mask):
@@ -145,9 +150,9 @@ def _with_indices(index: object) -> object:
         return index
     sizes = [i.shape[-1] for i in index if isinstance(i, Tensor) and i.ndim > 0 and not is_mask(i)]
     size = next((n for n in sizes if compat.is_unbacked(n)), None)
-    items: list[Any] = []
+    items: list[object] = []
     for item in index:
-        if not is_mask(item) or not _serves(item, item, 0):
+        if not is_mask(item) or not _is_served(item):
             items.append(item)
             continue
         # The result has the other size, since torch does not take one that only a run tells for a 1 that is broadcast.
@@ -159,12 +164,12 @@ def _with_indices(index: object) -> object:
     return tuple(items)
 
 
-def _is_one_value(value: object) -> bool:
-    """Whether it is one number, which is written where the mask says without an exchange, and has no gradient."""
-    return not isinstance(value, Tensor) or (value.ndim == 0 and not value.requires_grad)
+def _has_rows(value: object) -> TypeGuard[Tensor]:
+    """Whether it is not one number, which is written where the mask says without an exchange, and has no gradient."""
+    return isinstance(value, Tensor) and (value.ndim > 0 or value.requires_grad)
 
 
-def _put_by_mask(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool) -> Any:
+def _put_by_mask(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool) -> Tensor | None:
     """`x` with the values, if there is one mask and it is served; otherwise None."""
     found = masked_index(tuple([slice(None) if i is None else i for i in indices]), x.ndim)
     if found is None or values.dtype is not x.dtype or not _fits(x, found.mask, found.dim):
@@ -183,20 +188,20 @@ def _expanded(x: Tensor, shape: Sequence[IntLike]) -> Tensor:
 
 
 @torch.compiler.allow_in_graph  # one node for Dynamo; AOTAutograd traces what it does
-def _keep_rows(x: Any, mask: Any, dim: int) -> Any:
+def _keep_rows(x: Tensor, mask: Tensor, dim: int) -> Tensor:
     """``x[:, ..., mask]``."""
     return _kept(x, mask, dim)
 
 
 @torch.compiler.allow_in_graph
-def _keep_elements(x: Any, mask: Any) -> Any:
+def _keep_elements(x: Tensor, mask: Tensor) -> Tensor:
     """``torch.masked_select`` of a tensor and a mask of its shape."""
     repeated = _repeated_dims(x, mask)
     kept = _kept(x, _without_last(mask, repeated), 0)
     return kept.flatten() if repeated else kept
 
 
-def _kept(x: Any, mask: Any, dim: int) -> Any:
+def _kept(x: Tensor, mask: Tensor, dim: int) -> Tensor:
     masked = masked_rows(x, mask, dim)
     rows = masked.kept.taken(masked.rows(), dim)
     return wrapped(rows, masked.layout_of_kept(), _stride_of_kept(x, mask.ndim, masked))
@@ -241,11 +246,12 @@ def _without_last(mask: Tensor, count: int) -> Tensor:
 
 
 @torch.compiler.allow_in_graph
-def _indices(x: Any, keep: bool = True) -> Any:
+def _indices(x: Sharded, keep: bool = True) -> Tensor:
     """``x.nonzero()``."""
+    mask: Tensor = x
     if x.dtype is not torch.bool:
-        x = redistributed(x, x._spec.layout.reduced()).detach() != 0
-    masked = masked_rows(x, x, 0, keep)
+        mask = redistributed(x, x._spec.layout.reduced()).detach() != 0
+    masked = masked_rows(mask, mask, 0, keep)
     layout, indices = masked.layout, masked.kept.indices
     columns = _unravelled(indices, masked.x._local_tensor.shape)
     for d, cut in enumerate(layout.cuts):
@@ -277,7 +283,7 @@ def _unravelled(indices: Tensor, shape: Sequence[IntLike]) -> list[Tensor]:
 # Rows that are written
 
 
-def _put(x: Any, mask: Any, values: Any, dim: int, accumulate: bool) -> Any:
+def _put(x: Tensor, mask: Tensor, values: Tensor, dim: int, accumulate: bool) -> Tensor:
     """``index_put`` by a mask of neighbouring dims."""
     behind = x.ndim - dim - mask.ndim
     at = values.ndim - behind - 1  # the dim of the kept rows
@@ -294,7 +300,7 @@ def _is_one(size: object) -> bool:
 
 
 @torch.compiler.allow_in_graph
-def _put_rows(x: Any, mask: Any, values: Any, dim: int, accumulate: bool) -> Any:
+def _put_rows(x: Tensor, mask: Tensor, values: Tensor, dim: int, accumulate: bool) -> Tensor:
     """``index_put`` of a value for each row that is kept."""
     with compat.unrecorded_symbols(first_sharded((x, mask))._local_tensor):
         masked = masked_rows(x, mask, dim, keep=False)
@@ -314,7 +320,7 @@ def _check_count(masked: Masked, values: Tensor) -> None:
         )
 
 
-def _written(x: Any, masked: Masked, values: Any, accumulate: bool, stride: Sequence[IntLike]) -> Any:
+def _written(x: Tensor, masked: Masked, values: Tensor, accumulate: bool, stride: Sequence[IntLike]) -> Tensor:
     """`x`, with a value for each row that is kept, stored as strides say. Values that other ranks have are fetched."""
     layout, wanted = masked.layout, masked.layout_of_kept()
     values = on_mesh(values, layout.mesh)
@@ -331,7 +337,7 @@ def _written(x: Any, masked: Masked, values: Any, accumulate: bool, stride: Sequ
 
 
 @torch.compiler.allow_in_graph
-def _scatter_elements(x: Any, mask: Any, source: Any) -> Any:
+def _scatter_elements(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     """``torch.masked_scatter`` of a tensor and a mask of its shape."""
     with compat.unrecorded_symbols(first_sharded((x, mask))._local_tensor):
         repeated = _repeated_dims(x, mask)
@@ -343,11 +349,11 @@ def _scatter_elements(x: Any, mask: Any, source: Any) -> Any:
         flat = on_mesh(source, masked.layout.mesh).reshape(-1).narrow(0, 0, total)
         cut = masked.kept.cut
         wanted = Layout.of_cuts(masked.layout.mesh, [total], flat.dtype, [None if cut is None else cut.scaled(width)])
-        values = redistributed(flat, wanted).view(masked.kept.size, *trailing)
+        values = redistributed(first_sharded([flat]), wanted).view(masked.kept.size, *trailing)
         return _written(x, masked, values, False, contiguous_stride(x.shape))
 
 
-def _check_source(total: Any, source: Tensor) -> None:
+def _check_source(total: IntLike, source: Tensor) -> None:
     count = source.numel()
     if not isinstance(total, int) or not isinstance(count, int):
         torch._check(total <= count, lambda: f"masked_scatter: the mask keeps {total} elements of {count}")

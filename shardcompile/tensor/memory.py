@@ -47,7 +47,9 @@ def untyped_storage(x: Sharded) -> torch.UntypedStorage:
         return torch.Tensor.untyped_storage(x)
 
 
-def explain_read(error: RuntimeError, func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+def explain_read(
+    error: RuntimeError, func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+) -> None:
     """Says in words what a kernel has run into that reads the memory of its arguments below dispatch.
 
     Raises:

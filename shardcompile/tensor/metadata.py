@@ -235,12 +235,6 @@ def block_hints(layout: Layout) -> dict[int, int]:
     }
 
 
-def imbalance(layout: Layout) -> float:
-    """How many times the mean of all blocks the largest is, of the dim where that is most; 1 where it is not known."""
-    ratios = [max(c.blocks) * len(c.blocks) / sum(c.blocks) for c in layout.cuts if c and c.blocks and sum(c.blocks)]
-    return max(ratios, default=1.0)
-
-
 def with_stated_strides(local: Tensor, spec: Spec) -> Tensor:
     """The block, with strides that mean nothing set to those that a block of more rows would have.
 

@@ -21,7 +21,7 @@ def as_number(func: Callable[..., object], x: Tensor) -> object:
         return func(x)
 
 
-def _tolist(func: Callable[..., object], x: Any) -> object:
+def _tolist(func: Callable[..., object], x: Sharded) -> object:
     return x.full_tensor().tolist()
 
 

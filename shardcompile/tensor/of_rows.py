@@ -67,7 +67,7 @@ def layout_of_rows(cut: Cut, of: Layout) -> Layout:
     return Layout.of(of.mesh, placements, shape, of.dtype, [cut, *of.cuts[1:]])
 
 
-def beside(a: Any, layout: Layout, what: str) -> Any:
+def beside(a: Tensor, layout: Layout, what: str) -> ShardTensor:
     """A tensor of one entry for each row, cut as rows are along dim 0 and whole along all else."""
     a = on_mesh(a, layout.mesh)
     now = a._spec.layout
@@ -81,7 +81,7 @@ def _same(a: IntLike, b: IntLike) -> bool:
     return compat.same_symbol(a, b)
 
 
-def wrapped(local: Tensor, layout: Layout, stride: Sequence[IntLike] | None = None) -> Any:
+def wrapped(local: Tensor, layout: Layout, stride: Sequence[IntLike] | None = None) -> ShardTensor:
     """A block as a tensor of a layout but for its dtype, differentiably; contiguous if no strides are given."""
     layout = layout.with_dtype(local.dtype)
     stride = contiguous_stride(layout.shape) if stride is None else tuple(stride)
@@ -93,7 +93,7 @@ def layout_of_column(layout: Layout) -> Layout:
     return Layout.of(layout.mesh, layout.placements, layout.shape[:1], torch.int64, layout.cuts[:1])
 
 
-def cut_alike(x: Any, like: Layout, what: str) -> Any:
+def cut_alike(x: Tensor, like: Layout, what: str) -> ShardTensor:
     """Rows in the blocks that a layout has along dim 0; what other mesh dims cut stays as it is."""
     x = on_mesh(x, like.mesh)
     x = redistributed(x, x._spec.layout.reduced())

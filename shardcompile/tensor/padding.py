@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +45,7 @@ def _whole(x: Tensor, dim: int) -> Tensor:
     """With one dim whole on every rank."""
     if not isinstance(x, Sharded) or x._spec.layout.cuts[dim] is None:
         return x
-    return redistributed(x, x._spec.layout.gathered(dim))  # type: ignore[no-any-return]
+    return redistributed(x, x._spec.layout.gathered(dim))
 
 
 def _gathered_back(x: Tensor) -> Tensor:
@@ -55,7 +54,7 @@ def _gathered_back(x: Tensor) -> Tensor:
 
 
 def pad(
-    func: Callable[..., object], input: Any, pad: Sequence[Any], mode: str = "constant", value: object = None
+    func: Callable[..., object], input: Tensor, pad: Sequence[int], mode: str = "constant", value: object = None
 ) -> object:
     """``torch.nn.functional.pad``; constants, and what torch refuses, are left to torch."""
     if not _repeats_rows(input, pad, mode):
@@ -70,7 +69,7 @@ def pad(
     return input
 
 
-def _repeats_rows(x: Tensor, pad: Sequence[Any], mode: str) -> bool:
+def _repeats_rows(x: Tensor, pad: Sequence[int], mode: str) -> bool:
     spatial = len(pad) // 2
     if mode not in _BORDERS or not isinstance(x, Sharded) or not all(isinstance(n, int) and n >= 0 for n in pad):
         return False

@@ -6,7 +6,7 @@ random ops: ranks that hold the same part draw the same, whatever the state of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +33,9 @@ def _fractional_max_pool(spatial: int) -> Callable[..., object]:
     def run(
         func: Callable[..., object],
         x: Tensor,
-        kernel_size: Any,
-        output_size: Any = None,
-        output_ratio: Any = None,
+        kernel_size: int | Sequence[int],
+        output_size: int | Sequence[int] | None = None,
+        output_ratio: float | Sequence[float] | None = None,
         return_indices: bool = False,
         _random_samples: Tensor | None = None,
     ) -> object:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,11 +10,13 @@ from torch import Tensor
 from shardcompile.sharded import Sharded
 
 
-def _plain(x: Any) -> Any:
+def _plain(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, Sharded) else x
 
 
-def _pack(func: Callable[..., Any], x: Tensor, lengths: Tensor, batch_first: bool) -> object:
+def _pack(
+    func: Callable[..., tuple[Tensor, Tensor]], x: Tensor, lengths: Tensor, batch_first: bool
+) -> tuple[Tensor, Tensor]:
     """`_pack_padded_sequence`: the elements of `x` that torch packs, found by packing their indices."""
     if x.ndim < 2 or x.numel() == 0:
         return func(_plain(x), _plain(lengths), batch_first)
@@ -25,8 +26,13 @@ def _pack(func: Callable[..., Any], x: Tensor, lengths: Tensor, batch_first: boo
 
 
 def _unpack(
-    func: Callable[..., Any], data: Tensor, batch_sizes: Tensor, batch_first: bool, value: float, total_length: int
-) -> object:
+    func: Callable[..., tuple[Tensor, Tensor]],
+    data: Tensor,
+    batch_sizes: Tensor,
+    batch_first: bool,
+    value: float,
+    total_length: int,
+) -> tuple[Tensor, Tensor]:
     """`_pad_packed_sequence`: the elements of `data` where torch puts them, found by padding their indices."""
     indices = torch.arange(data.shape[0], device=data.device).unsqueeze(1)
     places, lengths = func(indices, _plain(batch_sizes), batch_first, -1, total_length)
@@ -36,10 +42,11 @@ def _unpack(
     return padded.masked_fill(is_padding, value), lengths
 
 
-def _run(func: Callable[..., object], x: Tensor, second: Any, *args: object) -> object:
+def _run(func: Callable[..., object], x: Tensor, second: object, *args: object) -> object:
     """A recurrent layer; the second argument of one on a packed sequence is how many elements each step has."""
-    is_packed = isinstance(second, Tensor) and not second.dtype.is_floating_point
-    return func(x, _plain(second) if is_packed else second, *args)
+    if isinstance(second, Tensor) and not second.dtype.is_floating_point:
+        second = _plain(second)
+    return func(x, second, *args)
 
 
 RECURRENT_FUNCTIONS: dict[object, Callable[..., object]] = {

@@ -24,7 +24,6 @@ from shardcompile.tensor.metadata import (
     block_hints,
     extent_hints,
     gaps_along_cuts,
-    imbalance,
     keys_tensor,
     metadata_of,
     of_input,
@@ -43,7 +42,7 @@ _UNMARKED = AttributeError("no dim of this tensor may vary")
 class _Block:
     """This rank's block: an attribute that is set on construction, but for the cases that are found here on use."""
 
-    def __get__(self, x: Any, owner: type | None = None) -> object:
+    def __get__(self, x: Sharded | None, owner: type | None = None) -> object:
         if x is None:
             return self
         if x._copied is not None:
@@ -186,7 +185,7 @@ class Traced(Sharded):
                 compat.mark_static(self._cut_keys)
             return
         compat.trace_size_obliviously()
-        compat.note_imbalance(imbalance(self._spec.layout))
+        compat.note_imbalance(self._spec.layout.imbalance)
         compat.mark_weakly_dynamic(self._local_tensor, block_hints(self._spec.layout), gaps_along_cuts(self._spec))
         if metadata.dynamic_dims:
             keys = self._cut_keys

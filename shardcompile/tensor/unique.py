@@ -79,7 +79,7 @@ def _distinct(x: Any, by_order: bool, inverse: bool, counts: bool) -> tuple[Any,
     kept = kept_rows(heads, layout)
     with compat.unrecorded_symbols(x._local_tensor):
         found = Layout.of_cuts(layout.mesh, [kept.size], layout.dtype, [kept.cut])
-        results = [wrapped(kept.taken(block, 0), found)]
+        results: list[Tensor] = [wrapped(kept.taken(block, 0), found)]
         if inverse:
             number = aten.cumsum.default(wrapped(heads, layout), 0) - 1
             if order is not None:
@@ -90,7 +90,7 @@ def _distinct(x: Any, by_order: bool, inverse: bool, counts: bool) -> tuple[Any,
     return tuple(results)
 
 
-def _lengths(starts: Tensor, layout: Layout, end: IntLike) -> Any:
+def _lengths(starts: Tensor, layout: Layout, end: IntLike) -> Tensor:
     """How long each run is, from where it starts. One small collective tells where the runs of other ranks start."""
     (mesh_dim,) = layout.cut_of(0).mesh_dims
     total = starts.new_full([1], end)  # type: ignore[arg-type]

@@ -103,13 +103,11 @@ def describe_value(x: object) -> str:
     return f"plain {x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
-def largest_share(x: object, of_mean: bool = False) -> float:
-    """How many times that of an even division, or the mean, the largest shard is, along the dim where that is most."""
-    if not isinstance(x, ShardTensor):
-        return 1.0
-    sizes = [cut.sizes for cut in x.sharding.cuts if cut is not None and any(cut.sizes)]
-    means = [sum(n) / len(n) for n in sizes]
-    return max((max(n) / (m if of_mean else math.ceil(m)) for n, m in zip(sizes, means, strict=True)), default=1.0)
+def largest_share(x: object) -> float:
+    """How many times that of an even division the largest shard is, along the dim where that is most."""
+    cuts = x.sharding.cuts if isinstance(x, ShardTensor) else []
+    sizes = [cut.sizes for cut in cuts if cut is not None and any(cut.sizes)]
+    return max((max(n) / math.ceil(sum(n) / len(n)) for n in sizes), default=1.0)
 
 
 def block_problems(x: object) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -153,29 +153,27 @@ def test_every_dtype_is_sorted():
     assert {*SHELLS, *NUMBERS, *QUANTIZED} == set(DTYPES)
 
 
-@pytest.mark.parametrize("dtype", DENSE, ids=str)
-@pytest.mark.ranks(3, processes=False)
-def test_what_plain_pytorch_does_with_a_dtype(dtype: torch.dtype):
+def check_functions(dtype: torch.dtype, exact: dict[str, Run], rounded: dict[str, Run]) -> None:
+    """Functions of a sharded tensor do what they do to the full one."""
     full, problems = values(dtype, 7, 8), []
     for on in PLACED:
         x = placed(full, on)
         assert bits(x) == bits(full)
-        for name, run in {**MOVES, **COUNTS}.items():
-            compare(name, run, full, x, problems)
-        for name, run in REFUSED_WHERE_PLAIN_REFUSES.items():
-            compare(name, run, full, x, problems, exact=False)
+        for name, run in (exact | rounded).items():
+            compare(name, run, full, x, problems, exact=name in exact)
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("dtype", DENSE, ids=str)
+@pytest.mark.ranks(3, processes=False)
+def test_what_plain_pytorch_does_with_a_dtype(dtype: torch.dtype):
+    check_functions(dtype, MOVES | COUNTS, REFUSED_WHERE_PLAIN_REFUSES)
 
 
 @pytest.mark.parametrize("dtype", DENSE, ids=str)
 @pytest.mark.ranks(3, processes=False)
 def test_casts_to_and_from_every_dtype(dtype: torch.dtype):
-    full, problems = values(dtype, 7, 8), []
-    for on in PLACED:
-        x = placed(full, on)
-        for to in DENSE:
-            compare(f"to {to}", lambda t, to=to: t.to(to), full, x, problems)
-    assert not problems, "\n".join(problems)
+    check_functions(dtype, {f"to {to}": lambda x, to=to: x.to(to) for to in DENSE}, {})
 
 
 @pytest.mark.parametrize("dtype", DENSE, ids=str)
@@ -353,6 +351,17 @@ def test_terms_are_added_up_before_they_are_rounded():
             assert bits(x.to(torch.float64).to(torch.float32)) == bits(_whole(4, 5) * 6)
 
 
+def check_compiled(
+    function: Callable[[Tensor], list[Tensor]], backend: str, full: Tensor, placed: Iterable[sc.ShardTensor]
+) -> None:
+    """A compiled function gives the values of the full tensor, and the layouts that it gives in eager mode."""
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    for x in placed:
+        got, eager = compiled(x), function(x)
+        assert bits(got) == bits(function(full))
+        assert [g.sharding.describe() for g in got] == [e.sharding.describe() for e in eager]
+
+
 @pytest.mark.parametrize("backend", ["aot_eager"])
 @pytest.mark.ranks(3, processes=False)
 def test_compiled_casts_through_every_dtype(backend: str):
@@ -361,13 +370,8 @@ def test_compiled_casts_through_every_dtype(backend: str):
     def casts(x: Tensor) -> list[Tensor]:
         return [x.to(d).to(torch.float64).flip(0) for d in real if not d.is_complex]
 
-    compiled = torch.compile(casts, backend=backend, fullgraph=True)
     full = values(torch.float32, 7, 8).abs()
-    for on in ("rows", "columns"):
-        x = placed(full, on)
-        got, eager = compiled(x), casts(x)
-        assert bits(got) == bits(casts(full))
-        assert [g.sharding.describe() for g in got] == [e.sharding.describe() for e in eager]
+    check_compiled(casts, backend, full, (placed(full, on) for on in ("rows", "columns")))
 
 
 @pytest.mark.ranks(3, processes=False)
@@ -375,14 +379,10 @@ def test_compiled_views_as_another_dtype():
     def views(x: Tensor) -> list[Tensor]:
         return [x.view(torch.float8_e4m3fn).float(), x.view(torch.int64) + 1, x.view(torch.float32) * 2]
 
-    compiled = torch.compile(views, backend="aot_eager", fullgraph=True)
     full = values(torch.float32, 4, 24)
-    for placements, sizes in (([Shard(0)], [3, 0, 1]), ([Shard(0)], [1, 1, 2]), ([Shard(1)], [6, 0, 18]),
-                              ([Shard(1)], [5, 0, 19])):  # fmt: skip
-        x = sc.distribute_tensor(full, mesh(), placements, sharding_shapes={0: sizes})
-        got, eager = compiled(x), views(x)
-        assert bits(got) == bits(views(full))
-        assert [g.sharding.describe() for g in got] == [e.sharding.describe() for e in eager]
+    cuts = [(0, [3, 0, 1]), (0, [1, 1, 2]), (1, [6, 0, 18]), (1, [5, 0, 19])]
+    placed = (sc.distribute_tensor(full, mesh(), [Shard(dim)], sharding_shapes={0: sizes}) for dim, sizes in cuts)
+    check_compiled(views, "aot_eager", full, placed)
 
 
 @pytest.mark.parametrize("out", [torch.float32, torch.bfloat16], ids=str)

@@ -50,6 +50,17 @@ def _inferred(full: Tensor, mesh: DeviceMesh, placements: list[Placement], draw:
     return ShardTensor.from_local(local, mesh, placements)
 
 
+def _rows(count: int, seed: int) -> Tensor:
+    return torch.randn(count, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _compiled(function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[[], int]]:
+    """A compiled function, and what tells how many graphs have been compiled since."""
+    once(torch.compiler.reset)
+    before = once(graphs_compiled)
+    return torch.compile(function, fullgraph=True, backend="aot_eager"), lambda: once(graphs_compiled) - before
+
+
 MAKERS: list[Callable[..., ShardTensor]] = [_chunked, _stated, _inferred, _factory, _from_dtensor]
 
 
@@ -79,14 +90,12 @@ def test_partitions_made_in_five_ways(function: Callable[..., Any]) -> None:
     # Over two mesh dims ranks of one dim have groups of their own, which their graphs name.
     cases = [([Shard(0)] * mesh.ndim, 0, 1 if mesh.ndim == 1 else ranks), ([Shard(0), Shard(1)], 1, 1)]
     for placements, kind, per_graph in cases[: mesh.ndim]:
-        once(torch.compiler.reset)
-        before = once(graphs_compiled)
-        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        compiled, graphs = _compiled(function)
         draw = random.Random(0)
-        weight = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        weight = _rows(4, seed=0)
         for call in range(CALLS):
             n = draw.randint(2, 12) if call % 4 else draw.choice([2, 3, 7])
-            full = torch.randn(n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(call))
+            full = _rows(n, seed=call)
             # In the first call both are made alike, so that their partitions are equal by chance.
             makers = [MAKERS[call % 5], MAKERS[call * 3 % 5]]
             inputs = [make(full, mesh, placements, draw) for make in makers]
@@ -102,26 +111,21 @@ def test_partitions_made_in_five_ways(function: Callable[..., Any]) -> None:
                 if p.grad is not None:
                     assert x.grad.sharding.describe_placements() == x.sharding.describe_placements()
                     torch.testing.assert_close(x.grad.full_tensor(), p.grad)
-        assert once(graphs_compiled) - before <= GRAPHS[function][kind] * per_graph
+        assert graphs() <= GRAPHS[function][kind] * per_graph
 
 
 @pytest.mark.ranks(3, processes=False, timeout=600)
 def test_a_trace_asks_whether_an_input_is_chunked_only_where_it_matters() -> None:
     """What the program chunks itself is the input's partition if that is chunked, and needs no exchange then."""
     mesh = init_device_mesh("cpu", (3,))
-    once(torch.compiler.reset)
-    before = once(graphs_compiled)
-
-    compiled = torch.compile(_round_trip, fullgraph=True, backend="aot_eager")
+    compiled, graphs = _compiled(_round_trip)
     draw = random.Random(1)
     for call in range(12):
-        full = torch.randn(draw.randint(2, 9), 4, dtype=torch.float64, generator=torch.Generator().manual_seed(call))
-        make = MAKERS[call % 5]
-        x = make(full, mesh, [Shard(0)], draw)
+        x = MAKERS[call % 5](_rows(draw.randint(2, 9), seed=call), mesh, [Shard(0)], draw)
         got, want = compiled(x), _round_trip(x)
         torch.testing.assert_close(got.full_tensor(), want.full_tensor())
         assert got.sharding.describe_placements() == want.sharding.describe_placements()
-    assert once(graphs_compiled) - before == 2
+    assert graphs() == 2
 
 
 def _round_trip(x: Any) -> Any:
@@ -132,15 +136,13 @@ def _round_trip(x: Any) -> Any:
 def test_local_shards_of_any_size_given_to_from_local_inside() -> None:
     """With a size that is marked as unbacked; Dynamo compiles sizes 0, 1 and others of plain tensors apart."""
     mesh = init_device_mesh("cpu", (3,))
-    once(torch.compiler.reset)
-    before = once(graphs_compiled)
-    compiled = torch.compile(_from_local, fullgraph=True, backend="aot_eager")
+    compiled, graphs = _compiled(_from_local)
     for sizes in [[3, 4, 5], [5, 0, 2], [1, 1, 7], [0, 0, 3], [1, 0, 0]]:
-        full = torch.randn(sum(sizes), 4, dtype=torch.float64, generator=torch.Generator().manual_seed(len(sizes)))
+        full = _rows(sum(sizes), seed=len(sizes))
         local = full.split(sizes)[mesh.get_rank()].clone()
         torch._dynamo.decorators.mark_unbacked(local, 0)
         torch.testing.assert_close(compiled(local, mesh).full_tensor(), full.softmax(0))
-    assert once(graphs_compiled) - before == 1
+    assert graphs() == 1
 
 
 def _from_local(local: Tensor, mesh: DeviceMesh) -> Any:
