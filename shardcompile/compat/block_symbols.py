@@ -106,15 +106,15 @@ class _Symbols:
         finally:
             self._hints = outer
 
-    def create(self, value: IntLike, source: Source, *args: object, **kwargs: object) -> Formula:
+    def create(self, val: IntLike, source: Source, *args: object, **kwargs: object) -> Formula:
         """The symbol, or the number, for an input's size, stride or offset; in place of torch's `create_symbol`."""
         if not isinstance(source, TensorPropertySource):
-            return self._make(value, source, *args, **kwargs)
+            return self._make(val, source, *args, **kwargs)
         of_block = is_block(source.base)
         if of_block:
             _SHARDED.setdefault(self._env, set()).add(cast(ChainedSource, source.base).base)
         if source.prop is TensorProperty.SIZE:
-            if value in (0, 1) and source.idx not in self._hints:
+            if val in (0, 1) and source.idx not in self._hints:
                 # This dim is not cut, so all ranks see the same extent, and the tensor may be broadcast along it. If
                 # the extent differed in an earlier call, Dynamo would give it a symbol.
                 kwargs["do_not_specialize_zero_one"] = False
@@ -122,13 +122,11 @@ class _Symbols:
                 # Equal sizes on this rank may differ on others, and equal keys in the next call: torch would give both
                 # one symbol, and a guard.
                 args = (DimDynamic.DYNAMIC, *args[1:])
-            found = (
-                self._of_block(value, source, args, kwargs) if of_block else self._make(value, source, *args, **kwargs)
-            )
+            found = self._of_block(val, source, args, kwargs) if of_block else self._make(val, source, *args, **kwargs)
             return self._extents.setdefault(source, found)
         if source.prop is TensorProperty.STORAGE_OFFSET and of_block:
-            return self._offset(value, source, args, kwargs)
-        return self._make(value, source, *args, **kwargs)
+            return self._offset(val, source, args, kwargs)
+        return self._make(val, source, *args, **kwargs)
 
     def strides(self, strides_of: MakeSymbols) -> MakeSymbols:
         """Torch's function that makes the symbols of strides, with a new symbol for each stride above a gap.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeAlias
@@ -55,6 +56,19 @@ def specialise(size: object, number: int) -> None:
     env.backed_var_to_val[symbol] = value  # 2.12 - 2.15; `var_to_val` before
     env.size_like.discard(symbol)  # a symbol that is size-like may not become 0 or 1; 2.11 - 2.15
     env._set_replacement(symbol, value, "the block of a known cut")  # 2.11 - 2.15
+    _SETTLED.setdefault(env, set()).add(symbol)
+
+
+def is_settled(size: object) -> bool:
+    """Whether `specialise` has made a size a number, rather than an op that took it for one."""
+    if not isinstance(size, torch.SymInt):
+        return False
+    settled = _SETTLED.get(size.node.shape_env, set())
+    return all(symbol in settled for symbol in size.node._expr.free_symbols)  # 2.11 - 2.15
+
+
+_SETTLED: weakref.WeakKeyDictionary[Any, set[sympy.Symbol]] = weakref.WeakKeyDictionary()
+"""By trace, the symbols that `specialise` has replaced."""
 
 
 def guard_or_false(condition: bool | torch.SymBool) -> bool:

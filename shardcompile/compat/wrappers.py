@@ -46,6 +46,7 @@ def check_before_wrapping(
     as_input: Callable[[object, str], None],
     as_data: Callable[[torch.Tensor, object], None],
     as_memory: Callable[[object], None],
+    as_part: Callable[[object], None],
 ) -> None:
     """Run these checks before torch's wrappers. They raise if a tensor cannot be wrapped.
 
@@ -56,6 +57,7 @@ def check_before_wrapping(
         as_input: gets each input of a function before a tracer traces it, and the tracer's name.
         as_data: gets a tensor, and the value that is assigned to its ``data``.
         as_memory: gets each tensor whose memory ``to_dlpack`` hands out.
+        as_part: gets indices and values of which ``sparse_coo_tensor`` makes a tensor.
 
     The function is long because each patch states its reason.
     """
@@ -91,6 +93,11 @@ def check_before_wrapping(
     def of_dlpack(tensor: object, *rest: object, **options: object) -> None:
         as_memory(tensor)
 
+    def of_coo(indices: object = None, values: object = None, *rest: object, **options: object) -> None:
+        if not torch.compiler.is_compiling():  # Dynamo refuses the function in words of its own
+            for x in (indices, values):
+                as_part(x)
+
     put_in_for_good(
         Patch(
             "memory_of_dlpack",
@@ -100,6 +107,15 @@ def check_before_wrapping(
             "subclass for its memory: reading the capsule is a segmentation fault.",
             "2.11 - 2.15",
             _before((torch.utils.dlpack, "to_dlpack", of_dlpack), (torch, "to_dlpack", of_dlpack)),
+        ),
+        Patch(
+            "parts_of_sparse_tensors",
+            "torch.sparse_coo_tensor",
+            "sparse_coo_tensor raises an error about custom kernels, which names no way out.",
+            "sparse_coo_tensor, unlike its methods, asks no `__torch_function__`, and reads the largest index off the "
+            "memory of a wrapper subclass.",
+            "2.11 - 2.15",
+            _before((torch, "sparse_coo_tensor", of_coo)),
         ),
         Patch(
             "inputs_of_make_fx",

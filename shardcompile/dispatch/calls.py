@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,6 @@ def _common_mesh(cls: type[Sharded], op: OpOverload, args: Sequence[object], kwa
     for x in tensors_of([*args, *kwargs.values()]):
         if type(x) is not cls:
             _refuse_foreign(op, x)
-            _refuse_unlike_shards(op, x)
         elif mesh is None:
             mesh = x._spec.layout.mesh
         elif x._spec.layout.mesh is not mesh and x._spec.layout.mesh != mesh:
@@ -67,21 +67,45 @@ def _refuse_foreign(op: OpOverload, x: Tensor) -> None:
         )
 
 
-def _refuse_unlike_shards(op: OpOverload, x: Tensor) -> None:
-    kind = "quantized" if x.is_quantized else "" if x.layout is torch.strided else str(x.layout)
-    if kind:
-        raise UnsupportedOpError(
-            f"{op} mixes a ShardTensor and a plain {kind} tensor of shape {tuple(x.shape)}; take x.full_tensor() of "
-            "the sharded one, or make the other one dense"
-        )
+def refuse_unlike_shards(cls: type[Sharded], op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> None:
+    """Refuse plain tensors that are not dense, such as sparse and nested ones.
+
+    Raises:
+        UnsupportedOpError: on all ranks alike.
+    """
+    for x in tensors_of([*args, *kwargs.values()]):
+        if type(x) is not cls and _is_unlike_shards(x):
+            raise UnsupportedOpError(
+                f"{op} mixes a ShardTensor and a {plain_text(x)} ({tensors_text(cls, args, kwargs)}); take "
+                "x.full_tensor() of the sharded one, or make the other one dense"
+            )
+
+
+def _is_unlike_shards(x: Tensor) -> bool:
+    return x.is_quantized or x.is_nested or x.layout is not torch.strided
+
+
+def plain_text(x: Tensor) -> str:
+    """What a plain tensor is, for messages. A nested one of strided layout has no shape."""
+    if x.is_nested and x.layout is torch.strided:
+        return f"plain nested tensor of {x.size(0)} tensors"
+    return f"plain {kind_of(x)} tensor of shape {tuple(x.shape)}"
+
+
+def kind_of(x: Tensor) -> str:
+    """What distinguishes a tensor from a dense one, for messages; its layout, if nothing else does."""
+    return "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout)
 
 
 def tensors_text(cls: type[Sharded], args: Sequence[object], kwargs: dict[str, object]) -> str:
     """The layouts of the tensors of a call, for messages."""
-    return "; ".join(
-        f"input {i}: {x._spec.layout.describe() if type(x) is cls else f'plain {tuple(x.shape)}'}"
-        for i, x in enumerate(tensors_of([*args, *kwargs.values()]))
-    )
+
+    def text(x: Any) -> str:
+        if type(x) is cls:
+            return str(x._spec.layout.describe())
+        return plain_text(x) if _is_unlike_shards(x) else f"plain {tuple(x.shape)}"
+
+    return "; ".join(f"input {i}: {text(x)}" for i, x in enumerate(tensors_of([*args, *kwargs.values()])))
 
 
 def replicated_spec(mesh: DeviceMesh, x: Tensor) -> Spec:

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardcompile import compat
 from shardcompile.collectives import block_shape
 from shardcompile.compat import OpOverload
-from shardcompile.dispatch.calls import describe, tensors_text
+from shardcompile.dispatch.calls import describe, refuse_unlike_shards, tensors_text
 from shardcompile.dispatch.foreign import check_collective
 from shardcompile.dispatch.gather import Gathered, fallback
 from shardcompile.dispatch.implemented import refuse_on_all_ranks
@@ -25,6 +25,7 @@ from shardcompile.ops import Form, OpCall, OpRecord, TensorArg, record_of
 from shardcompile.ops.choice import Choice, OutputPlan, choose
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.as_integers import moved_dtype, moves_as_integers
+from shardcompile.ops.support.gather_log import log_replicated
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.support.strides import may_misstate_strides
 from shardcompile.ops.view.joined import any_joined, of_neighbours, view_of_neighbours
@@ -36,6 +37,7 @@ _BY_TORCH = "torch's decomposition"
 def decide(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Entry:
     """Decide what is done for a call. Errors are raised on all ranks alike."""
     check_collective(op, args, kwargs)
+    refuse_unlike_shards(cls, op, args, kwargs)
     record = record_of(op)
     form = record.sharded
     last_resort = functools.partial(_last_resort, cls, record)
@@ -105,11 +107,13 @@ def _decide_functional(
 
         def as_chosen(args: tuple[object, ...], kwargs: dict[str, object]) -> Entry:
             try:
-                return _local_entry(record, call, choice, args, kwargs)
+                entry = _local_entry(record, call, choice, args, kwargs)
             except compat.UNKNOWN_OUTPUT_SHAPE:
                 if op.is_view:  # a slice whose bounds are unbacked: Dynamo breaks the graph, or says that it cannot
                     raise
                 return fallback(call)
+            log_replicated(op, choice.plans)
+            return entry
 
         if form is None or not (choice.leaves_dims or (form.preferred is not None and form.preferred(call))):
             return as_chosen(args, kwargs)
@@ -261,6 +265,7 @@ def _decide_mutation(
     args: tuple[object, ...],
     kwargs: dict[str, object],
 ) -> Entry:
+    """Decide how an op that writes to arguments runs: on blocks, by its functional variant, or decomposed."""
     targets = [argument(m, args, kwargs) for m in mutated]
     if not all(isinstance(t, Tensor) for t in targets):
         raise UnsupportedOpError(f"{call.op} writes to a list of tensors; use the op on each of them")
@@ -283,6 +288,7 @@ def _decide_mutation(
     if mutated == [0] and type(targets[0]) is cls and rule is not None and not drawn_anew:
         choice = choose(_layouts(call), rule.ways(call), len(call.op._schema.returns), in_place=True)
         if choice is not None:
+            log_replicated(call.op, choice.plans)
             return InPlace(record, choice)
     if functional is not None:
         refuse_windows(record, written)

@@ -107,6 +107,8 @@ def _extend_key(key: list[Any], cls: type[Sharded], a: Any) -> None:
         key.append(len(a))
         for b in a:
             _extend_key(key, cls, b)
+    elif isinstance(a, Tensor) and a.is_nested:
+        key.append([])  # not to be hashed either: it has no shape, and is refused
     elif isinstance(a, Tensor):
         key.extend((tuple(a.shape), a.stride(), a.dtype, a.device))
     elif kind is torch.Generator:  # any one decides alike
@@ -146,8 +148,10 @@ def _refuse_specialised(op: OpOverload, layout: Layout) -> None:
 
 
 def _is_settled(cut: Cut) -> bool:
-    """Whether a trace has learnt that a cut is a known one."""
-    return cut.kind == "dynamic" and (isinstance(cut.key, int) or compat.is_specialised(cut.key))
+    """Whether a trace has learnt, by guards, that a cut is a known one."""
+    return compat.is_settled(cut.block) or (
+        cut.kind == "dynamic" and (isinstance(cut.key, int) or compat.is_specialised(cut.key))
+    )
 
 
 def way_of(cls: type[Sharded], op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Sequence
 
@@ -11,21 +10,16 @@ from torch import Tensor
 
 from shardcompile import compat, config
 from shardcompile.compat import OpOverload
-from shardcompile.dispatch.calls import plain_layout
+from shardcompile.dispatch.calls import kind_of, plain_layout
 from shardcompile.dispatch.run import Entry, follow_all, localize
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout, Spec
 from shardcompile.ops import OpCall, OpRecord, record_of
 from shardcompile.ops.choice import whole_plan
 from shardcompile.ops.random.streams import kernel_on_shards
+from shardcompile.ops.support.gather_log import inputs_text, log_gather
 from shardcompile.plan import Plan
 from shardcompile.sharded import Sharded, first_sharded
-
-log = logging.getLogger("shardcompile")
-_LOGGED_BYTES: dict[OpOverload, int] = {}
-"""By op, the most bytes of a gather that was logged."""
-_WORTH_ANOTHER_LINE = 10
-"""A gather of so many times the bytes of those logged before is logged, too."""
 
 
 def fallback(call: OpCall) -> Entry:
@@ -49,16 +43,11 @@ def _tell(call: OpCall, nbytes: int, why: str) -> None:
     Raises:
         UnsupportedOpError: `config.fallback` is "error".
     """
-    inputs = "; ".join(f"input {i}: {t.layout.describe()}" for i, t in enumerate(call.tensors))
+    inputs = inputs_text([t.layout for t in call.tensors])
     text = f"{call.op} runs on full tensors on every rank, {nbytes} B gathered: {why} ({inputs})"
     if config.fallback == "error":
         raise UnsupportedOpError(f"{text}; shardcompile.config.fallback is 'error'. Register a rule: register_sharding")
-    logged = _LOGGED_BYTES.get(call.op)
-    if not nbytes or (logged is not None and nbytes < _WORTH_ANOTHER_LINE * logged):
-        return
-    _LOGGED_BYTES[call.op] = nbytes
-    log.info(text)
-    if config.fallback == "warn":
+    if log_gather(call.op, nbytes, text) and config.fallback == "warn":
         warnings.warn(text, stacklevel=3)
 
 
@@ -107,7 +96,7 @@ class Gathered(Entry):
         if out.layout is not torch.strided or out.is_nested:
             kind = "nested" if out.is_nested else "sparse"
             raise UnsupportedOpError(
-                f"{self.op} gives a {out.layout} tensor, and a {kind} tensor has no blocks. Of the gradient of an "
+                f"{self.op} gives a {kind_of(out)} tensor, and a {kind} tensor has no blocks. Of the gradient of an "
                 "embedding: leave out sparse=True and take an optimizer for dense gradients; otherwise take "
                 "full_tensor() of the inputs"
             )

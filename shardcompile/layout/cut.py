@@ -193,7 +193,7 @@ class Cut:
     def named_rows(self, extent: IntLike) -> Cut | None:
         """The cut of the rows that were looked up, if there are as many; None if there are not."""
         found = self.rows
-        return found if found is not None and compat.statically_known_true(found.extent == extent) else None
+        return found if found is not None and compat.same_symbol(found.extent, extent) else None
 
     def joined(self, runs: int) -> Cut:
         """The cut of a dim into which a leading one was flattened, of extent `runs`."""

@@ -84,7 +84,16 @@ def guard_wrappers(sharded: type) -> None:
         if isinstance(tensor, sharded):
             refuse_memory("to_dlpack()", tensor)
 
-    check_before_wrapping(as_block, as_whole, as_parameter, as_input, as_data, as_memory)
+    def as_part(x: object) -> None:
+        if isinstance(x, sharded):
+            raise refusal(
+                "sparse_coo_tensor()",
+                x._spec.layout.describe(),  # type: ignore[attr-defined]
+                "it gives a torch.sparse_coo tensor, and shards are dense",
+                "Take full_tensor() of indices and values: then the result is a plain tensor, the same on every rank",
+            )
+
+    check_before_wrapping(as_block, as_whole, as_parameter, as_input, as_data, as_memory, as_part)
 
 
 @torch.compiler.allow_in_graph  # Dynamo, which traces DTensor's functions, would fail on our layouts in its own words

@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 from shardcompile import config
 from shardcompile.collectives import all_reduce
+from shardcompile.dispatch.calls import kind_of, plain_text
 from shardcompile.errors import UnsupportedOpError
 from shardcompile.layout import Layout, Spec, contiguous_stride
 from shardcompile.sharded import Sharded
@@ -32,8 +33,8 @@ _LOGGED: set[str] = set()
 
 
 def is_sparse(a: object) -> bool:
-    """Whether an argument is a plain tensor that is not stored densely."""
-    return isinstance(a, Tensor) and not isinstance(a, Sharded) and a.layout is not torch.strided
+    """Whether an argument is a plain tensor that is not stored densely, or a nested one."""
+    return isinstance(a, Tensor) and not isinstance(a, Sharded) and (a.layout is not torch.strided or a.is_nested)
 
 
 def any_sparse(func: Callable[..., object], args: Iterable[object]) -> bool:
@@ -67,7 +68,9 @@ def with_sparse_operands(
     out: Any = NotImplemented
     if name == "__rmatmul__":
         func, args, name = torch.matmul, (args[1], args[0]), "matmul"
-    if name in _PRODUCTS and not kwargs and len(args) == 2:
+    if any(isinstance(a, Tensor) and a.is_nested for a in args):
+        pass  # no rule is for these
+    elif name in _PRODUCTS and not kwargs and len(args) == 2:
         out = _product(cls, func, *args)
     elif name in _SUMS and len(args) == 3 and set(kwargs) <= {"alpha", "beta"}:
         out = _sum(name, *args, **kwargs)
@@ -131,9 +134,11 @@ def _on_full(
     if func in IN_PLACE and isinstance(args[0], Sharded):
         target, run = args[0], not_in_place(func)
         if run is None:
-            raise UnsupportedOpError(f"{text} writes to a sharded tensor; write to_dense() of the sparse one")
+            raise UnsupportedOpError(
+                f"{text} writes to a sharded tensor; write a dense one, such as to_dense() of the sparse one"
+            )
     assert run is not None, "there is a function to run"
-    _say_gathered(func, given, "it has no rule for sparse tensors")
+    _say_gathered(func, given, "it has no rule for sparse and nested tensors")
     full = torch.utils._pytree.tree_map_only(Sharded, lambda x: x.full_tensor(), (tuple(args), dict(kwargs)))
 
     def wrapped(out: object) -> object:
@@ -141,8 +146,8 @@ def _on_full(
             return type(out)(map(wrapped, out))
         if is_sparse(out):
             raise UnsupportedOpError(
-                f"{text} gives a {out.layout} tensor, and shards are dense. Take x.full_tensor() of the sharded "  # type: ignore[attr-defined]
-                "operands first: then the result is a plain sparse tensor, the same on every rank"
+                f"{text} gives a {kind_of(out)} tensor, and shards are dense. Take x.full_tensor() of the sharded "  # type: ignore[arg-type]
+                "operands first: then the result is a plain tensor of that kind, the same on every rank"
             )
         return Promote.apply(out, cls, mesh) if isinstance(out, Tensor) else out
 
@@ -184,9 +189,7 @@ def _with_values(x: Tensor, values: Tensor) -> Tensor:
 
 def _describe(func: Callable[..., object], given: Sequence[object]) -> str:
     operands = [
-        x._spec.layout.describe() if isinstance(x, Sharded) else f"plain {x.layout} {tuple(x.shape)}"
-        for x in given
-        if isinstance(x, Tensor)
+        x._spec.layout.describe() if isinstance(x, Sharded) else plain_text(x) for x in given if isinstance(x, Tensor)
     ]
     return f"{func.__name__} of {'; '.join(operands)}"
 

@@ -463,6 +463,50 @@ def test_factories_inside_a_compiled_function(backend: str):
     assert once(graphs_compiled) - before <= 3
 
 
+def _ones_like_rows(x: Any, rows: int, **kwargs: Any) -> Any:
+    return sc.ones(rows, 3, dtype=x.dtype, device_mesh=x.device_mesh, placements=[S0], **kwargs)
+
+
+OF_KNOWN_SIZES: dict[str, Callable[..., Tensor]] = {
+    "added": lambda x, p, n: _ones_like_rows(x, n) + x,
+    "a parameter": lambda x, p, n: (_ones_like_rows(x, n) * p).T @ (_ones_like_rows(x, n) * x),
+    "joined": lambda x, p, n: torch.cat([_ones_like_rows(x, n), x], 1).softmax(0),
+    "flattened": lambda x, p, n: _ones_like_rows(x, n).view(-1) * x.flatten() + p.flatten(),
+    "stated": lambda x, p, n: _ones_like_rows(x, n, sharding_shapes={0: (n - 2, 0, 2)}) * x,
+}
+
+
+def _check_factories_of_known_sizes(name: str, extents: Sequence[int]) -> None:
+    function, mesh = OF_KNOWN_SIZES[name], mesh_1d()
+    for n in extents:  # 7: torch.chunk gives [3, 3, 1]; 6: all alike
+        once(torch.compiler.reset)  # a size that has changed would be a symbol
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        full, parameter = once(lambda n=n: values(n, 3)), once(lambda n=n: values(n, 3))
+        p = nn.Parameter(sc.distribute_tensor(parameter, mesh, [S0]))
+        for sizes in ([n - 2, 0, 2], None, [1, n - 2, 1]):
+            found = []
+            for run in (function, compiled):
+                p.grad = None
+                x = sc.distribute_tensor(full, mesh, [S0], sharding_shapes=sizes and {0: sizes}).requires_grad_()
+                out = run(x, p, n)
+                out.sin().sum().backward()
+                gradients = [g.full_tensor() for g in (x.grad, p.grad) if g is not None]
+                found.append((out.sharding.describe(), [out.full_tensor(), *gradients]))
+            assert found[0][0] == found[1][0]
+            torch.testing.assert_close(found[1][1], found[0][1])
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("name", list(OF_KNOWN_SIZES))
+def test_factories_of_known_sizes_meet_inputs_inside_a_compiled_function(name: str):
+    _check_factories_of_known_sizes(name, [7, 6])
+
+
+@pytest.mark.ranks(3)  # processes: a known size of a shard names the rank
+def test_factories_of_known_sizes_on_ranks_that_are_processes():
+    _check_factories_of_known_sizes("a parameter", [7])
+
+
 @pytest.mark.ranks(2, processes=False)
 def test_random_factories_draw_the_same_inside_a_compiled_function():
     kwargs: dict[str, Any] = {"device_mesh": mesh_1d(), "placements": [S0], "sharding_shapes": {0: [1, 4]}}

@@ -24,6 +24,7 @@ from tiers import often
 
 import shardcompile as sc
 from shardcompile import ShardTensor
+from shardcompile.compat.testing import graphs_compiled
 from shardcompile.testing import once
 from shardcompile.testing.arrange import CHUNK, Way, seed_of
 from shardcompile.testing.trial import largest_share
@@ -186,3 +187,44 @@ def test_few_samples_leave_rows_on_all_ranks(name: str, batch: int) -> None:
     assert math.prod(layouts[0].local_shape(mesh.get_coordinate())) > 0
     assert largest_share(got) <= MAX_GROWTH
     assert len({x.describe_placements() for x in layouts}) == 1, layouts
+
+
+# New tensors of literal sizes
+
+NEW_TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros": lambda x: x.new_zeros(7, 3) + x[:, :1].sum(0),
+    "ones": lambda x: x.new_ones(7, 3) * x.sum(),
+    "full": lambda x: x.new_full((7, 2), 3.0) * x.sum(),
+    "empty": lambda x: x.new_empty(7, 3).fill_(2) * x.sum(),
+    "strided": lambda x: x.new_empty_strided((7, 3), (1, 7)).fill_(2) * x.sum(),
+    "added": lambda x: x.new_zeros(7, 3) + x if len(x) == 7 else x.new_zeros(7, 3) + x.sum(),
+    "one dim": lambda x: x.new_ones(7) * x.sum(),
+    "a formula": lambda x: x.new_ones(2 * x.shape[0] - 7, 3) * x.sum(),
+    "the size of another": lambda x: x.new_ones(x.sum(1).new_empty(7).shape[0], 3) * x.sum(),
+}
+"""Functions of a tensor of 7 or of other many rows, by what they make."""
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("name", list(NEW_TENSORS))
+def test_a_literal_size_is_that_of_the_sharded_dim_in_eager_and_compiled_code_alike(name: str) -> None:
+    function = NEW_TENSORS[name]
+    mesh = init_device_mesh("cpu", (3,))
+    once(torch.compiler.reset)
+    compiled = once(lambda: torch.compile(function, fullgraph=True, backend="aot_eager"))
+    before = once(graphs_compiled)
+    for sizes in ([5, 0, 2], [1, 4, 2], [4, 5, 0], [0, 0, 9], [7, 0, 0], [2, 2, 4], [3, 3, 1]):
+        full = once(lambda sizes=sizes: torch.randn(sum(sizes), 3, dtype=torch.float64))
+        plain = full.clone().requires_grad_()
+        want = function(plain)
+        want.sin().sum().backward()
+        layouts = []
+        for run in (function, compiled):
+            x = sc.distribute_tensor(full, mesh, [Shard(0)], sharding_shapes={0: sizes}).requires_grad_()
+            got = run(x)
+            got.sin().sum().backward()
+            torch.testing.assert_close(got.full_tensor(), want)
+            torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+            layouts.append(got.sharding.describe_placements())
+        assert layouts[0] == layouts[1], sizes
+    assert graphs_compiled() - before <= 2  # one for 7 rows, one for all other numbers

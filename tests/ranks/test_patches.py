@@ -621,6 +621,9 @@ SCENES: dict[str, Callable[[], str]] = {
     ),
     "values_of_state_dicts": values_of_state_dicts,
     "memory_of_dlpack": Refused(lambda mesh, x: torch.utils.dlpack.to_dlpack(x), 2, "to_dlpack"),
+    "parts_of_sparse_tensors": Refused(
+        lambda mesh, x: torch.sparse_coo_tensor(x.T[:2].long().abs(), torch.ones(5)), 2, "sparse_coo_tensor"
+    ),
     "data_of_plain_tensors": Alone("data_of_plain_tensors", DATA_OF_A_PLAIN_TENSOR),
     "wholes_of_dtensors": Refused(lambda mesh, x: distribute_tensor(x, mesh, [Replicate()]), 2, "distribute_tensor"),
     "parameters_of_ddp": Refused(

@@ -455,9 +455,9 @@ def test_custom_ops_with_the_tag_keep_the_contract(compiled: bool) -> None:
 
 @pytest.mark.ranks(3, processes=False)
 def test_what_is_gathered_to_be_drawn_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    from shardcompile.dispatch import gather
+    from shardcompile.ops.support import gather_log
 
-    gather._LOGGED_BYTES.pop(MINE.jitter.default, None)
+    gather_log._LOGGED_BYTES.pop(MINE.jitter.default, None)
     sc.dispatch.engine.clear_cache()
     with caplog.at_level(logging.INFO, logger="shardcompile"):
         MINE.jitter(sharded(torch.zeros(7, 3), FEW[0]), 1.0)

@@ -268,3 +268,22 @@ def test_compiled_as_plain_pytorch_compiles_it(backend: str):
     x = sc.distribute_tensor(full, mesh(), [Shard(1)])
     got = torch.compile(smooth, backend=backend)(sparse, x)
     torch.testing.assert_close(got.full_tensor(), smooth(sparse, full))
+
+
+@pytest.mark.ranks(3, processes=False)
+@pytest.mark.parametrize("which", ["indices", "values", "both"])
+def test_a_sparse_tensor_of_sharded_parts_is_refused_and_one_of_full_parts_is_plain(which: str):
+    places, values = torch.tensor([[0, 1, 2, 2, 0, 1, 3], [0, 1, 2, 0, 2, 2, 1]]), numbers(1, 7)
+    parts = [
+        sc.distribute_tensor(x, mesh(), [Shard(x.ndim - 1)], sharding_shapes={0: (5, 0, 2)}) if sharded else x
+        for x, sharded in ((places, which != "values"), (values, which != "indices"))
+    ]
+    for options in ([], [(4, 3)]):
+        with pytest.raises(sc.UnsupportedOpError, match=r"sparse_coo_tensor\(\) of .*S\(.*\[5,0,2\].*full_tensor\(\)"):
+            torch.sparse_coo_tensor(*parts, *options)
+        full = [x.full_tensor() if isinstance(x, sc.ShardTensor) else x for x in parts]
+        made = torch.sparse_coo_tensor(*full, *options)
+        assert torch.equal(made.to_dense(), torch.sparse_coo_tensor(places, values, *options).to_dense())
+    compiled = torch.compile(torch.sparse_coo_tensor, fullgraph=True, backend="aot_eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="sparse_coo_tensor"):
+        compiled(*parts, (4, 3))

@@ -187,6 +187,113 @@ def test_one_graph(program: Run, backend: str) -> None:
     check_compiled(program, backend)
 
 
+# Slices whose bounds are unbacked, of any sign and beyond the rows, and rows by unbacked indices
+
+
+def _row(bounds: Tensor, which: int = 0) -> int:
+    return int(bounds[which].item())
+
+
+def first_rows(x: Tensor, bounds: Tensor) -> Tensor:
+    return x[: _row(bounds)].exp()
+
+
+def last_rows(x: Tensor, bounds: Tensor) -> Tensor:
+    return x[_row(bounds) :] * 2
+
+
+def rows_between(x: Tensor, bounds: Tensor) -> Tensor:
+    return x[_row(bounds) : _row(bounds, 1)].sum(0)
+
+
+def rows_apart(x: Tensor, bounds: Tensor) -> Tensor:
+    n = _row(bounds)
+    return torch.cat([x[:n].sin(), x[n:]])
+
+
+def columns(x: Tensor, bounds: Tensor) -> Tensor:
+    return x[:, : _row(bounds)].sum(1)
+
+
+def of_a_slice(x: Tensor, bounds: Tensor) -> Tensor:
+    return x[1:][: _row(bounds)].mm(torch.ones(4, 2, dtype=x.dtype))
+
+
+def added_slices(x: Tensor, bounds: Tensor) -> Tensor:
+    n = _row(bounds)
+    return x[:n] + x.sin()[:n]
+
+
+def zeroed(x: Tensor, bounds: Tensor) -> Tensor:
+    y = x.sin()
+    y[: _row(bounds)] = 0
+    return y
+
+
+def zeroed_columns(x: Tensor, bounds: Tensor) -> Tensor:
+    y = x.sin()
+    y[:, _row(bounds) : _row(bounds, 1)] = 0
+    return y
+
+
+def one_row(x: Tensor, bounds: Tensor) -> Tensor:
+    return x[_row(bounds, 2)] + x.exp().select(1, _row(bounds, 3)).sum()
+
+
+def one_row_written(x: Tensor, bounds: Tensor) -> Tensor:
+    return x.sin().select_scatter(x[0], 0, _row(bounds, 2))
+
+
+SLICES = [
+    first_rows,
+    last_rows,
+    rows_between,
+    rows_apart,
+    columns,
+    of_a_slice,
+    added_slices,
+    zeroed,
+    zeroed_columns,
+    one_row,
+    one_row_written,
+]
+BOUNDS = [
+    *((4, 6, 3, 1), (0, 3, 0, 0), (7, 2, -1, 3), (20, 30, 6, -1)),
+    *((-2, -1, -7, -4), (-30, 5, 5, 2), (1, 7, 1, 1), (6, -1, -2, -2)),
+]
+"""First and last bound, the index of a row, and that of a column."""
+
+
+def bounded() -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    sizes = [[5, 0, 2], [1, 4, 2], [0, 7, 0], [3, 3, 1]]
+    for n, bounds in enumerate(BOUNDS):
+        full = torch.randn(NODES, 4, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+        yield sizes[n % len(sizes)], full, torch.tensor(bounds)
+
+
+@pytest.mark.ranks(3, timeout=300, processes=False)
+@pytest.mark.parametrize(
+    ("program", "backend"),
+    often(
+        [(program, "aot_eager") for program in SLICES]
+        # Inductor allocates a gradient of `of_a_slice` before it reads the size, also where the program checks the bound.
+        + [(program, "shardcompile") for program in SLICES if program is not of_a_slice],
+        len(SLICES),
+    ),
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_slices_by_bounds_that_a_run_gives(program: Run, backend: str) -> None:
+    for worked in bounded():
+        check(program, program, *worked)
+    once(torch.compiler.reset)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        run = torch.compile(program, fullgraph=True, backend=backend)
+        before = once(graphs_compiled)
+        for worked in bounded():
+            check(run, program, *worked)
+        assert graphs_compiled() == before + 1
+
+
 def _isomorphism(layers: Any) -> nn.Module:
     return layers.GINConv(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)))
 

@@ -15,6 +15,7 @@ from shardcompile import compat
 from shardcompile.layout import Layout
 from shardcompile.ops.choice import choose
 from shardcompile.ops.strategy import Strategy, along, partial
+from shardcompile.ops.support.gather_log import log_replicated
 from shardcompile.ops.support.global_meta import global_meta
 from shardcompile.ops.view.rows import layout_of, wrap
 from shardcompile.redistribute import run_plan
@@ -53,6 +54,7 @@ def contract(a: str, b: str, out: str, x: Tensor, y: Tensor) -> Sharded:
 
     choice = choose(layouts, _strategies(a, b, out), 1, produced=produced)
     assert choice is not None, "replicating everything is always possible"
+    log_replicated(aten.einsum.default, choice.plans)
     # Below `__torch_dispatch__` nothing heeds that a plain tensor is conjugated, or negated, lazily.
     blocks = [t._local_tensor if isinstance(t, Sharded) else t.resolve_conj().resolve_neg() for t in (x, y)]
     blocks = [run_plan(plan, block) for plan, block in zip(choice.plans, blocks, strict=True)]

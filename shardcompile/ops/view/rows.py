@@ -18,7 +18,8 @@ from shardcompile import compat
 from shardcompile.collectives import block_size, derive, derive_spread
 from shardcompile.compat import OpOverload
 from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
-from shardcompile.ops import state
+from shardcompile.ops import Form, state
+from shardcompile.ops.record import Run
 from shardcompile.ops.support.blocks import Scalar, index_copy
 from shardcompile.ops.support.copied_views import follow, note_view
 from shardcompile.ops.support.global_meta import global_meta
@@ -129,6 +130,48 @@ def begin_of(start: IntLike | None, extent: IntLike) -> IntLike:
 def row_of(index: IntLike, extent: IntLike) -> IntLike:
     """The row that an index names, which counts from the end if it is negative; a guard decides that of a formula."""
     return index + extent if compat.guard_or_false(index < 0) else index
+
+
+def _is_of_unknown_sign(index: object) -> bool:
+    """Whether only a run tells if an index counts from the end."""
+    return compat.is_unbacked(index) and not any(map(compat.statically_known_true, (index >= 0, index < 0)))  # type: ignore[operator]
+
+
+def _row_by_run(index: Any, extent: Any, is_bound: bool) -> IntLike:
+    """The row that an index names, computed when the graph runs. Bounds of slices may lie outside of the rows."""
+
+    def make() -> list[Any]:
+        with compat.unrecorded_symbols():
+            row, whole = (torch.scalar_tensor(n, dtype=torch.int64, device="cpu") for n in (index, extent))
+            row = torch.where(row < 0, row + whole, row)
+            return [(torch.minimum(row.clamp(min=0), whole) if is_bound else row).item()]
+
+    asked = ("row", is_bound, compat.expression_of(index), compat.expression_of(extent))
+    row: IntLike = compat.once_in_trace(asked, make)[0]
+    torch._check(row >= 0)
+    torch._check(row <= extent if is_bound else row < extent)
+    return row
+
+
+def _by_rows(op: OpOverload, form: Run, at: int, count: int) -> Form:
+    """The form of an op whose unbacked indices become rows first, where only a run tells their signs.
+
+    Args:
+        op: its arguments begin with the tensor that is indexed, or with a gradient and the sizes of that tensor.
+        form: the op where the signs are known.
+        at: the position of the first index, which follows the dim.
+        count: the number of indices: the two bounds of a slice, or one.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        indices = args[at : at + count]
+        if not any(map(_is_of_unknown_sign, indices)):
+            return form(*args, **kwargs)
+        sizes = args[1] if isinstance(args[1], (list, tuple)) else args[0].shape
+        rows = [_row_by_run(i, sizes[args[at - 1]], count == 2) if _is_of_unknown_sign(i) else i for i in indices]
+        return op(*args[:at], *rows, *args[at + count :], **kwargs)
+
+    return Form(run, preferred=lambda call: any(map(_is_of_unknown_sign, call.args[at : at + count])))
 
 
 def slice_rows(
@@ -448,11 +491,11 @@ def _common_frame(
     return placements, cuts
 
 
-state(aten.slice.Tensor, sharded=_slice, check=_decide_signs)
-state(aten.slice_backward.default, sharded=slice_backward)
-state(aten.slice_scatter.default, sharded=slice_scatter)
-state(aten.select.int, sharded=select, check=_decide_signs)
-state(aten.select_scatter.default, sharded=select_scatter)
+state(aten.slice.Tensor, sharded=_by_rows(aten.slice.Tensor, _slice, 2, 2), check=_decide_signs)
+state(aten.slice_backward.default, sharded=_by_rows(aten.slice_backward.default, slice_backward, 3, 2))
+state(aten.slice_scatter.default, sharded=_by_rows(aten.slice_scatter.default, slice_scatter, 3, 2))
+state(aten.select.int, sharded=_by_rows(aten.select.int, select, 2, 1), check=_decide_signs)
+state(aten.select_scatter.default, sharded=_by_rows(aten.select_scatter.default, select_scatter, 3, 1))
 state(aten.split.Tensor, sharded=split)
 state(aten.split_with_sizes.default, sharded=split_with_sizes)
 state(aten.constant_pad_nd.default, sharded=pad)

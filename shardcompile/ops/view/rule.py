@@ -305,15 +305,20 @@ def _new(call: OpCall) -> Iterable[Strategy]:
 
     A tensor with as many rows as the one that was looked up in is cut like that one. A column beside what was looked up
     is cut like what was looked up.
+
+    Eager code sees numbers, and cannot tell a literal size from one that was read off a tensor. So that compiled code
+    decides alike, it compares a symbol with a literal, too, and installs a guard.
     """
     src, shape = call.tensors[0].shape, call.args[1]
     alike = len(src) == len(shape)
     for dim, cut in enumerate(call.tensors[0].layout.cuts):
+        if cut is None:
+            continue  # it leaves nothing to decide
         at = dim if alike else 0
-        named = cut is not None and cut.rows is not None and (alike or len(shape) == 1)
-        if (alike or named) and compat.statically_known_true(src[dim] == shape[at]):
+        named = cut.rows is not None and (alike or len(shape) == 1)
+        if (alike or named) and compat.same_symbol(src[dim], shape[at]):
             yield along([dim], [at])
-        elif named and cut is not None and cut.named_rows(shape[at]) is not None:
+        elif named and cut.named_rows(shape[at]) is not None:
             yield along([dim], [at], on_cut=lambda cut: cut.rows)
         else:
             yield along([dim], [None])
