@@ -127,10 +127,10 @@ def _decide_functional(
 
 
 def _produced_bytes(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> list[int]:
-    """Bytes of each output's global tensor, by hints while tracing; none if they depend on values."""
+    """Bytes of each output's global tensor, by hints while tracing; none if they are not known before the op runs."""
     try:
         out = global_meta(op, args, kwargs)
-    except compat.UNKNOWN_OUTPUT_SHAPE:
+    except (*compat.UNKNOWN_OUTPUT_SHAPE, NotImplementedError):
         return []
     outputs = out if isinstance(out, tuple) and len(op._schema.returns) > 1 else (out,)
     return [

@@ -37,10 +37,13 @@ class OutputPlan:
     Attributes:
         placements: one for each mesh dim.
         cuts: by tensor dim.
+        left: the mesh dims that shard an input, and along which the output follows no input's partition: it is
+            replicated there, or newly sharded.
     """
 
     placements: tuple[Placement, ...]
     cuts: dict[int, Cut]
+    left: tuple[int, ...] = ()
 
     def layout(self, like: Layout, shape: Sequence[IntLike], dtype: object) -> Layout:
         """The output's layout, once its global shape and dtype are known."""
@@ -91,6 +94,7 @@ def choose(
     outputs: int,
     in_place: bool = False,
     produced: Callable[[], Sequence[int]] | None = None,
+    returns: bool = True,
 ) -> Choice | None:
     """The cheapest legal way to run an op, or None if there is none (only possible in place).
 
@@ -100,6 +104,7 @@ def choose(
         outputs: number of outputs.
         in_place: whether the first input is written to, so that it must stay as it is.
         produced: gives the bytes of each output, if they can be known.
+        returns: whether what it takes to bring outputs back counts; not for whoever adds that to the price.
     """
     table = [*strategies, replicate_all(len(layouts), outputs)]
     world = len(layouts[0].placements)
@@ -109,7 +114,7 @@ def choose(
         found = _cheapest(layouts, [natural], in_place)  # type: ignore[list-item]
         if found is not None and found.nbytes == 0 and not any(p.steps for p in found.plans):
             return _settled(found)
-    found = _cheapest(layouts, itertools.product(*_few_enough(layouts, candidates)), in_place, produced)
+    found = _cheapest(layouts, itertools.product(*_few_enough(layouts, candidates)), in_place, produced, returns)
     return None if found is None else _settled(found)
 
 
@@ -161,6 +166,7 @@ def _cheapest(
     combinations: Iterable[Sequence[Strategy]],
     in_place: bool,
     produced: Callable[[], Sequence[int]] | None = None,
+    returns: bool = True,
 ) -> Choice | None:
     best: tuple[tuple[int, int], Choice] | None = None
     sizes = None if produced is None else functools.cache(produced)
@@ -168,7 +174,8 @@ def _cheapest(
         for choice in _assemble(layouts, combination):
             if in_place and not _keeps_first(layouts[0], choice):
                 continue
-            cost = (choice.cost + _reduction_cost(choice, sizes), sum(len(p.steps) for p in choice.plans))
+            ends = _reduction_cost(choice, sizes) + (_return_cost(choice, sizes) if returns else 0)
+            cost = (choice.cost + ends, sum(len(p.steps) for p in choice.plans))
             if best is None or cost < best[0]:
                 best = (cost, choice)
     return None if best is None else best[1]
@@ -245,7 +252,7 @@ def _with_cuts(layouts: Sequence[Layout], combination: Sequence[Strategy], chose
         cuts = _collect(placements, combination, chosen, {id(s): s for s in combination})
         if cuts is None:
             return None
-        outputs.append(OutputPlan(placements, cuts))
+        outputs.append(OutputPlan(placements, cuts, _left(layouts, placements, combination, chosen)))
     busiest = max((c.imbalance for c in chosen.values() if _is_new(c, layouts)), default=1.0)
     cost = math.ceil(busiest * sum(map(_cost, plans)))
     return Choice(tuple(plans), tuple(outputs), sum(p.nbytes for p in plans), cost, busiest)
@@ -254,6 +261,23 @@ def _with_cuts(layouts: Sequence[Layout], combination: Sequence[Strategy], chose
 def _is_new(cut: Cut, layouts: Sequence[Layout]) -> bool:
     """Whether it is the partition that torch.chunk makes of a dim that no input is sharded along."""
     return cut.kind == "chunk" and not any(cut is c for layout in layouts for c in layout.cuts)
+
+
+def _left(
+    layouts: Sequence[Layout],
+    placements: Sequence[Placement],
+    combination: Sequence[Strategy],
+    chosen: dict[int, Cut],
+) -> tuple[int, ...]:
+    """The mesh dims of `OutputPlan.left`."""
+
+    def follows(m: int, placement: Placement) -> bool:
+        if isinstance(placement, Shard):
+            return not _is_new(chosen[id(combination[m])], layouts)
+        return isinstance(placement, Partial)
+
+    sharded = (m for m in range(len(placements)) if any(isinstance(x.placements[m], Shard) for x in layouts))
+    return tuple(m for m in sharded if not follows(m, placements[m]))
 
 
 def _cost(plan: Plan) -> int:
@@ -276,6 +300,20 @@ def _reduction_cost(choice: Choice, produced: Callable[[], Sequence[int]] | None
     return sum(
         nbytes * (math.prod(mesh.shape[m] for m in dims) - 1) for nbytes, dims in zip(produced(), partial, strict=False)
     )
+
+
+def _return_cost(choice: Choice, produced: Callable[[], Sequence[int]] | None) -> int:
+    """Bytes of bringing outputs back to the rows that inputs were sharded by, where inputs were moved away from them.
+
+    Without it, moving two small factors to a dim of the batch looks cheap, however large the product: scores of an
+    attention over a sharded sequence would go to the heads and come back. A replicated output pays the same: every rank
+    computes all of it.
+    """
+    if produced is None or not choice.communicates or not any(o.left for o in choice.outputs):
+        return 0
+    shape = choice.plans[0].src.mesh.shape
+    shares = [sum(1 - 1 / shape[m] for m in o.left) for o in choice.outputs]
+    return math.ceil(_LEAVING * sum(nbytes * share for nbytes, share in zip(produced(), shares, strict=False)))
 
 
 def _collect(

@@ -407,6 +407,15 @@ def test_of_three_partitions_the_one_with_least_to_move_is_taken_over() -> None:
     assert seen == {0, 1, 2}
 
 
+def test_rows_stay_sharded_where_a_newly_sharded_output_would_have_to_come_back() -> None:
+    """Scores of an attention: keys are gathered, unless the scores are so small that all goes to the batch and back."""
+    for rows, taken in ((12, S1), (3, S0)):
+        query, key = layout([S1], (9, rows, 8), world=3), layout([Shard(2)], (9, 8, rows), world=3)
+        table = multilinear("b m k, b k n -> b m n")(call_of(aten.bmm.default, query, key))
+        choice = choose([query, key], table, 1, produced=lambda rows=rows: [9 * rows * rows * 4])
+        assert choice is not None and choice.outputs[0].placements == (taken,)
+
+
 def test_partial_inputs_pass_where_that_is_legal() -> None:
     x, whole, cut = layout([P], (8, 4)), layout([R], (8, 4)), layout([S0], (8, 4), 3, 5)
     both = chosen([x, x], ADD)

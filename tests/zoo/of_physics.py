@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zoo import packages
 from zoo.entry import Entry
-from zoo.words import BIAS, KEPT, KEYS, MARGINS, MODES, PARTS, PLACED, TABLE
+from zoo.words import BIAS, KEPT, KEYS, MARGINS, MODES, PARTS, PLACED, TABLE, WINDOWS
 
 
 def _of(module: str, name: str, **sizes: Any) -> Callable[[], nn.Module]:
@@ -83,7 +83,7 @@ OF_PHYSICS = [
     Entry("pn-perceptron", _of("mlp", "FullyConnected", in_features=3, layer_size=16, out_features=2, num_layers=2), lambda n: [torch.randn(n, 3)], (0,), package="physicsnemo"),
     _height("pn-afno", _of("afno", "AFNO", inp_shape=[16, 16], in_channels=2, out_channels=2, patch_size=[2, 2], embed_dim=16, depth=1, num_blocks=2), 2, gathers=PLACED, extents=_FIXED, **_SINGLE),
     _height("pn-fno", _of("fno", "FNO", in_channels=2, out_channels=2, latent_channels=8, num_fno_layers=1, num_fno_modes=3, padding=2), 2, graphs=2, gathers=(MODES,)),
-    _height("pn-pangu", _nothing_dropped("pangu", "Pangu", img_size=(32, 24), patch_size=(2, 4, 4), embed_dim=8, num_heads=(2, 2, 2, 2), window_size=(2, 2, 3)), 4, inputs=_field(4, 24, 72, 1), read=lambda out: out[1], extents=_FIXED, gathers=BIAS),
+    _height("pn-pangu", _nothing_dropped("pangu", "Pangu", img_size=(32, 24), patch_size=(2, 4, 4), embed_dim=8, num_heads=(2, 2, 2, 2), window_size=(2, 2, 3)), 4, inputs=_field(4, 24, 72, 1), read=lambda out: out[1], extents=_FIXED, gathers=(*BIAS, *WINDOWS)),
     Entry(
         "pn-song-unet",
         _of("diffusion_unets", "SongUNet", attn_resolutions=[], bottleneck_attention=False, **_UNET),

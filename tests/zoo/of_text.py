@@ -106,11 +106,6 @@ LEFT_OUT = object()
 """In place of a setting that a configuration does not take."""
 
 
-_OF_CHUNKS = (
-    ("new_states = torch.einsum", "needed: each chunk begins with what is left of the states of all before it"),
-)
-
-
 def _decoder(
     name: str,
     kind: str,
@@ -165,9 +160,9 @@ OF_TEXT = [
     _decoder("hf-mixtral", "mixtral", _EXPERTS, dtype=torch.float32, num_local_experts=4, num_experts_per_tok=2),
     _decoder("hf-mixtral-cut-experts", "mixtral", _EXPERTS, dtype=torch.float32, cut_parameters="experts.", num_local_experts=4, num_experts_per_tok=2),
     _decoder("hf-olmoe", "olmoe", _EXPERTS, dtype=torch.float32, num_experts=4, num_experts_per_tok=2),
-    _decoder("hf-mamba", "mamba", (("associative_scan", "needed: of a step of the scan in which there are fewer rows than ranks"),), attention="eager", state_size=4),
+    _decoder("hf-mamba", "mamba", attention="eager", state_size=4),
     # It pads to whole chunks where words are left over, which is another graph, as in plain PyTorch.
-    _decoder("hf-mamba2", "mamba2", (*_PLAIN, *_OF_CHUNKS), graphs=2, attention="eager", dtype=torch.float32, num_heads=4, head_dim=16, state_size=4, n_groups=1, chunk_size=4),
+    _decoder("hf-mamba2", "mamba2", graphs=2, attention="eager", dtype=torch.float32, num_heads=4, head_dim=16, state_size=4, n_groups=1, chunk_size=4),
     _encoder("hf-bert", "bert"),
     _encoder("hf-roberta", "roberta"),
     _encoder("hf-electra", "electra", embedding_size=32),

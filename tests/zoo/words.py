@@ -47,3 +47,4 @@ BIAS = (
         "needed: the gradient of a plain tensor is plain, and each rank has that of some rows",
     ),
 )
+WINDOWS = (("attn = q @ k", KEYS[1]), ("x = (attn @ v)", KEYS[1]))
