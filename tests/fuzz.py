@@ -201,8 +201,9 @@ class Program:
             try:
                 run_line(line, values)
             except _RAISED_BY_PLAIN as error:
-                shared = "single memory location" in str(error)  # nobody needs that refused: it has one meaning
-                if n < len(self.lines) - 1 or not self.refused or shared:
+                # Nobody needs that refused: it has one meaning.
+                known = any(told in str(error) for told in ("single memory location", "storage_offset"))
+                if n < len(self.lines) - 1 or not self.refused or known:
                     raise Unfit(line) from error
                 refused = True
         if refused is not self.refused:

@@ -351,6 +351,14 @@ def _small_view(d: Draw) -> str:
     return d.rng.choice(choices)
 
 
+def _as_pairs(d: Draw) -> str:
+    """A view of neighbouring numbers as complex ones, and back."""
+    x = d.x(1, lambda t: t.dtype is torch.float64 and t.shape[-1] % 2 == 0)
+    pairs = x if d.values[x].shape[-1] == 2 and d.rng.random() < 0.5 else f"{x}.view(-1, 2)"
+    return d.rng.choice([f"{x}.view(torch.complex128).view(torch.float64)",
+                         f"torch.view_as_real(torch.view_as_complex({pairs}))"])  # fmt: skip
+
+
 def _parted(d: Draw) -> str:
     x = d.x(1)
     return f"{x}.split({d.int(1, 4)}, {d.dim(x, 1)})[:2]"
@@ -373,6 +381,7 @@ VIEWS: list[Maker] = [
     _dim_split,
     _small_view,
     _small_view,
+    _as_pairs,
 ]
 
 

@@ -40,12 +40,6 @@ def test_programs_in_half_precision_after_the_passes() -> None:
     assert set(found) <= {RIGHT, REFUSED}
 
 
-@pytest.mark.parametrize("seeds", often([range(15300197, 15300201)], 0))
-def test_programs_of_which_one_needs_those_before_it(seeds: range) -> None:
-    """Dynamo has seen other sizes by then, and has symbols for extents that the program takes for numbers."""
-    assert set(search(seeds, "aot_eager_decomp_partition")) <= {RIGHT, REFUSED}
-
-
 @pytest.mark.parametrize("backend", ["inductor", "shardcompile"])
 @pytest.mark.parametrize("first", often(list(range(0, 50, 10)), 0))
 def test_programs_through_inductor(first: int, backend: str) -> None:
@@ -647,6 +641,11 @@ def test_windows_are_written_to_once_for_each_that_has_a_row_or_not_at_all(view:
             [Input("a0", (5, 4), "S(0)", {0: [2, 0, 3]}), Input("a1", (), "R")],
             (3,),
         ),
+        (
+            ["v0 = torch.fft.ihfft(a0, n=4, dim=0).real * 2", 'v1 = torch.einsum("ab,cd->cdab", a1[:, 3:], v0)'],
+            [Input("a0", (6, 1), "S(1)", {0: [1, 0]}), Input("a1", (1, 5))],
+            (2,),
+        ),
     ],
 )  # fmt: skip
 def test_results_are_stored_as_those_of_plain_pytorch(
@@ -706,3 +705,47 @@ def test_strides_of_sizes_that_a_run_gives_are_sorted_by_inductor() -> None:
         Input("a1", (4, 4), "S(1)", {0: [2, 1, 1]}, "float32", grad=True),
     ]
     assert found(lines, inputs, (3,), "inductor").kind == RIGHT
+
+
+@pytest.mark.parametrize("backend", often([None, "aot_eager"], 1))
+@pytest.mark.parametrize(
+    "line",
+    [
+        "v2 = torch.view_as_real(torch.view_as_complex(v1))",
+        "torch.view_as_complex(v1).zero_()",
+        "torch.view_as_real(torch.view_as_complex(v1))[1:].fill_(1)",
+        "v1.view(torch.complex128)[1:].fill_(1)",
+    ],
+)
+def test_a_shard_that_begins_within_a_pair_is_viewed_as_complex_numbers(line: str, backend: str | None) -> None:
+    """One rank has one of the rows that go, and so does no rank know that another one begins at an odd row."""
+    lines = ["v0 = a0[2:]", "v1 = v0.view(3, 2)", line, "v3 = v0 + 1"]
+    told = found(lines, [Input("a0", (8,), "S(0)", {0: [1, 7]})], (2,), backend)
+    assert told.kind == RIGHT, told
+
+
+def test_strides_of_a_shard_without_rows_are_no_matter_to_complex_numbers() -> None:
+    lines = [
+        *("v0 = torch.diag_embed(a0.unfold(-1, 1, 3).sin())", "v1 = torch.fft.rfftn(v0, s=[1, 1, 2], dim=[2, 1, 0])"),
+        "v2 = a0 @ torch.view_as_real(v1)",
+    ]
+    told = found(lines, [Input("a0", (1,), "S(0)", {0: [1, 0]}, grad=True)], (2,))
+    assert told.kind == RIGHT, told
+
+
+@pytest.mark.nightly
+def test_a_program_is_compiled_after_one_that_could_not_be() -> None:
+    """Dynamo has seen another size by then, and makes a symbol of one that the program takes for a number."""
+    backend = "aot_eager_decomp_partition"
+    before = Program((2,), [Input("a0", (2, 7))], ["a0.squeeze_()"])
+    lines = [
+        *("v0 = a0.flatten(0, 1)", 'v1 = to(v0, "S(0)")', "v2 = torch.zeros_like(v1)", "v3 = a0.mean([1], True)"),
+        *("v4 = v2.index_add(0, torch.arange(24), v0)", "v5 = v3.flatten(0, 1)", "v6 = F.normalize(v5, dim=-1)"),
+        "v7 = torch.cat([v1, v5, v1], 0)",
+    ]
+    program = Program((2,), [Input("a0", (6, 4), "P(sum)", grad=True)], lines)
+    torch._dynamo.reset()
+    with LocalRanks(2, processes=False) as ranks:
+        assert judge(ranks, before, backend).kind == REFUSED
+        told = judge(ranks, program, backend)
+    assert told.kind == RIGHT, told

@@ -253,6 +253,7 @@ state(
     [
         *(aten.clone.default, aten._to_copy.default, aten.fill.Scalar, aten.hardtanh.default, aten.nan_to_num.default),
         *(aten.deg2rad.default, aten.rad2deg.default, aten._prelu_kernel.default),
+        *(aten._conj.default, aten._neg_view.default, aten.resolve_conj.default, aten.resolve_neg.default),
     ],
     keeps_strides=True,
 )

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from shardcompile import compat
 from shardcompile.layout import Cut, IntLike, Layout
 from shardcompile.ops.registry import register, state
 from shardcompile.ops.strategy import OpCall, Strategy, along
@@ -38,17 +39,31 @@ def _joined(count: int, cut: Cut) -> Cut | None:
 
 
 def _kernel(x: Tensor, dtype: torch.dtype, shape: Sequence[IntLike]) -> Tensor:
-    """A view of the local shard; a copy where that begins within an element of the dtype, or has rows that do.
-
-    Where rows begin follows from the partition. It is no fault of the program.
-    """
+    """A view of the local shard; a copy where that begins within an element of the dtype, or has rows that do."""
     count = dtype.itemsize // x.itemsize
     if count < 2:
         return aten.view.dtype(x, dtype)
-    starts = [] if type(x) is not Tensor else [x.storage_offset(), *x.stride()[:-1]]  # a trace knows none of them
-    if any(n % count for n in starts):
-        x = x.clone(memory_format=torch.contiguous_format)
+    x = _in_units(x, count)
     return aten.squeeze.dim(aten.view.dtype(aten.view.default(x, [*shape, count]), dtype), -1)
+
+
+def _as_complex(x: Tensor) -> Tensor:
+    """A view of the local shard; a copy where that begins within a pair, or has rows that do."""
+    return aten.view_as_complex.default(_in_units(x, 2))
+
+
+def _in_units(x: Tensor, count: int) -> Tensor:
+    """The local shard, copied unless it and its rows are known to begin at multiples of `count` elements of memory.
+
+    Where they begin follows from the partition. It is no fault of the program. Nor is it where the memory ends: torch
+    (2.11 - 2.15) copies the whole memory of what is written to by `slice_scatter`.
+    """
+    starts = [x.storage_offset(), *x.stride()[:-1]]
+    if type(x) is Tensor:
+        starts.append(x.untyped_storage().nbytes() // x.itemsize)
+    if all(compat.statically_known_true(n % count == 0) for n in starts):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _with_shape(
@@ -59,7 +74,7 @@ def _with_shape(
 
 def _may_copy(now: Layout, then: Layout) -> bool:
     """Whether a shard may begin within an element of the result's dtype on some rank."""
-    return then.dtype.itemsize > now.dtype.itemsize and now.cuts[-1] is not None
+    return then.dtype.itemsize > now.dtype.itemsize
 
 
 def _back(parent: Tensor, value: Tensor, _: object, dtype: torch.dtype) -> Tensor:
@@ -68,3 +83,10 @@ def _back(parent: Tensor, value: Tensor, _: object, dtype: torch.dtype) -> Tenso
 
 register(aten.view.dtype, _view, _with_shape)
 state(aten.view.dtype, kernel=_kernel, copies_block=_may_copy, way_back=_back)
+state(
+    aten.view_as_complex.default,
+    kernel=_as_complex,
+    copies_block=_may_copy,
+    way_back=lambda parent, value, _: aten.view_as_real.default(value),
+)
+state(aten.view_as_real.default, way_back=lambda parent, value, _: aten.view_as_complex.default(value))
