@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from shardcompile.layout.sizes import chunk_sizes
+from shardcompile.layout.sizes import nested_chunk_sizes
 
 Sizes = tuple[int, ...]
 
@@ -158,14 +158,15 @@ def shifted(cuts: Sequence[Sizes], by: int, around: int) -> tuple[Sizes, Sizes]:
     return tuple(0 if i is None else sizes[i] for i in whose), tuple(0 if i is None else starts[i] for i in whose)
 
 
-def divided(cuts: Sequence[Sizes], extent: int) -> tuple[Sizes, Sizes]:
-    """Another dim of `extent` rows in as many blocks, as `torch.chunk` divides it, and where each block starts.
+def divided(_: Sequence[Sizes], extent: int, *parts: int) -> tuple[Sizes, Sizes]:
+    """Another dim of `extent` rows as `torch.chunk` divides it along each mesh dim, and where each block starts.
 
-    >>> divided([(3, 0, 5)], 4)
+    >>> divided([(3, 0, 5)], 4, 3)
     ((2, 2, 0), (0, 2, 4))
+    >>> divided([(3, 0, 5, 0)], 2, 2, 2)
+    ((1, 0, 1, 0), (0, 1, 1, 2))
     """
-    (sizes,) = cuts
-    found = chunk_sizes(extent, len(sizes))
+    found = nested_chunk_sizes(extent, parts)
     return found, tuple(_starts(found))
 
 

@@ -128,7 +128,7 @@ def test_rows_around_a_block_are_those_that_there_are(sizes: tuple[int, ...], be
 
 @given(SIZES, st.integers(0, 20))
 def test_another_dim_is_divided_as_torch_chunks_it(sizes: tuple[int, ...], extent: int) -> None:
-    found, starts = DERIVATIONS["divided"]([sizes], extent)
+    found, starts = DERIVATIONS["divided"]([sizes], extent, len(sizes))
     pieces = torch.arange(extent).chunk(len(sizes)) if extent else ()
     assert [n for n in found if n] == [len(p) for p in pieces]
     assert len(found) == len(sizes) and all(sum(found[:i]) == start for i, start in enumerate(starts))

@@ -749,3 +749,24 @@ def test_a_program_is_compiled_after_one_that_could_not_be() -> None:
         assert judge(ranks, before, backend).kind == REFUSED
         told = judge(ranks, program, backend)
     assert told.kind == RIGHT, told
+
+
+@pytest.mark.parametrize(
+    ("lines", "inputs", "mesh"),
+    often(
+        [
+            (["v0 = a0.masked_select(weight(0) > 0)"], [Input("a0", (0,), "S(0)", {0: [0, 0, 0]}, grad=True)], (3,)),
+            (["v0 = a0.sum([0, 1], True)", "v1 = v0[:0]"], [Input("a0", (7, 3), "S(0)", CUT, grad=True)], (3,)),
+            (
+                ["v0 = a1 @ a1[:, :1]", "v1 = torch.fft.ihfft(v0, n=1, dim=0).real * 2"],
+                [Input("a0", (2, 2, 1), grad=True), Input("a1", (1, 2, 1), "S(0) S(0)", {1: [1, 0, 0, 0]})],
+                (2, 2),
+            ),
+        ],
+        3,
+    ),
+    ids=["a mask of no rows", "no rows of a pending sum", "a transform along a dim that two mesh dims shard"],
+)
+def test_compiled_layouts_are_those_of_eager_mode(lines: list[str], inputs: list[Input], mesh: tuple[int, ...]) -> None:
+    told = found(lines, inputs, mesh, "aot_eager")
+    assert told.kind == RIGHT, told

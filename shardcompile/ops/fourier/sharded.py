@@ -131,7 +131,7 @@ class _Block:
         if home is not None and self._fits(cut, at):
             return replace(home, home=replace(cut, home=None))
         if cut.has_symbols:  # with known blocks that differ every rank would have a graph of its own
-            divided = derive("divided", [cut], [extent], extent, self.layout.mesh)[0]
+            divided = derive("divided", [cut], [extent, *cut.parts], extent, self.layout.mesh)[0]
         else:
             divided = Cut.chunk(cut.mesh_dims, cut.parts, extent)
         return replace(divided, home=replace(cut, home=None))

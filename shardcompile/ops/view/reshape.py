@@ -92,6 +92,7 @@ def _view(call: OpCall) -> Iterable[Strategy]:
     dst = call.args[1]
     if any(isinstance(e, int) and e == 0 for e in src):
         yield from (along([d], [d]) for d, (a, b) in enumerate(zip(src, dst, strict=False)) if a is b or a == b)
+        yield from (partial([op], [op]) for op in REDUCE_OPS)
         return
     if any(isinstance(e, int) and e == -1 for e in dst):
         dst = resolved_shape(dst, _numel(src))

@@ -60,13 +60,16 @@ def first_row(cut: Cut, layout: Layout) -> IntLike:
 
 
 def has_known_blocks(x: Tensor) -> bool:
-    """Whether a trace takes block sizes of a sharded tensor for numbers.
+    """Whether a trace takes block sizes of a sharded tensor for numbers; those of no rows are 0 on every rank.
 
     Every rank then has a graph of its own, of which AOTAutograd may save other tensors, and with them repeat other
     collectives in the backward pass: what a rank sends must not depend on what is saved.
     """
     cuts = x._spec.layout.cuts if isinstance(x, Sharded) else ()
-    return any(c is not None and c.is_traced and isinstance(c.block, int) for c in cuts)
+    return any(
+        c is not None and c.is_traced and isinstance(c.block, int) and not (isinstance(c.extent, int) and c.extent == 0)
+        for c in cuts
+    )
 
 
 def sliced_cut(cut: Cut, start: IntLike, step: int, count: IntLike, mesh: DeviceMesh) -> tuple[Cut, IntLike]:
