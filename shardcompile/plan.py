@@ -18,7 +18,7 @@ from typing import Literal, TypeVar
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from shardcompile.compat import coordinate, forget_with_world, size_hint
+from shardcompile.compat import coordinate, forget_with_world, size_hint, statically_known_true
 from shardcompile.errors import RedistributeError
 from shardcompile.layout import Apart, Cut, IntLike, Layout, has_runs
 
@@ -126,9 +126,12 @@ def find_plan(src: Layout, dst: Layout, *, ask_chunked: bool = True) -> Plan:
 def _plan_of_runs(src: Layout, dst: Layout) -> Plan:
     """The steps where leading dims were flattened into cut ones: with those apart."""
     _check_meaningful(src, dst)
-    cuts = [(a.runs if a else 0, b.runs if b else 0) for a, b in zip(src.cuts, dst.cuts, strict=True)]
-    if all(a == b for a, b in cuts if a and b):
-        apart = Apart(tuple(max(a, b, 1) for a, b in cuts))
+    cuts = [
+        (None if a is None else a.runs, None if b is None else b.runs) for a, b in zip(src.cuts, dst.cuts, strict=True)
+    ]
+    both = [(a, b) for a, b in cuts if a is not None and b is not None]
+    if all(statically_known_true(a == b) for a, b in both):
+        apart = Apart(tuple(a if a is not None else 1 if b is None else b for a, b in cuts))
         return Plan(src, dst, find_plan(apart.layout(src), apart.layout(dst)).steps, apart)
     exchanged = _exchange_of_stretches(src, dst)
     if exchanged is not None:
@@ -137,7 +140,7 @@ def _plan_of_runs(src: Layout, dst: Layout) -> Plan:
     # What is cut in two ways of which one crosses the other goes through the whole dim.
     whole = src
     for dim, (a, b) in enumerate(cuts):
-        if a and b and a != b:
+        if a is not None and b is not None and not statically_known_true(a == b):
             whole = whole.gathered(dim)
     parts = (find_plan(src, whole), find_plan(whole, dst))
     return Plan(src, dst, (*parts[0].steps, *parts[1].steps), parts=parts)
@@ -146,7 +149,8 @@ def _plan_of_runs(src: Layout, dst: Layout) -> Plan:
 def _exchange_of_stretches(src: Layout, dst: Layout) -> Plan | None:
     """The exchange that brings a dim to the cut of the target, which has another number of stretches; None for several
     such dims, and where other mesh dims have a part in it."""
-    dims = [d for d, (a, b) in enumerate(zip(src.cuts, dst.cuts, strict=True)) if a and b and a.runs != b.runs]
+    pairs = enumerate(zip(src.cuts, dst.cuts, strict=True))
+    dims = [d for d, (a, b) in pairs if a and b and not statically_known_true(a.runs == b.runs)]
     if len(dims) != 1:
         return None
     (dim,) = dims

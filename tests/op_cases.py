@@ -15,6 +15,11 @@ from torch import Tensor
 Run = Callable[..., Any]
 
 
+def _set(x: Tensor, index: Any, value: Any) -> None:
+    """`operator.setitem`, which Dynamo (2.11 - 2.15) cannot trace."""
+    x[index] = value
+
+
 def _in_place(change: Run) -> Run:
     """`change` applied to a copy of the first input, which is returned."""
 
@@ -158,9 +163,9 @@ def _inplace() -> list[Case]:
         "pow_": (lambda x: x.pow_(2), (_X,)),
         "slice of a view": (lambda x: x[1:3].mul_(2), (_X,)),
         "column of a view": (lambda x: x[:, 1].add_(1), (_X,)),
-        "setitem row": (lambda x, y: operator.setitem(x, 2, y), (_X, F(4))),
-        "setitem slice": (lambda x, y: operator.setitem(x, (slice(None), slice(1, 3)), y), (_X, F(5, 2))),
-        "setitem number": (lambda x: operator.setitem(x, (slice(None), 0), 0.0), (_X,)),
+        "setitem row": (lambda x, y: _set(x, 2, y), (_X, F(4))),
+        "setitem slice": (lambda x, y: _set(x, (slice(None), slice(1, 3)), y), (_X, F(5, 2))),
+        "setitem number": (lambda x: _set(x, (slice(None), 0), 0.0), (_X,)),
         "transposed": (lambda x, y: x.t().add_(y), (_X, F(4, 5))),
         "flattened": (lambda x: x.view(-1).mul_(3), (_X,)),
         "view of a view": (lambda x: x[1:4].view(-1).mul_(3), (_X,)),
@@ -173,17 +178,17 @@ def _inplace() -> list[Case]:
         "index_add_": (lambda x, i, s: x.index_add_(0, i, s), (_X, I(5, 3), F(3, 4))),
         "index_put_": (lambda x, i, s: x.index_put_((i,), s, accumulate=True), (_X, I(5, 3), F(3, 4))),
         "squeeze_": (lambda x: x.unsqueeze(1).clone().squeeze_(1).mul_(2), (_X,)),
-        "masked rows": (lambda x, m: operator.setitem(x, m, 0.0), (_X, B(5))),
-        "masked elements": (lambda x: operator.setitem(x, x > 0, 1.5), (_X,)),
-        "masked elements from": (lambda x, m, y: operator.setitem(x, m, y[m]), (_X, B(5, 4), _X)),
-        "masked columns": (lambda x, m: operator.setitem(x, (slice(None), m), 0.0), (_X, B(4))),
-        "masked columns from": (lambda x, m, y: operator.setitem(x, (slice(None), m), y[:, m] * 2), (_X, B(4), _X)),
-        "masked columns of a row": (lambda x, m, y: operator.setitem(x, (1, m), y), (_X, B(4), F(4, 1))),
-        "masked columns from one": (lambda x, m, y: operator.setitem(x, (slice(None), m), y), (_X, B(4), F(5, 1))),
-        "masked part of a slice": (lambda x, m, y: operator.setitem(x, (slice(1, None), m), y[m]), (_X, B(4), F(4))),
+        "masked rows": (lambda x, m: _set(x, m, 0.0), (_X, B(5))),
+        "masked elements": (lambda x: _set(x, x > 0, 1.5), (_X,)),
+        "masked elements from": (lambda x, m, y: _set(x, m, y[m]), (_X, B(5, 4), _X)),
+        "masked columns": (lambda x, m: _set(x, (slice(None), m), 0.0), (_X, B(4))),
+        "masked columns from": (lambda x, m, y: _set(x, (slice(None), m), y[:, m] * 2), (_X, B(4), _X)),
+        "masked columns of a row": (lambda x, m, y: _set(x, (1, m), y), (_X, B(4), F(4, 1))),
+        "masked columns from one": (lambda x, m, y: _set(x, (slice(None), m), y), (_X, B(4), F(5, 1))),
+        "masked part of a slice": (lambda x, m, y: _set(x, (slice(1, None), m), y[m]), (_X, B(4), F(4))),
         "masked_scatter_": (lambda x, m, y: x.masked_scatter_(m, y), (_X, B(5, 1), F(5, 5))),
         "index_put_ of a mask": (lambda x, m, y: x.index_put_((m,), y[m], accumulate=True), (_X, B(5), _X)),
-        "indexed rows": (lambda x, y: operator.setitem(x, [0, 3], y), (_X, F(2, 4))),
+        "indexed rows": (lambda x, y: _set(x, [0, 3], y), (_X, F(2, 4))),
         "twice": (lambda x: x.add_(1).mul_(x), (_X,)),
         "detached": (lambda x: x.detach().mul_(2), (_X,)),
         "under no_grad": (_scaled_without_gradient, (_X,)),
@@ -1150,16 +1155,17 @@ def _without_rules() -> list[Case]:
 def _outs() -> list[Case]:
     return [
         case("out add", lambda x, y: torch.add(x.detach(), y.detach(), out=torch.empty_like(x)), _X, _X),
-        case("out mm", lambda x, y: torch.mm(x.detach(), y.detach(), out=x.new_empty(5, 3)), F(5, 4), F(4, 3)),
-        case("out sum", lambda x: torch.sum(x.detach(), 0, out=x.new_empty(4)), F(5, 4)),
-        case("out max", lambda x: torch.max(x.detach(), 0, out=(x.new_empty(4), x.new_empty(4, dtype=torch.int64))), F(5, 4)),
-        case("out cat", lambda x, y: torch.cat([x.detach(), y.detach()], out=x.new_empty(10, 4)), _X, _X),
+        case("out mm", lambda x, y: torch.mm(x.detach(), y.detach(), out=x.new_empty(x.shape[0], y.shape[1])), F(5, 4), F(4, 3)),
+        case("out sum", lambda x: torch.sum(x.detach(), 0, out=x.new_empty(x.shape[1])), F(5, 4)),
+        case("out max", lambda x: torch.max(x.detach(), 0, out=(x.new_empty(n := x.shape[1]), x.new_empty(n, dtype=torch.int64))),
+             F(5, 4)),
+        case("out cat", lambda x, y: torch.cat([x.detach(), y.detach()], out=x.new_empty(2 * x.shape[0], x.shape[1])), _X, _X),
         case("out cast", lambda x: torch.exp(x.detach(), out=torch.empty_like(x, dtype=torch.float32)), _X),
         case("out cast error", lambda x: torch.exp(x.detach(), out=torch.empty_like(x, dtype=torch.int64)), _X),
         case("out where", lambda c, x, y: torch.where(c, x.detach(), y.detach(), out=torch.empty_like(x)), B(5, 4), _X, _X),
         case("out used", _out_used, _X),
         case("out with gradient error", lambda x: torch.exp(x, out=torch.empty_like(x)), _X),
-        case("out plain", lambda x: torch.exp(x.detach(), out=torch.empty(5, 4, dtype=x.dtype)), _X,
+        case("out plain", lambda x: torch.exp(x.detach(), out=torch.empty(x.shape, dtype=x.dtype)), _X,
              refuses="into a plain tensor"),
         case("out cumsum", lambda x: torch.cumsum(x.detach(), 0, out=torch.empty_like(x)), _X),
         case("out softmax", lambda x: torch.softmax(x.detach(), 0, out=torch.empty_like(x)), _X),

@@ -157,7 +157,7 @@ class Collective:
         if source is None:
             return None
         total, cut = source
-        hinted = GroupCut([_hint(s) for s in cut.sizes], _hint(cut.key), cut.grouping)
+        hinted = GroupCut([_hint(s) for s in cut.sizes], _hint(cut.key), [_hint(n) for n in cut.grouping])
         try:
             return hinted.blocks(_hint(total), self.group_size)
         except (LookupError, ShardError):  # the key of another process

@@ -105,7 +105,7 @@ def map_arguments(function: Callable[[Any], object], record: A) -> A:
 
 def _map(function: Callable[[Any], Any], field: Any) -> Any:
     if isinstance(field, GroupCut):
-        return GroupCut(_map(function, field.sizes), function(field.key), field.grouping)
+        return GroupCut(_map(function, field.sizes), function(field.key), _map(function, field.grouping))
     if isinstance(field, (list, tuple)):
         return [_map(function, f) for f in field]
     return function(field)

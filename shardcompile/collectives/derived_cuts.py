@@ -101,7 +101,7 @@ def note_partition(cut: Cut, mesh: DeviceMesh) -> None:
 def _name(cut: Cut, mesh: DeviceMesh) -> tuple[Any, ...]:
     """What partitions have in common that may be the same one."""
     groups = tuple(compat.group_name_of(mesh, m) for m in cut.mesh_dims)
-    return groups, compat.expression_of(cut.extent), cut.scale
+    return groups, compat.expression_of(cut.extent), compat.expression_of(cut.scale)
 
 
 def _code(cut: Cut | IntLike) -> list[IntLike]:

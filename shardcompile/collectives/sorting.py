@@ -53,7 +53,7 @@ def sort_rows(block: Tensor, cut: Cut, mesh: DeviceMesh, descending: bool) -> tu
     sorted_cut = cut_of_sizes(counts.sum(0), mesh, [mesh_dim], extent=cut.extent)
     arriving = sorted_cut.local_size(compat.coordinate(mesh))
     came, names = exchange_rows([rows, numbers], counts, arriving, group_name)
-    if cut.runs > 1:  # otherwise equal ones come in the order of their ranks
+    if not compat.is_one(cut.runs):  # otherwise equal ones come in the order of their ranks
         came, names = (x.index_select(0, names.argsort()) for x in (came, names))
     found, order = came.sort(stable=True, descending=descending)
     return found, names.index_select(0, order), sorted_cut

@@ -46,8 +46,8 @@ class Regroup(NamedTuple):
     block: IntLike
     src: GroupCut
     dst: GroupCut
-    held_in: int
-    wanted_in: int
+    held_in: IntLike
+    wanted_in: IntLike
     group_name: str
 
 
@@ -119,7 +119,7 @@ def _run(a: Regroup) -> Tensor:
     group, x, dim, total, block = compat.process_group(a.group_name), a.input, a.dim, int(a.total), int(a.block)
     held, wanted = (blocks_of(total, dim, cut, group.size(), REGROUP_ROWS.kind) for cut in (a.src, a.dst))
     check_block(x.shape, dim, held[group.rank()], group.rank(), REGROUP_ROWS.kind)
-    plan = _plan_of(sizes_of(held), sizes_of(wanted), a.held_in, a.wanted_in, group.rank())
+    plan = _plan_of(sizes_of(held), sizes_of(wanted), int(a.held_in), int(a.wanted_in), group.rank())
     leaving = transport.rows_first(x, dim)
     if plan.leaving is not None:
         leaving = leaving.index_select(0, plan.leaving.to(x.device))
@@ -127,7 +127,7 @@ def _run(a: Regroup) -> Tensor:
     target = as_rows(out, x, dim, block)
     memory = out if plan.arriving is None else scratch.borrow(out.numel(), out)
     came = memory.view(target.shape)
-    stated = (dim, sizes_of(held), sizes_of(wanted), a.held_in, a.wanted_in, other_extents(x, dim))
+    stated = (dim, sizes_of(held), sizes_of(wanted), int(a.held_in), int(a.wanted_in), other_extents(x, dim))
     call = REGROUP_ROWS.enter(group, x.dtype, *stated)
     ends = transport.running_ends(plan.sent), transport.running_ends(plan.received)
     works = transport.send_ranges(call, leaving, ends[0], came, ends[1])
@@ -190,8 +190,9 @@ def numbers_of_block(cut: Cut, mesh: DeviceMesh, device: torch.device) -> Tensor
     extent: Any = cut.extent
     size: Any = block_size(cut, mesh)
     first: Any = derive("located", [neighbouring(cut)], [], extent, mesh)[1]
-    if cut.runs == 1:
+    runs: Any = cut.runs
+    if compat.is_one(runs):
         return torch.arange(size, device=device) + first
-    stretches = torch.arange(cut.runs, device=device).unsqueeze(1) * (extent // cut.runs)
-    numbers = stretches + (torch.arange(size // cut.runs, device=device) + first // cut.runs)
+    stretches = torch.arange(runs, device=device).unsqueeze(1) * (extent // runs)
+    numbers = stretches + (torch.arange(size // runs, device=device) + first // runs)
     return torch.ops.aten.view.default(numbers, [size])

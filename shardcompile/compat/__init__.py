@@ -57,6 +57,7 @@ from shardcompile.compat.memory import (
 from shardcompile.compat.nodes import last_repetition
 from shardcompile.compat.replacements import without_guards
 from shardcompile.compat.sizes import (
+    divides,
     expression_of,
     guard_or_false,
     has_no_hint,
@@ -64,6 +65,7 @@ from shardcompile.compat.sizes import (
     is_settled,
     is_specialised,
     is_unbacked,
+    quotient,
     same_symbol,
     size_hint,
     specialise,
@@ -146,6 +148,7 @@ __all__ = [
     "decomposition_of",
     "detect_fake_mode",
     "dispatch_is_off",
+    "divides",
     "exchange_tensors",
     "expression_of",
     "factory_arguments",
@@ -206,6 +209,7 @@ __all__ = [
     "outside_transforms",
     "preserve_node_ordering",
     "process_group",
+    "quotient",
     "refuse_pointer",
     "refuse_unknown_shapes",
     "register_work",

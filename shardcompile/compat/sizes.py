@@ -28,6 +28,18 @@ def is_one(extent: object) -> bool:
     return isinstance(extent, int) and extent == 1
 
 
+def divides(part: IntLike, size: IntLike) -> bool:
+    """Whether a size is a multiple of another one for all values of their symbols. Installs no guard."""
+    rest: Any = size % part  # type: ignore[operator]
+    return statically_known_true(rest == 0)
+
+
+def quotient(size: IntLike, part: IntLike) -> IntLike:
+    """A size divided by a part that it is a multiple of; a number where no symbol is left."""
+    found = size // part
+    return int(found.node.expr) if isinstance(found, torch.SymInt) and found.node.expr.is_number else found
+
+
 def same_symbol(a: object, b: object) -> bool:
     """Whether two sizes are equal.
 

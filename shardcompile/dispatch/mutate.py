@@ -230,7 +230,12 @@ def refuse_windows(record: OpRecord, targets: Sequence[Spec]) -> None:
 def _write(op: OpOverload, target: Tensor, value: Tensor) -> None:
     """Copy a value into a tensor, whatever their layouts; into a plain one on every rank."""
     if tuple(value.shape) != tuple(target.shape):
-        raise UnsupportedOpError(f"{op}: out has shape {tuple(target.shape)}, not {tuple(value.shape)}")
+        given = target._spec.layout.describe() if isinstance(target, Sharded) else "a plain tensor"
+        raise refusal(
+            str(op), f"out={given}",
+            f"out has shape {tuple(target.shape)}, not {tuple(value.shape)}, and a sharded result resizes no tensor",
+            "Give an out of the result's shape, or none",
+        )  # fmt: skip
     if not torch.can_cast(value.dtype, target.dtype):
         raise UnsupportedOpError(
             f"{op}: result type {value.dtype} can't be cast to the desired output type {target.dtype}"

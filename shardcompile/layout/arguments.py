@@ -25,12 +25,12 @@ def cut_schema(prefix: str = "") -> str:
     Args:
         prefix: of their names, for an op that has two cuts.
     """
-    return f"SymInt[] {prefix}sizes, SymInt {prefix}key, int[] {prefix}grouping"
+    return f"SymInt[] {prefix}sizes, SymInt {prefix}key, SymInt[] {prefix}grouping"
 
 
 def cuts_schema() -> str:
     """The arguments of a list of cuts as an op's schema has them."""
-    return "SymInt[] sizes, SymInt[] keys, int[] groupings, int[] lengths"
+    return "SymInt[] sizes, SymInt[] keys, SymInt[] groupings, int[] lengths"
 
 
 def write_cut(cut: GroupCut) -> tuple[Any, Any, Any]:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from shardcompile import compat
+from shardcompile.compat import is_one
 from shardcompile.errors import LayoutError
 from shardcompile.layout.sizes import (
     CHUNK_KEY,
@@ -46,6 +47,7 @@ class Cut:
         block: while tracing, this rank's block size, if the trace has a symbol for it.
         inner: the number of neighbouring blocks of `key` that make one block of this cut.
         scale: elements of this dim for one of `key`'s; more than 1 where trailing dims were flattened into the dim.
+            While tracing it may be symbolic, as the sizes of these dims are.
         carrier: while tracing, the tensor whose shape brought the key into the graph; not part of the value.
         origin: for the cut of a slice: the cut of what was sliced, first row and step, by which a gradient gets back.
         core: where rows were added around others, as by padding: the others' cut, and the row at which they begin.
@@ -53,7 +55,7 @@ class Cut:
         home: for a dim that was cut in place of another one: the cut that the other one had.
         rows: for what was looked up by numbers of rows: their cut, which new sums over them take over.
         runs: how many equal stretches the dim has, each divided alike: more than 1 if leading dims were flattened into
-            it.
+            it. While tracing it may be symbolic.
     """
 
     kind: Kind
@@ -64,14 +66,14 @@ class Cut:
     key: IntLike
     block: IntLike | None = None
     inner: int = 1
-    scale: int = 1
+    scale: IntLike = 1
     carrier: object = field(default=None, compare=False, repr=False)
     origin: tuple[Cut, IntLike, int] | None = field(default=None, repr=False)
     core: tuple[Cut, IntLike] | None = field(default=None, repr=False)
     makeshift: bool = field(default=False, repr=False)
     home: Cut | None = field(default=None, repr=False)
     rows: Cut | None = field(default=None, repr=False)
-    runs: int = 1
+    runs: IntLike = 1
 
     @staticmethod
     def chunk(mesh_dims: Sequence[int], parts: Sequence[int], extent: IntLike) -> Cut:
@@ -180,7 +182,7 @@ class Cut:
         Raises:
             LayoutError: the dim was made of others of which not the first is cut.
         """
-        if self.runs > 1:
+        if not is_one(self.runs):
             raise LayoutError(
                 f"blocks of {self.describe()} are no neighbouring rows: the dim was made of several, of which the "
                 "first one is not cut. Take this of the tensor before it was flattened, or redistribute() it first"
@@ -195,9 +197,9 @@ class Cut:
         found = self.rows
         return found if found is not None and compat.same_symbol(found.extent, extent) else None
 
-    def joined(self, runs: int) -> Cut:
+    def joined(self, runs: IntLike) -> Cut:
         """The cut of a dim into which a leading one was flattened, of extent `runs`."""
-        return self if runs == 1 else replace(self.scaled(runs), runs=self.runs * runs, origin=None, core=None)
+        return self if is_one(runs) else replace(self.scaled(runs), runs=self.runs * runs, origin=None, core=None)
 
     def of_rows(self, base: Cut, start: IntLike, step: int) -> Cut:
         """This cut, which remembers that its rows are with rows ``start, start + step, ...`` of another one."""
@@ -206,11 +208,11 @@ class Cut:
             depth, of = depth + 1, of[0].origin
         return self if depth > 8 else replace(self, origin=(base, start, step))
 
-    def parted(self, runs: int) -> Cut:
+    def parted(self, runs: IntLike) -> Cut:
         """The way back: the cut of one of `runs` stretches."""
-        if runs == 1:
+        if is_one(runs):
             return self
-        cut = replace(self, runs=self.runs // runs).unscaled(runs)
+        cut = replace(self, runs=compat.quotient(self.runs, runs)).unscaled(runs)
         assert cut is not None, "a joined dim has as many rows of each stretch"
         return cut
 
@@ -228,11 +230,11 @@ class Cut:
         cut = replace(self, mesh_dims=outer, parts=parts, blocks=blocks, inner=self.inner * count)
         return replace(cut, block=None, origin=None, core=None)
 
-    def scaled(self, factor: int) -> Cut:
+    def scaled(self, factor: IntLike) -> Cut:
         """The cut of a dim into which `factor` trailing elements for each of its own were flattened."""
-        if factor == 1:
+        if is_one(factor):
             return self
-        blocks = None if self.blocks is None else tuple(b * factor for b in self.blocks)
+        blocks = None if self.blocks is None or not isinstance(factor, int) else tuple(b * factor for b in self.blocks)
         block = self._block_as(lambda block: block * factor)
         cut = replace(self, extent=self.extent * factor, blocks=blocks, block=block, scale=self.scale * factor)
         return replace(cut, origin=self._scaled_origin(factor), core=None)
@@ -241,13 +243,13 @@ class Cut:
         """Another cut of the same rows, with what this one remembers."""
         return replace(cut, home=self.home, rows=self.rows, runs=self.runs, makeshift=self.makeshift)
 
-    def _scaled_origin(self, factor: int) -> tuple[Cut, IntLike, int] | None:
+    def _scaled_origin(self, factor: IntLike) -> tuple[Cut, IntLike, int] | None:
         """Rows one after the other stay so when each becomes several."""
         if self.origin is None or self.origin[2] != 1:
             return None
         return self.origin[0].scaled(factor), self.origin[1] * factor, 1
 
-    def _unscaled_origin(self, factor: int) -> tuple[Cut, IntLike, int] | None:
+    def _unscaled_origin(self, factor: IntLike) -> tuple[Cut, IntLike, int] | None:
         if self.origin is None or self.origin[2] != 1:
             return None
         base, start = self.origin[0].unscaled(factor), self.origin[1]
@@ -259,16 +261,18 @@ class Cut:
             return None if block is None else formula(block)
         return compat.from_first_symbols(lambda: formula(block))
 
-    def unscaled(self, factor: int) -> Cut | None:
+    def unscaled(self, factor: IntLike) -> Cut | None:
         """The cut of the leading dim when `factor` trailing elements are split off; None if a block would split."""
-        if factor == 1:
+        if is_one(factor):
             return self
-        if self.scale % (factor * self.runs) == 0:
-            blocks = None if self.blocks is None else tuple(b // factor for b in self.blocks)
+        if compat.divides(factor * self.runs, self.scale):
+            blocks = None if self.blocks is None else tuple(b // factor for b in self.blocks)  # type: ignore[misc]
             block = self._block_as(lambda block: block // factor)
-            cut = replace(self, extent=self.extent // factor, blocks=blocks, block=block, scale=self.scale // factor)
+            cut = replace(self, extent=self.extent // factor, blocks=blocks, block=block)
+            cut = replace(cut, scale=compat.quotient(self.scale, factor))
             return replace(cut, origin=self._unscaled_origin(factor), core=None)
-        if self.blocks is None or any(b % (factor * self.runs) for b in self.blocks):
+        step = factor * self.runs
+        if self.blocks is None or not isinstance(step, int) or any(b % step for b in self.blocks):
             return None
         kind: Kind = "fixed" if self.kind == "chunk" else self.kind
         cut = Cut.of_sizes(self.mesh_dims, self.parts, [b // factor for b in self.blocks], kind)
@@ -301,11 +305,12 @@ class Cut:
             return False
         if self.blocks is not None and other.blocks is not None:
             return self.blocks == other.blocks and self.runs == other.runs
-        if self.runs != other.runs:
+        if not compat.statically_known_true(self.runs == other.runs):
             return False
         if self.kind == other.kind == "chunk":
-            return self.scale == other.scale and compat.same_symbol(self.extent, other.extent)
-        if (self.inner, self.scale) != (other.inner, other.scale):
+            same_scale = compat.statically_known_true(self.scale == other.scale)
+            return same_scale and compat.same_symbol(self.extent, other.extent)
+        if self.inner != other.inner or not compat.statically_known_true(self.scale == other.scale):
             return False
         known, traced = (self, other) if self.blocks is not None else (other, self)
         if "chunk" in (self.kind, other.kind):
@@ -333,7 +338,7 @@ class Cut:
         """The same sizes as those of a dynamic partition, as which all inputs of a compiled function are traced."""
         if self.kind != "chunk" or self.blocks is None:
             return self
-        base = tuple(n // self.scale for n in self.blocks)
+        base = tuple(n // self.scale for n in self.blocks)  # type: ignore[misc]
         return replace(self, kind="dynamic", key=key_of(base, self.parts))
 
     def group_ref(self, coordinate: Sequence[int]) -> GroupCut:
@@ -354,7 +359,7 @@ class Cut:
 
     def describe(self) -> str:
         """Sizes as text, e.g. ``[3,5]``; ``[?]`` while tracing."""
-        runs = "" if self.runs == 1 else f"{self.runs}x"
+        runs = "" if is_one(self.runs) else f"{self.runs}x"
         return f"{runs}[?]" if self.blocks is None else f"{runs}[{','.join(str(b // self.runs) for b in self.blocks)}]"
 
 

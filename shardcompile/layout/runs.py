@@ -12,6 +12,7 @@ from typing import TypeGuard
 
 from torch.distributed.tensor.placement_types import Placement, Shard
 
+from shardcompile.compat import is_one
 from shardcompile.layout.cut import Cut
 from shardcompile.layout.layout import Layout
 from shardcompile.layout.sizes import IntLike
@@ -19,15 +20,15 @@ from shardcompile.layout.sizes import IntLike
 
 def has_runs(layout: Layout) -> bool:
     """Whether some block is no run of neighbouring rows."""
-    return any(c is not None and c.runs > 1 for c in layout.cuts)
+    return any(c is not None and not is_one(c.runs) for c in layout.cuts)
 
 
 def neighbouring(cut: Cut) -> Cut:
     """The cut into blocks of the same sizes, each of neighbouring rows."""
-    return cut if cut.runs == 1 else replace(cut, runs=1, origin=None, core=None, home=None)
+    return cut if is_one(cut.runs) else replace(cut, runs=1, origin=None, core=None, home=None)
 
 
-def in_stretches(runs: int, cut: Cut) -> Cut | None:
+def in_stretches(runs: IntLike, cut: Cut) -> Cut | None:
     """The cut into blocks of the same sizes, each of which has equally many rows of each of `runs` stretches.
 
     None if sizes do not divide, if the cut has stretches already, or if several mesh dims cut.
@@ -39,7 +40,7 @@ def in_stretches(runs: int, cut: Cut) -> Cut | None:
 
 def is_cut_once(cut: Cut | None) -> TypeGuard[Cut]:
     """Whether one mesh dim cuts a dim, into blocks that are runs of neighbouring rows."""
-    return cut is not None and len(cut.mesh_dims) == 1 and cut.runs == 1
+    return cut is not None and len(cut.mesh_dims) == 1 and is_one(cut.runs)
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Apart:
         runs: for each dim the extent of the leading dim that it is given; 1 for none.
     """
 
-    runs: tuple[int, ...]
+    runs: tuple[IntLike, ...]
 
     @staticmethod
     def of(layout: Layout) -> Apart:
@@ -59,18 +60,18 @@ class Apart:
 
     def dim(self, dim: int) -> int:
         """Where a dim is afterwards."""
-        return dim + sum(n > 1 for n in self.runs[: dim + 1])
+        return dim + sum(not is_one(n) for n in self.runs[: dim + 1])
 
     def shape(self, shape: Sequence[IntLike]) -> list[IntLike]:
         """A shape, that of a block too."""
-        parts = ([n] if runs == 1 else [runs, n // runs] for n, runs in zip(shape, self.runs, strict=True))
+        parts = ([n] if is_one(runs) else [runs, n // runs] for n, runs in zip(shape, self.runs, strict=True))
         return [n for several in parts for n in several]
 
     def layout(self, layout: Layout) -> Layout:
         """The layout of the tensor with these dims apart; dims that are cut otherwise are whole or cut as here."""
         cuts: list[Cut | None] = []
         for cut, runs in zip(layout.cuts, self.runs, strict=True):
-            cuts += ([] if runs == 1 else [None]) + [cut if cut is None else cut.parted(runs)]
+            cuts += ([] if is_one(runs) else [None]) + [cut if cut is None else cut.parted(runs)]
         return Layout.of(
             layout.mesh, [self._placement(p) for p in layout.placements], self.shape(layout.shape), layout.dtype, cuts
         )

@@ -8,6 +8,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardcompile.compat.sizes import IntLike as IntLike
 from shardcompile.errors import LayoutError
@@ -138,12 +139,12 @@ class GroupCut:
         sizes: block sizes in group order; empty if `key` tells.
         key: key of the whole cut, `CHUNK_KEY` for torch.chunk of what the group holds together.
         grouping: empty, or (number of blocks of `key` that make one block here, index of the group's first block,
-            elements here for one of `key`'s).
+            elements here for one of `key`'s). While tracing the last one may be symbolic.
     """
 
     sizes: list[int]
     key: IntLike
-    grouping: list[int]
+    grouping: list[Any]
 
     def blocks(self, total: int, ranks: int) -> tuple[int, ...]:
         """Block sizes in group order, at run time; see `resolve`."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
-from shardcompile.compat import size_hint
+from shardcompile.compat import is_one, size_hint
 from shardcompile.layout import Cut, IntLike, Layout
 from shardcompile.ops import Strategy, replicate_all
 from shardcompile.plan import Plan, find_plan
@@ -222,7 +222,7 @@ def _cut_options(layouts: Sequence[Layout], strategy: Strategy, mesh_dims: tuple
     if strategy.other_cut is not None:
         options += [c for c in map(strategy.other_cut, options) if c is not None]
     if options:  # of choices that cost the same the first is taken; what was flattened may come apart again
-        return sorted(options, key=lambda c: (c.makeshift, c.rows is None, c.runs == 1))
+        return sorted(options, key=lambda c: (c.makeshift, c.rows is None, is_one(c.runs)))
     chunked = Cut.chunk(mesh_dims, parts, extent)
     if size_hint(extent) < math.prod(parts) or chunked.imbalance > MAX_IMBALANCE:
         return []

@@ -48,6 +48,8 @@ def setitem(func: Callable[..., object], x: Tensor, index: object, value: object
     if not _has_rows(value) or value.dtype is not x.dtype or not _fits(view, found.mask, found.dim):
         func(view, found.of_view, value)
         return
+    while value.ndim > 0 and compat.is_one(value.shape[0]):  # torch drops them, and so may a value have more dims
+        value = value[0]
     view.copy_(_put(view, found.mask, value, found.dim, False))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,11 @@ from shardcompile.collectives import note_partition
 from shardcompile.layout import Cut, IntLike, Layout, Spec, order_of, sizes_of_key
 
 CutKind = tuple[int, str, tuple[int, ...], int, int, tuple[int, ...], int]
-"""Tensor dim, kind, mesh dims, inner, scale, the sizes of a fixed cut, and runs."""
+"""Tensor dim, kind, mesh dims, inner, scale, the sizes of a fixed cut, and runs. Scale and runs that are symbols are
+`_CARRIED`."""
+
+_CARRIED = 0
+"""In place of a number that is a symbol of the trace: the inner tensor ``_cut_keys`` has it in its shape."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,14 @@ class Metadata:
         return [dim for dim, kind, *_ in self.cuts if kind == "dynamic"]
 
     @property
+    def has_keys(self) -> bool:
+        """Whether there is an inner tensor ``_cut_keys``."""
+        return any(_CARRIED in (scale, runs) or kind == "dynamic" for _, kind, _, _, scale, _, runs in self.cuts)
+
+    @property
     def has_stated_sizes(self) -> bool:
         """Whether there is a cut that does not follow from the extent and the placements."""
-        return any(kind != "chunk" or scale > 1 for _, kind, _, _, scale, *_ in self.cuts)
+        return any(kind != "chunk" or scale != 1 for _, kind, _, _, scale, *_ in self.cuts)
 
     def stable_text(self) -> str:
         """The same text for the same metadata in every process; tells ranks of a mesh apart."""
@@ -90,11 +99,21 @@ def intern_metadata(
 def metadata_of(layout: Layout, copied: bool = False) -> Metadata:
     """The metadata of a layout, and whether the block is a copy that has to follow another tensor."""
     cuts = tuple(
-        (d, c.kind, c.mesh_dims, c.inner, c.scale, c.sizes if c.kind == "fixed" else (), c.runs)
+        (d, c.kind, c.mesh_dims, c.inner, _stated(c.scale), c.sizes if c.kind == "fixed" else (), _stated(c.runs))
         for d, c in enumerate(layout.cuts)
         if c is not None
     )
     return intern_metadata(layout.mesh, layout.placements, layout.dtype, cuts, copied)
+
+
+def _stated(number: IntLike) -> int:
+    return number if isinstance(number, int) else _CARRIED
+
+
+def _carried(layout: Layout, metadata: Metadata) -> list[IntLike]:
+    """The numbers of a layout that a graph has as symbols, in the order of the metadata."""
+    cuts = [(layout.cut_of(dim), scale, runs) for dim, _, _, _, scale, _, runs in metadata.cuts]
+    return [n for c, scale, runs in cuts for n, known in ((c.scale, scale), (c.runs, runs)) if known == _CARRIED]
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -117,9 +136,18 @@ def as_stated_by(layout: Layout, metadata: Metadata) -> Layout:
         if kind == "dynamic":
             cuts[dim] = cut.as_dynamic()
         elif kind == "chunk" and cut.kind == "dynamic":
-            chunked = Cut.chunk(cut.mesh_dims, cut.parts, cut.extent // scale).scaled(scale)
+            factor = cut.scale if scale == _CARRIED else scale
+            chunked = Cut.chunk(cut.mesh_dims, cut.parts, cut.extent // factor).scaled(factor)
             cuts[dim] = chunked if chunked.same_blocks(cut) else cut
     return Layout.of(layout.mesh, layout.placements, layout.shape, layout.dtype, cuts)
+
+
+def is_stated_by(layout: Layout, metadata: Metadata) -> bool:
+    """Whether a graph's tensor of this metadata may have this layout."""
+    carried = iter(_carried(layout, metadata))
+    cuts = tuple(_filled(kind, carried) for kind in metadata.cuts)
+    stated = intern_metadata(metadata.mesh, metadata.placements, metadata.dtype, cuts, metadata.copied)
+    return metadata_of(layout, metadata.copied) is stated
 
 
 def keys_tensor(layout: Layout, metadata: Metadata, like: Tensor, with_extents: bool = False) -> Tensor:
@@ -127,18 +155,20 @@ def keys_tensor(layout: Layout, metadata: Metadata, like: Tensor, with_extents: 
 
     The zero comes first and strides are 0, so that no storage size overflows. Inside a trace the tensor that brought
     the same keys in is used again, so that ops add nothing to the graph. Extents that only become known when the graph
-    runs follow the keys: torch looks for the origin of their symbols in inner tensors alone.
+    runs follow the keys: torch looks for the origin of their symbols in inner tensors alone. Symbolic scales and counts
+    of segments come last.
     """
     cuts = [layout.cut_of(d) for d in metadata.dynamic_dims]
     keys = [c.key for c in cuts]
     if with_extents or any(compat.is_unbacked(c.extent) for c in cuts):
         keys += [c.extent for c in cuts]
-    carrier = cuts[0].carrier
-    if isinstance(carrier, Tensor) and carrier.ndim == 1 + len(keys):
-        held = carrier.shape[1 : 1 + len(cuts)]
-        if all(
-            c.carrier is carrier and compat.statically_known_true(e == c.key) for e, c in zip(held, cuts, strict=True)
-        ):
+    carried = _carried(layout, metadata)
+    keys += carried
+    carrier = cuts[0].carrier if cuts else None
+    if isinstance(carrier, Tensor) and carrier.ndim == 1 + len(keys) and all(c.carrier is carrier for c in cuts):
+        held = [*carrier.shape[1 : 1 + len(cuts)], *carrier.shape[len(carrier.shape) - len(carried) :]]
+        wanted = [*(c.key for c in cuts), *carried]
+        if all(compat.statically_known_true(a == b) for a, b in zip(held, wanted, strict=True)):
             return carrier
     return like.new_empty_strided([0, *keys], [0] * (1 + len(keys)), dtype=torch.uint8)
 
@@ -154,16 +184,19 @@ def spec_from_parts(
     """The spec that unflattening gives: with sizes looked up by key at run time, with symbols inside a trace."""
     shape, stride = tuple(shape), tuple(stride)
     keys = () if carrier is None else tuple(carrier.shape[1 : 1 + len(metadata.dynamic_dims)])
+    marks = [n for *_, scale, _, runs in metadata.cuts for n in (scale, runs) if n == _CARRIED]
+    carried = () if carrier is None or not marks else tuple(carrier.shape[-len(marks) :])
     # An extent may have become a number, and the block's size along it still be a symbol of this trace.
-    plain = all(type(s) is int for s in (*keys, *shape, *stride, *local.shape))
+    plain = all(type(s) is int for s in (*keys, *carried, *shape, *stride, *local.shape))
     if plain:
-        cache_key = (metadata, keys, shape, stride)
+        cache_key = (metadata, keys, carried, shape, stride)
         found = _RUNTIME_SPECS.get(cache_key)
         if found is not None:
             return found
     by_dim = dict(zip(metadata.dynamic_dims, keys, strict=True))
     cuts: list[Cut | None] = [None] * len(shape)
-    for kind in metadata.cuts:
+    numbers = iter(carried)
+    for kind in (_filled(kind, numbers) for kind in metadata.cuts):
         cut = _cut(metadata, kind, by_dim.get(kind[0], 0), shape[kind[0]], local)
         cuts[kind[0]] = cut if cut.blocks is not None else replace(cut, carrier=carrier)
     spec = Spec.of(Layout.of(metadata.mesh, metadata.placements, shape, metadata.dtype, cuts), stride)
@@ -174,9 +207,16 @@ def spec_from_parts(
     return spec
 
 
+def _filled(kind: CutKind, carried: Iterator[Any]) -> CutKind:
+    """A kind with the numbers that the inner tensor has."""
+    dim, how, mesh_dims, inner, scale, sizes, runs = kind
+    scale, runs = (next(carried) if n == _CARRIED else n for n in (scale, runs))
+    return dim, how, mesh_dims, inner, scale, sizes, runs
+
+
 def _cut(metadata: Metadata, parts_of: CutKind, key: IntLike, extent: IntLike, local: Tensor) -> Cut:
     cut = _cut_in_one_piece(metadata, parts_of, key, extent, local)
-    return cut if parts_of[-1] == 1 else replace(cut, runs=parts_of[-1])
+    return cut if compat.is_one(parts_of[-1]) else replace(cut, runs=parts_of[-1])
 
 
 def _cut_in_one_piece(metadata: Metadata, parts_of: CutKind, key: IntLike, extent: IntLike, local: Tensor) -> Cut:
@@ -229,7 +269,7 @@ def block_hints(layout: Layout) -> dict[int, int]:
     each became several elements stay whole.
     """
     return {
-        d: max(-(-compat.size_hint(layout.shape[d]) // (c.scale * math.prod(c.parts))), 2) * c.scale
+        d: max(-(-compat.size_hint(layout.shape[d]) // (c.scale * math.prod(c.parts))), 2) * c.scale  # type: ignore[misc]
         for d, c in enumerate(layout.cuts)
         if c is not None and layout.shape[d] != 0
     }

@@ -24,6 +24,7 @@ from shardcompile.tensor.metadata import (
     block_hints,
     extent_hints,
     gaps_along_cuts,
+    is_stated_by,
     keys_tensor,
     metadata_of,
     of_input,
@@ -81,7 +82,7 @@ class Traced(Sharded):
         self._spec = with_block_symbols(self._spec, self._local_tensor)
         layout = self._spec.layout
         metadata = metadata_of(layout)
-        if metadata.dynamic_dims:
+        if metadata.has_keys:
             self._keys = keys_tensor(layout, metadata, self._local_tensor)
 
     def _stand_in(self) -> Self:
@@ -302,7 +303,7 @@ class Traced(Sharded):
             return None
         layout = target_layout(self._spec.layout, metadata.placements)
         expected = as_stated_by(layout.with_dtype(metadata.dtype), metadata)
-        if metadata_of(expected) is not metadata:
+        if not is_stated_by(expected, metadata):
             raise RedistributeError(
                 f"a gradient in the layout {self._spec.layout.describe()} reached a compiled function whose output "
                 f"has placements {metadata.placements} and other blocks; redistribute the gradient to the output's "
@@ -310,11 +311,11 @@ class Traced(Sharded):
             )
         out = redistributed(self, layout)
         out = out._stand_in() if out is self else out
-        if metadata.dynamic_dims:
+        if metadata.has_keys:
             out._keys = keys_tensor(expected, metadata, out._local_tensor)
         out._flat, out._flat_as_static = (_inner_names(metadata), metadata), out._is_static
         return out
 
 
 def _inner_names(metadata: Metadata) -> list[str]:
-    return ["_local_tensor", "_cut_keys"] if metadata.dynamic_dims else ["_local_tensor"]
+    return ["_local_tensor", "_cut_keys"] if metadata.has_keys else ["_local_tensor"]

@@ -63,7 +63,7 @@ def test_a_record_comes_back_from_the_arguments_that_it_is_written_as() -> None:
     assert written[1:] == ([], 7, [2, 0, 3], [1, 2], [0, 7, 0], [2, 0, 3], [2, 0, 0, 3, 0, 0], "g")
     assert signature.read(written)[1:] == record[1:]
     assert signature.schema.startswith(
-        "Tensor input, SymInt[] src_sizes, SymInt src_key, int[] src_grouping, SymInt[] sizes"
+        "Tensor input, SymInt[] src_sizes, SymInt src_key, SymInt[] src_grouping, SymInt[] sizes"
     )
 
 

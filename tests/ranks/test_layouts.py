@@ -49,6 +49,24 @@ ASKED_FOR = {
 }
 """Op cases whose results are less balanced than their inputs, and why."""
 
+NOT_COMPILED = {
+    "in-place/in-place on parameter": "Dynamo traces no call of `torch.autograd.grad` unless it is told to",
+    "losses/gaussian_nll": "it reads a value",
+    "deeper/hessian product": "Dynamo traces no call of `torch.autograd.grad` of a graph of its own",
+    "deeper/module gru": "Dynamo does not support it",
+    "batches of matrices/solve triangles": "torch decides by the number of rows, which only a run tells",
+    "without rules/tolist": "it reads values",
+    "without rules/equal": "it reads a value",
+    "without rules/allclose": "it reads a value",
+    "without rules/cov": "it reads a value",
+}
+"""Op cases that cannot be one graph, and why."""
+
+SYMBOLIC = {
+    "factories/new_empty_strided": "a size that is a constant of the program is not known to be that of an input"
+}
+"""Op cases of which eager and compiled code give other layouts, and why."""
+
 
 def arranged(case: Case) -> Iterator[tuple[Way | None, ...]]:
     """Layouts in which some input is sharded, in the partitions of torch.chunk."""
@@ -101,7 +119,7 @@ def test_eager_and_compiled_give_the_same_layouts(family: str, part: int) -> Non
     mesh = init_device_mesh("cpu", (3,))
     found = []
     for case in FAMILIES[family][part::24]:
-        if "error" in case.name:
+        if "error" in case.name or f"{family}/{case.name}" in {**NOT_COMPILED, **SYMBOLIC}:
             continue
         every = list(arranged(case))
         for ways in every[seed_of(case.name) % max(len(every), 1) :][:1]:
@@ -109,9 +127,9 @@ def test_eager_and_compiled_give_the_same_layouts(family: str, part: int) -> Non
             compiled = torch.compile(case.run, fullgraph=True, backend="aot_eager")
             try:
                 eager = results(case, mesh, ways, case.run)[1]
-                graph = results(case, mesh, ways, compiled)[1]
             except Exception:
-                continue  # test_ops tells what cannot be compiled
+                continue  # test_ops compares errors with those of plain PyTorch
+            graph = results(case, mesh, ways, compiled)[1]
             texts = [
                 [x.sharding.describe_placements() if isinstance(x, ShardTensor) else "" for x in outputs]
                 for outputs in (eager, graph)

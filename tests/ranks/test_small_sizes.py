@@ -46,6 +46,9 @@ def small(case: Case) -> Iterator[Case]:
 _FAULTS_OF_TORCH = ("MKL FFT error", "returned an invalid gradient")
 """What kernels of torch raise for a batch of nothing; here there is a value."""
 
+_CRASHES_OF_TORCH = ["embedding_bag cut offsets with {3: 0}"]
+"""What ends the process with plain PyTorch (2.13): indices, and no bag that they are in."""
+
 
 def _tells_nothing(case: Case) -> bool:
     """Whether plain PyTorch is at fault, or an index is out of range: of a sharded one each rank tells by itself."""
@@ -70,7 +73,7 @@ def calls_are_noted() -> Iterator[None]:
 @pytest.mark.parametrize(("family", "part"), often(CASES, len(FAMILIES)))
 def test_sizes_of_0_and_1(family: str, part: int) -> None:
     ranks, failures = init_device_mesh("cpu", (3,)), []
-    cases = [c for case in FAMILIES[family] for c in small(case)][part::8]
+    cases = [c for case in FAMILIES[family] for c in small(case) if c.name not in _CRASHES_OF_TORCH][part::8]
     for case in cases:
         if not once(lambda case=case: _tells_nothing(case)):  # type: ignore[misc]
             failures += op_check.check(case, ranks, limit=1)

@@ -32,7 +32,7 @@ def bincount(x: Sharded, weights: Tensor | None = None, minlength: int = 0) -> T
     found = aten.bincount.default(x._local_tensor, own, max(minlength, highest + 1))
     if own is not None:  # of nothing torch gives whole numbers
         found = found.to(torch.float32 if own.dtype is torch.float32 else torch.float64)
-    return _add_up(x, found)
+    return reduced(_add_up(x, found))  # as in a trace, where the op runs on full values
 
 
 def histc(x: Sharded, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
@@ -49,6 +49,7 @@ def histc(x: Sharded, bins: int = 100, min: float = 0, max: float = 0) -> Tensor
         if not (math.isfinite(min) and math.isfinite(max)):
             return NotImplemented  # torch says what is wrong
         min, max = (min - 1, max + 1) if min == max else (min, max)
+        return reduced(_add_up(x, aten.histc.default(x._local_tensor, bins, min, max)))  # as in a trace
     return _add_up(x, aten.histc.default(x._local_tensor, bins, min, max))
 
 

@@ -82,7 +82,8 @@ def links_of(numbers: Tensor, cut: Cut, mesh: DeviceMesh, about: IntLike, op: Op
     """
     wraps = op in _COUNTING_FROM_THE_END
     parts = (cut.kind, cut.mesh_dims, *map(compat.expression_of, (cut.key, cut.extent, cut.inner, cut.scale)))
-    what = ("links", *parts, cut.blocks, cut.runs, wraps, compat.group_name_of(mesh, cut.mesh_dims[0]))
+    group, runs = compat.group_name_of(mesh, cut.mesh_dims[0]), compat.expression_of(cut.runs)
+    what = ("links", *parts, cut.blocks, runs, wraps, group)
 
     def make() -> Links:
         with compat.unrecorded_symbols(numbers):
@@ -96,23 +97,24 @@ def _turned(numbers: Tensor, cut: Cut, wraps: bool) -> Tensor:
 
     In this order the rows of a block are neighbours. Numbers that are out of range stay so.
     """
-    if cut.runs == 1:
+    if compat.is_one(cut.runs):
         return numbers
     extent: Any = cut.extent
     stretch = numbers.new_full([], extent // cut.runs).clamp(min=1)
     number = torch.where(numbers < 0, numbers + extent, numbers) if wraps else numbers
-    turned = number.remainder(stretch) * cut.runs + number.div(stretch, rounding_mode="floor")
+    segments: Any = cut.runs
+    turned = number.remainder(stretch) * segments + number.div(stretch, rounding_mode="floor")
     return torch.where((number < 0) | (number >= extent), numbers, turned)
 
 
 def _rows_beside(block: Tensor, cut: Cut) -> Tensor:
     """The rows of a block, [n, ...], in the order of `_turned`."""
-    return block if cut.runs == 1 else _exchanged(block, cut.runs, block.shape[0] // cut.runs)
+    return block if compat.is_one(cut.runs) else _exchanged(block, cut.runs, block.shape[0] // cut.runs)
 
 
 def _rows_behind(block: Tensor, cut: Cut) -> Tensor:
     """The way back from `_rows_beside`."""
-    return block if cut.runs == 1 else _exchanged(block, block.shape[0] // cut.runs, cut.runs)
+    return block if compat.is_one(cut.runs) else _exchanged(block, block.shape[0] // cut.runs, cut.runs)
 
 
 def _exchanged(block: Tensor, outer: IntLike, inner: IntLike) -> Tensor:

@@ -204,7 +204,7 @@ def _look_up(x: Tensor, dim: int, index: Any, op: OpOverload, args: tuple[object
     cut = x._spec.layout.cuts[dim] if isinstance(x, Sharded) else None
     if not isinstance(x, Sharded) or x._spec.layout.is_partial or not is_linked(index, cut):
         return NotImplemented
-    if any(c is not None and c.runs > 1 for d, c in enumerate(x._spec.layout.cuts) if d != dim):
+    if any(c is not None and not compat.is_one(c.runs) for d, c in enumerate(x._spec.layout.cuts) if d != dim):
         return NotImplemented
     meta = global_meta(op, args, {})
     return taken(x, dim, index, compat.global_extents(meta.shape), compat.retrace(meta.stride()), op)

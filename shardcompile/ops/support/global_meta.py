@@ -127,6 +127,8 @@ def _work_out(
             if mode is _EAGER.mode and as_inputs and record.elementwise and not record.keeps_strides:
                 out = _in_rows_if_all_are(op, out, given)
             return out
+        except AssertionError as error:  # as that of `grid_sampler_2d` (2.11 - 2.15) says that a shape does not fit
+            raise RuntimeError(f"{op}: {error}") from error
         except (ValueError, TypeError, RuntimeError) as error:
             strange = next((x.dtype for x in tensors_of([*args, *kwargs.values()]) if not is_ordinary(x.dtype)), None)
             if strange is not None and not isinstance(error, RuntimeError):  # fake kernels stumble over such dtypes

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardcompile.collectives import block_shape
-from shardcompile.compat import OpOverload
+from shardcompile.compat import OpOverload, is_one
 from shardcompile.layout import Apart, Layout, has_runs, neighbouring
 from shardcompile.ops.choice import Choice, choose
 from shardcompile.ops.registry import find_rule
@@ -46,7 +46,7 @@ def layout_in_one_piece(layout: Layout) -> Layout:
 
 def _is_exchanged(layout: Layout) -> bool:
     """Whether an exchange brings each block as many neighbouring rows: one mesh dim cuts what was flattened."""
-    return not any(c is not None and c.runs > 1 and len(c.mesh_dims) > 1 for c in layout.cuts)
+    return not any(c is not None and not is_one(c.runs) and len(c.mesh_dims) > 1 for c in layout.cuts)
 
 
 def _way(layout: Layout) -> tuple[Apart, Choice, Layout]:

@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -96,6 +95,7 @@ def _view(call: OpCall) -> Iterable[Strategy]:
         return
     if any(isinstance(e, int) and e == -1 for e in dst):
         dst = resolved_shape(dst, _numel(src))
+    dst = [1 if not isinstance(e, int) and compat.statically_known_true(e == 1) else e for e in dst]
     if any(isinstance(e, int) and e == 0 for e in dst):
         return  # the view does not fit, and torch says so
     for ins, outs in _joined_ones(match_dims(src, dst)):
@@ -148,14 +148,14 @@ def _view_group(call: OpCall, dst: Sequence[IntLike], ins: list[int], outs: list
     for i, o in sorted(pairs, key=lambda pair: _leaves_segments(layout, dst, ins, outs, *pair)):
         around = _numel([src[d] for d in ins[:i]]), _numel([src[d] for d in ins[i + 1 :]])
         within = _numel([dst[d] for d in outs[:o]]), _numel([dst[d] for d in outs[o + 1 :]])
-        if (joins or i == o == 0) and all(isinstance(n, int) for n in (*around, *within)):
+        if (joins or i == o == 0) and not any(map(compat.is_unbacked, (*around, *within))):
             through = functools.partial(_through_view, around, within, joins)
             into: OnCut | None = None
-            if i == 0 and within[0] > 1:
-                into = functools.partial(in_stretches, int(within[0]))
+            if i == 0 and not is_one(within[0]):
+                into = functools.partial(in_stretches, within[0])
             elif i == o == 0:
-                whole = WholeRows.of(src[ins[0]], dst[outs[0]], int(around[1]), int(within[1]))
-                into = functools.partial(whole.cut_like, through, layout.mesh)
+                whole = WholeRows.of(src[ins[0]], dst[outs[0]], around[1], within[1])
+                into = None if whole is None else functools.partial(whole.cut_like, through, layout.mesh)
             yield along([ins[i]], [outs[o]], through, into)
 
 
@@ -166,7 +166,7 @@ def _leaves_segments(
     cut = layout.cuts[ins[i]]
     segments = _numel([layout.shape[d] for d in ins[:i]]) * (1 if cut is None else cut.runs)
     before = _numel([dst[d] for d in outs[:o]])
-    return not (isinstance(segments, int) and isinstance(before, int) and segments == before)
+    return not compat.statically_known_true(segments == before)
 
 
 @dataclass(frozen=True)
@@ -178,14 +178,25 @@ class WholeRows:
         count: how many times they fit into it.
     """
 
-    rows: int
+    rows: IntLike
     count: IntLike
 
     @staticmethod
-    def of(extent: IntLike, out: IntLike, behind: int, behind_out: int) -> WholeRows:
-        """For a dim of `extent` and one of `out` rows, with as many elements in a row of each as is behind them."""
-        rows = behind_out // max(math.gcd(behind, behind_out), 1)
-        return WholeRows(rows, out if behind * rows == behind_out else extent // max(rows, 1))
+    def of(extent: IntLike, out: IntLike, behind: IntLike, behind_out: IntLike) -> WholeRows | None:
+        """For a dim of `extent` and one of `out` rows, with as many elements in a row of each as is behind them.
+
+        None for symbols of which none is a multiple of the other.
+        """
+        if isinstance(behind, int) and isinstance(behind_out, int):
+            rows: IntLike = behind_out // max(math.gcd(behind, behind_out), 1)
+        elif compat.divides(behind, behind_out):
+            rows = compat.quotient(behind_out, behind)
+        elif compat.divides(behind_out, behind):
+            rows = 1
+        else:
+            return None
+        exact = compat.statically_known_true(behind * rows == behind_out)
+        return WholeRows(rows, out if exact else extent // max(rows, 1))
 
     def cut_like(self, through: OnCut, mesh: DeviceMesh, cut: Cut) -> Cut | None:
         """The cut that gives each rank those rows together of which the first one is in its block.
@@ -194,7 +205,9 @@ class WholeRows:
         of the output; or if a trace would take the sizes of the new blocks for numbers, by which the graphs of the
         ranks would differ.
         """
-        if self.rows < 2 or cut.runs > 1 or compat.size_hint(self.count) < math.prod(cut.parts):
+        if compat.size_hint(self.rows) < 2 or not is_one(cut.runs):
+            return None
+        if compat.size_hint(self.count) < math.prod(cut.parts):
             return None
         if through(cut) is not None:
             return None
@@ -204,13 +217,25 @@ class WholeRows:
         return replace(derive("reading", [cut], numbers, self.count, mesh)[0].scaled(self.rows), makeshift=True)
 
 
-def _through_view(around: tuple[Any, Any], within: tuple[Any, Any], joins: bool, cut: Cut) -> Cut | None:
+def _through_view(
+    around: tuple[IntLike, IntLike], within: tuple[IntLike, IntLike], joins: bool, cut: Cut
+) -> Cut | None:
     """The cut of an output dim, from that of an input dim and the extents in front of and behind each."""
+    if cut.blocks is not None and not all(isinstance(n, int) for n in (*around, *within)):
+        if cut.kind != "chunk" or not cut.is_even:
+            return None  # shards of known, different sizes would become ones of symbolic sizes
+        cut = replace(cut, block=cut.blocks[0], blocks=None)
     flat = cut.scaled(around[1]).joined(around[0])
-    if flat.runs % within[0]:
+    if not compat.divides(within[0], flat.runs):
         return None
-    out = flat.parted(within[0]).unscaled(within[1])
-    return None if out is None or (out.runs > 1 and not joins) else out
+    flat = flat.parted(within[0])
+    out = flat.unscaled(within[1])
+    if out is None or (not is_one(out.runs) and not joins):
+        return None
+    if cut.kind != "fixed" and not compat.divides(within[1] * flat.runs, flat.scale):
+        # The sizes happen to be multiples. A trace knows no sizes, and `WholeRows` has none with fewer rows than ranks.
+        return None if compat.size_hint(out.extent) < math.prod(out.parts) else out
+    return out
 
 
 register([aten.view.default, aten._unsafe_view.default, aten.reshape.default], _view, local_shape_at(1))

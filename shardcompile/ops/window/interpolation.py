@@ -183,19 +183,44 @@ _LINEAR_BACKWARD = (
     aten.upsample_bilinear2d_backward,
     aten.upsample_trilinear3d_backward,
 )
-state(aten.upsample_nearest1d.default, sharded=nearest)
-state(aten.upsample_nearest2d.default, sharded=nearest)
-state(aten.upsample_nearest3d.default, sharded=nearest)
-state(aten._upsample_nearest_exact1d.default, sharded=nearest)
-state(aten._upsample_nearest_exact2d.default, sharded=nearest)
-state(aten._upsample_nearest_exact3d.default, sharded=nearest)
-state(aten.upsample_nearest1d_backward.default, sharded=_nearest_backward)
-state(aten.upsample_nearest2d_backward.default, sharded=_nearest_backward)
-state(aten.upsample_nearest3d_backward.default, sharded=_nearest_backward)
-state(aten._upsample_nearest_exact1d_backward.default, sharded=_nearest_backward)
-state(aten._upsample_nearest_exact2d_backward.default, sharded=_nearest_backward)
-state(aten._upsample_nearest_exact3d_backward.default, sharded=_nearest_backward)
+_NEAREST = (
+    *(aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d),
+    *(aten._upsample_nearest_exact1d, aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d),
+)
+_NEAREST_BACKWARD = (
+    *(aten.upsample_nearest1d_backward, aten.upsample_nearest2d_backward, aten.upsample_nearest3d_backward),
+    aten._upsample_nearest_exact1d_backward,
+    aten._upsample_nearest_exact2d_backward,
+    aten._upsample_nearest_exact3d_backward,
+)
+
+
+def _refuse_empty_images(op: OpOverload, given: Sequence[Any]) -> None:
+    """Raise, as kernels do, if an image has no element. There may be no image."""
+    if any(isinstance(n, int) and n == 0 for n in given[0].shape[1:]):
+        shape = list(given[0].shape)
+        raise RuntimeError(f"{op}: Non-empty {len(shape)}D data tensor expected but got a tensor with sizes {shape}")
+
+
+def _shape_of_nearest(op: OpOverload) -> Run:
+    """The op on stand-ins; torch's own fails for no image (2.11 - 2.15)."""
+
+    def run(x: Tensor, output_size: Sequence[IntLike], *scales: float | None) -> Tensor:
+        empty = isinstance(x.shape[0], int) and x.shape[0] == 0
+        return x.new_empty([*x.shape[:2], *output_size]) if empty else op(x, output_size, *scales)  # type: ignore[no-any-return]
+
+    return run
+
+
+for _packet in _NEAREST:
+    state(_packet.default, sharded=nearest, shape_kernel=_shape_of_nearest(_packet.default))
+for _packet in _NEAREST_BACKWARD:
+    state(_packet.default, sharded=_nearest_backward)
 for _packet in _LINEAR:
     state(_packet.default, sharded=_linear(_packet.default))
 for _packet in _LINEAR_BACKWARD:
     state(_packet.default, sharded=_linear_backward(_packet.default))
+state(
+    [packet.default for packet in (*_NEAREST, *_LINEAR, aten.upsample_bicubic2d)],
+    check=_refuse_empty_images,
+)
