@@ -94,7 +94,6 @@ def choose(
     outputs: int,
     in_place: bool = False,
     produced: Callable[[], Sequence[int]] | None = None,
-    returns: bool = True,
 ) -> Choice | None:
     """The cheapest legal way to run an op, or None if there is none (only possible in place).
 
@@ -104,7 +103,6 @@ def choose(
         outputs: number of outputs.
         in_place: whether the first input is written to, so that it must stay as it is.
         produced: gives the bytes of each output, if they can be known.
-        returns: whether what it takes to bring outputs back counts; not for whoever adds that to the price.
     """
     table = [*strategies, replicate_all(len(layouts), outputs)]
     world = len(layouts[0].placements)
@@ -114,7 +112,7 @@ def choose(
         found = _cheapest(layouts, [natural], in_place)  # type: ignore[list-item]
         if found is not None and found.nbytes == 0 and not any(p.steps for p in found.plans):
             return _settled(found)
-    found = _cheapest(layouts, itertools.product(*_few_enough(layouts, candidates)), in_place, produced, returns)
+    found = _cheapest(layouts, itertools.product(*_few_enough(layouts, candidates)), in_place, produced)
     return None if found is None else _settled(found)
 
 
@@ -166,7 +164,6 @@ def _cheapest(
     combinations: Iterable[Sequence[Strategy]],
     in_place: bool,
     produced: Callable[[], Sequence[int]] | None = None,
-    returns: bool = True,
 ) -> Choice | None:
     best: tuple[tuple[int, int], Choice] | None = None
     sizes = None if produced is None else functools.cache(produced)
@@ -174,7 +171,7 @@ def _cheapest(
         for choice in _assemble(layouts, combination):
             if in_place and not _keeps_first(layouts[0], choice):
                 continue
-            ends = _reduction_cost(choice, sizes) + (_return_cost(choice, sizes) if returns else 0)
+            ends = _reduction_cost(choice, sizes) + _return_cost(choice, sizes)
             cost = (choice.cost + ends, sum(len(p.steps) for p in choice.plans))
             if best is None or cost < best[0]:
                 best = (cost, choice)

@@ -151,8 +151,8 @@ _cached = functools.lru_cache(maxsize=1024)(_decided)
 compat.forget_with_world(_cached.cache_clear)
 
 
-def _cost(way: Way) -> tuple[float, float]:
-    return way.cost, way.held
+def _cost(way: Way) -> float:
+    return way.cost
 
 
 def _because(way: Way, why: str) -> Way:
@@ -207,7 +207,7 @@ def _ways(question: Question) -> Iterator[Way]:
     if len(rows) > 1:
         sets.append(for_a_ring)
     for some in sets:
-        choice = choose(layouts, some, len(results), produced=lambda: [nbytes_of(x) for x in results], returns=False)
+        choice = choose(layouts, some, len(results), produced=lambda: [nbytes_of(x) for x in results])
         assert choice is not None, "replicating everything is always possible"
         ends = zip(choice.outputs, results if question.backward else results[:1], strict=False)
         returns = [find_plan(o.layout(x, x.shape, x.dtype), x.reduced()) for o, x in ends]
