@@ -770,3 +770,8 @@ def test_a_program_is_compiled_after_one_that_could_not_be() -> None:
 def test_compiled_layouts_are_those_of_eager_mode(lines: list[str], inputs: list[Input], mesh: tuple[int, ...]) -> None:
     told = found(lines, inputs, mesh, "aot_eager")
     assert told.kind == RIGHT, told
+
+
+def test_rows_of_a_dtype_that_kernels_hardly_know_are_taken_in_a_graph() -> None:
+    lines = ["v0 = a0.abs().to(torch.uint64)[1:].to(torch.float64)  # if rounds_alike(a0.abs(), torch.uint64)"]
+    assert found(lines, [Input("a0", (2,), "S(0)", {0: [0, 1, 1]})], backend="aot_eager").kind == RIGHT

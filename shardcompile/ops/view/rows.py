@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from shardcompile import compat
 from shardcompile.collectives import block_size, derive, derive_spread
 from shardcompile.compat import OpOverload
-from shardcompile.layout import Cut, IntLike, Layout, Spec, contiguous_stride
+from shardcompile.layout import Cut, IntLike, Layout, Spec, carrier_of, contiguous_stride
 from shardcompile.ops import Form, state
 from shardcompile.ops.record import Run
 from shardcompile.ops.support.blocks import Scalar, index_copy
@@ -108,7 +108,10 @@ def take_rows(x: Tensor, dim: int, first: IntLike, step: int, count: IntLike) ->
     """Rows of a block: a view, or inside a trace where the numbers are symbols a copy."""
     if _numbers(first, count):
         return aten.slice.Tensor(x, dim, first, first + count * step, step)
-    return aten.index_select.default(x, dim, positions(x, first, step, count))
+    carrier, rows = carrier_of(x.dtype), positions(x, first, step, count)
+    if carrier is x.dtype:
+        return aten.index_select.default(x, dim, rows)
+    return aten.view.dtype(aten.index_select.default(aten.view.dtype(x, carrier), dim, rows), x.dtype)
 
 
 def write_rows(x: Tensor, rows: Tensor, dim: int, first: IntLike, step: int, count: IntLike) -> Tensor:
