@@ -601,6 +601,22 @@ SCENES: dict[str, Callable[[], str]] = {
     ),
     "backward_at_once": WRITTEN_AFTER_A_JOIN,
     "joins_of_copies": WRITTEN_AFTER_A_JOIN,
+    "places_of_parts": Fuzzed(  # none of its parts needs it
+        [
+            *("a1.cumsum_(2)", "a1.movedim(0, -1).copy_(weight(1)[0])", "v0 = a0[-1, None, 2:]"),
+            *("v1 = a1.var([0, 2], keepdim=False, correction=0)", "v2 = torch.maximum(a1, a0)  # if away(a1 - a0, 0)"),
+            *("v3 = a1 * v2", "v4 = v1.unflatten(0, [7, 1])", "v5 = v2.prod(2)"),
+            "v6 = v5.scatter_add(0, torch.ones_like(v5, dtype=torch.int64).cumsum(0).mul(2).remainder(1), v5.cos())",
+            *("v7 = v4.argmax(-1)  # if apart(v4, -1)", "v8 = v4.view([1, 1, -1])", "v9 = whole(v8)"),
+            *("v10 = F.pad(v5, [0, 0, 1, 2], value=0.5)", "v11 = v1.logsumexp([0], True)"),
+        ],
+        [
+            Input("a0", (1, 7, 6), "R", grad=True, seed=519202, inferred=True),
+            Input("a1", (1, 7, 6), "S(0)", {0: [0, 1, 0]}, seed=737711, ways=("turned", "rows", "turned", "gaps")),
+        ],
+        3,
+        "inductor",
+    ),
     "overlaps_of_sizes": Fuzzed(["a1[::3] = 0"], [Input("a1", (5, 1), "S(1)", {0: [0, 1, 0, 0]})], 4, "inductor"),
     "traces_agree": Fuzzed(
         [
@@ -639,7 +655,6 @@ SCENES: dict[str, Callable[[], str]] = {
 """By patch, a program that needs it."""
 
 WITHOUT_A_PROGRAM = {
-    "places_of_parts": "a program of the fuzzer's of eleven lines (seed 6300019, inductor); none of its parts needs it",
     "no_donated_buffers": "torch before 2.15 does not repeat waits",
     "grids_of_no_rows": "it is of kernels of GPUs: see test_gpu_kernels.py",
     "extents_over_two_dims": "it is of kernels of GPUs: see test_gpu_kernels.py",
