@@ -62,11 +62,6 @@ NOT_COMPILED = {
 }
 """Op cases that cannot be one graph, and why."""
 
-SYMBOLIC = {
-    "factories/new_empty_strided": "a size that is a constant of the program is not known to be that of an input"
-}
-"""Op cases of which eager and compiled code give other layouts, and why."""
-
 
 def arranged(case: Case) -> Iterator[tuple[Way | None, ...]]:
     """Layouts in which some input is sharded, in the partitions of torch.chunk."""
@@ -119,7 +114,7 @@ def test_eager_and_compiled_give_the_same_layouts(family: str, part: int) -> Non
     mesh = init_device_mesh("cpu", (3,))
     found = []
     for case in FAMILIES[family][part::24]:
-        if "error" in case.name or f"{family}/{case.name}" in {**NOT_COMPILED, **SYMBOLIC}:
+        if "error" in case.name or f"{family}/{case.name}" in NOT_COMPILED:
             continue
         every = list(arranged(case))
         for ways in every[seed_of(case.name) % max(len(every), 1) :][:1]:
